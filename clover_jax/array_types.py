@@ -1,0 +1,48 @@
+"""The axis letters, the array aliases that use them, and the `typed` decorator.
+
+B batch, S sequence (cache) length, T tree slots including the root, A = depth + 1 slots of an
+accepted path, P trained draft positions, W beam width, D model width, F features read by a
+drafter, N query heads, K key/value heads, G = N / K query heads per key/value head, H head
+width, V vocabulary, L layers, E end-of-sequence ids. Users see drafted nodes: T - 1.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from beartype import beartype
+from jaxtyping import Bool, Float, Int, PyTree, jaxtyped
+
+Array = jax.Array
+Params = PyTree[Any]
+
+Tokens = Int[Array, "B S"]
+Lengths = Int[Array, "B"]
+TreeTokens = Int[Array, "B T"]
+TreeParents = Int[Array, "B T"]
+TreeMask = Bool[Array, "B T T"]
+TreeLogits = Float[Array, "B T V"]
+Path = Int[Array, "B A"]
+
+__all__ = [
+    "Array",
+    "Bool",
+    "Float",
+    "Int",
+    "Lengths",
+    "Params",
+    "Path",
+    "PyTree",
+    "Tokens",
+    "TreeLogits",
+    "TreeMask",
+    "TreeParents",
+    "TreeTokens",
+    "typed",
+]
+
+
+def typed(function):
+    """Check the annotated shapes and dtypes of `function` at each call (at trace time in jit)."""
+    return jaxtyped(typechecker=beartype)(function)

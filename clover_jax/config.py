@@ -1,0 +1,175 @@
+"""Frozen dataclasses for everything static; each reads and writes JSON.
+
+A configuration fixes shapes and therefore compiled programs: two equal configurations share
+one. What changes from step to step (tokens, lengths, caches) is never here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import types
+import typing
+from typing import Any, TypeVar
+
+C = TypeVar("C", bound="JsonConfig")
+
+
+@dataclasses.dataclass(frozen=True)
+class JsonConfig:
+    """Base of all configurations: plain JSON objects in, plain JSON objects out."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain JSON values (tuples become lists)."""
+        return json.loads(json.dumps(dataclasses.asdict(self)))
+
+    @classmethod
+    def from_dict(cls: type[C], values: dict[str, Any]) -> C:
+        """Build from `to_dict`'s output.
+
+        Raises ValueError for a field that this configuration does not have.
+        """
+        hints = typing.get_type_hints(cls)
+        unknown = sorted(set(values) - set(hints))
+        if unknown:
+            raise ValueError(
+                f"{cls.__name__} has no field {unknown[0]!r}; its fields are {sorted(hints)}"
+            )
+        return cls(**{name: _revive(hints[name], value) for name, value in values.items()})
+
+
+def _revive(hint: Any, value: Any) -> Any:
+    """Turn a JSON value back into what the field's annotation says."""
+    if value is None:
+        return None
+    if typing.get_origin(hint) in (typing.Union, types.UnionType):
+        hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
+    if dataclasses.is_dataclass(hint):
+        return hint.from_dict(value)
+    if typing.get_origin(hint) is tuple:
+        inner = typing.get_args(hint)[0]
+        return tuple(_revive(inner, item) for item in value)
+    return value
+
+
+@dataclasses.dataclass(frozen=True)
+class RopeConfig(JsonConfig):
+    """Rotary position embedding in the half-split form of the Llama family.
+
+    theta: base of the geometric series of wavelengths.
+    kind: "default", "linear" (all frequencies divided by `factor`) or "llama3" (only the low
+        ones, with a smooth passage between `low_freq_factor` and `high_freq_factor`).
+    """
+
+    theta: float = 10_000.0
+    kind: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    def __post_init__(self):
+        if self.kind not in ("default", "linear", "llama3"):
+            raise ValueError(f"rope kind {self.kind!r} is not one of default, linear, llama3")
+        if self.theta <= 0 or self.factor <= 0:
+            raise ValueError(
+                f"rope theta ({self.theta}) and factor ({self.factor}) must be positive"
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerConfig(JsonConfig):
+    """One Llama-style decoder layer; the base's layers and a head's Augmenting Block share it."""
+
+    hidden_size: int
+    intermediate_size: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+
+    def __post_init__(self):
+        if self.num_heads % self.num_kv_heads:
+            raise ValueError(
+                f"num_heads ({self.num_heads}) must be divisible by "
+                f"num_kv_heads ({self.num_kv_heads})"
+            )
+        if self.head_dim % 2:
+            raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary positions")
+
+    @property
+    def num_groups(self) -> int:
+        """Query heads per key/value head."""
+        return self.num_heads // self.num_kv_heads
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseConfig(JsonConfig):
+    """The frozen base model, a decoder of the Llama family."""
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    rms_norm_eps: float = 1e-5
+    rope: RopeConfig = RopeConfig()
+    max_position_embeddings: int = 2048
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    output_bias: bool = False
+    mlp_bias: bool = False
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+
+    def __post_init__(self):
+        self.layer  # validates the head counts
+
+    @property
+    def layer(self) -> LayerConfig:
+        """The shape of every decoder layer."""
+        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)}
+        return LayerConfig(**shared)
+
+
+@dataclasses.dataclass(frozen=True)
+class LossSpec(JsonConfig):
+    """The distillation loss: sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i).
+
+    regression: weight of SmoothL1(u^i, g) averaged over D.
+    soft_ce: weight of the cross-entropy to the base's distribution.
+    hard_ce: weight of the cross-entropy to the true token.
+    """
+
+    regression: float = 0.0
+    soft_ce: float = 0.0
+    hard_ce: float = 0.0
+    decay: float = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class DrafterConfig(JsonConfig):
+    """What the engine and the trainer know of any drafter.
+
+    kind: the registry name ("clover2", ...).
+    num_positions: P, the draft positions it was trained for.
+    features: base activations it reads, in order of concatenation: "pre_norm" (h),
+        "post_norm" (g), or "layer_3" (the state entering layer 3).
+    max_depth: deepest tree it can draft; None where later positions share weights.
+    draft_to_target: ids of a reduced draft vocabulary, or None for the base's own.
+    """
+
+    kind: str
+    layer: LayerConfig
+    vocab_size: int
+    num_positions: int = 5
+    features: tuple[str, ...] = ("pre_norm",)
+    max_depth: int | None = None
+    draft_to_target: tuple[int, ...] | None = None
+    loss: LossSpec = LossSpec()

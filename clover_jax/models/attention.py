@@ -1,0 +1,116 @@
+"""Attention of T fresh positions over two parts: a committed cache and the fresh rows themselves.
+
+One softmax over both parts, computed as a running softmax: first the fresh rows under their own
+mask (causal, packed or tree), then the cache in chunks, masked at each row's length. The fresh
+keys and values stay outside the cache until they are accepted.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.models.cache import KeyValue
+
+CACHE_CHUNK = 256
+MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
+
+
+class RunningSoftmax(NamedTuple):
+    """A softmax over the keys seen so far.
+
+    peak:  [B, K, G, T]    largest score.
+    total: [B, K, G, T]    sum of exp(score - peak).
+    mixed: [B, K, G, T, H] sum of exp(score - peak) * value.
+    """
+
+    peak: Array
+    total: Array
+    mixed: Array
+
+
+def attend(
+    query: Float[Array, "B K G T H"],
+    fresh: KeyValue,
+    fresh_mask: Bool[Array, "B T T"],
+    cache: KeyValue | None = None,
+    length: Int[Array, "B"] | None = None,
+) -> Float[Array, "B K G T H"]:
+    """Attend from each fresh position to the allowed fresh positions and the committed cache.
+
+    query: rotated queries, not yet scaled.
+    fresh: [B, K, T, H] keys and values of the fresh positions.
+    fresh_mask: [b, t, s] True where t may attend to s; each t must allow at least itself.
+    cache, length: [B, K, S, H] committed keys and values, of which the first length[b] are live.
+    """
+    query = query * query.shape[-1] ** -0.5
+    scores = _scores(query, fresh.key, fresh_mask[:, None, None])
+    peak = scores.max(axis=-1)
+    weight = jnp.exp(scores - peak[..., None])
+    softmax = RunningSoftmax(peak, weight.sum(axis=-1), _mix(weight, fresh.value))
+    if cache is not None:
+        softmax = _attend_cache(query, cache, length, softmax)
+    return (softmax.mixed / softmax.total[..., None]).astype(query.dtype)
+
+
+def _attend_cache(
+    query: Array, cache: KeyValue, length: Int[Array, "B"], softmax: RunningSoftmax
+) -> RunningSoftmax:
+    size = cache.key.shape[2]
+    if size <= CACHE_CHUNK:
+        return _absorb_chunk(query, cache.key, cache.value, 0, length, softmax)
+    if size % CACHE_CHUNK:
+        raise ValueError(f"cache length ({size}) must be a multiple of {CACHE_CHUNK}")
+
+    def body(chunk: Array, softmax: RunningSoftmax) -> RunningSoftmax:
+        start = chunk * CACHE_CHUNK
+        key = jax.lax.dynamic_slice_in_dim(cache.key, start, CACHE_CHUNK, axis=2)
+        value = jax.lax.dynamic_slice_in_dim(cache.value, start, CACHE_CHUNK, axis=2)
+        return _absorb_chunk(query, key, value, start, length, softmax)
+
+    return jax.lax.fori_loop(0, _num_chunks(length, size), body, softmax)
+
+
+def _num_chunks(length: Int[Array, "B"], size: int) -> Array:
+    """Chunks that hold a live position; all of them on GPU.
+
+    A data-dependent trip count keeps the padding unread, but makes a GPU wait for the host.
+    """
+
+    def live(length: Array) -> Array:
+        return (jnp.max(length) + CACHE_CHUNK - 1) // CACHE_CHUNK
+
+    def whole(length: Array) -> Array:
+        return jnp.asarray(size // CACHE_CHUNK, length.dtype)
+
+    return jax.lax.platform_dependent(length, cuda=whole, rocm=whole, default=live)
+
+
+def _absorb_chunk(
+    query: Array, key: Array, value: Array, start: Array | int, length: Array, old: RunningSoftmax
+) -> RunningSoftmax:
+    position = start + jnp.arange(key.shape[2])
+    live = position < length[:, None]
+    scores = _scores(query, key, live[:, None, None, None])
+    peak = jnp.maximum(old.peak, scores.max(axis=-1))
+    shrink = jnp.exp(old.peak - peak)
+    weight = jnp.exp(scores - peak[..., None])
+    return RunningSoftmax(
+        peak=peak,
+        total=old.total * shrink + weight.sum(axis=-1),
+        mixed=old.mixed * shrink[..., None] + _mix(weight, value),
+    )
+
+
+def _scores(query: Array, key: Array, mask: Array) -> Array:
+    scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32)
+    return jnp.where(mask, scores, MASKED)
+
+
+def _mix(weight: Array, value: Array) -> Array:
+    return jnp.einsum(
+        "bkgts,bksh->bkgth", weight.astype(value.dtype), value, preferred_element_type=jnp.float32
+    )

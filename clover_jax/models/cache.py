@@ -1,0 +1,67 @@
+"""Keys and values of committed positions: one array pair per layer, never stacked.
+
+A stacked [L, ...] cache is copied whole at every iteration of a compiled loop; separate arrays
+are updated in place. Rows of a batch advance independently, so each row writes at its own length.
+What lies at or beyond a row's length is garbage: it is masked when read, never cleared.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.config import LayerConfig
+
+
+@struct.dataclass
+class KeyValue:
+    """Keys and values of one layer.
+
+    key:   [B, K, S, H] rotated keys.
+    value: [B, K, S, H]
+    """
+
+    key: Float[Array, "B K S H"]
+    value: Float[Array, "B K S H"]
+
+
+Cache = tuple[KeyValue, ...]
+
+
+def init_cache(
+    config: LayerConfig, num_layers: int, batch: int, length: int, dtype: jnp.dtype
+) -> Cache:
+    """Return `num_layers` zeroed pairs for `batch` rows of `length` positions.
+
+    Keys and values are separate buffers, so that both can be donated.
+    """
+    shape = (batch, config.num_kv_heads, length, config.head_dim)
+    return tuple(
+        KeyValue(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
+        for _ in range(num_layers)
+    )
+
+
+def gather_rows(fresh: Cache, index: Int[Array, "B A"]) -> Cache:
+    """Select rows of freshly computed keys and values: [B, K, T, H] -> [B, K, A, H].
+
+    Example: with index [[0, 2]] the result holds slots 0 and 2 of the only row.
+    """
+    return jax.tree.map(lambda x: jnp.take_along_axis(x, index[:, None, :, None], axis=2), fresh)
+
+
+def write_rows(cache: Cache, rows: Cache, start: Int[Array, "B"]) -> Cache:
+    """Write [B, K, A, H] rows at positions start[b] .. start[b] + A - 1 of each batch row.
+
+    The caller guarantees start + A <= S: dynamic_update_slice would clamp and overwrite live
+    positions. A vmapped dynamic_update_slice stays in place on TPU, GPU and CPU compilers where
+    a scatter does not.
+    """
+
+    def write(buffer: Array, new: Array) -> Array:
+        update = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, (0, s, 0)))
+        return update(buffer, new.astype(buffer.dtype), start)
+
+    return jax.tree.map(write, cache, rows)

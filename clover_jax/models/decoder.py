@@ -1,0 +1,161 @@
+"""The decoder of the Llama family: tokens in, hidden states and fresh keys and values out.
+
+One call serves training (no cache, packed documents), prefill (a chunk after a cache) and
+verification (a token tree after a cache): they differ in mask and positions only.
+"""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.config import BaseConfig, LayerConfig
+from clover_jax.models.attention import attend
+from clover_jax.models.cache import Cache, KeyValue
+from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init
+
+
+@struct.dataclass
+class DecoderOutput:
+    """What the base gives for T positions.
+
+    hidden: name -> [B, T, D]: "layer_0" .. (the state entering that layer), "pre_norm" (h,
+        before the final norm), "post_norm" (g, after it). Unused ones cost nothing in jit.
+    fresh: per layer, [B, K, T, H] keys and values of these positions, not in the cache.
+    """
+
+    hidden: dict[str, Array]
+    fresh: Cache
+
+
+class SelfAttention(nn.Module):
+    """Grouped-query attention; q, k, v fused as [D, K, G + 2, H] so that heads shard on K."""
+
+    config: LayerConfig
+
+    @nn.compact
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"],
+        cache: KeyValue | None,
+        length: Int[Array, "B"] | None,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """Return the attention output and the fresh keys and values."""
+        cfg = self.config
+        width, groups = cfg.hidden_size, cfg.num_groups
+        heads = (cfg.num_kv_heads, groups + 2, cfg.head_dim)
+        qkv = self.param("qkv", matrix_init(width), (width, *heads))
+        out = self.param(
+            "out",
+            matrix_init(cfg.num_heads * cfg.head_dim),
+            (cfg.num_kv_heads, groups, cfg.head_dim, width),
+        )
+        fused = jnp.einsum("btd,dkch->bkcth", x, qkv)
+        if cfg.qkv_bias:
+            bias = self.param("qkv_bias", nn.initializers.zeros, heads)
+            fused = fused + bias[:, :, None]
+        rotated = apply_rope(fused[:, :, : groups + 1], positions, cfg.rope)
+        fresh = KeyValue(key=rotated[:, :, groups], value=fused[:, :, groups + 1])
+        mixed = attend(rotated[:, :, :groups], fresh, mask, cache, length)
+        result = jnp.einsum("bkgth,kghd->btd", mixed, out)
+        if cfg.output_bias:
+            result = result + self.param("out_bias", nn.initializers.zeros, (width,))
+        return result, fresh
+
+
+class DecoderLayer(nn.Module):
+    """Pre-norm attention and MLP; also the layer of Clover's Augmenting Block.
+
+    input_norm: False leaves out the norm before attention (EAGLE-1's layer).
+    """
+
+    config: LayerConfig
+    input_norm: bool = True
+
+    def setup(self):
+        eps = self.config.rms_norm_eps
+        if self.input_norm:
+            self.attention_norm = RMSNorm(eps)
+        self.attention = SelfAttention(self.config)
+        self.mlp_norm = RMSNorm(eps)
+        self.mlp = GatedMLP(self.config)
+
+    def __call__(
+        self,
+        x: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"],
+        cache: KeyValue | None = None,
+        length: Int[Array, "B"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """Return the layer's output and its fresh keys and values."""
+        normed = self.attention_norm(x) if self.input_norm else x
+        mixed, fresh = self.attention(normed, positions, mask, cache, length)
+        x = x + mixed
+        return x + self.mlp(self.mlp_norm(x)), fresh
+
+
+class Decoder(nn.Module):
+    """The base model up to the final norm; `project` gives logits."""
+
+    config: BaseConfig
+
+    def setup(self):
+        cfg = self.config
+        shape = (cfg.vocab_size, cfg.hidden_size)
+        self.embedding = self.param("embedding", nn.initializers.normal(0.02), shape)
+        self.layers = [DecoderLayer(cfg.layer) for _ in range(cfg.num_layers)]
+        self.final_norm = RMSNorm(cfg.rms_norm_eps)
+        if not cfg.tie_word_embeddings:
+            self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), shape)
+
+    def __call__(
+        self,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"],
+        cache: Cache | None = None,
+        length: Int[Array, "B"] | None = None,
+    ) -> DecoderOutput:
+        """Read T tokens per row after length[b] committed positions.
+
+        mask: [b, t, s] True where t may attend to the fresh position s (itself included).
+        cache, length: the committed keys and values; None when there are none.
+        """
+        x = jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        hidden, fresh = {}, []
+        for index, layer in enumerate(self.layers):
+            hidden[f"layer_{index}"] = x
+            x, rows = layer(x, positions, mask, None if cache is None else cache[index], length)
+            fresh.append(rows)
+        hidden["pre_norm"] = x
+        hidden["post_norm"] = self.final_norm(x)
+        return DecoderOutput(hidden=hidden, fresh=tuple(fresh))
+
+
+def project(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+    """Return logits, hidden . matrix^T, accumulated and returned in float32.
+
+    The matrix is stored [V, D] so that it serves as embedding and as output without a
+    transposed copy.
+    """
+    return jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
+
+
+def packed_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
+    """Return the causal mask within documents: same segment and not later.
+
+    Example: segment_ids [[1, 1, 2]] gives rows [T, F, F], [T, T, F], [F, F, T].
+    """
+    size = segment_ids.shape[1]
+    causal = jnp.tril(jnp.ones((size, size), bool))
+    return (segment_ids[:, :, None] == segment_ids[:, None, :]) & causal
+
+
+def causal_mask(batch: int, size: int) -> Bool[Array, "B S S"]:
+    """Return the plain causal mask for `batch` rows of `size` positions."""
+    return jnp.broadcast_to(jnp.tril(jnp.ones((size, size), bool)), (batch, size, size))

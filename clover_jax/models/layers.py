@@ -1,0 +1,87 @@
+"""Normalisation, rotary positions and the gated MLP of the Llama family."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.config import LayerConfig, RopeConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * scale, with the mean square taken in float32."""
+
+    eps: float
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Normalise the last axis."""
+        scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
+        return rms_norm(x, scale, self.eps)
+
+
+def rms_norm(
+    x: Float[Array, "*b D"], scale: Float[Array, "D"], eps: float
+) -> Float[Array, "*b D"]:
+    """Normalise the last axis of x to unit mean square, then scale."""
+    wide = x.astype(jnp.float32)
+    inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return scale * (wide * inverse).astype(x.dtype)
+
+
+def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
+    """Return the [head_dim / 2] angular frequencies, scaled as `rope.kind` says.
+
+    Source: the rope_parameters of Hugging Face configurations ("linear", "llama3").
+    """
+    frequency = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
+    if rope.kind == "linear":
+        frequency = frequency / rope.factor
+    elif rope.kind == "llama3":
+        turns = rope.original_max_position_embeddings * frequency / (2 * np.pi)
+        smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
+        smooth = np.clip(smooth, 0.0, 1.0)
+        frequency = (1 - smooth) * frequency / rope.factor + smooth * frequency
+    return frequency.astype(np.float32)
+
+
+def apply_rope(
+    x: Float[Array, "B *n T H"], positions: Int[Array, "B T"], rope: RopeConfig
+) -> Float[Array, "B *n T H"]:
+    """Rotate each pair (x[j], x[j + H/2]) by position * frequency[j], in float32."""
+    frequency = inverse_frequencies(rope, x.shape[-1])
+    angle = positions[..., None].astype(jnp.float32) * frequency
+    angle = jnp.expand_dims(angle, tuple(range(1, x.ndim - 2)))  # broadcast over the head axes
+    cosine, sine = jnp.cos(angle), jnp.sin(angle)
+    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    rotated = (first * cosine - second * sine, second * cosine + first * sine)
+    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+
+
+class GatedMLP(nn.Module):
+    """down(silu(gate x) * up x), gate and up fused into one [D, 2, F] kernel."""
+
+    config: LayerConfig
+
+    @nn.compact
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Apply the MLP position by position."""
+        cfg = self.config
+        width, inner = cfg.hidden_size, cfg.intermediate_size
+        gate_up = self.param("gate_up", matrix_init(width), (width, 2, inner))
+        down = self.param("down", matrix_init(inner), (inner, width))
+        both = jnp.einsum("btd,dcf->btcf", x, gate_up)
+        if cfg.mlp_bias:
+            both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))
+        hidden = jnp.einsum("btf,fd->btd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], down)
+        if cfg.mlp_bias:
+            hidden = hidden + self.param("down_bias", nn.initializers.zeros, (width,))
+        return hidden
+
+
+def matrix_init(fan_in: int):
+    """Return a normal initialiser of standard deviation 1 / sqrt(fan_in)."""
+    return nn.initializers.normal(fan_in**-0.5)
