@@ -153,7 +153,7 @@ class LossSpec(JsonConfig):
     decay: float = 1.0
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class DrafterConfig(JsonConfig):
     """What the engine and the trainer know of any drafter.
 

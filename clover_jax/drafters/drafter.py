@@ -1,0 +1,132 @@
+"""The contract of a drafter: all that the engine and the trainer know of a draft head.
+
+A drafter is a linen module with these methods, beside a frozen config (`DrafterConfig`). The base's
+matrices are passed in as `Frozen`, never copied into the head's params. Indexing: the base has read
+x_0 .. x_t; its features at t, paired with x_{t+1}, let position i of the head propose x_{t+2+i}.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.models.cache import Cache
+
+State = Any  # a pytree of the drafter's own, every leaf [B, W, ...]
+
+
+@struct.dataclass
+class Frozen:
+    """The base's matrices that a head may read.
+
+    lm_head:    [V, D] output matrix; its rows also serve Clover as token embeddings.
+    embedding:  [V, D] input embedding (the same array as lm_head when they are tied).
+    final_norm: [D]    scale of the base's final RMSNorm.
+    """
+
+    lm_head: Float[Array, "V D"]
+    embedding: Float[Array, "V D"]
+    final_norm: Float[Array, "D"]
+
+
+class Drafter(Protocol):
+    """What a draft head's linen module implements; called through `apply(..., method=name)`."""
+
+    config: DrafterConfig
+
+    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+        """Return the head's own key/value cache, or an empty tuple."""
+        ...
+
+    def absorb(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B A F"],
+        next_tokens: Int[Array, "B A"],
+        start: Int[Array, "B"],
+        count: Int[Array, "B"],
+        cache: Cache,
+    ) -> tuple[State, Cache]:
+        """Take in positions start[b] .. start[b] + count[b] - 1 and return the state at the last.
+
+        features, next_tokens: base features at each position and the token that follows it; the
+            first count[b] of a row are valid, the rest is ignored.
+        cache: holds start[b] committed positions; the result holds start[b] + count[b].
+        Returns the root state (every leaf [B, 1, ...]) and the cache.
+        """
+        ...
+
+    def propose(self, frozen: Frozen, state: State, depth: int) -> Float[Array, "B W Vd"]:
+        """Return the logits of the tokens that may follow each state, `depth` levels down."""
+        ...
+
+    def advance(
+        self,
+        frozen: Frozen,
+        state: State,
+        cache: Cache,
+        parent: Int[Array, "B W"],
+        token: Int[Array, "B W"],
+        depth: int,
+    ) -> State:
+        """Go one level down: follow `token` from state `parent` of the level above.
+
+        depth: level of the new states, 1 for the root's children. The committed cache is
+            read-only here; a head with attention keeps its tree's keys and values in the state.
+        """
+        ...
+
+    def train_forward(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B S F"],
+        tokens: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        rng: Array | None,
+    ) -> Float[Array, "P B S D"]:
+        """Return hidden[i, b, t], from which position i proposes x_{t+2+i}, teacher forced."""
+        ...
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
+    ) -> Float[Array, "*b Vd"]:
+        """Map `train_forward`'s hidden states of one position to logits."""
+        ...
+
+
+class DrafterKind(Protocol):
+    """What a drafter's file offers to the registry."""
+
+    def make_config(self, base: BaseConfig, **options: Any) -> DrafterConfig:
+        """Return the head's config for a base, with the method's defaults."""
+        ...
+
+    def make_module(self, config: DrafterConfig) -> Drafter:
+        """Return the linen module."""
+        ...
+
+    def init_from_base(
+        self, config: DrafterConfig, params: Params, base_params: Params, rng: Array
+    ) -> Params:
+        """Apply the method's initialisation to freshly made params."""
+        ...
+
+
+def frozen_from_base(base_params: Params) -> Frozen:
+    """Collect what heads read from the base's params, without a copy."""
+    embedding = base_params["embedding"]
+    return Frozen(
+        lm_head=base_params.get("lm_head", embedding),
+        embedding=embedding,
+        final_norm=base_params["final_norm"]["scale"],
+    )
+
+
+def select_features(hidden: dict[str, Array], names: tuple[str, ...]) -> Float[Array, "B T F"]:
+    """Concatenate the named base activations on the last axis."""
+    return jnp.concatenate([hidden[name] for name in names], axis=-1)

@@ -1,0 +1,70 @@
+"""Names of the drafters and the file that holds each; imported only when asked for."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Params
+from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.drafters.drafter import Drafter, frozen_from_base
+from clover_jax.errors import UserError
+
+# name -> (file of this package, config class, module class)
+DRAFTERS = {"clover2": ("clover2", "Clover2Config", "Clover2")}
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftHead:
+    """A drafter's module and config, without params."""
+
+    config: DrafterConfig
+    module: Drafter
+
+
+def _module_of(kind: str):
+    if kind not in DRAFTERS:
+        raise UserError(f"drafter {kind!r} is unknown; the drafters are {', '.join(DRAFTERS)}")
+    return importlib.import_module(f"clover_jax.drafters.{DRAFTERS[kind][0]}")
+
+
+def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfig:
+    """Return the config of a head of this kind for a base; options are the kind's own."""
+    return _module_of(kind).make_config(base, **options)
+
+
+def config_from_dict(values: dict[str, Any]) -> DrafterConfig:
+    """Rebuild a config written by `DrafterConfig.to_dict`."""
+    file = _module_of(values.get("kind", "missing"))
+    return getattr(file, DRAFTERS[values["kind"]][1]).from_dict(values)
+
+
+def head(config: DrafterConfig) -> DraftHead:
+    """Return the head that a config describes."""
+    file = _module_of(config.kind)
+    return DraftHead(config=config, module=getattr(file, DRAFTERS[config.kind][2])(config))
+
+
+def init_shapes(draft: DraftHead, base_params: Params) -> Params:
+    """Return the head's params as ShapeDtypeStructs (float32), allocating nothing."""
+    return jax.eval_shape(lambda base: _random_params(draft, base, jax.random.key(0)), base_params)
+
+
+def init_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
+    """Return float32 params with the method's initialisation from the base."""
+    fresh, noise = jax.random.split(rng)
+    params = _random_params(draft, base_params, fresh)
+    return _module_of(draft.config.kind).init_from_base(draft.config, params, base_params, noise)
+
+
+def _random_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
+    width = draft.config.layer.hidden_size * len(draft.config.features)
+    ids = jnp.zeros((1, draft.config.num_positions + 2), jnp.int32)
+    features = jnp.zeros((*ids.shape, width))
+    frozen = frozen_from_base(base_params)
+    arguments = (frozen, features, ids, ids, ids, None)
+    return draft.module.init(rng, *arguments, method="train_forward")["params"]
