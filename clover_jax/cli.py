@@ -1,0 +1,160 @@
+"""The one wrapper around every command: flags in, one JSON line out, mistakes in one line.
+
+A command module holds its docstring (which is its `--help`), `define_flags`, `main`, and at its end
+
+    if __name__ == "__main__":
+        sys.exit(cli.run(main, define_flags))
+
+Heavy imports stay inside `main`, so that `--help` and a mistyped flag answer at once and touch no
+device. Nothing here imports JAX.
+"""
+
+import contextlib
+import errno
+import json
+import math
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags as absl_flags
+
+from clover_jax import command_flags
+from clover_jax.command_flags import define_common_flags, flag_settings, workdir_of
+from clover_jax.errors import UserError
+from clover_jax.help_text import help_text
+
+__all__ = [
+    "define_common_flags",
+    "flag_settings",
+    "report",
+    "run",
+    "sigterm_as_event",
+    "workdir_of",
+]
+
+STATUS_OK = 0
+STATUS_SOME_FAILED = 1  # some rows failed, the others are there
+STATUS_USER_ERROR = 2
+STATUS_INTERRUPTED = 128 + signal.SIGINT
+STATUS_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+_HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort"}
+
+# What the file system says about a path that a user gave, and what would be right.
+_PATH_ADVICE = {
+    errno.ENOENT: "give a path that exists",
+    errno.EACCES: "give a path that this user may use",
+    errno.EPERM: "give a path that this user may use",
+    errno.ENOTDIR: "give a path whose parents are folders",
+    errno.EISDIR: "give a file, not a folder",
+    errno.EEXIST: "give a path that is free",
+    errno.EROFS: "give a path on a writable file system",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ENOSPC: "free some space or give a path on another disk",
+    errno.EDQUOT: "free some of your quota or give a path on another disk",
+}
+
+
+def run(
+    main: Callable[[absl_flags.FlagValues], int | None],
+    define_flags: Callable[[absl_flags.FlagValues], None],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+      main: takes the parsed flags, prints its result by `report`, returns a status (None is 0).
+      define_flags: defines the command's flags, common ones included, on the values it is given.
+      argv: the arguments without the program's name; those of this process by default.
+
+    Returns:
+      0 on success and for `--help`; main's own status; 2 with one line on stderr for a user's
+      mistake (`UserError`, a bad flag, a path that cannot be used); 130 when interrupted. Any
+      other exception is a bug: it passes through with its traceback, and Python makes it status 1.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = _command_name(main)
+    try:
+        if _HELP & set(argv[: argv.index("--")] if "--" in argv else argv):
+            print(help_text(command, _module_doc(main), command_flags.defined(define_flags)))
+            return STATUS_OK
+        status = main(command_flags.parse_flags(define_flags, argv))
+        sys.stdout.flush()
+    except absl_flags.Error as error:
+        return _complain(command, f"{str(error).rstrip(' .')}; see --help")
+    except UserError as error:
+        return _complain(command, str(error))
+    except BrokenPipeError:
+        # The reader of our stdout went away (`| head`). Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return STATUS_BROKEN_PIPE
+    except OSError as error:
+        if error.errno not in _PATH_ADVICE:
+            raise
+        return _complain(command, _describe_os_error(error))
+    except KeyboardInterrupt:
+        _complain(command, "interrupted")
+        return STATUS_INTERRUPTED
+    except Exception as error:
+        error.add_note(f"{command}: this is a bug, not a mistake in what you gave it.")
+        raise
+    return STATUS_OK if status is None else status
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print `result` as one line of JSON, the last line that a command prints on stdout.
+
+    Numbers of NumPy and JAX are accepted; what is not finite becomes null, since JSON has no NaN.
+    """
+    print(json.dumps(_jsonable(result)), flush=True)
+
+
+@contextlib.contextmanager
+def sigterm_as_event() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM sets, so that a loop can save and leave at its next step."""
+    requested = threading.Event()
+    previous = signal.signal(signal.SIGTERM, lambda number, frame: requested.set())
+    try:
+        yield requested
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+
+
+def _command_name(main: Callable) -> str:
+    module = sys.modules[main.__module__]
+    spec = getattr(module, "__spec__", None)
+    return spec.name if spec else Path(getattr(module, "__file__", None) or main.__module__).stem
+
+
+def _module_doc(main: Callable) -> str:
+    return sys.modules[main.__module__].__doc__ or ""
+
+
+def _complain(command: str, message: str) -> int:
+    print(f"{command}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+    return STATUS_USER_ERROR
+
+
+def _describe_os_error(error: OSError) -> str:
+    where = "" if error.filename is None else f"{error.filename}: "
+    reason = error.strerror or type(error).__name__
+    return f"{where}{reason}; {_PATH_ADVICE[error.errno]}"
+
+
+def _jsonable(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _jsonable(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_jsonable(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):  # numpy and jax, scalars and arrays
+        return _jsonable(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

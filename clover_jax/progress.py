@@ -1,0 +1,146 @@
+"""Progress on stderr: a bar on a terminal, an occasional plain line everywhere else."""
+
+import sys
+import time
+from typing import Protocol, TextIO
+
+_SECONDS_BETWEEN_LINES = 10.0
+
+
+class Progress(Protocol):
+    """What `progress_bar` returns; also a context manager that closes itself."""
+
+    def update(self, amount: int = 1) -> None:
+        """Count `amount` more units as done."""
+
+    def show(self, figures: str) -> None:
+        """Put `figures`, such as "loss 1.93, hit 0.61", at the end of the bar."""
+
+    def write(self, line: str) -> None:
+        """Print a line of its own without breaking the bar."""
+
+    def close(self) -> None:
+        """Finish the bar; what comes after it starts on a new line."""
+
+    def __enter__(self) -> "Progress": ...
+
+    def __exit__(self, *exception: object) -> None: ...
+
+
+def progress_bar(
+    total: int | None,
+    desc: str,
+    unit: str = "step",
+    *,
+    initial: int = 0,
+    file: TextIO | None = None,
+) -> Progress:
+    """Return a progress display with rate, time left and the figures given to `show`.
+
+    Args:
+      total: units in all, or None where nobody knows.
+      desc: what is going on, in a word or two.
+      unit: what is counted, in the singular.
+      initial: units that an earlier run has done; they count for the position, not for the rate.
+      file: where it goes, stderr by default. Not a terminal: a plain line every ten seconds.
+    """
+    file = sys.stderr if file is None else file
+    if file.isatty():
+        return _Bar(total, desc, unit, initial, file)
+    return _Lines(total, desc, unit, initial, file)
+
+
+class _Closing:
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+
+class _Bar(_Closing):
+    def __init__(self, total: int | None, desc: str, unit: str, initial: int, file: TextIO):
+        from tqdm import tqdm  # only terminals pay for the import
+
+        # No monitor thread: it would outlive the bar and warn at fork.
+        tqdm.monitor_interval = 0
+        self._bar = tqdm(
+            total=total,
+            desc=desc,
+            unit=f" {unit}",
+            initial=initial,
+            file=file,
+            dynamic_ncols=True,
+            mininterval=0.2,
+        )
+
+    def update(self, amount: int = 1) -> None:
+        self._bar.update(amount)
+
+    def show(self, figures: str) -> None:
+        self._bar.set_postfix_str(figures, refresh=False)
+
+    def write(self, line: str) -> None:
+        self._bar.write(line, file=self._bar.fp)
+
+    def close(self) -> None:
+        self._bar.close()
+
+
+class _Lines(_Closing):
+    def __init__(self, total: int | None, desc: str, unit: str, initial: int, file: TextIO):
+        self._total, self._desc, self._unit, self._file = total, desc, unit, file
+        self._initial = self._done = initial
+        self._figures = ""
+        self._started = self._last_line = time.monotonic()
+        self._printed: int | None = None
+
+    def update(self, amount: int = 1) -> None:
+        self._done += amount
+        if time.monotonic() - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._print()
+
+    def show(self, figures: str) -> None:
+        self._figures = figures
+
+    def write(self, line: str) -> None:
+        print(line, file=self._file, flush=True)
+
+    def close(self) -> None:
+        if self._printed != self._done:
+            self._print()
+
+    def _print(self) -> None:
+        self._last_line, self._printed = time.monotonic(), self._done
+        elapsed = self._last_line - self._started
+        self.write(
+            format_progress(self._desc, self._unit, self._done, self._total, self._initial, elapsed)
+            + (f", {self._figures}" if self._figures else "")
+        )
+
+
+def format_progress(
+    desc: str, unit: str, done: int, total: int | None, initial: int, elapsed: float
+) -> str:
+    """Return the plain line for `done` of `total` units after `elapsed` seconds.
+
+    Example: `format_progress("train", "step", 120, 400, 20, 50.0)` is
+    "train: 120/400 steps (30%), 2.00 steps/s, 2:20 left".
+    """
+    units = unit + "s"
+    line = f"{desc}: {done}{'' if total is None else f'/{total}'} {units}"
+    if total:
+        line += f" ({100 * done // total}%)"
+    if done > initial and elapsed > 0:
+        rate = (done - initial) / elapsed
+        line += f", {rate:.{3 if rate < 0.1 else 2}f} {units}/s"
+        if total is not None and done < total:
+            line += f", {format_duration((total - done) / rate)} left"
+    return line
+
+
+def format_duration(seconds: float) -> str:
+    """Return a duration as m:ss, or h:mm:ss from an hour on; 140.2 gives "2:20"."""
+    minutes, second = divmod(round(seconds), 60)
+    hours, minute = divmod(minutes, 60)
+    return f"{hours}:{minute:02}:{second:02}" if hours else f"{minute}:{second:02}"
