@@ -11,8 +11,6 @@ device. Nothing here imports JAX.
 
 import contextlib
 import errno
-import json
-import math
 import os
 import signal
 import sys
@@ -27,6 +25,7 @@ from clover_jax import command_flags
 from clover_jax.command_flags import define_common_flags, flag_settings, workdir_of
 from clover_jax.errors import UserError
 from clover_jax.help_text import help_text
+from clover_jax.jsonl import to_json
 
 __all__ = [
     "define_common_flags",
@@ -111,7 +110,7 @@ def report(result: dict[str, Any]) -> None:
 
     Numbers of NumPy and JAX are accepted; what is not finite becomes null, since JSON has no NaN.
     """
-    print(json.dumps(_jsonable(result)), flush=True)
+    print(to_json(result), flush=True)
 
 
 @contextlib.contextmanager
@@ -144,17 +143,3 @@ def _describe_os_error(error: OSError) -> str:
     where = "" if error.filename is None else f"{error.filename}: "
     reason = error.strerror or type(error).__name__
     return f"{where}{reason}; {_PATH_ADVICE[error.errno]}"
-
-
-def _jsonable(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {str(key): _jsonable(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_jsonable(item) for item in value]
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if hasattr(value, "tolist"):  # numpy and jax, scalars and arrays
-        return _jsonable(value.tolist())
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    return value

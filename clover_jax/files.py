@@ -1,0 +1,104 @@
+"""Files and folders that are whole or absent: written under another name, synced, then renamed."""
+
+import contextlib
+import ctypes
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_AT_FDCWD = -100  # Linux: paths are relative to the working directory
+_RENAME_EXCHANGE = 2
+
+
+@contextlib.contextmanager
+def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield a temporary path beside `path`; on success it becomes `path`, else it is removed.
+
+    A reader sees the old file or the new one, never a part. Missing parents are made.
+    """
+    path = Path(path)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = _unfinished(path, f"{os.getpid()}.")  # several processes may write the same cache
+    try:
+        yield unfinished
+        _sync(unfinished)
+        os.replace(unfinished, path)
+        _sync(path.parent)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield an empty temporary folder beside `path`; on success it takes the place of `path`.
+
+    What was at `path` is deleted afterwards. One process at a time may write one `path`: the
+    temporary name is fixed, so that what a killed run left behind is cleared by the next.
+    """
+    path = Path(path)
+    unfinished = _unfinished(path)
+    _remove(unfinished)
+    unfinished.mkdir(parents=True)
+    try:
+        yield unfinished
+        for folder, _, names in os.walk(unfinished):
+            for name in names:
+                _sync(Path(folder, name))
+            _sync(Path(folder))
+        _put_in_place(unfinished, path)
+        _sync(path.parent)
+    finally:
+        _remove(unfinished)
+
+
+def write_text(path: str | os.PathLike, text: str) -> None:
+    """Write a whole UTF-8 file atomically."""
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(text, encoding="utf-8")
+
+
+def write_json(path: str | os.PathLike, value: Any) -> None:
+    """Write `value` as indented JSON, atomically."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def _unfinished(path: Path, infix: str = "") -> Path:
+    return path.with_name(f".{path.name}.{infix}unfinished")
+
+
+def _put_in_place(new: Path, path: Path) -> None:
+    if not os.path.lexists(path):
+        os.rename(new, path)
+    elif not _exchange(new, path):
+        # No atomic exchange on this system: for an instant nothing is at `path`.
+        replaced = path.with_name(f".{path.name}.replaced")
+        _remove(replaced)
+        os.rename(path, replaced)
+        os.rename(new, path)
+        _remove(replaced)
+
+
+def _exchange(a: Path, b: Path) -> bool:
+    """Swap two paths in one step where the system can (Linux, most file systems)."""
+    rename = getattr(ctypes.CDLL(None), "renameat2", None)
+    if rename is None:
+        return False
+    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,70 @@
+"""JSON, one value a line: NumPy's numbers allowed, NaN written as null, a torn last line dropped."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+from clover_jax.files import atomic_file
+
+
+def to_json(value: Any) -> str:
+    """Return `value` as one line of JSON.
+
+    NumPy and JAX scalars and arrays become numbers and lists, paths strings, and what is not finite
+    null, since JSON has no NaN.
+    """
+    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+
+
+def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSONL file, less a torn last line.
+
+    Raises:
+      UserError: for a whole line that is not JSON, with its number.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not a JSON row ({error})") from None
+
+
+def append_row(path: str | os.PathLike, row: dict[str, Any]) -> None:
+    """Append one row to a JSONL file and flush it."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(to_json(row) + "\n")
+
+
+def keep_rows(path: str | os.PathLike, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSONL file atomically with the rows that `wanted` accepts; a torn line goes.
+
+    Example: `keep_rows(metrics, lambda row: row["step"] <= step)` after resuming from `step`.
+    A file that does not exist stays away.
+    """
+    if not Path(path).exists():
+        return
+    with atomic_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        for row in read_rows(path):
+            if wanted(row):
+                file.write(to_json(row) + "\n")
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return _plain(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

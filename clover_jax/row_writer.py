@@ -1,0 +1,165 @@
+"""A file of output rows that a stopped run can go on with.
+
+`OUTPUT` has one row a line, in input order, each flushed when written; a torn last line is dropped.
+`OUTPUT.manifest.json` says which settings and which prompts the rows come from, so that the same
+command resumes and any other is refused.
+"""
+
+import errno
+import fcntl
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+from clover_jax.files import write_json
+from clover_jax.jsonl import to_json
+
+_FORMAT = 1
+
+
+class RowWriter:
+    """Append rows in input order to a file that the same command can resume.
+
+    Rows may come in any order: one that is early waits in memory until those before it are there.
+    Use it as a context manager; `finished` rows of earlier runs need not be made again.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        settings: dict[str, Any],
+        prompts_hash: str,
+        overwrite: bool = False,
+    ):
+        """Open `path` for appending, after the rows that an earlier run has left.
+
+        Args:
+          path: the row file; its manifest lies beside it.
+          settings: what the rows depend on, as JSON values.
+          prompts_hash: identifies the input rows.
+          overwrite: start anew whatever is there.
+
+        Raises:
+          UserError: where `path` holds rows of other settings or prompts, rows without a manifest,
+            or is being written by another process.
+        """
+        self.path = Path(path)
+        self._waiting: dict[int, dict[str, Any]] = {}
+        manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
+        manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+b")
+        try:
+            _lock(self._file, self.path)
+            if overwrite:
+                self._file.truncate(0)
+            else:
+                self._refuse_other_rows(manifest)
+            write_json(self.manifest_path, manifest)
+            self.finished = self._drop_torn_line()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def manifest_path(self) -> Path:
+        """Where the settings and the prompts' hash are kept."""
+        return self.path.with_name(self.path.name + ".manifest.json")
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write `row`, whose "index" is its place in the input, once all before it are written."""
+        index = row["index"]
+        if index < self.finished or index in self._waiting:
+            raise ValueError(f"row {index} of {self.path} was written before")
+        self._waiting[index] = row
+        while self.finished in self._waiting:
+            line = to_json(self._waiting.pop(self.finished))
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+            self.finished += 1
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def __exit__(self, exception_type: type | None, *rest: object) -> None:
+        self._file.close()
+        if exception_type is None and self._waiting:
+            raise ValueError(
+                f"row {self.finished} of {self.path} never came, "
+                f"but {len(self._waiting)} rows after it did"
+            )
+
+    def _refuse_other_rows(self, manifest: dict[str, Any]) -> None:
+        if self._file.tell() == 0:
+            return
+        try:
+            found = json.loads(self.manifest_path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise UserError(
+                f"{self.path} exists and has no manifest to resume from; "
+                "give another --output, or --overwrite to start anew"
+            ) from None
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{self.manifest_path} is not JSON ({error}); --overwrite starts anew"
+            ) from None
+        difference = _first_difference(found, manifest)
+        if difference:
+            raise UserError(
+                f"{self.path} was written with {difference}; "
+                "repeat that command to resume it, give another --output, or --overwrite"
+            )
+
+    def _drop_torn_line(self) -> int:
+        """Cut what follows the last newline and return how many rows remain."""
+        self._file.seek(0)
+        num_rows = end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            _check_index(line, num_rows, self.path)
+            num_rows += 1
+            end += len(line)
+        self._file.truncate(end)
+        return num_rows
+
+
+def _check_index(line: bytes, expected: int, path: Path) -> None:
+    try:
+        index = json.loads(line)["index"]
+    except (ValueError, KeyError, TypeError):
+        index = None
+    if index != expected:
+        raise UserError(
+            f"{path}:{expected + 1}: expected the row with index {expected}, found "
+            f"{line[:60].decode(errors='replace')!r}; repair the file, or --overwrite to start anew"
+        )
+
+
+def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """Say where two manifests differ, as "seed 0, not 1"; None where they agree."""
+    if found.get("format") != wanted["format"]:
+        return f"manifest format {found.get('format')}, not {wanted['format']}"
+    before, now = found["settings"], wanted["settings"]
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            return f"{name} {before.get(name)!r}, not {now.get(name)!r}"
+    if found["prompts_hash"] != wanted["prompts_hash"]:
+        return "other prompts"
+    return None
+
+
+def _lock(file: Any, path: Path) -> None:
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise UserError(
+            f"{path} is being written by another process; wait for it or give another --output"
+        ) from None
+    except OSError as error:
+        # A file system without locks: then nothing tells two writers apart.
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
+            raise
