@@ -84,24 +84,20 @@ def run(
             return STATUS_OK
         status = main(command_flags.parse_flags(define_flags, argv))
         sys.stdout.flush()
-    except absl_flags.Error as error:
-        return _complain(command, f"{str(error).rstrip(' .')}; see --help")
-    except UserError as error:
-        return _complain(command, str(error))
     except BrokenPipeError:
         # The reader of our stdout went away (`| head`). Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return STATUS_BROKEN_PIPE
-    except OSError as error:
-        if error.errno not in _PATH_ADVICE:
-            raise
-        return _complain(command, _describe_os_error(error))
     except KeyboardInterrupt:
-        _complain(command, "interrupted")
+        _say(command, "interrupted")
         return STATUS_INTERRUPTED
     except Exception as error:
-        error.add_note(f"{command}: this is a bug, not a mistake in what you gave it.")
-        raise
+        mistake = _describe_mistake(error)
+        if mistake is None:
+            error.add_note(f"{command}: this is a bug, not a mistake in what you gave it.")
+            raise
+        _say(command, mistake)
+        return STATUS_USER_ERROR
     return STATUS_OK if status is None else status
 
 
@@ -134,12 +130,17 @@ def _module_doc(main: Callable) -> str:
     return sys.modules[main.__module__].__doc__ or ""
 
 
-def _complain(command: str, message: str) -> int:
+def _say(command: str, message: str) -> None:
     print(f"{command}: {' '.join(message.split())}", file=sys.stderr, flush=True)
-    return STATUS_USER_ERROR
 
 
-def _describe_os_error(error: OSError) -> str:
-    where = "" if error.filename is None else f"{error.filename}: "
-    reason = error.strerror or type(error).__name__
-    return f"{where}{reason}; {_PATH_ADVICE[error.errno]}"
+def _describe_mistake(error: Exception) -> str | None:
+    """Say what the user got wrong and what would be right; None for what is no user's mistake."""
+    if isinstance(error, absl_flags.Error):
+        return f"{str(error).rstrip(' .')}; see --help"
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _PATH_ADVICE:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror}; {_PATH_ADVICE[error.errno]}"
+    return None

@@ -1,4 +1,4 @@
-"""JSON, one value a line: NumPy's numbers allowed, NaN written as null, a torn last line dropped."""
+"""JSON, one value a line: NumPy's numbers allowed, NaN as null, a torn last line dropped."""
 
 import json
 import math

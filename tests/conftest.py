@@ -1,0 +1,66 @@
+"""What every test shares: where the fixtures are, and the environment that JAX starts in.
+
+Tests see one CPU device. A test that needs several, or flags that JAX reads only once, runs its
+code in a fresh process by `run_python`:
+
+    def test_two_devices(run_python):
+        run_python("import jax; assert len(jax.devices()) == 2", devices=2)
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+
+# JAX reads these when it is imported, which is after this file; subprocesses inherit them.
+if "jax" in sys.modules:
+    raise RuntimeError("jax was imported before tests/conftest.py could set its environment")
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
+# Most of the suite's time is compilation: keep every program for the next run.
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+
+
+@pytest.fixture(scope="session")
+def fixtures_dir() -> Path:
+    """The folder of small generated test data, with the scripts that made it."""
+    return REPOSITORY / "tests" / "fixtures"
+
+
+@pytest.fixture(scope="session")
+def run_python() -> Callable[..., str]:
+    """A function that runs Python source in a fresh process and returns its stdout."""
+
+    def run(source: str, *arguments: str, devices: int = 1) -> str:
+        flags = os.environ.get("XLA_FLAGS", "")
+        environment = os.environ | {
+            "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip()
+        }
+        finished = subprocess.run(
+            [sys.executable, "-W", "error", "-c", source, *arguments],
+            env=environment,
+            cwd=REPOSITORY,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert finished.returncode == 0, finished.stderr
+        return finished.stdout
+
+    return run
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if importlib.util.find_spec("torch") is None:
+        missing = pytest.mark.skip(reason="torch is not installed: pip install -e .[parity]")
+        for item in items:
+            if item.get_closest_marker("parity"):
+                item.add_marker(missing)

@@ -1,0 +1,71 @@
+"""Files and folders are whole or absent, whatever happens while they are written."""
+
+import pytest
+
+from clover_jax import files
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_appears_whole_with_its_parents(tmp_path):
+    files.write_text(tmp_path / "a" / "b.txt", "é\n")
+    assert (tmp_path / "a" / "b.txt").read_bytes() == "é\n".encode()
+    files.write_json(tmp_path / "a" / "b.txt", {"x": [1]})
+    assert (tmp_path / "a" / "b.txt").read_text() == '{\n  "x": [\n    1\n  ]\n}\n'
+    assert names(tmp_path / "a") == ["b.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    files.write_text(tmp_path / "a", "old")
+    with pytest.raises(RuntimeError, match="half"), files.atomic_file(tmp_path / "a") as unfinished:
+        unfinished.write_text("ne")
+        raise RuntimeError("half way")
+    assert (tmp_path / "a").read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def write_folder(path, **contents):
+    with files.atomic_directory(path) as unfinished:
+        for name, text in contents.items():
+            (unfinished / "deep").mkdir(exist_ok=True)
+            (unfinished / "deep" / name).write_text(text)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_replaces_the_one_before(tmp_path, exchange, monkeypatch):
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    write_folder(tmp_path / "draft", old="1")
+    write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["new"]
+
+
+def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path):
+    write_folder(tmp_path / "draft", old="1")
+    with (
+        pytest.raises(RuntimeError, match="half"),
+        files.atomic_directory(tmp_path / "draft") as unfinished,
+    ):
+        (unfinished / "part").write_text("p")
+        raise RuntimeError("half way")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["old"]
+
+
+def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path):
+    (tmp_path / ".draft.unfinished").mkdir()
+    (tmp_path / ".draft.unfinished" / "rest").touch()
+    write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft") == ["deep"]
+
+
+def test_a_parent_that_is_a_file_is_an_os_error_that_names_it(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(OSError, match="runs"):
+        write_folder(tmp_path / "runs" / "draft", new="2")
+    with pytest.raises(OSError, match="runs"):
+        files.write_text(tmp_path / "runs" / "draft", "new")
