@@ -134,7 +134,9 @@ class BaseConfig(JsonConfig):
     @property
     def layer(self) -> LayerConfig:
         """The shape of every decoder layer."""
-        shared = {field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)}
+        shared = {
+            field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)
+        }
         return LayerConfig(**shared)
 
 

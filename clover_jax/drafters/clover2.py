@@ -129,7 +129,9 @@ class Clover2(nn.Module):
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         """Return the Augmenting Block's cache."""
-        return init_cache(self.config.layer, self.config.num_augmenting_layers, batch, length, dtype)
+        return init_cache(
+            self.config.layer, self.config.num_augmenting_layers, batch, length, dtype
+        )
 
     def absorb(
         self,

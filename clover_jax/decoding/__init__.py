@@ -1,0 +1,1 @@
+"""Drafting a token tree, verifying it in one base forward, accepting a path: one compiled step."""

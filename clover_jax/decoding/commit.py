@@ -1,0 +1,108 @@
+"""The commit stage: write an accepted path to the caches and the text, and see who is finished."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.verify import Accepted
+from clover_jax.models.cache import Cache, gather_rows, write_rows
+
+
+@struct.dataclass
+class StepRecord:
+    """What one step did, per row; a row that had finished before emits 0.
+
+    accepted: [B] drafted tokens that the verifier accepted, before EOS or the limit cut them.
+    emitted:  [B] tokens added to the text.
+    """
+
+    accepted: Int[Array, "B"]
+    emitted: Int[Array, "B"]
+
+
+@struct.dataclass
+class Emission:
+    """The tokens of one step that reach the text.
+
+    count:  [B] how many of the candidates.
+    finish: [B] RUNNING, EOS or LENGTH.
+    """
+
+    count: Int[Array, "B"]
+    finish: Int[Array, "B"]
+
+
+def cut(
+    candidates: Int[Array, "B A"],
+    count: Int[Array, "B"],
+    room: Int[Array, "B"],
+    eos: Int[Array, "B E"],
+) -> Emission:
+    """Cut `count` candidate tokens after the first EOS and at the room that is left.
+
+    Example: candidates [[4, 2, 9]], count [3], room [8], eos [[2]] emit 2 tokens, finish EOS.
+    """
+    slots = jnp.arange(candidates.shape[1])
+    ends = (candidates[..., None] == eos[:, None, :]).any(axis=-1) & (slots < count[:, None])
+    first_end = jnp.where(ends, slots, candidates.shape[1]).min(axis=-1) + 1
+    emitted = jnp.minimum(jnp.minimum(count, first_end), room)
+    finish = jnp.where(emitted == room, LENGTH, RUNNING)
+    finish = jnp.where(first_end <= emitted, EOS, finish)
+    return Emission(count=emitted, finish=finish)
+
+
+def commit(
+    state: DecodeState,
+    tree: TokenTree,
+    accepted: Accepted,
+    fresh: Cache,
+    features: Float[Array, "B T F"],
+) -> tuple[DecodeState, StepRecord]:
+    """Append each running row's accepted path and bonus token; leave finished rows as they are.
+
+    fresh: keys and values of the tree's slots. features: what the head will read of them.
+    Committed positions follow the emitted tokens: length = end - 1 always, so at most
+    limit - 1 + A positions of the buffers are ever written.
+    """
+    running = state.finish == RUNNING
+    path_tokens = jnp.take_along_axis(tree.tokens, accepted.path, axis=1)
+    candidates = append_bonus(path_tokens[:, 1:], accepted.count, accepted.bonus)
+    emission = cut(candidates, accepted.count + 1, state.limit - state.end, state.eos)
+    emitted = jnp.where(running, emission.count, 0)
+
+    write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
+    new = state.replace(
+        # Beyond the emitted tokens this leaves garbage, which later steps overwrite.
+        tokens=write(state.tokens, candidates, state.length + 1),
+        length=state.length + emitted,
+        end=state.end + emitted,
+        finish=jnp.where(running, emission.finish, state.finish),
+        cache=write_rows(state.cache, gather_rows(fresh, accepted.path), state.length),
+        features=jnp.take_along_axis(features, accepted.path[..., None], axis=1),
+        next_tokens=candidates,
+        count=emitted,
+    )
+    new = new.replace(tokens=keep_rows(running, new.tokens, state.tokens))
+    return new, StepRecord(accepted=jnp.where(running, accepted.count, 0), emitted=emitted)
+
+
+def append_bonus(
+    drafted: Int[Array, "B D"], count: Int[Array, "B"], bonus: Int[Array, "B"]
+) -> Int[Array, "B A"]:
+    """Put the bonus token right after the first `count` drafted tokens; the rest is garbage.
+
+    Example: drafted [[7, 8, 0]], count [2], bonus [4] gives [[7, 8, 4, 4]].
+    """
+    slots = jnp.arange(drafted.shape[1] + 1)
+    padded = jnp.pad(drafted, ((0, 0), (0, 1)))
+    return jnp.where(slots < count[:, None], padded, bonus[:, None])
+
+
+def keep_rows(condition: Bool[Array, "B"], new: Array, old: Array) -> Array:
+    """Select whole rows: `new` where the condition holds."""
+    return jnp.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

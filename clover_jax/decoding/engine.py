@@ -1,0 +1,250 @@
+"""The host's side of decoding: slots are kept full, steps run in chunks, text comes out in pieces.
+
+A slot is refilled as soon as its row has finished: the next prompt is prefilled as a batch of one
+and inserted, while the other rows keep their state. Nothing recompiles unless a request needs
+longer buffers than any before (lengths come in buckets).
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import time
+from collections.abc import Iterable, Iterator, Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Params
+from clover_jax.config import BaseConfig
+from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.state import EMPTY, EOS, RUNNING, DecodeState, empty_state, grow, insert
+from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.errors import UserError
+from clover_jax.models.attention import CACHE_CHUNK
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to decode.
+
+    index: the caller's number for it. max_new_tokens: tokens to emit at most, the one that
+    prefill gives included. eos_ids: tokens that end the text (emitted too).
+    """
+
+    index: int
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    eos_ids: Sequence[int] = ()
+
+
+@dataclasses.dataclass
+class Generation:
+    """A decoded prompt.
+
+    accepted: drafted tokens accepted at each target forward, before EOS or the limit cut them.
+    seconds: from the start of its prefill to its last chunk of steps.
+    finish_reason: "eos" or "length"; None while it runs.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def target_forwards(self) -> int:
+        """Base forwards after prefill."""
+        return len(self.accepted)
+
+    @property
+    def tau(self) -> float | None:
+        """Emitted tokens per target forward; None when prefill's own token was the only one."""
+        return (len(self.output_ids) - 1) / len(self.accepted) if self.accepted else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """New tokens of one row after a chunk of steps (or its prefill); `row` is complete if done."""
+
+    row: Generation
+    new_ids: list[int]
+    done: bool
+
+
+class Engine:
+    """Decodes streams of requests in a fixed number of slots.
+
+    One engine holds the compiled programs of one base, head and tree; weights are passed to each
+    call, so that a head can be decoded while it trains.
+    """
+
+    def __init__(
+        self,
+        base: BaseConfig,
+        head: DraftHead | None,
+        tree: TreeConfig,
+        *,
+        batch_size: int = 1,
+        steps_per_chunk: int = 8,
+        prefill_size: int = 64,
+        max_eos: int = 8,
+    ):
+        """Prepare the programs; nothing compiles before the first request.
+
+        Raises UserError when the tree does not suit the head (see StepConfig).
+        """
+        if CACHE_CHUNK % prefill_size:
+            raise ValueError(f"prefill_size ({prefill_size}) must divide {CACHE_CHUNK}")
+        try:
+            self.config = StepConfig(base, head, tree)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+        self.batch_size = batch_size
+        self.max_eos = max_eos
+        self._prefill_size = prefill_size
+        prefill = functools.partial(prefill_chunk, self.config, prefill_size)
+        self._prefill = jax.jit(prefill, donate_argnums=1)
+        chunk = functools.partial(decode_chunk, self.config, steps_per_chunk)
+        self._decode = jax.jit(chunk, donate_argnums=1)
+        self._insert = jax.jit(insert, donate_argnums=0)
+        self._grow = jax.jit(grow, static_argnums=1)
+
+    def generate(
+        self,
+        base_params: Params,
+        draft_params: Params,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        eos_ids: Sequence[int] = (),
+    ) -> list[Generation]:
+        """Decode all prompts and return them in order.
+
+        Raises UserError for a prompt that `check` refuses.
+        """
+        requests = [Request(i, p, max_new_tokens, eos_ids) for i, p in enumerate(prompts)]
+        rows = [p.row for p in self.stream(base_params, draft_params, requests) if p.done]
+        return sorted(rows, key=lambda row: row.index)
+
+    def stream(
+        self, base_params: Params, draft_params: Params, requests: Iterable[Request]
+    ) -> Iterator[Progress]:
+        """Decode requests as slots become free; yield every row's tokens as they come."""
+        weights = Weights(base_params, draft_params if draft_params is not None else {})
+        waiting = collections.deque()
+        source = iter(requests)
+        slots: list[Generation | None] = [None] * self.batch_size
+        started = [0.0] * self.batch_size
+        state = None
+        while True:
+            for slot in [i for i, row in enumerate(slots) if row is None]:
+                request = waiting.popleft() if waiting else next(source, None)
+                if request is None:
+                    break
+                started[slot] = time.perf_counter()
+                state = self._room_for(state, request, base_params)
+                row = self._prefill_row(weights, request, state.tokens.shape[1], state)
+                state = self._insert(state, slot, row)
+                slots[slot] = Generation(request.index, list(request.prompt_ids))
+            if all(row is None for row in slots):
+                return
+            state, record = self._decode(weights, state)
+            host = jax.device_get(
+                (state.tokens, state.end, state.finish, record.accepted, record.emitted)
+            )
+            for slot, row in enumerate(slots):
+                if row is not None:
+                    progress = _collect(row, slot, *host, started[slot])
+                    if progress.done:
+                        slots[slot] = None
+                    yield progress
+
+    def check(self, request: Request) -> None:
+        """Raise UserError for a request that cannot be decoded by this base."""
+        context = self.config.base.max_position_embeddings
+        vocabulary = self.config.base.vocab_size
+        if not request.prompt_ids:
+            raise UserError("the prompt has no tokens; give at least one")
+        if len(request.prompt_ids) >= context:
+            raise UserError(
+                f"the prompt has {len(request.prompt_ids)} tokens and the base's context is "
+                f"{context}: shorten it, or use --context_overflow=truncate_left"
+            )
+        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+            raise UserError(f"prompt ids must lie in 0 .. {vocabulary - 1}")
+        if request.max_new_tokens < 1:
+            raise UserError(f"max_new_tokens ({request.max_new_tokens}) must be at least 1")
+        if len(request.eos_ids) > self.max_eos:
+            raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {self.max_eos} fit")
+
+    def _limit(self, request: Request) -> int:
+        context = self.config.base.max_position_embeddings
+        return min(len(request.prompt_ids) + request.max_new_tokens, context)
+
+    def _room_for(
+        self, state: DecodeState | None, request: Request, base_params: Params
+    ) -> DecodeState:
+        """Return the state with buffers long enough for the request."""
+        self.check(request)
+        size = bucket(self._limit(request) + self.config.tree.depth)
+        if state is None:
+            return self._empty(self.batch_size, size, base_params["embedding"].dtype)
+        return self._grow(state, size) if size > state.tokens.shape[1] else state
+
+    def _empty(self, batch: int, size: int, dtype: jnp.dtype) -> DecodeState:
+        config = self.config
+        return empty_state(config.base, config.head, config.tree, batch, size, self.max_eos, dtype)
+
+    def _prefill_row(
+        self, weights: Weights, request: Request, size: int, like: DecodeState
+    ) -> DecodeState:
+        prompt = np.zeros((1, size), np.int32)
+        length = len(request.prompt_ids)
+        prompt[0, :length] = request.prompt_ids
+        eos = np.full((1, self.max_eos), -1, np.int32)
+        eos[0, : len(request.eos_ids)] = request.eos_ids
+        row = self._empty(1, size, like.cache[0].key.dtype).replace(
+            tokens=jnp.asarray(prompt),
+            end=jnp.asarray([length], jnp.int32),
+            limit=jnp.asarray([self._limit(request)], jnp.int32),
+            eos=jnp.asarray(eos),
+        )
+        for start in range(0, length, self._prefill_size):
+            row = self._prefill(weights, row, np.int32(start))
+        return row
+
+
+def bucket(size: int) -> int:
+    """Return the buffer length for `size` positions: a power of two times the cache chunk."""
+    length = CACHE_CHUNK
+    while length < size:
+        length *= 2
+    return length
+
+
+def _collect(
+    row: Generation,
+    slot: int,
+    tokens: np.ndarray,
+    end: np.ndarray,
+    finish: np.ndarray,
+    accepted: np.ndarray,
+    emitted: np.ndarray,
+    started: float,
+) -> Progress:
+    """Add to a row what a chunk of steps gave it."""
+    first = len(row.prompt_ids) + len(row.output_ids)
+    new_ids = tokens[slot, first : end[slot]].tolist()
+    row.output_ids += new_ids
+    row.accepted += accepted[emitted[:, slot] > 0, slot].tolist()
+    row.seconds = time.perf_counter() - started
+    done = int(finish[slot]) not in (RUNNING, EMPTY)
+    if done:
+        row.finish_reason = "eos" if finish[slot] == EOS else "length"
+    return Progress(row, new_ids, done)

@@ -1,0 +1,91 @@
+"""Prefill: read a prompt into the caches in chunks and emit the first token."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Int
+from clover_jax.decoding.commit import cut, keep_rows
+from clover_jax.decoding.state import EMPTY, DecodeState
+from clover_jax.decoding.step import StepConfig, Weights, tree_features
+from clover_jax.decoding.top_k import argmax
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.models.cache import write_rows
+from clover_jax.models.decoder import Decoder, causal_mask, project
+
+
+def prefill_chunk(
+    config: StepConfig, size: int, weights: Weights, state: DecodeState, start: Int[Array, ""]
+) -> DecodeState:
+    """Read positions start .. start + size - 1 of every row's prompt.
+
+    state: tokens hold the prompts and `end` their lengths; `length` grows to `end` over the
+        chunks. The row whose last prompt token lies in this chunk emits its first token. Rows of
+        other lengths share a chunk: what lies past a row's prompt is garbage, overwritten later.
+    """
+    batch = state.tokens.shape[0]
+    tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, size, axis=1)
+    starts = jnp.broadcast_to(start, (batch,))
+    positions = starts[:, None] + jnp.arange(size)
+    output = Decoder(config.base).apply(
+        {"params": weights.base}, tokens, positions, causal_mask(batch, size), state.cache, starts
+    )
+    features = tree_features(config, output.hidden)
+    state = state.replace(cache=write_rows(state.cache, output.fresh, starts))
+    if config.head is not None:
+        state = _absorb(config, weights, state, features, start)
+    return _emit_first(weights, state, output.hidden["post_norm"], features, start)
+
+
+def _absorb(
+    config: StepConfig, weights: Weights, state: DecodeState, features: Array, start: Array
+) -> DecodeState:
+    """Let the head take in all prompt positions but the last, whose next token is not known yet."""
+    size = features.shape[1]
+    padded = jnp.pad(state.tokens, ((0, 0), (0, 1)))
+    next_tokens = jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
+    starts = jnp.broadcast_to(start, state.end.shape)
+    _, draft_cache = config.head.module.apply(
+        {"params": weights.draft},
+        frozen_from_base(weights.base),
+        features,
+        next_tokens,
+        starts,
+        jnp.clip(state.end - 1 - start, 0, size),
+        state.draft_cache,
+        method="absorb",
+    )
+    return state.replace(draft_cache=draft_cache)
+
+
+def _emit_first(
+    weights: Weights, state: DecodeState, post_norm: Array, features: Array, start: Array
+) -> DecodeState:
+    """Emit the base's token after the last prompt position where that lies in this chunk."""
+    size = features.shape[1]
+    last = state.end - 1 - start  # index of the last prompt position within the chunk
+    here = (last >= 0) & (last < size) & (state.finish == EMPTY)
+    index = jnp.clip(last, 0, size - 1)[:, None, None]
+    at_last = jnp.take_along_axis(post_norm, index, axis=1)
+    first = argmax(project(frozen_from_base(weights.base).lm_head, at_last))  # [B, 1]
+    emission = cut(first, jnp.ones_like(state.end), state.limit - state.end, state.eos)
+    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    pending = jnp.pad(
+        jnp.take_along_axis(features, index, axis=1),
+        ((0, 0), (0, state.features.shape[1] - 1), (0, 0)),
+    )
+    emitted = state.replace(
+        tokens=write(state.tokens, first, state.end),
+        length=state.end,
+        end=state.end + 1,
+        finish=emission.finish,
+        features=pending.astype(state.features.dtype),
+        next_tokens=jnp.broadcast_to(first, state.next_tokens.shape),
+        count=jnp.ones_like(state.count),
+    )
+    # Caches are shared between the two: only the small leaves differ.
+    small = ("tokens", "length", "end", "finish", "features", "next_tokens", "count")
+    return state.replace(
+        **{name: keep_rows(here, getattr(emitted, name), getattr(state, name)) for name in small}
+    )

@@ -1,0 +1,103 @@
+"""What flows from one decode step to the next, and how a slot of the batch is refilled."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.config import BaseConfig
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.cache import Cache, init_cache
+
+RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
+
+
+@struct.dataclass
+class DecodeState:
+    """A batch in the middle of decoding; every leaf has a leading B.
+
+    tokens:   [B, S] prompt and emitted tokens; tokens[b, length[b]] is the root: emitted, not yet
+        read by the base.
+    length:   [B] positions whose keys and values are committed.
+    end:      [B] prompt and emitted tokens; length + 1 while the row runs.
+    limit:    [B] `end` at which the row stops.
+    eos:      [B, E] tokens that end the row, padded with -1.
+    finish:   [B] RUNNING, or why the row stopped.
+    cache:    the base's keys and values, per layer [B, K, S, H].
+    draft_cache: the head's, or ().
+    features: [B, A, F] base features of the positions accepted last, which the head has not
+        taken in yet; the first count[b] are valid.
+    next_tokens: [B, A] the token that follows each of them.
+    count:    [B]
+    """
+
+    tokens: Int[Array, "B S"]
+    length: Int[Array, "B"]
+    end: Int[Array, "B"]
+    limit: Int[Array, "B"]
+    eos: Int[Array, "B E"]
+    finish: Int[Array, "B"]
+    cache: Cache
+    draft_cache: Cache
+    features: Float[Array, "B A F"]
+    next_tokens: Int[Array, "B A"]
+    count: Int[Array, "B"]
+
+
+def empty_state(
+    base: BaseConfig,
+    head: DraftHead | None,
+    tree: TreeConfig,
+    batch: int,
+    size: int,
+    num_eos: int,
+    dtype: jnp.dtype,
+) -> DecodeState:
+    """Return `batch` empty slots with room for `size` positions each."""
+    accepted = tree.depth + 1
+    num_features = len(head.config.features) if head else 0
+    draft_cache = head.module.init_cache(batch, size, dtype) if head else ()
+
+    def zeros(*shape: int) -> Array:  # a buffer of its own each time, so that all can be donated
+        return jnp.zeros((batch, *shape), jnp.int32)
+
+    return DecodeState(
+        tokens=zeros(size),
+        length=zeros(),
+        end=zeros(),
+        limit=zeros(),
+        eos=zeros(num_eos) - 1,
+        finish=zeros() + EMPTY,
+        cache=init_cache(base.layer, base.num_layers, batch, size, dtype),
+        draft_cache=draft_cache,
+        features=jnp.zeros((batch, accepted, num_features * base.hidden_size), dtype),
+        next_tokens=zeros(accepted),
+        count=zeros(),
+    )
+
+
+def insert(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> DecodeState:
+    """Replace one slot by the single row of another state of the same sizes."""
+    return jax.tree.map(
+        lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row
+    )
+
+
+def grow(state: DecodeState, size: int) -> DecodeState:
+    """Return the state with room for `size` positions; copies every cache once."""
+
+    def pad(x: Array, axis: int) -> Array:
+        widths = [(0, size - x.shape[i]) if i == axis else (0, 0) for i in range(x.ndim)]
+        return jnp.pad(x, widths)
+
+    def longer(cache: Cache) -> Cache:
+        return jax.tree.map(lambda x: pad(x, 2), cache)
+
+    return state.replace(
+        tokens=pad(state.tokens, 1),
+        cache=longer(state.cache),
+        draft_cache=longer(state.draft_cache),
+    )

@@ -1,0 +1,176 @@
+"""Token trees: which nodes a draft proposes, as data.
+
+Slot 0 of a tree is the root, the last emitted token, which the base has not read yet. The other
+slots are drafted nodes, parents before children, levels one after another. A static tree is given
+by paths of child ranks: (0, 1) is the second most probable child of the root's most probable one.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Int
+from clover_jax.config import JsonConfig
+from clover_jax.errors import UserError
+
+# The release's tree of 25 nodes, by child ranks.
+PAPER25 = (
+    "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
+)
+PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
+
+
+class Level(NamedTuple):
+    """One level of a static tree; W counts its expanded nodes, those with children.
+
+    parent:   [n] index of each node's parent among the expanded nodes of the level above.
+    rank:     [n] which child of its parent each node is, by probability.
+    expanded: [W] index, within this level, of the nodes that have children.
+    """
+
+    parent: np.ndarray
+    rank: np.ndarray
+    expanded: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
+class TreeConfig(JsonConfig):
+    """A static tree; fixes the shapes of the compiled step.
+
+    name: what the user wrote ("paper25", "chain:4", ...).
+    paths: child ranks of every node, any order; every prefix of a path is a path.
+    """
+
+    name: str
+    paths: tuple[tuple[int, ...], ...] = ()
+
+    def __post_init__(self):
+        nodes = set(self.paths)
+        if len(nodes) != len(self.paths):
+            raise ValueError(f"tree {self.name!r} lists a path twice")
+        for path in self.paths:
+            if not path or min(path) < 0:
+                raise ValueError(
+                    f"tree {self.name!r}: path {list(path)} must hold one or more ranks from 0 on"
+                )
+            if len(path) > 1 and path[:-1] not in nodes:
+                raise ValueError(
+                    f"tree {self.name!r}: path {list(path)} needs its parent {list(path[:-1])}"
+                )
+        object.__setattr__(self, "paths", tuple(sorted(nodes, key=lambda p: (len(p), p))))
+
+    @classmethod
+    def root_only(cls) -> TreeConfig:
+        """Return the tree without drafted nodes: plain decoding."""
+        return cls("none")
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted nodes, the root not counted."""
+        return len(self.paths)
+
+    @property
+    def num_slots(self) -> int:
+        """T: drafted nodes and the root."""
+        return len(self.paths) + 1
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens on the longest path; an accepted path has A = depth + 1 slots."""
+        return max(map(len, self.paths), default=0)
+
+    def levels(self) -> list[Level]:
+        """Return the levels below the root, nearest first."""
+        levels, expanded_above = [], [()]
+        parents = {path[:-1] for path in self.paths}
+        for depth in range(1, self.depth + 1):
+            nodes = [path for path in self.paths if len(path) == depth]
+            expanded = [i for i, path in enumerate(nodes) if path in parents]
+            levels.append(
+                Level(
+                    parent=np.array([expanded_above.index(path[:-1]) for path in nodes]),
+                    rank=np.array([path[-1] for path in nodes]),
+                    expanded=np.array(expanded, np.int64),
+                )
+            )
+            expanded_above = [nodes[i] for i in expanded]
+        return levels
+
+    def parents(self) -> np.ndarray:
+        """Return [T] the slot of each slot's parent, -1 at the root.
+
+        Example: chain:2 gives [-1, 0, 1].
+        """
+        slot = {(): 0} | {path: i + 1 for i, path in enumerate(self.paths)}
+        return np.array([-1, *(slot[path[:-1]] for path in self.paths)], np.int32)
+
+
+@struct.dataclass
+class TokenTree:
+    """A drafted tree per batch row, parents before children.
+
+    tokens: [B, T] the root and the drafted tokens; PAD_TOKEN in unused slots.
+    parent: [B, T] slot of the parent, -1 at the root.
+    """
+
+    tokens: Int[Array, "B T"]
+    parent: Int[Array, "B T"]
+
+
+def parse_tree(name: str) -> TreeConfig:
+    """Return the tree that a name stands for: paper25, chain:P, file:PATH or none.
+
+    A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]].
+    Raises UserError for an unknown name or an unusable file.
+    """
+    kind, _, argument = name.partition(":")
+    if name == "none":
+        return TreeConfig.root_only()
+    if name == "paper25":
+        return TreeConfig(name, tuple(tuple(map(int, path)) for path in PAPER25.split()))
+    if kind == "chain" and argument.isdecimal() and int(argument) > 0:
+        return TreeConfig(name, tuple((0,) * d for d in range(1, int(argument) + 1)))
+    if kind == "file" and argument:
+        return _read_tree(name, Path(argument))
+    raise UserError(
+        f"tree {name!r} is unknown; use paper25, chain:P with P >= 1, file:PATH or none"
+    )
+
+
+def _read_tree(name: str, path: Path) -> TreeConfig:
+    try:
+        paths = json.loads(path.read_text())
+        return TreeConfig(name, tuple(tuple(int(rank) for rank in ranks) for ranks in paths))
+    except OSError as error:
+        raise UserError(f"tree file {path} cannot be read: {error.strerror}") from error
+    except (TypeError, ValueError) as error:
+        raise UserError(
+            f"tree file {path} must hold a JSON list of rank paths like [[0], [1], [0, 0]]: {error}"
+        ) from error
+
+
+def ancestor_mask(parent: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]:
+    """Return [b, t, s] True where s is t or an ancestor of t; `depth` bounds the tree's height.
+
+    Example: parent [[-1, 0, 1, 0]] gives rows [T,F,F,F], [T,T,F,F], [T,T,T,F], [T,F,F,T].
+    """
+    slots = jnp.arange(parent.shape[1])
+    mask = jnp.broadcast_to(slots[:, None] == slots, (*parent.shape, parent.shape[1]))
+    above = parent
+    for _ in range(depth):
+        mask |= above[..., None] == slots  # -1, above the root, equals no slot
+        further = jnp.take_along_axis(parent, jnp.maximum(above, 0), axis=1)
+        above = jnp.where(above < 0, -1, further)
+    return mask
+
+
+def node_depth(mask: Bool[Array, "B T T"]) -> Int[Array, "B T"]:
+    """Return the depth of each slot, 0 at the root, from its ancestor mask."""
+    return mask.sum(axis=-1, dtype=jnp.int32) - 1

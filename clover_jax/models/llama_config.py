@@ -1,0 +1,145 @@
+"""A Hugging Face config.json of the Llama family, read into our `BaseConfig`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clover_jax.config import BaseConfig, RopeConfig
+from clover_jax.errors import UserError
+from clover_jax.json_files import read_json_object
+
+ARCHITECTURES = ("LlamaForCausalLM",)
+ROPE_KINDS = ("default", "linear", "llama3")
+_REQUIRED = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+)
+
+
+def read_base_config(directory: Path) -> BaseConfig:
+    """Read config.json and, for the end-of-sequence ids, generation_config.json.
+
+    Raises UserError when a file is broken or asks for what the decoder cannot do.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} has no config.json; it is not a Hugging Face model folder")
+    values = read_json_object(path)
+    _check_architecture(values, path)
+    generation_path = directory / "generation_config.json"
+    generation = read_json_object(generation_path) if generation_path.is_file() else {}
+    return parse_llama_config(values, path, generation)
+
+
+def parse_llama_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the fields of a Llama config into ours; `path` is for the error messages.
+
+    Defaults are those of transformers' LlamaConfig, except that the shapes must be given.
+    """
+    for name in _REQUIRED:
+        if not isinstance(values.get(name), int) or values[name] < 1:
+            raise UserError(
+                f"{path}: {name} must be a positive whole number, not {values.get(name)!r}"
+            )
+    _check_supported(values, path)
+    bias = bool(values.get("attention_bias", False))
+    heads = values["num_attention_heads"]
+    try:
+        return BaseConfig(
+            vocab_size=values["vocab_size"],
+            hidden_size=values["hidden_size"],
+            intermediate_size=values["intermediate_size"],
+            num_layers=values["num_hidden_layers"],
+            num_heads=heads,
+            num_kv_heads=values.get("num_key_value_heads") or heads,
+            head_dim=_head_dim(values, path),
+            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            rope=parse_rope(values, path),
+            max_position_embeddings=values.get("max_position_embeddings", 2048),
+            tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
+            qkv_bias=bias,
+            output_bias=bias,
+            mlp_bias=bool(values.get("mlp_bias", False)),
+            bos_token_id=values.get("bos_token_id"),
+            eos_token_ids=_eos_ids(values, generation or {}),
+        )
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
+    """Read the rotary fields: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    fields = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    kind = fields.get("rope_type", fields.get("type", "default"))
+    if kind not in ROPE_KINDS:
+        raise UserError(
+            f"{path}: rope type {kind!r} is not supported; the types are {', '.join(ROPE_KINDS)}"
+        )
+    theta = float(fields.get("rope_theta", values.get("rope_theta") or 10_000.0))
+    if kind == "default":
+        return RopeConfig(theta=theta)
+    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
+    for name in needed:
+        if not isinstance(fields.get(name), int | float):
+            raise UserError(
+                f"{path}: rope type {kind!r} needs a number {name}, not {fields.get(name)!r}"
+            )
+    scaling = {name: float(fields[name]) for name in needed}
+    if kind == "llama3":
+        name = "original_max_position_embeddings"
+        scaling[name] = fields.get(name) or values.get("max_position_embeddings", 2048)
+    return RopeConfig(theta=theta, kind=kind, **scaling)
+
+
+def _check_architecture(values: dict[str, Any], path: Path) -> None:
+    names = values.get("architectures") or []
+    if not names and values.get("model_type") == "llama":
+        return
+    if not any(name in ARCHITECTURES for name in names):
+        found = ", ".join(names) or values.get("model_type") or "none named"
+        raise UserError(
+            f"{path}: architecture {found} is not supported; "
+            f"the supported ones are {', '.join(ARCHITECTURES)}"
+        )
+
+
+def _check_supported(values: dict[str, Any], path: Path) -> None:
+    if values.get("hidden_act", "silu") != "silu":
+        raise UserError(f"{path}: hidden_act {values['hidden_act']!r} is not supported, only silu")
+    if values.get("quantization_config"):
+        raise UserError(f"{path}: quantised checkpoints are not supported; give the original one")
+    rope = values.get("rope_parameters") or {}
+    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    if partial not in (None, 1, 1.0):
+        raise UserError(f"{path}: partial_rotary_factor {partial} is not supported, only 1")
+
+
+def _head_dim(values: dict[str, Any], path: Path) -> int:
+    if values.get("head_dim"):
+        return values["head_dim"]
+    width, heads = values["hidden_size"], values["num_attention_heads"]
+    if width % heads:
+        raise UserError(
+            f"{path}: hidden_size ({width}) must be divisible by num_attention_heads ({heads}) "
+            "when head_dim is not given"
+        )
+    return width // heads
+
+
+def _eos_ids(values: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
+    """Return the ids that end generation; generation_config.json, where there is one, knows best.
+
+    Llama 3 shows why: its config.json names one id, its generation config the end of a turn too.
+    """
+    ids = generation.get("eos_token_id")
+    if ids is None:
+        ids = values.get("eos_token_id")
+    if ids is None:
+        return ()
+    return tuple(ids) if isinstance(ids, list) else (ids,)

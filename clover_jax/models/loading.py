@@ -1,0 +1,81 @@
+"""Load a base model: find its folder, read its config, place its tensors one by one."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Array
+from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
+from clover_jax.models.base import BaseModel
+from clover_jax.models.llama_config import read_base_config
+from clover_jax.models.llama_tensors import base_leaves
+from clover_jax.models.sources import find_directory
+from clover_jax.models.tensor_files import TensorFiles
+from clover_jax.models.tensor_map import Place, assemble, stored_shapes
+
+_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None = None) -> BaseModel:
+    """Load the frozen base.
+
+    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`) or "builtin:tiny".
+    dtype: of the params.
+    place: puts each finished tensor on its device or shards, `place(path, array) -> jax.Array`;
+        by default it is cast to `dtype` on the default device.
+    Raises UserError for anything missing, broken or unsupported, naming it.
+    """
+    directory = find_directory(source)
+    config = read_base_config(directory)
+    _check_tokenizer(directory, config)
+    files = TensorFiles(directory)
+    leaves = base_leaves(config)
+    files.check(stored_shapes(leaves), harmless=_harmless_for(config))
+    params = assemble(leaves, files.read, place or place_as(dtype))
+    return BaseModel(config=config, params=params, directory=directory, source=source)
+
+
+def place_as(dtype: jnp.dtype) -> Place:
+    """Return the plain placement: cast to `dtype`, on the default device."""
+
+    def place(path: tuple[str, ...], array: np.ndarray) -> Array:
+        return jnp.asarray(array, dtype)
+
+    return place
+
+
+def _harmless_for(config: BaseConfig):
+    """Say which unread tensors a checkpoint may hold.
+
+    Old exports carry the rotary frequencies, which the config gives; and some store the output
+    matrix a second time although it is tied to the embedding.
+    """
+
+    def harmless(name: str) -> bool:
+        tied_copy = config.tie_word_embeddings and name == "lm_head.weight"
+        return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
+
+    return harmless
+
+
+def _check_tokenizer(directory: Path, config: BaseConfig) -> None:
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        return  # prompts can be given as ids
+    from tokenizers import Tokenizer
+
+    try:
+        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} is not a readable tokenizer: {error}") from error
+    largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    if largest[1] >= config.vocab_size:
+        raise UserError(
+            f"{path}: token {largest[0]!r} has id {largest[1]}, but the embedding has only "
+            f"{config.vocab_size} rows; the tokenizer belongs to another model"
+        )

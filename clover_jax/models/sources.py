@@ -1,0 +1,74 @@
+"""From what a user names, a folder: a path, a built-in base, or a repository of the hub."""
+
+from __future__ import annotations
+
+import importlib.resources
+import re
+from pathlib import Path
+
+from clover_jax.errors import UserError
+
+BUILTIN = "builtin:"
+# Only what is read: many repositories hold the same weights again in other formats.
+HUB_PATTERNS = (
+    "config.json",
+    "generation_config.json",
+    "model.safetensors",
+    "model-*.safetensors",
+    "model.safetensors.index.json",
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "chat_template*",
+)
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+
+
+def find_directory(source: str) -> Path:
+    """Return the folder of `builtin:NAME`, of a local path, or of a hub id `OWNER/NAME[@REVISION]`.
+
+    A local folder wins over a hub id of the same name. Raises UserError when there is none.
+    """
+    if source.startswith(BUILTIN):
+        return _builtin(source.removeprefix(BUILTIN))
+    path = Path(source).expanduser()
+    if path.is_dir():
+        return path
+    if path.exists():
+        raise UserError(f"{source} is a file; give the folder that holds config.json")
+    if _HUB_ID.fullmatch(source):
+        return _download(source)
+    raise UserError(
+        f"{source!r} is neither a folder, nor a hub id like owner/name, nor builtin:tiny"
+    )
+
+
+def _builtin(name: str) -> Path:
+    assets = importlib.resources.files("clover_jax") / "assets"
+    path = Path(str(assets / name))
+    if not re.fullmatch(r"\w+", name) or not (path / "config.json").is_file():
+        raise UserError(f"there is no built-in base {name!r}; the built-in base is builtin:tiny")
+    return path
+
+
+def _download(source: str) -> Path:
+    # Imported here: it is slow, and most runs need no network.
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HFValidationError, RevisionResolutionError
+
+    repository, _, revision = source.partition("@")
+    try:
+        return Path(
+            snapshot_download(
+                repository, revision=revision or None, allow_patterns=list(HUB_PATTERNS)
+            )
+        )
+    # OSError covers the hub's HTTP errors, a missing connection and a full disk.
+    except (OSError, HFValidationError, RevisionResolutionError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(
+            f"{source!r} is no local folder and cannot be fetched from the hub ({reason}); "
+            "give the path of a folder with config.json and model.safetensors to work offline"
+        ) from error

@@ -1,0 +1,118 @@
+"""A declarative map between stored tensors and the leaves of our params, usable in both directions.
+
+PyTorch checkpoints hold [out, in] matrices, one per projection; our leaves are fused and split in
+heads. A leaf lists its pieces: which stored tensor fills which part of it, by a reshape and a
+permutation of axes. Nothing else happens to a value, so writing is exactly reading backwards.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable
+
+import jax
+import numpy as np
+
+from clover_jax.array_types import Params
+
+Path = tuple[str, ...]
+Place = Callable[[Path, np.ndarray], jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """One stored tensor and the part of a leaf that it fills.
+
+    name: the stored tensor's name.
+    shape: its stored shape.
+    split: the shape it is reshaped to ...
+    axes: ... and the permutation applied then.
+    index: the part of the leaf that it fills; `...` alone is the whole leaf.
+
+    Example: k_proj [K H, D] fills qkv [D, K, G + 2, H] at index (:, :, G) with split (K, H, D)
+    and axes (2, 0, 1).
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    split: tuple[int, ...]
+    axes: tuple[int, ...]
+    index: tuple = (...,)
+
+    def to_ours(self, stored: np.ndarray) -> np.ndarray:
+        """Return a stored tensor in our order of axes, as a view."""
+        return stored.reshape(self.split).transpose(self.axes)
+
+    def to_stored(self, leaf: np.ndarray) -> np.ndarray:
+        """Return this piece of a leaf in the stored layout."""
+        part = leaf[self.index].transpose(np.argsort(self.axes))
+        return np.ascontiguousarray(part.reshape(self.shape))
+
+
+@dataclasses.dataclass(frozen=True)
+class Leaf:
+    """One leaf of our params.
+
+    path: its keys, from the root of the tree.
+    shape: its shape.
+    pieces: the stored tensors that make it up.
+    """
+
+    path: Path
+    shape: tuple[int, ...]
+    pieces: tuple[Piece, ...]
+
+
+def whole(path: Path, name: str, shape: tuple[int, ...]) -> Leaf:
+    """Return the leaf that is stored as it is."""
+    return Leaf(path, shape, (Piece(name, shape, shape, tuple(range(len(shape)))),))
+
+
+def transposed(path: Path, name: str, shape: tuple[int, int]) -> Leaf:
+    """Return the [in, out] leaf whose stored tensor is [out, in]."""
+    return Leaf(path, shape, (Piece(name, shape[::-1], shape[::-1], (1, 0)),))
+
+
+def stored_shapes(leaves: Iterable[Leaf]) -> dict[str, tuple[int, ...]]:
+    """Return the shape of every stored tensor that the leaves need."""
+    return {piece.name: piece.shape for leaf in leaves for piece in leaf.pieces}
+
+
+def assemble(leaves: Iterable[Leaf], read: Callable[[str], np.ndarray], place: Place) -> Params:
+    """Read every leaf and return the tree of placed arrays.
+
+    read: returns a stored tensor by name; called once for each.
+    place: puts a finished leaf on its device (or its shards). Each is released before the next
+        one is read, so that the host holds one leaf at a time beside the result.
+    """
+    params: Params = {}
+    for leaf in leaves:
+        branch = params
+        for key in leaf.path[:-1]:
+            branch = branch.setdefault(key, {})
+        branch[leaf.path[-1]] = place(leaf.path, _fuse(leaf, read))
+    return params
+
+
+def take_apart(leaves: Iterable[Leaf], params: Params) -> dict[str, np.ndarray]:
+    """Return the stored tensors of a tree: the reverse of `assemble`."""
+    tensors = {}
+    for leaf in leaves:
+        value = params
+        for key in leaf.path:
+            value = value[key]
+        array = np.asarray(value)
+        tensors |= {piece.name: piece.to_stored(array) for piece in leaf.pieces}
+    return tensors
+
+
+def _fuse(leaf: Leaf, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    first, *others = leaf.pieces
+    part = first.to_ours(read(first.name))
+    if not others:
+        return part
+    fused = np.empty(leaf.shape, part.dtype)
+    fused[first.index] = part
+    for piece in others:
+        fused[piece.index] = piece.to_ours(read(piece.name))
+    return fused

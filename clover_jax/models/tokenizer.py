@@ -1,0 +1,97 @@
+"""A base model's tokenizer: loading it quietly and offline, its identity, text that streams."""
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clover_jax.errors import UserError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Any of these makes a folder one with a tokenizer; a tokenizer_config.json alone holds no words.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a Hugging Face folder without the network; None where it has none.
+
+    Raises:
+      UserError: for tokenizer files that cannot be read, with the reason.
+    """
+    directory = Path(directory)
+    if not any((directory / name).exists() for name in _VOCABULARY_FILES):
+        return None
+    # Read when transformers is imported: says that torch is absent, which is intended.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+    except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+        raise UserError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash of which token has which id, added tokens included.
+
+    It depends on no library version and on no setting that leaves the ids alone, so a draft trained
+    for a base still fits after the base's chat template was edited.
+    """
+    pairs = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def decode_text(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> str:
+    """Return the text of `ids` without special tokens, its spaces as the model wrote them."""
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+class TextStream:
+    """Turn tokens into text piece by piece; the pieces joined are `decode_text` of all tokens.
+
+    One character may span tokens, so a piece ends before bytes that a later token may complete.
+
+    Example, for a tokenizer that spells "é" in two byte tokens 5 and 6:
+
+        stream = TextStream(tokenizer)
+        stream.push([5])  # ""
+        stream.push([6, 7])  # "é!"
+        stream.finish()  # ""
+    """
+
+    def __init__(self, tokenizer: "PreTrainedTokenizerBase"):
+        self._tokenizer = tokenizer
+        # "<0x00>" to "<0xFF>" (SentencePiece): one bad byte turns its whole run of byte tokens into
+        # replacement characters, so such a run is held back until it has ended.
+        self._in_run = set(tokenizer.all_special_ids) | {
+            id_ for token, id_ in tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
+        }
+        self._ids: list[int] = []
+        self._num_emitted = 0
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take in more tokens and return the text that they settle, perhaps "" for now."""
+        self._ids.extend(int(id_) for id_ in ids)
+        end = len(self._ids)
+        while end and self._ids[end - 1] in self._in_run:
+            end -= 1
+        # Everything is decoded anew, since decoders look at neighbours (spaces, bytes): half a
+        # millisecond for a thousand tokens.
+        return self._emit(decode_text(self._tokenizer, self._ids[:end]).rstrip(_INCOMPLETE))
+
+    def finish(self) -> str:
+        """Return what was held back; bytes that nothing completed become replacement characters."""
+        return self._emit(decode_text(self._tokenizer, self._ids))
+
+    def _emit(self, text: str) -> str:
+        piece = text[self._num_emitted :]
+        self._num_emitted += len(piece)
+        return piece
