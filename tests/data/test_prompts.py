@@ -1,0 +1,137 @@
+"""Prompt rows: every form, every mistake with its place and what would be right."""
+
+import gzip
+import json
+
+import pytest
+
+from clover_jax.data.prompts import Prompt, parse_prompt, prompts_hash, read_prompts, text_prompt
+from clover_jax.errors import UserError
+
+
+def parse(**row):
+    return parse_prompt(row, index=0, source="p.jsonl:1")
+
+
+@pytest.mark.parametrize(
+    ("row", "expected"),
+    [
+        ({"prompt": "Once"}, {"text": "Once"}),
+        ({"question": "Why?", "answer": "42"}, {"turns": ("Why?",)}),
+        ({"prompt_ids": [1, 2]}, {"prompt_ids": (1, 2)}),
+        ({"turns": ["a", "b"], "question_id": 81}, {"turns": ("a", "b")}),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+            {"messages": ({"role": "system", "content": "s"}, {"role": "user", "content": "u"})},
+        ),
+        ({"prompt": "a", "turns": None}, {"text": "a"}),
+    ],
+)
+def test_every_form_of_row_is_read(row, expected):
+    assert parse(**row) == Prompt(index=0, source="p.jsonl:1", **expected)
+
+
+def test_every_option_is_read():
+    prompt = parse(
+        prompt="a",
+        seed=3,
+        temperature=1,
+        top_k=0,
+        top_p=0.9,
+        max_new_tokens=5,
+        stop="\n",
+        category="math",
+    )
+    assert (prompt.seed, prompt.temperature, prompt.top_k, prompt.top_p) == (3, 1.0, 0, 0.9)
+    assert (prompt.max_new_tokens, prompt.stop, prompt.category) == (5, ("\n",), "math")
+    assert parse(prompt="a", stop=["x", "y"]).stop == ("x", "y")
+
+
+def test_a_row_knows_its_turns_and_whether_it_is_a_conversation():
+    assert (parse(prompt="a").num_turns, parse(prompt="a").is_conversation) == (1, False)
+    assert (parse(prompt_ids=[1]).num_turns, parse(prompt_ids=[1]).is_conversation) == (1, False)
+    assert (parse(turns=["a", "b"]).num_turns, parse(turns=["a", "b"]).is_conversation) == (2, True)
+    assert parse(question="a").is_conversation
+
+
+@pytest.mark.parametrize(
+    ("row", "said"),
+    [
+        ({}, "expected one of prompt, question, prompt_ids, messages, turns; found only nothing"),
+        ({"text": "a", "id": 1}, "found only 'text', 'id'"),
+        ({"prompt": "a", "turns": ["b"]}, "found prompt and turns"),
+        ({"prompt": 3}, "prompt must be a string, not 3"),
+        ({"prompt_ids": []}, "prompt_ids must be a list of token ids, at least one, not []"),
+        ({"prompt_ids": [1, -1]}, "not [1, -1]"),
+        ({"prompt_ids": [True]}, "not [true]"),
+        ({"turns": "a"}, 'turns must be a list of strings, at least one, not "a"'),
+        ({"messages": [{"role": "robot", "content": "x"}]}, "system|user|assistant|tool"),
+        ({"messages": [{"role": "user", "content": ["x"]}]}, '"content": text'),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last not the assistant's"),
+        ({"prompt": "a", "seed": 1.5}, "seed must be a whole number from 0, not 1.5"),
+        ({"prompt": "a", "temperature": -1}, "temperature must be a number from 0, not -1"),
+        ({"prompt": "a", "temperature": float("nan")}, "temperature must be a number from 0"),
+        ({"prompt": "a", "top_k": True}, "top_k must be a whole number from 0 (0: all), not true"),
+        ({"prompt": "a", "top_p": 0}, "top_p must be a number above 0 and up to 1, not 0"),
+        ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens must be a whole number from 1"),
+        ({"prompt": "a", "stop": ""}, "stop must be a string or a list of strings"),
+        ({"prompt": "a", "stop": ["x", ""]}, "none of them empty"),
+        ({"prompt": "a", "stop": {"x": 1}}, "none of them empty"),
+    ],
+)
+def test_a_mistake_names_the_place_the_value_and_what_is_right(row, said):
+    with pytest.raises(UserError) as raised:
+        parse(**row)
+    assert str(raised.value).startswith("p.jsonl:1: ")
+    assert said in str(raised.value)
+
+
+def test_a_long_value_is_shown_in_part():
+    with pytest.raises(UserError) as raised:
+        parse(prompt_ids=["x" * 1000])
+    assert len(str(raised.value)) < 150
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_files_are_read_with_empty_lines_and_separators_inside_strings(tmp_path, compress):
+    path = tmp_path / ("p.jsonl.gz" if compress else "p.jsonl")
+    content = '{"prompt": "a\u2028b"}\r\n\n{"question": "é"}'.encode()
+    path.write_bytes(gzip.compress(content) if compress else content)
+    first, second = read_prompts(path)
+    assert (first.index, first.source, first.text) == (0, f"{path}:1", "a\u2028b")
+    assert (second.index, second.source, second.turns) == (1, f"{path}:3", ("é",))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("p.jsonl", b'{"prompt": "a"}\n{"prompt"\n', "p.jsonl:2: not JSON"),
+        ("p.jsonl", b'{"prompt": "a"}\n["a"]\n', 'p.jsonl:2: expected an object, found ["a"]'),
+        ("p.jsonl", b'{"prompt": "\xff"}', "p.jsonl: not UTF-8"),
+        ("p.jsonl", b"\n", "p.jsonl: no rows; expected one a line"),
+        ("p.jsonl.gz", b"plain", "p.jsonl.gz: not a whole gzip file"),
+        ("p.jsonl.gz", gzip.compress(b"{}" * 100)[:-9], "p.jsonl.gz: not a whole gzip file"),
+        ("p.jsonl.gz", gzip.compress(b"{}" * 100)[:12] + b"\xff" * 40, "not a whole gzip file"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UserError) as raised:
+        read_prompts(tmp_path / name)
+    assert said in str(raised.value)
+
+
+def test_the_hash_sees_what_is_asked_and_not_where_it_was_written(tmp_path):
+    def hash_of(name, *rows):
+        (tmp_path / name).write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return prompts_hash(read_prompts(tmp_path / name))
+
+    same = hash_of("a.jsonl", {"prompt": "a"}, {"prompt": "b"})
+    assert hash_of("b.jsonl", {"prompt": "a", "note": 1}, {"prompt": "b"}) == same
+    assert hash_of("c.jsonl", {"prompt": "b"}, {"prompt": "a"}) != same
+    assert hash_of("d.jsonl", {"prompt": "a", "seed": 1}, {"prompt": "b"}) != same
+
+
+def test_text_from_the_command_line_is_a_row():
+    prompt = text_prompt("Once")
+    assert (prompt.index, prompt.source, prompt.text) == (0, "--prompt", "Once")
