@@ -1,0 +1,24 @@
+"""One training batch: packed rows of tokens and what is known about each position."""
+
+from __future__ import annotations
+
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Int
+
+
+@struct.dataclass
+class Batch:
+    """B packed rows of S positions.
+
+    tokens:      [B, S] token ids; 0 where there is padding.
+    segment_ids: [B, S] 1, 2, .. number the documents of a row; 0 is padding.
+    positions:   [B, S] position within the document.
+    loss_mask:   [B, S] True on the tokens that the base is to be imitated on: those of the
+        assistant, or all tokens of plain text.
+    """
+
+    tokens: Int[Array, "B S"]
+    segment_ids: Int[Array, "B S"]
+    positions: Int[Array, "B S"]
+    loss_mask: Bool[Array, "B S"]

@@ -1,0 +1,1 @@
+"""Distilling a draft head: teacher, losses, the jitted step and the loop around it."""

@@ -1,0 +1,310 @@
+"""The distillation loss of any drafter, in chunks of targets.
+
+Over the pairs (t, i) that count (`pairs.py`), with u = hidden[i, t], g the base's final state at
+the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
+
+    R_i = SmoothL1(u, g) averaged over D      regression
+    S_i = - sum_v p(v) log q(v)               soft cross-entropy
+    H_i = - log q(x_{t+2+i})                  hard cross-entropy
+    loss = sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i)
+
+each summed over the batch and divided by (counted pairs of position i) + 1, as in the release.
+
+P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
+computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
+outlive it. Targets that no pair needs are left out: the number of chunks follows the masks.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.data.batch import Batch
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.decoder import project
+from clover_jax.training.pairs import CompactTargets, compact_targets, pair_mask
+
+DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
+
+
+@struct.dataclass
+class LossMetrics:
+    """Per draft position, [P] each.
+
+    regression, soft_ce, hard_ce: the terms R_i, S_i, H_i, unweighted.
+    accuracy: share of counted pairs where the head's most probable token is the base's.
+    pairs: counted pairs.
+    """
+
+    regression: Float[Array, " P"]
+    soft_ce: Float[Array, " P"]
+    hard_ce: Float[Array, " P"]
+    accuracy: Float[Array, " P"]
+    pairs: Int[Array, " P"]
+
+
+class _Static(NamedTuple):
+    head: DraftHead
+    chunk: int
+
+
+@struct.dataclass
+class _Operands:
+    """What the loss reads and never differentiates.
+
+    params:      the head's other params (its `logits` may set up all of them).
+    states:      [N, D] the base's g.
+    next_tokens: [N] the token that follows each target.
+    mask:        [P, N] pairs that count, by target index.
+    scale:       [P] decay^i / (pairs + 1).
+    """
+
+    params: Params
+    frozen: Frozen
+    states: Float[Array, "N D"]
+    next_tokens: Int[Array, " N"]
+    mask: Bool[Array, "P N"]
+    scale: Float[Array, " P"]
+    targets: CompactTargets
+
+
+@struct.dataclass
+class _Chunk:
+    """C targets; slots beyond the last used one repeat some target, with an all-False mask.
+
+    hidden:      [P, C, D] the states whose pairs have these targets.
+    states:      [C, D] the base's g.
+    teacher:     [C, V] softmax(lm_head g).
+    next_tokens: [C]
+    mask:        [P, C]
+    """
+
+    hidden: Float[Array, "P C D"]
+    states: Float[Array, "C D"]
+    teacher: Float[Array, "C V"]
+    next_tokens: Int[Array, " C"]
+    mask: Bool[Array, "P C"]
+
+
+class _Sums(NamedTuple):
+    """Sums over counted pairs, [P] each (or [] for one position)."""
+
+    regression: Array
+    soft_ce: Array
+    hard_ce: Array
+    hits: Array
+
+
+class _Carry(NamedTuple):
+    """What the loop over chunks builds up.
+
+    d_hidden: [P, slots, D] gradient by compact slot.
+    d_owned:  gradient of the head's own output matrices.
+    """
+
+    sums: _Sums
+    d_hidden: Array
+    d_owned: Params
+
+
+def distillation_loss(
+    head: DraftHead,
+    params: Params,
+    frozen: Frozen,
+    hidden: Float[Array, "P B S D"],
+    target_states: Float[Array, "B S D"],
+    batch: Batch,
+    chunk: int = DEFAULT_CHUNK,
+) -> tuple[Float[Array, ""], LossMetrics]:
+    """Return the loss and its parts; differentiable by `params` and `hidden` only.
+
+    params: the head's; only those that its module names in `output_params` get a gradient here,
+        the rest get theirs through `hidden`.
+    hidden: u^i_t of `train_forward`.
+    target_states: the base's g. Neither they nor `frozen` receive a gradient.
+    chunk: targets per chunk.
+    """
+    num_positions, rows, size, width = hidden.shape
+    mask = pair_mask(batch.segment_ids, batch.loss_mask, num_positions)
+    pairs = mask.sum(axis=(1, 2))
+    decay = head.config.loss.decay ** jnp.arange(num_positions)
+    owned, others = split_output_params(head, params)
+    operands = _Operands(
+        params=others,
+        frozen=frozen,
+        states=target_states.reshape(rows * size, width),
+        next_tokens=jnp.roll(batch.tokens, -1, axis=1).reshape(-1),
+        mask=mask.reshape(num_positions, -1),
+        scale=decay / (pairs + 1),
+        targets=compact_targets(mask),
+    )
+    static = _Static(head, min(chunk, rows * size))
+    loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
+    return loss, LossMetrics(
+        regression=sums.regression / (pairs + 1),
+        soft_ce=sums.soft_ce / (pairs + 1),
+        hard_ce=sums.hard_ce / (pairs + 1),
+        accuracy=sums.hits / jnp.maximum(pairs, 1),
+        pairs=pairs,
+    )
+
+
+def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params]:
+    """Split params in those that the head's `logits` reads (`output_params`) and the others."""
+    names = getattr(head.module, "output_params", ())
+    owned = {name: params[name] for name in names}
+    return owned, {name: leaf for name, leaf in params.items() if name not in names}
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _chunked_loss(
+    static: _Static, owned: Params, hidden: Array, operands: _Operands
+) -> tuple[Array, _Sums]:
+    """Return the value alone; differentiated, `_value_and_gradient` takes its place."""
+
+    def body(number: Array, sums: _Sums) -> _Sums:
+        chunk = _take_chunk(static, hidden, operands, number)
+        parts = [
+            _position_loss(owned, chunk.hidden[i], static.head, operands, chunk, i)[1]
+            for i in range(hidden.shape[0])
+        ]
+        return jax.tree.map(jnp.add, sums, _stack(parts))
+
+    sums = jax.lax.fori_loop(0, _num_chunks(static, operands), body, _zero_sums(hidden.shape[0]))
+    return _weigh(static.head, operands, sums), sums
+
+
+def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands: _Operands):
+    """Compute the value and, in the same pass over the chunks, the gradient."""
+    num_positions, width = hidden.shape[0], hidden.shape[-1]
+    num_slots = -(-operands.states.shape[0] // static.chunk) * static.chunk
+    differentiate = jax.grad(_position_loss, argnums=(0, 1), has_aux=True)
+
+    def body(number: Array, carry: _Carry) -> _Carry:
+        chunk = _take_chunk(static, hidden, operands, number)
+        parts, gradients, d_owned = [], [], carry.d_owned
+        for i in range(num_positions):
+            # Position by position: of the head's logits only one [C, V] is live at a time.
+            (d_mine, d_hidden), sums = differentiate(
+                owned, chunk.hidden[i], static.head, operands, chunk, i
+            )
+            parts.append(sums)
+            gradients.append(d_hidden)
+            d_owned = jax.tree.map(jnp.add, d_owned, d_mine)
+        return _Carry(
+            sums=jax.tree.map(jnp.add, carry.sums, _stack(parts)),
+            d_hidden=jax.lax.dynamic_update_slice_in_dim(
+                carry.d_hidden, jnp.stack(gradients), number * static.chunk, axis=1
+            ),
+            d_owned=d_owned,
+        )
+
+    start = _Carry(
+        sums=_zero_sums(num_positions),
+        d_hidden=jnp.zeros((num_positions, num_slots, width), hidden.dtype),
+        d_owned=jax.tree.map(jnp.zeros_like, owned),
+    )
+    end = jax.lax.fori_loop(0, _num_chunks(static, operands), body, start)
+    value = (_weigh(static.head, operands, end.sums), end.sums)
+    return value, (end.d_owned, _to_sources(end.d_hidden, operands, hidden.shape))
+
+
+def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents: tuple):
+    """Chain with the cotangent of the loss; that of the metrics is dropped."""
+    by_loss = cotangents[0]
+    d_owned, d_hidden = jax.tree.map(lambda x: (x * by_loss).astype(x.dtype), gradients)
+    return d_owned, d_hidden, None
+
+
+_chunked_loss.defvjp(_value_and_gradient, _scale_gradient)
+
+
+def _num_chunks(static: _Static, operands: _Operands) -> Array:
+    return (operands.targets.count + static.chunk - 1) // static.chunk
+
+
+def _take_chunk(static: _Static, hidden: Array, operands: _Operands, number: Array) -> _Chunk:
+    """Gather chunk `number` of the compacted targets and the P states that aim at each."""
+    num_positions, width = hidden.shape[0], hidden.shape[-1]
+    slots = number * static.chunk + jnp.arange(static.chunk)
+    index = jnp.take(operands.targets.index, slots, mode="clip")
+    flat = hidden.reshape(num_positions, -1, width)
+    # A counted pair's source lies i + 1 before its target in the same row; others are masked.
+    sources = [jnp.take(flat[i], index - 1 - i, axis=0, mode="clip") for i in range(num_positions)]
+    states = operands.states[index]
+    return _Chunk(
+        hidden=jnp.stack(sources),
+        states=states,
+        teacher=jax.nn.softmax(project(operands.frozen.lm_head, states)),
+        next_tokens=operands.next_tokens[index],
+        mask=operands.mask[:, index] & (slots < operands.targets.count),
+    )
+
+
+def _position_loss(
+    owned: Params, u: Array, head: DraftHead, operands: _Operands, chunk: _Chunk, position: int
+) -> tuple[Array, _Sums]:
+    """Return one position's weighted loss over a chunk, and the sums of its terms."""
+    logits = head.module.apply(
+        {"params": {**operands.params, **owned}}, operands.frozen, u, position, method="logits"
+    )
+    top = logits.max(axis=-1)
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[:, None]
+    is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
+    terms = _Sums(
+        regression=smooth_l1(u, chunk.states).mean(axis=-1),
+        soft_ce=log_total - (chunk.teacher * logits).sum(axis=-1),
+        hard_ce=log_total - jnp.where(is_next, logits, 0).sum(axis=-1),
+        hits=jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top,
+    )
+    sums = jax.tree.map(lambda term: jnp.where(chunk.mask[position], term, 0.0).sum(), terms)
+    weighted = _combine(head, sums) * operands.scale[position]
+    return weighted, jax.lax.stop_gradient(sums)
+
+
+def _combine(head: DraftHead, sums: _Sums) -> Array:
+    """Weigh the terms; one of weight 0 costs no gradient."""
+    spec = head.config.loss
+    weights = (spec.regression, spec.soft_ce, spec.hard_ce)
+    terms = (sums.regression, sums.soft_ce, sums.hard_ce)
+    return sum((w * term for w, term in zip(weights, terms, strict=True) if w), jnp.zeros(()))
+
+
+def _weigh(head: DraftHead, operands: _Operands, sums: _Sums) -> Array:
+    return (_combine(head, sums) * operands.scale).sum()
+
+
+def _to_sources(by_slot: Array, operands: _Operands, shape: tuple[int, ...]) -> Array:
+    """Bring a gradient by compact slot back to [P, B, S, D], by gathers (a scatter is slow)."""
+    num_positions, _, size, _ = shape
+    mask = operands.mask.reshape(shape[:-1])
+    gradients = []
+    for i in range(num_positions):
+        # Position t of the result belongs to target t + 1 + i.
+        by_target = jnp.where(mask[i], operands.targets.rank, -1)
+        slot = jnp.pad(by_target, ((0, 0), (0, i + 1)), constant_values=-1)[:, -size:]
+        rows = jnp.take(by_slot[i], jnp.maximum(slot, 0), axis=0)
+        gradients.append(jnp.where(slot[..., None] >= 0, rows, 0))
+    return jnp.stack(gradients)
+
+
+def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"]:
+    """Return Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2, in float32."""
+    distance = jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32))
+    return jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5)
+
+
+def _zero_sums(num_positions: int) -> _Sums:
+    return _Sums(*[jnp.zeros(num_positions)] * 4)
+
+
+def _stack(parts: list[_Sums]) -> _Sums:
+    return jax.tree.map(lambda *x: jnp.stack(x), *parts)

@@ -1,0 +1,65 @@
+"""Which (position of the head, position of the text) pairs count, and where their target lies.
+
+Position i of the head at t predicts x_{t+2+i}; its target state is the base's g at t+1+i. Here
+pairs are named by their *target index* tau = t+1+i instead of t: then the P pairs that share a
+target state, and so the teacher's softmax, lie in one column.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Int
+
+
+def pair_mask(
+    segment_ids: Int[Array, "B S"], loss_mask: Bool[Array, "B S"], num_positions: int
+) -> Bool[Array, "P B S"]:
+    """Return [i, b, tau] True where the pair (tau - 1 - i, i) counts.
+
+    It does when m_{tau-1} is set and tau - 1 - i and tau lie in one document. (m_{t+i} of the
+    release is m_{tau-1}: the mask does not depend on i. That a document's last position never
+    counts follows from tau being in the same document.)
+
+    Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and P = 2 give
+    [[F, T, T, F]] for i = 0 and [[F, F, T, F]] for i = 1.
+    """
+    size = segment_ids.shape[1]
+    counted = _shift_right(loss_mask, 1)
+    masks = []
+    for i in range(num_positions):
+        source = _shift_right(segment_ids, i + 1)[:, :size]
+        masks.append(counted & (source == segment_ids) & (segment_ids > 0))
+    return jnp.stack(masks)
+
+
+def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
+    """Slot tau holds x[tau - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
+    size = x.shape[1]
+    return jnp.pad(x, ((0, 0), (by, 0)))[:, :size]
+
+
+@struct.dataclass
+class CompactTargets:
+    """The targets that any pair needs, moved to the front: N = B S flattened target indices.
+
+    index: [N] flat target index b S + tau of each compact slot; the first `count` are used.
+    rank:  [B, S] the compact slot of each target; meaningless for unused targets.
+    count: []  used targets.
+    """
+
+    index: Int[Array, " N"]
+    rank: Int[Array, "B S"]
+    count: Int[Array, ""]
+
+
+def compact_targets(mask: Bool[Array, "P B S"]) -> CompactTargets:
+    """Collect the targets of position 0, which include those of all later positions.
+
+    Example: mask[0] = [[F, T, F, T]] gives index [1, 3, 0, 0], rank [[-1, 0, 0, 1]], count 2.
+    """
+    used = mask[0].reshape(-1)
+    rank = jnp.cumsum(used) - 1
+    (index,) = jnp.nonzero(used, size=used.size, fill_value=0)
+    return CompactTargets(index=index, rank=rank.reshape(mask.shape[1:]), count=used.sum())

@@ -1,0 +1,53 @@
+"""The distillation loss as the method states it: every logit at once, plain autodiff.
+
+Slow and obvious; it judges `losses.distillation_loss` in tests and is used nowhere else.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Float, Params
+from clover_jax.data.batch import Batch
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.registry import DraftHead
+
+
+def plain_loss(
+    head: DraftHead,
+    params: Params,
+    frozen: Frozen,
+    hidden: Float[Array, "P B S D"],
+    target_states: Float[Array, "B S D"],
+    batch: Batch,
+) -> tuple[Float[Array, ""], dict[str, Float[Array, " P"]]]:
+    """Return the loss and its terms per position, pair by pair as in methods: (t, t + 1 + i)."""
+    spec = head.config.loss
+    num_positions, _, size, _ = hidden.shape
+    terms = {"regression": [], "soft_ce": [], "hard_ce": [], "accuracy": [], "pairs": []}
+    total = jnp.zeros(())
+    for i in range(num_positions):
+        source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
+        segment = batch.segment_ids
+        together = (segment[:, source] == segment[:, target]) & (segment[:, source] > 0)
+        mask = (batch.loss_mask[:, i : size - 1] & together).astype(jnp.float32)
+        u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
+        logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
+        log_q = jax.nn.log_softmax(logits)
+        p = jax.nn.softmax(jnp.einsum("btd,vd->btv", g, frozen.lm_head))
+        following = jnp.roll(batch.tokens, -1, axis=1)[:, target]
+        distance = jnp.abs(u - g)
+        smooth = jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5)
+        per_pair = {
+            "regression": smooth.mean(axis=-1),
+            "soft_ce": -(p * log_q).sum(axis=-1),
+            "hard_ce": -jnp.take_along_axis(log_q, following[..., None], axis=-1)[..., 0],
+        }
+        for name, values in per_pair.items():
+            terms[name].append((values * mask).sum() / (mask.sum() + 1))
+            total += spec.decay**i * getattr(spec, name) * terms[name][-1]
+        hits = (logits.argmax(axis=-1) == p.argmax(axis=-1)) * mask
+        terms["accuracy"].append(hits.sum() / jnp.maximum(mask.sum(), 1))
+        terms["pairs"].append(mask.sum())
+    return total, {name: jnp.stack(values) for name, values in terms.items()}
