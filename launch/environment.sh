@@ -36,9 +36,13 @@ prepare_environment() {
 
 make_environment() {
     local interpreter=${PYTHON:-python3}
+    if ! command -v "$interpreter" >/dev/null; then
+        echo "$interpreter is missing: install Python 3.11 or newer, or name one:" \
+            "PYTHON=/path/to/python3.12 $0" >&2
+        exit 2
+    fi
     if ! "$interpreter" -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then
-        echo "Python 3.11 or newer is needed, but $interpreter is" \
-            "$("$interpreter" --version 2>&1 || echo missing);" \
+        echo "Python 3.11 or newer is needed, but $interpreter is $("$interpreter" --version);" \
             "name another one: PYTHON=/path/to/python3.12 $0" >&2
         exit 2
     fi
