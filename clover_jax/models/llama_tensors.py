@@ -57,7 +57,7 @@ def norm_leaf(path: Path, name: str, width: int) -> Leaf:
 
 
 def _qkv(config: LayerConfig, path: Path, prefix: str) -> Leaf:
-    """qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value."""
+    """Map to qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value."""
     width, heads, size = config.hidden_size, config.num_kv_heads, config.head_dim
     groups = config.num_groups
     every = slice(None)
@@ -84,7 +84,7 @@ def _qkv(config: LayerConfig, path: Path, prefix: str) -> Leaf:
 
 
 def _attention_out(config: LayerConfig, path: Path, name: str) -> Leaf:
-    """out [K, G, H, D]."""
+    """Map to out [K, G, H, D]."""
     width = config.hidden_size
     shape = (config.num_kv_heads, config.num_groups, config.head_dim, width)
     rows = config.num_heads * config.head_dim
@@ -93,7 +93,7 @@ def _attention_out(config: LayerConfig, path: Path, name: str) -> Leaf:
 
 
 def _gate_up(config: LayerConfig, path: Path, prefix: str) -> Leaf:
-    """gate_up [D, 2, F]."""
+    """Map to gate_up [D, 2, F]."""
     width, inner = config.hidden_size, config.intermediate_size
     pieces = tuple(
         Piece(f"{prefix}{name}_proj.weight", (inner, width), (inner, width), (1, 0), index)

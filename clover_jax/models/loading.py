@@ -7,6 +7,7 @@ from pathlib import Path
 
 import jax.numpy as jnp
 import numpy as np
+from tokenizers import Tokenizer
 
 from clover_jax.array_types import Array
 from clover_jax.config import BaseConfig
@@ -17,6 +18,7 @@ from clover_jax.models.llama_tensors import base_leaves
 from clover_jax.models.sources import find_directory
 from clover_jax.models.tensor_files import TensorFiles
 from clover_jax.models.tensor_map import Place, assemble, stored_shapes
+from clover_jax.models.tokenizer import load_tokenizer
 
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -64,18 +66,22 @@ def _harmless_for(config: BaseConfig):
 
 
 def _check_tokenizer(directory: Path, config: BaseConfig) -> None:
-    path = directory / "tokenizer.json"
-    if not path.is_file():
-        return  # prompts can be given as ids
-    from tokenizers import Tokenizer
-
-    try:
-        vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path} is not a readable tokenizer: {error}") from error
-    largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    largest = max(_vocabulary(directory).items(), key=lambda item: item[1], default=("", -1))
     if largest[1] >= config.vocab_size:
         raise UserError(
-            f"{path}: token {largest[0]!r} has id {largest[1]}, but the embedding has only "
-            f"{config.vocab_size} rows; the tokenizer belongs to another model"
+            f"{directory}: token {largest[0]!r} of its tokenizer has id {largest[1]}, but the "
+            f"embedding has only {config.vocab_size} rows; the tokenizer belongs to another model"
         )
+
+
+def _vocabulary(directory: Path) -> dict[str, int]:
+    """Return token -> id, empty for a folder without a tokenizer: prompts can be given as ids."""
+    path = directory / "tokenizer.json"
+    if not path.is_file():
+        tokenizer = load_tokenizer(directory)
+        return {} if tokenizer is None else tokenizer.get_vocab()
+    # Much faster than load_tokenizer, which imports transformers.
+    try:
+        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+    except Exception as error:  # the library raises bare Exception
+        raise UserError(f"{path} is not a readable tokenizer: {error}") from error

@@ -1,0 +1,1 @@
+"""Draft heads in the layouts of other programs, read and written."""

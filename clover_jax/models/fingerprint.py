@@ -1,0 +1,77 @@
+"""What identifies a base model, so that a draft is not used with another one by mistake."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+
+import ml_dtypes
+import numpy as np
+
+from clover_jax.array_types import Array, Float
+from clover_jax.config import JsonConfig
+from clover_jax.models.base import BaseModel
+from clover_jax.models.tokenizer import load_tokenizer, tokenizer_hash
+
+_HASHED_ROWS = 4096  # rows of lm_head brought to the host at a time
+
+
+@dataclasses.dataclass(frozen=True)
+class BaseFingerprint(JsonConfig):
+    """The identity of a base.
+
+    lm_head: SHA-256 of the output matrix, rounded to bfloat16: the same for any loaded dtype.
+    tokenizer: hash of which token has which id; None without tokenizer files.
+    chat_template: SHA-256 of the template's text, for the record; None where there is none.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    lm_head: str
+    tokenizer: str | None = None
+    chat_template: str | None = None
+
+
+def fingerprint(base: BaseModel) -> BaseFingerprint:
+    """Return the fingerprint of a loaded base."""
+    names = {field.name for field in dataclasses.fields(BaseFingerprint)}
+    shapes = {name: value for name, value in vars(base.config).items() if name in names}
+    hashes = {"lm_head": matrix_hash(base.lm_head)}
+    tokenizer = load_tokenizer(base.directory)
+    if tokenizer is not None:
+        hashes["tokenizer"] = tokenizer_hash(tokenizer)
+        if tokenizer.chat_template:
+            hashes["chat_template"] = hashlib.sha256(
+                str(tokenizer.chat_template).encode()
+            ).hexdigest()
+    return BaseFingerprint(**shapes, **hashes)
+
+
+def matrix_hash(matrix: Float[Array, "V D"]) -> str:
+    """Return SHA-256 over the little-endian bfloat16 values, row by row."""
+    digest = hashlib.sha256()
+    for start in range(0, matrix.shape[0], _HASHED_ROWS):
+        rows = np.asarray(matrix[start : start + _HASHED_ROWS])
+        digest.update(rows.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes())
+    return digest.hexdigest()
+
+
+def differences(draft: BaseFingerprint, base: BaseFingerprint) -> dict[str, tuple]:
+    """Return name -> (the draft's value, the base's value) where two fingerprints disagree.
+
+    A tokenizer that one side lacks is no difference (a folder may come without), and neither is
+    an edited chat template: the model is the same.
+    """
+    one_lacks_tokenizer = draft.tokenizer is None or base.tokenizer is None
+    skipped = {"chat_template"} | ({"tokenizer"} if one_lacks_tokenizer else set())
+    pairs = {
+        field.name: (getattr(draft, field.name), getattr(base, field.name))
+        for field in dataclasses.fields(BaseFingerprint)
+        if field.name not in skipped
+    }
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
