@@ -18,7 +18,7 @@ Array = jax.Array
 Params = PyTree[Any]
 
 Tokens = Int[Array, "B S"]
-Lengths = Int[Array, "B"]
+Lengths = Int[Array, " B"]
 TreeTokens = Int[Array, "B T"]
 TreeParents = Int[Array, "B T"]
 TreeMask = Bool[Array, "B T T"]

@@ -129,7 +129,7 @@ class BaseConfig(JsonConfig):
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        self.layer  # validates the head counts
+        _ = self.layer  # validates the head counts
 
     @property
     def layer(self) -> LayerConfig:

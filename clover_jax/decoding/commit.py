@@ -21,8 +21,8 @@ class StepRecord:
     emitted:  [B] tokens added to the text.
     """
 
-    accepted: Int[Array, "B"]
-    emitted: Int[Array, "B"]
+    accepted: Int[Array, " B"]
+    emitted: Int[Array, " B"]
 
 
 @struct.dataclass
@@ -33,14 +33,14 @@ class Emission:
     finish: [B] RUNNING, EOS or LENGTH.
     """
 
-    count: Int[Array, "B"]
-    finish: Int[Array, "B"]
+    count: Int[Array, " B"]
+    finish: Int[Array, " B"]
 
 
 def cut(
     candidates: Int[Array, "B A"],
-    count: Int[Array, "B"],
-    room: Int[Array, "B"],
+    count: Int[Array, " B"],
+    room: Int[Array, " B"],
     eos: Int[Array, "B E"],
 ) -> Emission:
     """Cut `count` candidate tokens after the first EOS and at the room that is left.
@@ -92,7 +92,7 @@ def commit(
 
 
 def append_bonus(
-    drafted: Int[Array, "B D"], count: Int[Array, "B"], bonus: Int[Array, "B"]
+    drafted: Int[Array, "B D"], count: Int[Array, " B"], bonus: Int[Array, " B"]
 ) -> Int[Array, "B A"]:
     """Put the bonus token right after the first `count` drafted tokens; the rest is garbage.
 
@@ -103,6 +103,6 @@ def append_bonus(
     return jnp.where(slots < count[:, None], padded, bonus[:, None])
 
 
-def keep_rows(condition: Bool[Array, "B"], new: Array, old: Array) -> Array:
+def keep_rows(condition: Bool[Array, " B"], new: Array, old: Array) -> Array:
     """Select whole rows: `new` where the condition holds."""
     return jnp.where(condition.reshape(-1, *(1,) * (new.ndim - 1)), new, old)

@@ -18,7 +18,7 @@ def draft(
     head: DraftHead,
     params: Params,
     frozen: Frozen,
-    root: Int[Array, "B"],
+    root: Int[Array, " B"],
     state: Any,
     cache: Cache,
     tree: TreeConfig,

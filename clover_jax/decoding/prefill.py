@@ -11,7 +11,7 @@ from clover_jax.decoding.state import EMPTY, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
 from clover_jax.decoding.top_k import argmax
 from clover_jax.drafters.drafter import frozen_from_base
-from clover_jax.models.cache import write_rows
+from clover_jax.models.cache import after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
 
 
@@ -32,7 +32,8 @@ def prefill_chunk(
         {"params": weights.base}, tokens, positions, causal_mask(batch, size), state.cache, starts
     )
     features = tree_features(config, output.hidden)
-    state = state.replace(cache=write_rows(state.cache, output.fresh, starts))
+    write_at = after(starts, output.hidden["post_norm"])
+    state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
     if config.head is not None:
         state = _absorb(config, weights, state, features, start)
     return _emit_first(weights, state, output.hidden["post_norm"], features, start)

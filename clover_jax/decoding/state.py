@@ -35,16 +35,16 @@ class DecodeState:
     """
 
     tokens: Int[Array, "B S"]
-    length: Int[Array, "B"]
-    end: Int[Array, "B"]
-    limit: Int[Array, "B"]
+    length: Int[Array, " B"]
+    end: Int[Array, " B"]
+    limit: Int[Array, " B"]
     eos: Int[Array, "B E"]
-    finish: Int[Array, "B"]
+    finish: Int[Array, " B"]
     cache: Cache
     draft_cache: Cache
     features: Float[Array, "B A F"]
     next_tokens: Int[Array, "B A"]
-    count: Int[Array, "B"]
+    count: Int[Array, " B"]
 
 
 def empty_state(

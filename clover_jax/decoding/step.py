@@ -81,7 +81,7 @@ def speculate_and_verify(
 
 
 def _absorb_and_draft(
-    config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, "B"]
+    config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
 ) -> tuple[DecodeState, TokenTree]:
     head, frozen = config.head, frozen_from_base(weights.base)
     with jax.named_scope("absorb"):

@@ -24,8 +24,8 @@ class Accepted:
     """
 
     path: Int[Array, "B A"]
-    count: Int[Array, "B"]
-    bonus: Int[Array, "B"]
+    count: Int[Array, " B"]
+    bonus: Int[Array, " B"]
 
 
 def verify(
@@ -34,7 +34,7 @@ def verify(
     tree: TokenTree,
     depth: int,
     cache: Cache,
-    length: Int[Array, "B"],
+    length: Int[Array, " B"],
 ) -> DecoderOutput:
     """Run the base once over all slots of each row's tree, each seeing its ancestors only."""
     mask = ancestor_mask(tree.parent, depth)

@@ -23,7 +23,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.drafter import Frozen
-from clover_jax.models.cache import Cache, init_cache, write_rows
+from clover_jax.models.cache import Cache, after, init_cache, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
 from clover_jax.models.layers import RMSNorm
 
@@ -138,8 +138,8 @@ class Clover2(nn.Module):
         frozen: Frozen,
         features: Float[Array, "B A F"],
         next_tokens: Int[Array, "B A"],
-        start: Int[Array, "B"],
-        count: Int[Array, "B"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
         cache: Cache,
     ) -> tuple[Clover2State, Cache]:
         """Run the trunk over accepted positions; see the contract."""
@@ -151,7 +151,7 @@ class Clover2(nn.Module):
         )
         last = jnp.maximum(count - 1, 0)[:, None, None]
         root = jnp.take_along_axis(z, last, axis=1)
-        cache = write_rows(cache, fresh, start)
+        cache = write_rows(cache, fresh, after(start, root))
         return Clover2State(state=root, token=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W V"]:
@@ -181,7 +181,7 @@ class Clover2(nn.Module):
         positions: Int[Array, "B S"],
         rng: Array | None = None,
     ) -> Float[Array, "P B S D"]:
-        """Return u^i_t under teacher forcing; the last i + 1 positions of a segment have no pair."""
+        """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
         following = [embed(frozen, shift_left(tokens, i + 1)) for i in range(self.num_positions)]
         mask = packed_mask(segment_ids)
         z, _ = self._trunk(frozen, features, shift_left(tokens, 1), positions, mask, None, None)

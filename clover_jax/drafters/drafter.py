@@ -30,7 +30,7 @@ class Frozen:
 
     lm_head: Float[Array, "V D"]
     embedding: Float[Array, "V D"]
-    final_norm: Float[Array, "D"]
+    final_norm: Float[Array, " D"]
 
 
 class Drafter(Protocol):
@@ -47,8 +47,8 @@ class Drafter(Protocol):
         frozen: Frozen,
         features: Float[Array, "B A F"],
         next_tokens: Int[Array, "B A"],
-        start: Int[Array, "B"],
-        count: Int[Array, "B"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
         cache: Cache,
     ) -> tuple[State, Cache]:
         """Take in positions start[b] .. start[b] + count[b] - 1 and return the state at the last.

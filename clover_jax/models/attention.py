@@ -37,7 +37,7 @@ def attend(
     fresh: KeyValue,
     fresh_mask: Bool[Array, "B T T"],
     cache: KeyValue | None = None,
-    length: Int[Array, "B"] | None = None,
+    length: Int[Array, " B"] | None = None,
 ) -> Float[Array, "B K G T H"]:
     """Attend from each fresh position to the allowed fresh positions and the committed cache.
 
@@ -57,7 +57,7 @@ def attend(
 
 
 def _attend_cache(
-    query: Array, cache: KeyValue, length: Int[Array, "B"], softmax: RunningSoftmax
+    query: Array, cache: KeyValue, length: Int[Array, " B"], softmax: RunningSoftmax
 ) -> RunningSoftmax:
     size = cache.key.shape[2]
     if size <= CACHE_CHUNK:
@@ -74,7 +74,7 @@ def _attend_cache(
     return jax.lax.fori_loop(0, _num_chunks(length, size), body, softmax)
 
 
-def _num_chunks(length: Int[Array, "B"], size: int) -> Array:
+def _num_chunks(length: Int[Array, " B"], size: int) -> Array:
     """Chunks that hold a live position; all of them on GPU.
 
     A data-dependent trip count keeps the padding unread, but makes a GPU wait for the host.

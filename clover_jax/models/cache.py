@@ -52,7 +52,7 @@ def gather_rows(fresh: Cache, index: Int[Array, "B A"]) -> Cache:
     return jax.tree.map(lambda x: jnp.take_along_axis(x, index[:, None, :, None], axis=2), fresh)
 
 
-def write_rows(cache: Cache, rows: Cache, start: Int[Array, "B"]) -> Cache:
+def write_rows(cache: Cache, rows: Cache, start: Int[Array, " B"]) -> Cache:
     """Write [B, K, A, H] rows at positions start[b] .. start[b] + A - 1 of each batch row.
 
     The caller guarantees start + A <= S: dynamic_update_slice would clamp and overwrite live
@@ -65,3 +65,14 @@ def write_rows(cache: Cache, rows: Cache, start: Int[Array, "B"]) -> Cache:
         return update(buffer, new.astype(buffer.dtype), start)
 
     return jax.tree.map(write, cache, rows)
+
+
+def after(start: Int[Array, " B"], result: Float[Array, "B A D"]) -> Int[Array, " B"]:
+    """Return `start`, computed from `result` as well, so that a write there comes after it.
+
+    A layer's new rows exist before its attention has read the old cache. Unless the write depends
+    on what was read, the compiler keeps both versions and copies the whole cache at every step
+    (an optimization_barrier does not help: it is gone before copies are decided). A row with a NaN
+    is lost anyway, so where it writes does not matter.
+    """
+    return start + jnp.isnan(result).any(axis=(1, 2))

@@ -42,7 +42,7 @@ class SelfAttention(nn.Module):
         positions: Int[Array, "B T"],
         mask: Bool[Array, "B T T"],
         cache: KeyValue | None,
-        length: Int[Array, "B"] | None,
+        length: Int[Array, " B"] | None,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the attention output and the fresh keys and values."""
         cfg = self.config
@@ -90,7 +90,7 @@ class DecoderLayer(nn.Module):
         positions: Int[Array, "B T"],
         mask: Bool[Array, "B T T"],
         cache: KeyValue | None = None,
-        length: Int[Array, "B"] | None = None,
+        length: Int[Array, " B"] | None = None,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values."""
         normed = self.attention_norm(x) if self.input_norm else x
@@ -119,7 +119,7 @@ class Decoder(nn.Module):
         positions: Int[Array, "B T"],
         mask: Bool[Array, "B T T"],
         cache: Cache | None = None,
-        length: Int[Array, "B"] | None = None,
+        length: Int[Array, " B"] | None = None,
     ) -> DecoderOutput:
         """Read T tokens per row after length[b] committed positions.
 
