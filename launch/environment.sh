@@ -28,9 +28,10 @@ prepare_environment() {
         echo "Environment: .venv is up to date"
         return
     fi
+    # Twice quiet: errors only; what pip warns of is about the machine, not about this project.
     heading "Install clover-jax${extras:+ with $extras} into .venv (some minutes the first time)"
     PIP_DISABLE_PIP_VERSION_CHECK=${PIP_DISABLE_PIP_VERSION_CHECK:-1} \
-        "$python" -m pip install --quiet --editable ".${extras:+[$extras]}"
+        "$python" -m pip install --quiet --quiet --editable ".${extras:+[$extras]}"
     cp setup.cfg "$installed"
 }
 
