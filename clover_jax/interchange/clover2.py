@@ -47,10 +47,12 @@ def read_clover2(
     base: BaseModel,
     dtype: jnp.dtype = jnp.float32,
     rope_theta: float | None = None,
+    allow_base_mismatch: bool = False,
 ) -> tuple[Clover2Config, Params]:
     """Read a head in the official layout.
 
     rope_theta: rotary base to use in place of the layout's 10 000.
+    allow_base_mismatch: ignore what the head's copies of the output matrix hold.
     Raises UserError naming a missing, extra or misshapen tensor, or where the head's copies of
         the output matrix are not the base's.
     """
@@ -60,7 +62,7 @@ def read_clover2(
     leaves = clover2_leaves(config)
     copies = dict.fromkeys(COPIES, (config.vocab_size, config.layer.hidden_size))
     files.check(stored_shapes(leaves) | copies)
-    for name in COPIES:
+    for name in () if allow_base_mismatch else COPIES:
         _check_copy(name, files.read(name), base, directory)
     return config, assemble(leaves, files.read, place_as(dtype))
 

@@ -1,0 +1,174 @@
+"""Draft directories: our own, written whole, and those of others, read.
+
+A native draft directory holds `draft.json` (format version, the drafter's config, its tree, the
+fingerprint of its base, provenance, hashes of the files) and `params/` (orbax).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from clover_jax.array_types import Params
+from clover_jax.config import DrafterConfig
+from clover_jax.drafters import registry
+from clover_jax.drafters.params_folder import restore_params, save_params
+from clover_jax.errors import UserError
+from clover_jax.files import atomic_directory
+from clover_jax.interchange.clover2 import read_clover2
+from clover_jax.interchange.recognise import recognise
+from clover_jax.json_files import read_json_object
+from clover_jax.models.base import BaseModel
+from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
+from clover_jax.models.sources import find_directory
+
+FORMAT_VERSION = 1
+CARD = "draft.json"
+PARAMS = "params"
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A loaded draft.
+
+    head: module and config.
+    params: the head's params.
+    tree: the name of the tree it was measured with, or None.
+    provenance: how it was made, as its writer recorded it.
+    source: what the user asked for.
+    """
+
+    head: registry.DraftHead
+    params: Params
+    tree: str | None
+    provenance: dict[str, Any]
+    source: str
+
+
+def save_draft(
+    directory: Path,
+    config: DrafterConfig,
+    params: Params,
+    tree: str | None,
+    base: BaseFingerprint,
+    provenance: dict[str, Any],
+) -> None:
+    """Write a native draft directory; what was there stays until the new one is whole.
+
+    provenance: anything JSON can hold: flags, versions, git revision, data hash, steps, tau.
+    """
+    with atomic_directory(directory) as unfinished:
+        files = save_params(unfinished / PARAMS, params)
+        card = {
+            "format_version": FORMAT_VERSION,
+            "drafter": config.to_dict(),
+            "tree": tree,
+            "base": base.to_dict(),
+            "provenance": provenance,
+            "files": files,
+        }
+        (unfinished / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+
+
+def load_draft(
+    source: str | Path,
+    base: BaseModel,
+    dtype: jnp.dtype = jnp.float32,
+    allow_base_mismatch: bool = False,
+    rope_theta: float | None = None,
+) -> Draft:
+    """Load a draft for a base.
+
+    source: a native draft directory, a training workdir (its best/, else its draft/), or a folder
+        or hub id in an official layout, recognised by its config.json and tensor names.
+    allow_base_mismatch: use it even if it was trained for another base of the same widths.
+    rope_theta: rotary base for a foreign layout that does not say it.
+    Raises UserError naming whatever is missing, broken or does not fit.
+    """
+    directory = find_directory(str(source))
+    native = _native_directory(directory)
+    if native is not None:
+        if rope_theta is not None:
+            raise UserError(
+                f"{native} says its own rotary base; a rope theta ({rope_theta:g}) can be given "
+                "for the layouts of others only"
+            )
+        return _load_native(native, str(source), base, dtype, allow_base_mismatch)
+    if not (directory / "config.json").is_file():
+        raise UserError(
+            f"{directory} is no draft: it has neither {CARD} (a draft directory), nor "
+            f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' layouts)"
+        )
+    layout = recognise(directory)
+    config, params = read_clover2(directory, base, dtype, rope_theta, allow_base_mismatch)
+    return Draft(registry.head(config), params, None, {"layout": layout}, str(source))
+
+
+def _native_directory(directory: Path) -> Path | None:
+    candidates = (directory, directory / "best", directory / "draft")
+    return next((path for path in candidates if (path / CARD).is_file()), None)
+
+
+def _load_native(
+    directory: Path, source: str, base: BaseModel, dtype: jnp.dtype, allow_base_mismatch: bool
+) -> Draft:
+    card = read_json_object(directory / CARD)
+    version = card.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{directory / CARD} has format_version {version!r}; "
+            f"this program reads {FORMAT_VERSION}"
+        )
+    config, trained_for = _read_card(card, directory / CARD)
+    _check_base(config, trained_for, base, source, allow_base_mismatch)
+    head = registry.head(config)
+    expected = registry.init_shapes(head, base.params)
+    params = restore_params(directory / PARAMS, expected, dtype, card.get("files"))
+    return Draft(head, params, card.get("tree"), card.get("provenance") or {}, source)
+
+
+def _read_card(card: dict[str, Any], path: Path) -> tuple[DrafterConfig, BaseFingerprint]:
+    missing = [name for name in ("drafter", "base") if not isinstance(card.get(name), dict)]
+    if missing:
+        raise UserError(f"{path} has no {missing[0]!r} object")
+    try:
+        return registry.config_from_dict(card["drafter"]), BaseFingerprint.from_dict(card["base"])
+    except (ValueError, TypeError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _check_base(
+    config: DrafterConfig,
+    trained_for: BaseFingerprint,
+    base: BaseModel,
+    source: str,
+    allow_base_mismatch: bool,
+) -> None:
+    widths = {
+        "vocabulary": (config.vocab_size, base.config.vocab_size),
+        "width": (config.layer.hidden_size, base.config.hidden_size),
+    }
+    for name, (ours, theirs) in widths.items():
+        if ours != theirs:
+            raise UserError(
+                f"draft {source} has {name} {ours}, but base {base.source} has {theirs}; "
+                "give the base that it was trained for"
+            )
+    found = {} if allow_base_mismatch else differences(trained_for, fingerprint(base))
+    if found:
+        listed = ", ".join(
+            f"{name} {_short(a)} against {_short(b)}" for name, (a, b) in found.items()
+        )
+        raise UserError(
+            f"draft {source} was trained for another base than {base.source}: {listed}; give the "
+            "base that it was trained for, or --allow_base_mismatch"
+        )
+
+
+def _short(value: Any) -> str:
+    """Return enough of a hash to tell it from another."""
+    return str(value)[:12]

@@ -1,0 +1,51 @@
+"""Tell whose layout a folder of draft weights has, by its config.json and its tensors' names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+from clover_jax.json_files import read_json_object
+from clover_jax.models.tensor_files import TensorFiles
+
+CLOVER2 = "clover2"
+
+
+def recognise(directory: Path) -> str:
+    """Return the name of a layout that can be read; so far "clover2".
+
+    Raises UserError that says what the folder is otherwise.
+    """
+    values = read_json_object(directory / "config.json")
+    if "clover" in values:
+        return CLOVER2
+    names = TensorFiles(directory).shapes
+    for description, matches in _UNREADABLE.items():
+        if matches(values, names):
+            raise UserError(
+                f"{directory} is {description}, which cannot be read as a draft; "
+                "native draft folders and the official Clover-2 layout can"
+            )
+    raise UserError(
+        f"{directory} is in no known draft layout: its config.json has no "
+        f'"clover" object, and its first tensor is {min(names, default="missing")}'
+    )
+
+
+Matches = Callable[[dict[str, Any], dict[str, tuple[int, ...]]], bool]
+
+_UNREADABLE: dict[str, Matches] = {
+    'an official Clover-2 head without the "clover" object in its config.json': (
+        lambda values, names: "clover_head_mlp.weight" in names
+    ),
+    "an EAGLE-3 head": lambda values, names: (
+        "d2t" in names or "midlayer.mlp.up_proj.weight" in names
+    ),
+    "an EAGLE head": lambda values, names: "fc.weight" in names,
+    "a Medusa head": lambda values, names: (
+        "medusa_num_heads" in values or values.get("model_type") == "medusa"
+    ),
+    "a base model": lambda values, names: "model.embed_tokens.weight" in names,
+}
