@@ -56,7 +56,7 @@ def _builtin(name: str) -> Path:
 def _download(source: str) -> Path:
     # Imported here: it is slow, and most runs need no network.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, RevisionResolutionError
+    from huggingface_hub.errors import HFValidationError, HTTPError, RevisionResolutionError
 
     repository, _, revision = source.partition("@")
     try:
@@ -65,10 +65,10 @@ def _download(source: str) -> Path:
                 repository, revision=revision or None, allow_patterns=list(HUB_PATTERNS)
             )
         )
-    # OSError covers the hub's HTTP errors, a missing connection and a full disk.
-    except (OSError, HFValidationError, RevisionResolutionError) as error:
-        reason = str(error).strip().splitlines()[0]
+    # OSError: no connection, or a full disk.
+    except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
+        reason = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(
-            f"{source!r} is no local folder and cannot be fetched from the hub ({reason}); "
-            "give the path of a folder with config.json and model.safetensors to work offline"
+            f"{source!r} is no folder here and cannot be fetched from the hub ({reason}); "
+            "to work offline, give a folder that holds its config.json, tokenizer and weights"
         ) from error

@@ -1,0 +1,52 @@
+"""A fingerprint is the same for any dtype, and differs for another base."""
+
+import dataclasses
+
+import jax.numpy as jnp
+
+from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
+from clover_jax.models.loading import load_base
+from tests.tiny_checkpoints import TINY, random_base
+from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
+
+
+def test_the_loaded_dtype_does_not_matter(fixtures_dir):
+    source = str(fixtures_dir / "clover2_reference" / "base")
+    narrow, wide = (fingerprint(load_base(source, dtype)) for dtype in (jnp.bfloat16, jnp.float32))
+    assert narrow == wide
+    assert (wide.vocab_size, wide.tokenizer, wide.chat_template) == (96, None, None)
+
+
+def test_other_weights_and_shapes_differ(tmp_path):
+    one, other = (fingerprint(random_base(tmp_path, seed=seed)) for seed in (0, 1))
+    assert differences(one, one) == {}
+    assert differences(one, other) == {"lm_head": (one.lm_head, other.lm_head)}
+    deeper = random_base(tmp_path, dataclasses.replace(TINY, num_layers=3))
+    assert differences(one, fingerprint(deeper))["num_layers"] == (2, 3)
+
+
+def test_tied_embeddings_are_their_own_output_matrix(tmp_path):
+    base = random_base(tmp_path, dataclasses.replace(TINY, tie_word_embeddings=True))
+    untied = dataclasses.replace(base, params=base.params | {"lm_head": base.params["embedding"]})
+    assert fingerprint(base) == fingerprint(untied)
+
+
+def test_the_tokenizer_counts_and_its_template_is_recorded(tmp_path):
+    base = random_base(tmp_path)
+    bare = fingerprint(base)
+    save_byte_level(tmp_path)
+    plain = fingerprint(base)
+    save_byte_level(tmp_path, CHAT_TEMPLATE)
+    chatty = fingerprint(base)
+    assert plain.tokenizer == chatty.tokenizer is not None
+    assert plain.chat_template is None
+    assert chatty.chat_template is not None
+    assert differences(plain, chatty) == {}
+    assert differences(bare, plain) == {}, "a folder without a tokenizer may be the same base"
+    other = dataclasses.replace(plain, tokenizer="other")
+    assert differences(plain, other) == {"tokenizer": (plain.tokenizer, "other")}
+
+
+def test_json_round_trip(tmp_path):
+    written = fingerprint(random_base(tmp_path))
+    assert BaseFingerprint.from_dict(written.to_dict()) == written

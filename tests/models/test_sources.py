@@ -1,0 +1,75 @@
+"""A source is a folder, a built-in base or a repository of the hub; else the user is told."""
+
+import huggingface_hub
+import pytest
+from huggingface_hub.errors import LocalEntryNotFoundError
+
+from clover_jax.errors import UserError
+from clover_jax.models.sources import HUB_PATTERNS, find_directory
+
+
+@pytest.fixture
+def hub(monkeypatch):
+    """A hub that records what is asked for and fails as it does without a network."""
+    asked = []
+
+    def snapshot_download(repository, **options):
+        asked.append((repository, options))
+        raise LocalEntryNotFoundError("Cannot reach the hub.\nCheck your connection.")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    return asked
+
+
+def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch, hub):
+    (tmp_path / "owner" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    assert find_directory("owner/name").samefile(tmp_path / "owner" / "name")
+    assert hub == []
+
+
+def test_a_hub_id_offline_says_how_to_go_on(hub):
+    message = (
+        r"'owner/name' is no folder here and cannot be fetched from the hub "
+        r"\(Cannot reach the hub\); to work offline, give a folder that holds its config.json"
+    )
+    with pytest.raises(UserError, match=message):
+        find_directory("owner/name")
+    assert hub == [("owner/name", {"revision": None, "allow_patterns": list(HUB_PATTERNS)})]
+
+
+def test_a_hub_id_may_name_a_revision(hub):
+    with pytest.raises(UserError, match="owner/name@v1.0"):
+        find_directory("owner/name@v1.0")
+    assert hub[0][0] == "owner/name"
+    assert hub[0][1]["revision"] == "v1.0"
+
+
+def test_a_hub_id_gives_the_downloaded_folder(monkeypatch, tmp_path):
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+    assert find_directory("owner/name") == tmp_path
+
+
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ("builtin:huge", "there is no built-in base 'huge'; the built-in base is builtin:tiny"),
+        ("builtin:../models", "there is no built-in base '../models'"),
+        (
+            "nowhere",
+            "'nowhere' is neither a folder, nor a hub id like owner/name, nor builtin:tiny",
+        ),
+        ("/no/such/place", "'/no/such/place' is neither a folder"),
+    ],
+)
+def test_what_is_nowhere_is_refused(source, message, hub):
+    with pytest.raises(UserError, match=message):
+        find_directory(source)
+    assert hub == []
+
+
+def test_a_file_is_refused(tmp_path):
+    path = tmp_path / "model.safetensors"
+    path.touch()
+    with pytest.raises(UserError, match="is a file; give the folder that holds config.json"):
+        find_directory(str(path))
