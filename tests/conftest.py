@@ -9,6 +9,7 @@ code in a fresh process by `run_python`:
 
 import importlib.util
 import os
+import platform
 import subprocess
 import sys
 from collections.abc import Callable
@@ -23,13 +24,17 @@ if "jax" in sys.modules:
     raise RuntimeError("jax was imported before tests/conftest.py could set its environment")
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_DEFAULT_MATMUL_PRECISION", "highest")
-# Most of the suite's time is compilation: keep every program for the next run.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(REPOSITORY / ".cache" / "jax"))
+# Most of the suite's time is compilation: keep every program for the next run, for each machine its
+# own, since XLA compiles for the very CPU.
+CACHE = REPOSITORY / ".cache" / "jax" / platform.node()
+os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 # One thread for torch in each of several test processes; more only get in each other's way.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# The same filters as in setup.cfg.
+WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
 
 
 @pytest.fixture(scope="session")
@@ -48,7 +53,7 @@ def run_python() -> Callable[..., str]:
             "XLA_FLAGS": f"{flags} --xla_force_host_platform_device_count={devices}".strip()
         }
         finished = subprocess.run(
-            [sys.executable, "-W", "error", "-c", source, *arguments],
+            [sys.executable, *WARNINGS, "-c", source, *arguments],
             env=environment,
             cwd=REPOSITORY,
             capture_output=True,
