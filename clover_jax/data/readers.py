@@ -1,0 +1,103 @@
+"""Find and read training data: files, folders, globs, the built-in corpus."""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from clover_jax.data.corpus import builtin_documents
+from clover_jax.data.records import Record, Text, parse_row, split_by_hash
+from clover_jax.errors import UserError
+
+BUILTIN = "builtin:python"
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+
+
+class Records(NamedTuple):
+    """What --data holds: records to train on, and some that are never trained on."""
+
+    train: list[Record]
+    heldout: list[Record]
+
+
+def read_records(spec: str) -> Records:
+    """Read training data.
+
+    spec: paths separated by commas: text files (one document each), .jsonl files (also .gz, .xz;
+        one record a row, see `records.parse_row`), folders (all such files below), globs; or
+        "builtin:python", the Python standard library, whose held-out modules are the built-in
+        base's too.
+    Raises UserError for a path without data or a row that cannot be understood, naming it.
+    """
+    train: list[Record] = []
+    heldout: list[Record] = []
+    others: list[Record] = []
+    for part in filter(None, (part.strip() for part in spec.split(","))):
+        if part == BUILTIN:
+            train += [Text(d.name, d.text) for d in builtin_documents("train")]
+            heldout += [Text(d.name, d.text) for d in builtin_documents("heldout")]
+        elif part.startswith("builtin:"):
+            raise UserError(f"--data={part} is unknown; the built-in corpus is {BUILTIN}")
+        else:
+            for path, is_named in _find_files(part):
+                others += _read_file(path, is_named)
+    others_train, others_heldout = split_by_hash(others)
+    records = Records(train + others_train, heldout + others_heldout)
+    if not records.train:
+        raise UserError(f"--data={spec} holds no records; give text or JSONL files, or {BUILTIN}")
+    return records
+
+
+def _find_files(part: str) -> list[tuple[Path, bool]]:
+    """Return (path, whether the user named that very file) for a file, a folder or a glob."""
+    path = Path(part).expanduser()
+    if path.is_file():
+        return [(path, True)]
+    if path.is_dir():
+        found = path.rglob("*")
+    else:
+        found = map(Path, glob.glob(str(path), recursive=True))
+    files = sorted(p for p in found if p.is_file() and not p.name.startswith("."))
+    if not files:
+        raise UserError(f"--data={part}: no such file, and no folder or glob with files in it")
+    return [(file, False) for file in files]
+
+
+def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
+    opener = _OPENERS.get(path.suffix)
+    name = path.stem if opener else path.name
+    try:
+        with (opener or open)(path, "rb") as file:
+            if name.endswith(".jsonl"):
+                yield from _read_jsonl(path, file)
+                return
+            text = file.read().decode("utf-8")
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        raise UserError(f"{path}: not a whole {path.suffix} file ({error})") from None
+    except UnicodeDecodeError as error:
+        if is_named or name.endswith(".jsonl"):
+            raise UserError(f"{path}: not UTF-8 text ({error})") from None
+        return  # a picture or an archive in a folder of texts
+    if text.strip():
+        yield Text(str(path), text)
+
+
+def _read_jsonl(path: Path, file: io.BufferedIOBase) -> Iterator[Record]:
+    for number, line in enumerate(file, start=1):
+        if not line.strip():
+            continue
+        source = f"{path}:{number}"
+        try:
+            row = json.loads(line)
+        except UnicodeDecodeError:
+            raise
+        except ValueError as error:
+            raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
+        yield from parse_row(row, source)

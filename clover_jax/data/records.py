@@ -1,0 +1,151 @@
+"""Training records: the three forms that training data come in, before any token exists."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from clover_jax.errors import UserError
+
+HELDOUT_FRACTION = 0.05
+# Fewer records than this are all trained on: a hash could hold out most of a handful.
+MIN_RECORDS_FOR_HELDOUT = 20
+
+_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "system": "system"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Text:
+    """Plain text, or a section of it; the base is imitated on all of it.
+
+    source: where it was found, for messages to the user.
+    starts, ends: whether the document's first and last characters are in it.
+    """
+
+    source: str
+    text: str
+    starts: bool = True
+    ends: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Conversation:
+    """Messages; the base is imitated on what the assistant says.
+
+    messages: (role, content) pairs.
+    """
+
+    source: str
+    messages: tuple[tuple[str, str], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenRow:
+    """Token ids as `generate --output` writes them; the base is imitated on output_ids."""
+
+    source: str
+    prompt_ids: tuple[int, ...]
+    output_ids: tuple[int, ...]
+
+
+Record = Text | Conversation | TokenRow
+
+
+def parse_row(row: Any, source: str) -> list[Record]:
+    """Return the records of one JSONL row; a row that reports an error holds none.
+
+    Raises UserError naming `source`, what is wrong and what would be right.
+    """
+    if not isinstance(row, dict):
+        raise UserError(f"{source}: expected an object, found {type(row).__name__}")
+    if "error" in row:
+        return []
+    try:
+        if "prompt_ids" in row and "output_ids" in row:
+            return _token_rows(row, source)
+        if "messages" in row:
+            pairs = [(message["role"], message["content"]) for message in row["messages"]]
+            return [Conversation(source, _messages(pairs))]
+        if "conversations" in row:
+            pairs = [(_SHAREGPT_ROLES[m["from"]], m["value"]) for m in row["conversations"]]
+            return [Conversation(source, _messages(pairs))]
+        if "prompt" in row and "response" in row:
+            pairs = [("user", row["prompt"]), ("assistant", row["response"])]
+            return [Conversation(source, _messages(pairs))]
+        if "text" in row:
+            return [Text(source, _text(row["text"]))]
+    except (KeyError, TypeError) as error:
+        raise UserError(f"{source}: a malformed row: {error!r}") from None
+    raise UserError(
+        f"{source}: expected prompt and response, messages, conversations, text, or prompt_ids "
+        f"and output_ids; found {', '.join(map(repr, row)) or 'nothing'}"
+    )
+
+
+def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
+    prompts, outputs = row["prompt_ids"], row["output_ids"]
+    if not (outputs and isinstance(outputs[0], list)):
+        prompts, outputs = [prompts], [outputs]
+    records = []
+    for prompt, output in zip(prompts, outputs, strict=True):
+        if not all(isinstance(token, int) and token >= 0 for token in [*prompt, *output]):
+            raise UserError(f"{source}: prompt_ids and output_ids must be lists of token ids")
+        records.append(TokenRow(source, tuple(prompt), tuple(output)))
+    return records
+
+
+def _messages(pairs: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
+    return tuple((_text(role), _text(content)) for role, content in pairs)
+
+
+def _text(value: Any) -> str:
+    if not isinstance(value, str):
+        raise TypeError(f"expected text, found {value!r}")
+    return value
+
+
+def content_hash(record: Record) -> str:
+    """Return SHA-256 of what a record says, wherever it was found."""
+    content = dataclasses.asdict(record) | {"source": None}
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def data_hash(records: Iterable[Record]) -> str:
+    """Return a hash of all records in order: the identity of a run's data."""
+    digest = hashlib.sha256()
+    for record in records:
+        digest.update(content_hash(record).encode())
+    return digest.hexdigest()
+
+
+def split_by_hash(records: Sequence[Record]) -> tuple[list[Record], list[Record]]:
+    """Return (training, held-out) records; a record's side depends on its content alone."""
+    if len(records) < MIN_RECORDS_FOR_HELDOUT:
+        return list(records), []
+    heldout = [int(content_hash(r)[:8], 16) < HELDOUT_FRACTION * 2**32 for r in records]
+    return (
+        [record for record, out in zip(records, heldout, strict=True) if not out],
+        [record for record, out in zip(records, heldout, strict=True) if out],
+    )
+
+
+def cut_text(record: Text, max_chars: int) -> list[Text]:
+    """Cut a long text into sections, at the last line end (or else anywhere) before max_chars.
+
+    Sections can be shuffled and tokenised alone.
+    Example: "ab\\ncd\\ne" with max_chars 4 gives "ab\\n", "cd\\n", "e".
+    """
+    sections, start, text = [], 0, record.text
+    while start < len(text):
+        end = start + max_chars
+        if end < len(text):
+            line_end = text.rfind("\n", start, end) + 1
+            end = line_end if line_end > start else end
+        ends = end >= len(text) and record.ends
+        starts = start == 0 and record.starts
+        sections.append(Text(record.source, text[start:end], starts, ends))
+        start = end
+    return sections
