@@ -191,6 +191,8 @@ class Clover2(nn.Module):
             state = self.attention_decoder_2(branch.state, following[depth])
             branch = Clover2State(state=state, token=following[depth])
             outputs.append(self._output(branch, depth))
+        if self.is_initializing() and self.num_positions == 1:
+            self.attention_decoder_2(z, following[0])  # not trained, but a deeper tree needs it
         return jnp.stack(outputs)
 
     def logits(

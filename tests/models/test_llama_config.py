@@ -114,7 +114,7 @@ def test_the_generation_config_knows_the_end_ids_best(read, in_config, in_genera
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn' is not supported; the"),
         (
             {"rope_scaling": {"type": "linear"}},
-            "rope type 'linear' needs a number factor, not None",
+            "rope type 'linear' needs a number factor, not N",
         ),
         ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not"),
     ],

@@ -57,7 +57,7 @@ def test_a_hub_id_gives_the_downloaded_folder(monkeypatch, tmp_path):
         ("builtin:../models", "there is no built-in base '../models'"),
         (
             "nowhere",
-            "'nowhere' is neither a folder, nor a hub id like owner/name, nor builtin:tiny",
+            "'nowhere' is neither a folder, nor a hub id like owner/name, nor built",
         ),
         ("/no/such/place", "'/no/such/place' is neither a folder"),
     ],

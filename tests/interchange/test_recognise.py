@@ -1,0 +1,50 @@
+"""Layouts of drafts are told apart; what cannot be read is called by its name."""
+
+import json
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from clover_jax.drafters.directory import load_draft
+from clover_jax.errors import UserError
+from clover_jax.interchange.recognise import recognise
+from clover_jax.models.loading import load_base
+
+
+def test_clover2_is_recognised_and_loads_as_a_draft(fixtures_dir):
+    reference = fixtures_dir / "clover2_reference"
+    base = load_base(str(reference / "base"))
+    assert recognise(reference / "clover2") == "clover2"
+    draft = load_draft(reference / "clover2", base, rope_theta=5e5)
+    assert draft.provenance == {"layout": "clover2"}
+    assert draft.tree is None
+    assert draft.head.config.layer.rope.theta == 5e5
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("eagle1", "eagle1 is an EAGLE head, which cannot be read as a draft; native draft"),
+        ("base", "base is a base model, which cannot be read as a draft"),
+    ],
+)
+def test_other_folders_of_the_reference(fixtures_dir, name, message):
+    with pytest.raises(UserError, match=message):
+        recognise(fixtures_dir / "clover2_reference" / name)
+
+
+@pytest.mark.parametrize(
+    "config, tensor, message",
+    [
+        ({}, "clover_head_mlp.weight", 'Clover-2 head without the "clover" object in its config'),
+        ({}, "midlayer.mlp.up_proj.weight", "is an EAGLE-3 head"),
+        ({"medusa_num_heads": 3}, "0.0.linear.weight", "is a Medusa head"),
+        ({}, "wte.weight", "in no known draft layout: .*its first tensor is wte.weight"),
+    ],
+)
+def test_what_cannot_be_read_is_called_by_its_name(tmp_path, config, tensor, message):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    save_file({tensor: np.zeros(2, np.float32)}, tmp_path / "model.safetensors")
+    with pytest.raises(UserError, match=message):
+        recognise(tmp_path)
