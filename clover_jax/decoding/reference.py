@@ -1,21 +1,23 @@
-"""Slow and obviously right: the judge of the fast path. No cache, no batch, no compiled step."""
+"""Slow and obviously right: the judge of the fast path. No base cache, no batch, no fused step."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask, project
 
-PADDING = 64  # lengths are padded to a multiple, only to keep the number of compilations small
+PADDING = 64
 
 
 def plain_greedy(
@@ -44,30 +46,41 @@ def draft_tokens(
 ) -> dict[tuple[int, ...], int]:
     """Return the token of every node of a static tree, by its path of child ranks.
 
-    text: all tokens so far; the last one is the tree's root. Each node is drafted from scratch:
-    the head reads the whole text through its training forward and then follows one path.
+    text: all tokens so far; the last one is the tree's root. The head reads the whole text anew
+    and then follows one path after another, one branch at a time.
     """
     *context, root = text
-    output = _forward(config, params, context)
-    features = select_features(output.hidden, head.config.features)[:, : len(context)]
-    frozen = frozen_from_base(params)
+    padded = _pad(context)
+    features = select_features(_forward(config, params, context).hidden, head.config.features)
+    next_tokens = jnp.asarray(_pad([*context[1:], root]))
+    zero, frozen = jnp.zeros(1, jnp.int32), frozen_from_base(params)
 
-    def apply(method: str, *arguments):
-        return head.module.apply({"params": draft_params}, *arguments, method=method)
+    def apply(method: str, *arguments: Any, static: tuple = ()) -> Any:
+        return _head_method(head, method, static)(draft_params, *arguments)
 
-    next_tokens = jnp.asarray([[*context[1:], root]])
-    zero, count = jnp.zeros(1, jnp.int32), jnp.asarray([len(context)])
-    cache = apply("init_cache", 1, len(context), features.dtype)
+    cache = head.module.init_cache(1, padded.shape[1], features.dtype)
+    count = jnp.asarray([len(context)])
     start, cache = apply("absorb", frozen, features, next_tokens, zero, count, cache)
     states, tokens = {(): start}, {}
     for path in tree.paths:
         depth, above = len(path) - 1, states[path[:-1]]
-        logits = np.asarray(apply("propose", frozen, above, depth))[0, 0]
+        logits = np.asarray(apply("propose", frozen, above, static=(depth,)))[0, 0]
         # Stable sort: the lower id first among equal logits, as in lax.top_k.
         tokens[path] = int(np.argsort(-logits, kind="stable")[path[-1]])
         token = jnp.asarray([[tokens[path]]])
-        states[path] = apply("advance", frozen, above, cache, zero[None], token, depth + 1)
+        arguments = (frozen, above, cache, zero[None], token)
+        states[path] = apply("advance", *arguments, static=(depth + 1,))
     return tokens
+
+
+@functools.cache
+def _head_method(head: DraftHead, method: str, static: tuple) -> Callable:
+    """Return a method of the head, compiled; `static` are its last arguments."""
+
+    def call(draft_params: Params, *arguments: Any) -> Any:
+        return head.module.apply({"params": draft_params}, *arguments, *static, method=method)
+
+    return jax.jit(call)
 
 
 def speculative_greedy(
@@ -103,13 +116,21 @@ def _logits(config: BaseConfig, params: Params, text: Sequence[int]) -> np.ndarr
 
 
 def _forward(config: BaseConfig, params: Params, text: Sequence[int]) -> DecoderOutput:
-    size = -(-len(text) // PADDING) * PADDING
-    padded = np.zeros((1, size), np.int32)
-    padded[0, : len(text)] = text
-    return _padded_forward(config, params, padded)
+    return _full_forward(config)(params, _pad(text))
 
 
-def _padded_forward(config: BaseConfig, params: Params, tokens: np.ndarray) -> DecoderOutput:
-    positions = np.arange(tokens.shape[1])[None]
-    apply = jax.jit(Decoder(config).apply)
-    return apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
+@functools.cache
+def _full_forward(config: BaseConfig) -> Callable[..., DecoderOutput]:
+    def forward(params: Params, tokens: Array) -> DecoderOutput:
+        positions = jnp.arange(tokens.shape[1])[None]
+        mask = causal_mask(*tokens.shape)
+        return Decoder(config).apply({"params": params}, tokens, positions, mask)
+
+    return jax.jit(forward)
+
+
+def _pad(tokens: Sequence[int]) -> np.ndarray:
+    """Pad to [1, a multiple of PADDING], so that few lengths are compiled."""
+    padded = np.zeros((1, -(-len(tokens) // PADDING) * PADDING), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return padded

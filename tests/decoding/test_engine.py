@@ -1,0 +1,102 @@
+import numpy as np
+import pytest
+
+from clover_jax.decoding.engine import Engine, Request, bucket
+from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.errors import UserError
+from tests.tiny_models import TINY, random_base, random_head, random_prompts
+
+
+@pytest.fixture(scope="module")
+def engine():
+    return Engine(TINY, random_head()[0], parse_tree("chain:3"), batch_size=2)
+
+
+def generate(engine, prompts, new_tokens=12, eos_ids=()):
+    return engine.generate(random_base(), random_head()[1], prompts, new_tokens, eos_ids)
+
+
+def test_a_row_decodes_alone_as_in_a_batch(engine):
+    prompts = random_prompts(5, seed=3)
+    together = [row.output_ids for row in generate(engine, prompts)]
+    alone = [generate(engine, [prompt])[0].output_ids for prompt in prompts]
+    assert together == alone
+
+
+def test_counts_add_up_without_a_cut(engine):
+    (row,) = generate(engine, random_prompts(1), new_tokens=30)
+    uncut = 1 + sum(accepted + 1 for accepted in row.accepted)
+    assert 30 == len(row.output_ids) <= uncut < 30 + 4
+    assert row.tau == pytest.approx(29 / len(row.accepted))
+    assert row.finish_reason == "length"
+
+
+def test_eos_ends_a_row_and_is_emitted(engine):
+    prompt = random_prompts(1, seed=5)[0]
+    text = generate(engine, [prompt], 20)[0].output_ids
+    position = next(i for i in range(3, 20) if text[i] not in text[:i])
+    (row,) = generate(engine, [prompt], 20, eos_ids=(text[position], 95))
+    assert row.output_ids == text[: position + 1]
+    assert row.finish_reason == "eos"
+
+
+def test_eos_as_first_token_needs_no_forward(engine):
+    prompt = random_prompts(1, seed=5)[0]
+    first = generate(engine, [prompt], 1)[0]
+    assert (len(first.output_ids), first.accepted, first.tau) == (1, [], None)
+    (row,) = generate(engine, [prompt], 20, eos_ids=first.output_ids)
+    assert (row.output_ids, row.finish_reason) == (first.output_ids, "eos")
+
+
+def test_the_context_bounds_prompt_and_emitted_tokens(engine):
+    context = TINY.max_position_embeddings
+    prompt = np.random.default_rng(0).integers(0, 96, context - 5).tolist()
+    (row,) = generate(engine, [prompt], 100)
+    assert (len(row.output_ids), row.finish_reason) == (5, "length")
+
+
+def test_a_longer_request_grows_the_buffers_and_keeps_the_other_rows(engine):
+    short, long = random_prompts(2, seed=8)[0], random_prompts(1, seed=9)[0] * 300
+    requests = [Request(0, short, 60), Request(1, short, 2), Request(2, long[:400], 20)]
+    rows = {
+        p.row.index: p.row
+        for p in engine.stream(random_base(), random_head()[1], requests)
+        if p.done
+    }
+    assert rows[0].output_ids == generate(engine, [short], 60)[0].output_ids
+    assert rows[2].output_ids == generate(engine, [long[:400]], 20)[0].output_ids
+
+
+def test_pieces_join_to_the_whole_text(engine):
+    requests = [Request(i, p, 30) for i, p in enumerate(random_prompts(3, seed=4))]
+    pieces = {0: [], 1: [], 2: []}
+    for progress in engine.stream(random_base(), random_head()[1], requests):
+        pieces[progress.row.index] += progress.new_ids
+        if progress.done:
+            assert pieces[progress.row.index] == progress.row.output_ids
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request(0, [], 5), "no tokens"),
+        (Request(0, [1] * 1024, 5), "1024 tokens and the base's context is 1024"),
+        (Request(0, [96], 5), r"must lie in 0 .. 95"),
+        (Request(0, [1], 0), r"max_new_tokens \(0\) must be at least 1"),
+        (Request(0, [1], 1, eos_ids=range(9)), "9 EOS tokens; at most 8"),
+    ],
+)
+def test_an_impossible_request_says_what_is_wrong(engine, request_, message):
+    with pytest.raises(UserError, match=message):
+        list(engine.stream(random_base(), random_head()[1], [request_]))
+
+
+def test_a_tree_needs_a_head_and_a_head_a_tree():
+    with pytest.raises(UserError, match="nodes need a head"):
+        Engine(TINY, None, parse_tree("paper25"))
+    with pytest.raises(UserError, match="nodes need a head"):
+        Engine(TINY, random_head()[0], TreeConfig.root_only())
+
+
+def test_buckets_are_powers_of_two_times_the_cache_chunk():
+    assert [bucket(n) for n in (1, 256, 257, 1000)] == [256, 256, 512, 1024]

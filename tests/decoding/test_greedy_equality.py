@@ -1,0 +1,75 @@
+"""Speculative decoding must write what plain decoding writes, token for token."""
+
+import functools
+
+import numpy as np
+import pytest
+
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.reference import plain_greedy, speculative_greedy
+from clover_jax.decoding.tree import TreeConfig, parse_tree
+from tests.tiny_models import TINY, random_base, random_head, random_prompts
+
+NEW_TOKENS = 24
+
+
+def random_tree(num_nodes: int, seed: int) -> TreeConfig:
+    """A tree grown at random: each node becomes the next child of a random node."""
+    rng = np.random.default_rng(seed)
+    children = {(): 0}
+    while len(children) <= num_nodes:
+        above = list(children)[rng.integers(len(children))]
+        if len(above) < 7 and children[above] < 6:
+            children[(*above, children[above])] = 0
+            children[above] += 1
+    return TreeConfig(f"random:{num_nodes}", tuple(path for path in children if path))
+
+
+@functools.cache
+def plain_texts():
+    engine = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
+    return [row.output_ids for row in engine.generate(random_base(), None, PROMPTS, NEW_TOKENS)]
+
+
+PROMPTS = random_prompts(200)
+
+
+def test_plain_decoding_is_the_argmax_of_full_forwards():
+    for prompt, text in list(zip(PROMPTS, plain_texts(), strict=True))[:6]:
+        assert plain_greedy(TINY, random_base(), prompt, NEW_TOKENS) == text
+
+
+@pytest.mark.parametrize(
+    ("tree", "batch_size"),
+    [
+        (parse_tree("chain:1"), 3),
+        (parse_tree("chain:7"), 8),  # deeper than the head's five positions
+        (parse_tree("paper25"), 1),
+        (parse_tree("paper25"), 8),
+        (random_tree(11, 0), 3),
+        (random_tree(64, 1), 8),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_speculative_text_equals_plain_text(tree, batch_size):
+    head, draft_params = random_head()
+    engine = Engine(TINY, head, tree, batch_size=batch_size)
+    rows = engine.generate(random_base(), draft_params, PROMPTS, NEW_TOKENS)
+    assert [row.output_ids for row in rows] == plain_texts()
+    # The test says something only if drafts are accepted, and not always.
+    accepted = np.concatenate([row.accepted for row in rows])
+    assert accepted.max() == tree.depth or tree.depth > 4
+    assert accepted.min() == 0
+    assert all(1 + sum(a + 1 for a in row.accepted) >= len(row.output_ids) for row in rows)
+
+
+def test_the_fast_path_accepts_what_the_slow_judge_accepts():
+    head, draft_params = random_head()
+    tree = parse_tree("paper25")
+    prompts = PROMPTS[:3]
+    rows = Engine(TINY, head, tree).generate(random_base(), draft_params, prompts, NEW_TOKENS)
+    for prompt, row in zip(prompts, rows, strict=True):
+        text, accepted = speculative_greedy(
+            head, draft_params, TINY, random_base(), prompt, NEW_TOKENS, tree
+        )
+        assert (row.output_ids, row.accepted) == (text, accepted)

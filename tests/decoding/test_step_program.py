@@ -1,0 +1,95 @@
+"""What the compilers make of the step: one trace, no cache-sized copy, every platform."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.state import empty_state
+from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
+from clover_jax.decoding.tree import parse_tree
+from clover_jax.drafters import registry
+from tests.tiny_models import (
+    LLAMA3_8B,
+    TINY,
+    base_shapes,
+    cast_shapes,
+    random_base,
+    random_head,
+    random_prompts,
+)
+
+
+def chunk_and_shapes(base, dtype, batch=3, size=512, steps=4):
+    """Return the jitted chunk of steps and its arguments as shapes."""
+    head, tree = registry.head(registry.config_for_base("clover2", base)), parse_tree("paper25")
+    base_params = base_shapes(base, dtype)
+    weights = Weights(base_params, cast_shapes(registry.init_shapes(head, base_params), dtype))
+    state = jax.eval_shape(lambda: empty_state(base, head, tree, batch, size, 8, dtype))
+    program = functools.partial(decode_chunk, StepConfig(base, head, tree), steps)
+    return jax.jit(program, donate_argnums=1), weights, state
+
+
+def copies_of(shape: tuple[int, ...], program: str) -> list[str]:
+    """Return the instructions of a compiled program that copy an array of this shape."""
+    dims = ",".join(map(str, shape))
+    pattern = rf"= \w+\[{dims}\]\S* (copy|transpose|copy-start|concatenate|pad|select)\("
+    return [line.strip() for line in program.splitlines() if re.search(pattern, line)]
+
+
+def test_the_compiled_step_copies_no_cache():
+    # Sizes that nothing else in the program has.
+    function, weights, state = chunk_and_shapes(TINY, jnp.float32, batch=3, size=768)
+    compiled = function.lower(weights, state).compile()
+    shapes = {x.shape for x in jax.tree.leaves((state.cache, state.draft_cache))}
+    assert shapes == {(3, 2, 768, 8)}
+    assert copies_of((3, 2, 768, 8), compiled.as_text()) == []
+    cache_bytes = sum(x.size * 4 for x in jax.tree.leaves((state.cache, state.draft_cache)))
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
+
+
+def test_a_copied_cache_would_be_seen():
+    def careless(cache):
+        return jax.lax.fori_loop(0, 4, lambda i, c: jnp.roll(c, 1, axis=2) + c, cache)
+
+    cache = jax.ShapeDtypeStruct((3, 2, 768, 8), jnp.float32)
+    text = jax.jit(careless, donate_argnums=0).lower(cache).compile().as_text()
+    assert copies_of((3, 2, 768, 8), text)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize(
+    ("base", "dtype"), [(TINY, jnp.float32), (LLAMA3_8B, jnp.bfloat16)], ids=["tiny", "8b"]
+)
+def test_the_step_lowers_for_accelerators(platform, base, dtype):
+    function, weights, state = chunk_and_shapes(base, dtype, batch=4, size=2048)
+    lowered = function.trace(weights, state).lower(lowering_platforms=(platform,))
+    assert "stablehlo.while" in lowered.as_text()
+
+
+def test_a_second_run_of_the_same_bucket_compiles_nothing():
+    head, draft_params = random_head()
+    engine = Engine(TINY, head, parse_tree("chain:2"), batch_size=2)
+    engine.generate(random_base(), draft_params, random_prompts(3), 20)
+    with jax.log_compiles(), _no_compilation():
+        engine.generate(random_base(), draft_params, random_prompts(5, seed=1), 30)
+
+
+class _no_compilation:
+    """Fail if anything is compiled inside."""
+
+    def __enter__(self):
+        jax.monitoring.register_event_duration_secs_listener(self._listen)
+        self.seen = []
+        return self
+
+    def _listen(self, event, duration, **_):
+        if "compile" in event and "backend" in event:
+            self.seen.append(event)
+
+    def __exit__(self, *_):
+        jax.monitoring.unregister_event_duration_listener(self._listen)
+        assert self.seen == []

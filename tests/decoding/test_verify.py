@@ -1,0 +1,53 @@
+import jax.numpy as jnp
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
+from clover_jax.decoding.verify import accept_greedy
+
+
+def test_accept_greedy_of_the_docstring():
+    tree = TokenTree(tokens=jnp.array([[5, 7, 8, 9]]), parent=jnp.array([[-1, 0, 1, 0]]))
+    accepted = accept_greedy(tree, jnp.array([[7, 8, 4, 0]]), depth=2)
+    assert accepted.path.tolist() == [[0, 1, 2]]
+    assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([2], [4])
+
+
+def test_without_an_agreeing_child_the_bonus_is_the_roots_argmax():
+    tree = TokenTree(tokens=jnp.array([[5, 7, 9]]), parent=jnp.array([[-1, 0, 0]]))
+    accepted = accept_greedy(tree, jnp.array([[3, 7, 9]]), depth=1)
+    assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([0], [3])
+
+
+@st.composite
+def trees_with_argmax(draw, slots=10, vocabulary=4):
+    """A tree whose siblings differ, and the base's argmax at every slot."""
+    parent, tokens = [-1], [draw(st.integers(0, vocabulary - 1))]
+    for slot in range(1, slots):
+        above = draw(st.integers(0, slot - 1))
+        taken = {tokens[s] for s in range(1, slot) if parent[s] == above}
+        free = [token for token in range(vocabulary) if token not in taken]
+        parent.append(above if free else 0)
+        tokens.append(draw(st.sampled_from(free)) if free else PAD_TOKEN)
+    best = draw(st.lists(st.integers(0, vocabulary - 1), min_size=slots, max_size=slots))
+    return parent, tokens, best
+
+
+@settings(deadline=None, max_examples=100)
+@given(trees_with_argmax())
+def test_the_accepted_path_is_the_walk_along_the_argmax(case):
+    parent, tokens, best = case
+    path = [0]
+    while True:
+        slot = path[-1]
+        children = [s for s, p in enumerate(parent) if p == slot and tokens[s] == best[slot]]
+        if not children:
+            break
+        path.append(children[0])
+    tree = TokenTree(tokens=jnp.array([tokens]), parent=jnp.array([parent]))
+    accepted = accept_greedy(tree, jnp.array([best]), depth=len(parent) - 1)
+    count = int(accepted.count[0])
+    assert accepted.path[0, : count + 1].tolist() == path
+    np.testing.assert_array_equal(accepted.path[0, count + 1 :], 0)
+    assert int(accepted.bonus[0]) == best[path[-1]]

@@ -1,0 +1,71 @@
+"""Random tiny bases and heads: small enough to compile in seconds, lively enough to accept.
+
+Greedy text of a random model soon runs in circles, and a head initialised from the base follows
+it part of the way: accepted lengths from 0 to the tree's depth all occur.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.config import BaseConfig
+from clover_jax.drafters import registry
+from clover_jax.models.decoder import Decoder, causal_mask
+
+TINY = BaseConfig(
+    vocab_size=96,
+    hidden_size=32,
+    intermediate_size=64,
+    num_layers=3,
+    num_heads=4,
+    num_kv_heads=2,
+    head_dim=8,
+    max_position_embeddings=1024,
+)
+
+LLAMA3_8B = BaseConfig(
+    vocab_size=128_256,
+    hidden_size=4096,
+    intermediate_size=14_336,
+    num_layers=32,
+    num_heads=32,
+    num_kv_heads=8,
+    head_dim=128,
+    max_position_embeddings=8192,
+)
+
+
+@functools.cache
+def random_base(config: BaseConfig = TINY, seed: int = 0):
+    """Return the base's params."""
+    return _init(config, jax.random.key(seed))
+
+
+@functools.cache
+def random_head(config: BaseConfig = TINY, kind: str = "clover2", seed: int = 1):
+    """Return a head and its params, initialised from `random_base(config)`."""
+    head = registry.head(registry.config_for_base(kind, config))
+    return head, registry.init_params(head, random_base(config), jax.random.key(seed))
+
+
+def base_shapes(config: BaseConfig, dtype=jnp.float32):
+    """Return the base's params as ShapeDtypeStructs; allocates nothing."""
+    return cast_shapes(jax.eval_shape(lambda: _init(config, jax.random.key(0))), dtype)
+
+
+def cast_shapes(shapes, dtype):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
+
+
+def _init(config: BaseConfig, key):
+    ids = jnp.zeros((1, 2), jnp.int32)
+    return Decoder(config).init(key, ids, ids, causal_mask(1, 2))["params"]
+
+
+def random_prompts(count: int, seed: int = 0, vocab_size: int = TINY.vocab_size):
+    """Return prompts of mixed lengths, among them those at the edges of the prefill chunks."""
+    rng = np.random.default_rng(seed)
+    lengths = rng.choice([1, 2, 3, 7, 20, 63, 64, 65, 100], size=count)
+    return [rng.integers(0, vocab_size, size=length).tolist() for length in lengths]
