@@ -1,4 +1,4 @@
-"""Checkpoint folders for tests: a copy of the reference's to spoil, or a new random one."""
+"""Checkpoint folders for tests to spoil, and how to compare what was loaded."""
 
 import json
 import shutil
@@ -7,34 +7,20 @@ from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from clover_jax.config import BaseConfig, RopeConfig
+from clover_jax.config import BaseConfig
 from clover_jax.models.base import BaseModel
-from clover_jax.models.decoder import Decoder, causal_mask
+from tests import tiny_models
+from tests.tiny_models import TINY
 
 Tensors = dict[str, np.ndarray]
 
-TINY = BaseConfig(
-    vocab_size=48,
-    hidden_size=32,
-    intermediate_size=40,
-    num_layers=2,
-    num_heads=4,
-    num_kv_heads=2,
-    head_dim=8,
-    rope=RopeConfig(theta=10_000.0),
-    eos_token_ids=(2,),
-)
-
 
 def random_base(directory: Path, config: BaseConfig = TINY, seed: int = 0) -> BaseModel:
-    """Return a base with random params that has no files but an empty folder."""
-    ids = jnp.zeros((1, 2), jnp.int32)
-    init = jax.jit(Decoder(config).init)
-    params = init(jax.random.key(seed), ids, ids, causal_mask(1, 2))["params"]
+    """Return a random base that has no files but a folder, which may hold a tokenizer."""
+    params = tiny_models.random_base(config, seed)
     return BaseModel(config=config, params=params, directory=directory, source="random")
 
 

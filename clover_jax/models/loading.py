@@ -46,7 +46,7 @@ def place_as(dtype: jnp.dtype) -> Place:
     """Return the plain placement: cast to `dtype`, on the default device."""
 
     def place(path: tuple[str, ...], array: np.ndarray) -> Array:
-        return jnp.asarray(array, dtype)
+        return jnp.array(array, dtype)  # a copy: an alias of host memory could not be donated
 
     return place
 

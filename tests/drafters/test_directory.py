@@ -12,7 +12,8 @@ from clover_jax.drafters.directory import load_draft, save_draft
 from clover_jax.drafters.params_folder import save_params
 from clover_jax.errors import UserError
 from clover_jax.models.fingerprint import fingerprint
-from tests.tiny_checkpoints import TINY, assert_trees_equal, copy_of, edit_json, random_base
+from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, random_base
+from tests.tiny_models import TINY
 
 PROVENANCE = {"flags": {"steps": 3}, "tau": 2.5}
 
@@ -108,7 +109,7 @@ def test_another_base_is_refused_unless_allowed(written, base, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"vocab_size": 50}, "has vocabulary 48, but base random has 50; give the base"),
+        ({"vocab_size": 50}, "has vocabulary 96, but base random has 50; give the base"),
         ({"hidden_size": 16, "head_dim": 4}, "has width 32, but base random has 16; give the base"),
     ],
 )

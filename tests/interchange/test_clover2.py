@@ -16,13 +16,13 @@ from clover_jax.errors import UserError
 from clover_jax.interchange.clover2 import COPIES, read_clover2, write_clover2
 from clover_jax.models.loading import load_base
 from tests.tiny_checkpoints import (
-    TINY,
     assert_trees_equal,
     copy_of,
     edit_json,
     edit_tensors,
     random_base,
 )
+from tests.tiny_models import TINY
 
 
 @pytest.fixture(scope="module")

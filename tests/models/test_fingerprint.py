@@ -6,7 +6,8 @@ import jax.numpy as jnp
 
 from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
 from clover_jax.models.loading import load_base
-from tests.tiny_checkpoints import TINY, random_base
+from tests.tiny_checkpoints import random_base
+from tests.tiny_models import TINY
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 
@@ -21,8 +22,8 @@ def test_other_weights_and_shapes_differ(tmp_path):
     one, other = (fingerprint(random_base(tmp_path, seed=seed)) for seed in (0, 1))
     assert differences(one, one) == {}
     assert differences(one, other) == {"lm_head": (one.lm_head, other.lm_head)}
-    deeper = random_base(tmp_path, dataclasses.replace(TINY, num_layers=3))
-    assert differences(one, fingerprint(deeper))["num_layers"] == (2, 3)
+    deeper = random_base(tmp_path, dataclasses.replace(TINY, num_layers=4))
+    assert differences(one, fingerprint(deeper))["num_layers"] == (3, 4)
 
 
 def test_tied_embeddings_are_their_own_output_matrix(tmp_path):
