@@ -65,7 +65,7 @@ def config_fields(config: Clover2Config, base: BaseConfig) -> dict[str, Any]:
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "bos_token_id": base.bos_token_id,
-        "eos_token_id": list(base.eos_token_ids),
+        "eos_token_id": list(base.eos_token_ids) or None,
         "attention_bias": layer.qkv_bias,
         "mlp_bias": layer.mlp_bias,
         "clover": {

@@ -23,7 +23,9 @@ class RMSNorm(nn.Module):
         return rms_norm(x, scale, self.eps)
 
 
-def rms_norm(x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float) -> Float[Array, "*b D"]:
+def rms_norm(
+    x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float
+) -> Float[Array, "*b D"]:
     """Normalise the last axis of x to unit mean square, then scale."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)

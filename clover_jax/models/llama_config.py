@@ -50,6 +50,7 @@ def parse_llama_config(
     _check_supported(values, path)
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
+    head_dim, rope = _head_dim(values, path), parse_rope(values, path)
     try:
         return BaseConfig(
             vocab_size=values["vocab_size"],
@@ -58,9 +59,9 @@ def parse_llama_config(
             num_layers=values["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=_head_dim(values, path),
+            head_dim=head_dim,
             rms_norm_eps=values.get("rms_norm_eps", 1e-6),
-            rope=parse_rope(values, path),
+            rope=rope,
             max_position_embeddings=values.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=bias,
@@ -81,20 +82,23 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
         raise UserError(
             f"{path}: rope type {kind!r} is not supported; the types are {', '.join(ROPE_KINDS)}"
         )
-    theta = float(fields.get("rope_theta", values.get("rope_theta") or 10_000.0))
+    theta = fields.get("rope_theta") or values.get("rope_theta") or 10_000.0
+    if not isinstance(theta, int | float) or theta <= 0:
+        raise UserError(f"{path}: rope_theta must be a positive number, not {theta!r}")
     if kind == "default":
-        return RopeConfig(theta=theta)
+        return RopeConfig(theta=float(theta))
     needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
     for name in needed:
-        if not isinstance(fields.get(name), int | float):
+        value = fields.get(name)
+        if not isinstance(value, int | float) or value <= 0:
             raise UserError(
-                f"{path}: rope type {kind!r} needs a number {name}, not {fields.get(name)!r}"
+                f"{path}: rope type {kind!r} needs a positive number {name}, not {value!r}"
             )
     scaling = {name: float(fields[name]) for name in needed}
     if kind == "llama3":
         name = "original_max_position_embeddings"
         scaling[name] = fields.get(name) or values.get("max_position_embeddings", 2048)
-    return RopeConfig(theta=theta, kind=kind, **scaling)
+    return RopeConfig(theta=float(theta), kind=kind, **scaling)
 
 
 def _check_architecture(values: dict[str, Any], path: Path) -> None:
