@@ -1,0 +1,95 @@
+"""Train a draft head for a frozen base by distillation.
+
+    python -m clover_jax.train --drafter=clover2 --data=builtin:python --steps=400 --workdir=runs/a
+
+Training data (--data): text files, folders or globs of them, .jsonl (also .gz, .xz) with rows of
+prompt and response, messages, text, or the prompt_ids and output_ids that `generate --output`
+writes; builtin:python is the Python standard library of this machine.
+
+The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
+best/ (the best by measured tau). The same command goes on where it was stopped; a finished workdir
+says so. SIGTERM saves a checkpoint after the current step; the status is then 0 and the result says
+"finished": false. Status 2: a mistake in what was given, or a loss that is not finite.
+"""
+
+import dataclasses
+import sys
+
+from absl import flags as absl_flags
+
+from clover_jax import cli
+
+
+def define_flags(flags: absl_flags.FlagValues) -> None:
+    """Define the flags of `train`."""
+    cli.define_common_flags(flags)
+
+    def text(name, default, meaning):
+        absl_flags.DEFINE_string(name, default, meaning, flag_values=flags)
+
+    def whole(name, default, meaning, least=0):
+        absl_flags.DEFINE_integer(name, default, meaning, lower_bound=least, flag_values=flags)
+
+    def number(name, default, meaning, least=0.0):
+        absl_flags.DEFINE_float(name, default, meaning, lower_bound=least, flag_values=flags)
+
+    text("drafter", "clover2", "the kind of draft head")
+    text("data", "builtin:python", "training data: paths or globs, comma-separated")
+    absl_flags.DEFINE_enum(
+        "teacher",
+        "online",
+        ["online"],
+        "where the base's activations come from: online runs it in every step",
+        flag_values=flags,
+    )
+    whole("steps", 1000, "optimiser steps", least=1)
+    whole("batch_size", 8, "rows of a batch", least=1)
+    whole("seq_len", 512, "tokens of a row; documents are packed into rows", least=2)
+    number("learning_rate", 1e-3, "peak learning rate; it falls linearly to 0 at the last step")
+    whole("warmup_steps", 100, "steps over which the rate rises to its peak")
+    number("weight_decay", 0.01, "AdamW's weight decay")
+    number("clip_value", 0.5, "gradient values are clipped to this; 0: never")
+    whole("num_positions", None, "draft positions to train [the method's]", least=1)
+    whole("num_augmenting_layers", None, "layers of the Augmenting Block [the method's]", least=1)
+    number("draft_rope_theta", None, "rotary base of the head [the base model's]", least=1.0)
+    number("regression_weight", None, "weight of the regression loss [the method's]")
+    number("soft_ce_weight", None, "weight of the cross-entropy to the base [the method's]")
+    number("hard_ce_weight", None, "weight of the cross-entropy to the text [the method's]")
+    number("position_decay", None, "position i weighs this to the power of i [the method's]")
+    whole("loss_chunk", 512, "positions whose logits exist at a time", least=1)
+    whole("log_every", 10, "steps between rows of metrics.jsonl", least=1)
+    whole("checkpoint_every", 500, "steps between checkpoints; 0: only at the end")
+    whole("eval_every", 0, "steps between measurements by decoding; 0: none, not even at the end")
+    text("eval_prompts", None, "prompts to decode [the base's own, else from held-out data]")
+    whole("eval_num_prompts", 16, "prompts to decode at most", least=1)
+    whole("eval_max_new_tokens", 64, "tokens to decode for each prompt", least=2)
+    text("tree", "paper25", "the token tree to decode with; recorded in the draft")
+
+
+def main(flags: absl_flags.FlagValues) -> int:
+    """Train and report."""
+    from clover_jax.training.run import run_training
+    from clover_jax.training.settings import TrainSettings
+
+    names = [field.name for field in dataclasses.fields(TrainSettings)]
+    settings = TrainSettings(**{name: flags[name].value for name in names})
+    workdir = cli.workdir_of(flags, "train")
+    with cli.sigterm_as_event() as stop:
+        report = run_training(settings, workdir, stop)
+    print(_summary(report))
+    cli.report(report)
+    return 0
+
+
+def _summary(report: dict) -> str:
+    where = report["workdir"]
+    if report.get("already_finished"):
+        return f"{where} has finished its {report['steps']} steps; the draft is {report['draft']}"
+    if not report["finished"]:
+        return f"stopped at step {report['steps']}; the same command goes on from there"
+    measured = f", tau {report['tau']:.2f} at best" if "tau" in report else ""
+    return f"trained {report['steps']} steps{measured}; the draft is {report['draft']}"
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, define_flags))

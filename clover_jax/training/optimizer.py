@@ -1,0 +1,63 @@
+"""The release's optimiser: AdamW, linear warm-up and decay, gradient values clipped."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import optax
+
+from clover_jax.config import JsonConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class OptimizerConfig(JsonConfig):
+    """Settings of the optimiser; the defaults are the release's but for `steps`.
+
+    steps: optimiser steps, warm-up included; the rate falls to 0 at the last.
+    clip_value: gradient values are clipped to [-clip_value, clip_value]; 0: not at all.
+    """
+
+    steps: int
+    learning_rate: float = 1e-3
+    warmup_steps: int = 2000
+    b1: float = 0.9
+    b2: float = 0.95
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    clip_value: float = 0.5
+
+    def __post_init__(self):
+        if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
+            raise ValueError(
+                f"warmup_steps ({self.warmup_steps}) must lie between 0 and steps ({self.steps}), "
+                "which must be at least 1"
+            )
+        if self.learning_rate <= 0:
+            raise ValueError(f"learning_rate ({self.learning_rate}) must be positive")
+
+
+def make_schedule(config: OptimizerConfig) -> optax.Schedule:
+    """Return count -> rate: linear from 0 over the warm-up, then linear to 0 at the last step.
+
+    The first step has rate 1 / warmup_steps of the peak: a step of rate 0 would be a step lost.
+    Example: 4 steps, 2 of warm-up, peak 1 give 0.5, 1, 2/3, 1/3.
+    """
+    warmup, decay = config.warmup_steps, config.steps - config.warmup_steps
+    rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
+    fall = optax.linear_schedule(config.learning_rate, 0.0, decay + 1)
+    return optax.join_schedules([lambda count: rise(count + 1), lambda n: fall(n + 1)], [warmup])
+
+
+def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
+    """Return clipping by value followed by AdamW; weight decay acts on every parameter."""
+    clip = optax.clip(config.clip_value) if config.clip_value else optax.identity()
+    return optax.chain(
+        clip,
+        optax.adamw(
+            make_schedule(config),
+            b1=config.b1,
+            b2=config.b2,
+            eps=config.eps,
+            weight_decay=config.weight_decay,
+        ),
+    )

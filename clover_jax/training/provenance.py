@@ -1,0 +1,36 @@
+"""How a draft came about: versions and the revision of this program."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import platform
+import subprocess
+from pathlib import Path
+
+import clover_jax
+
+_LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of this program, Python and the libraries that matter."""
+    found = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return {"clover_jax": clover_jax.__version__, "python": platform.python_version(), **found}
+
+
+def git_revision() -> str | None:
+    """Return the revision of the checkout this runs from, "+" when changed; None outside of one."""
+    folder = Path(clover_jax.__file__).parent
+    try:
+        revision = _git(folder, "rev-parse", "HEAD")
+        changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return revision + ("+" if changed else "")
+
+
+def _git(folder: Path, *arguments: str) -> str:
+    finished = subprocess.run(
+        ["git", "-C", str(folder), *arguments], capture_output=True, text=True, check=True
+    )
+    return finished.stdout.strip()

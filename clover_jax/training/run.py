@@ -1,0 +1,197 @@
+"""One run of `train`: everything is loaded, checked and put together, then the loop runs."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from clover_jax.checkpoint import Checkpoints
+from clover_jax.data.pipeline import make_pipeline
+from clover_jax.data.readers import read_records
+from clover_jax.data.records import data_hash
+from clover_jax.decoding.tree import parse_tree
+from clover_jax.errors import UserError
+from clover_jax.files import write_json
+from clover_jax.json_files import read_json_object
+from clover_jax.models.base import BaseModel
+from clover_jax.models.fingerprint import fingerprint
+from clover_jax.models.loading import load_base
+from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.progress import Progress, progress_bar
+from clover_jax.training.evaluation import DecodingEvaluator, Interrupted, evaluation_prompts
+from clover_jax.training.metrics import MetricsLog
+from clover_jax.training.optimizer import make_schedule
+from clover_jax.training.outputs import BEST, DRAFT, DraftWriter
+from clover_jax.training.settings import TrainSettings, check_resumable
+from clover_jax.training.setup import make_head, optimizer_config, pipeline_config, resolve_dtype
+from clover_jax.training.step import TrainState, TrainStepConfig, init_state, make_train_step
+from clover_jax.training.trainer import Trainer
+
+CHECKPOINTS, RESULT = "checkpoints", "result.json"
+
+
+def run_training(
+    settings: TrainSettings, workdir: Path, stop: threading.Event, say: Any = None
+) -> dict[str, Any]:
+    """Train a head in `workdir`, or go on where an earlier run stopped; return the report.
+
+    stop: when set (by SIGTERM), the run saves a checkpoint after its current step and returns.
+    Raises UserError for whatever cannot work, before anything is trained.
+    """
+    workdir.mkdir(parents=True, exist_ok=True)
+    with _only_run_in(workdir), contextlib.ExitStack() as stack:
+        base = load_base(settings.base, resolve_dtype(settings.dtype))
+        tokenizer = load_tokenizer(base.directory)
+        records = read_records(settings.data)
+        head = make_head(settings, base)
+        optimizer = optimizer_config(settings)
+        pipeline = pipeline_config(settings, base, head)
+        tree = parse_tree(settings.tree)
+        evaluator = None
+        if settings.eval_every:
+            prompts = evaluation_prompts(
+                settings.eval_prompts, records.heldout, base, tokenizer, settings.eval_num_prompts
+            )
+            evaluator = DecodingEvaluator(base, head, tree, prompts, settings.eval_max_new_tokens)
+        identity = {"base": fingerprint(base), "data": data_hash(records.train)}
+        check_resumable(
+            workdir, settings, {"base": identity["base"].lm_head, "data": identity["data"]}
+        )
+        finished = _finished_report(workdir, settings)
+        if finished is not None:
+            return finished | {"already_finished": True}
+
+        checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir / CHECKPOINTS)))
+        dataset = make_pipeline(records.train, tokenizer, base.config.vocab_size, pipeline)
+        batches = stack.enter_context(contextlib.closing(iter(dataset)))
+        config = TrainStepConfig(base.config, head, optimizer, settings.loss_chunk)
+        state, done = restore_or_init(config, base, settings.seed, checkpoints, batches)
+        log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
+        progress = stack.enter_context(progress_bar(settings.steps, "train", initial=done))
+        if done:
+            progress.write(f"going on from step {done} of {workdir}")
+        writer = DraftWriter(
+            workdir,
+            head.config,
+            settings.tree,
+            identity["base"],
+            settings.to_dict(),
+            identity["data"],
+        )
+        measure = Measurement(evaluator, log, writer, progress, stop)
+        trainer = Trainer(
+            step=make_train_step(config),
+            base_params=base.params,
+            batches=batches,
+            checkpoints=checkpoints,
+            log=log,
+            progress=progress,
+            evaluate=measure,
+            export=lambda step, state: writer.write(DRAFT, state.params, step),
+            rate=make_schedule(optimizer),
+            stop=stop,
+            steps=settings.steps,
+            log_every=settings.log_every,
+            checkpoint_every=settings.checkpoint_every,
+            eval_every=settings.eval_every,
+        )
+        state, done = trainer.run(state, done)
+        checkpoints.wait()
+        return _report(workdir, settings, done, log, stop)
+
+
+class Measurement:
+    """Decodes with the head of a step, records the result, keeps the best head."""
+
+    def __init__(
+        self,
+        evaluator: DecodingEvaluator | None,
+        log: MetricsLog,
+        writer: DraftWriter,
+        progress: Progress,
+        stop: threading.Event,
+    ):
+        """Take the parts; without an evaluator nothing is ever measured."""
+        self._evaluator, self._log, self._writer = evaluator, log, writer
+        self._progress, self._stop = progress, stop
+
+    def __call__(self, step: int, state: TrainState) -> None:
+        """Measure a step, unless that was done before or the run is asked to stop."""
+        rows = self._log.evaluated()
+        if self._evaluator is None or any(row["step"] == step for row in rows):
+            return
+        try:
+            row = self._evaluator.measure(state.params, self._stop).to_row(step)
+        except Interrupted:
+            return  # the step is measured when the run goes on
+        if all(row["tau"] > before["tau"] for before in rows):
+            self._writer.write(BEST, state.params, step, row)
+        self._writer.write(DRAFT, state.params, step, row)
+        # Last, so that a row means that the drafts of its step are on disk.
+        self._log.write("eval", row)
+        rates = " ".join(f"{rate:.2f}" for rate in row["hit_rate"])
+        self._progress.write(
+            f"step {step}: tau {row['tau']:.2f}, hit rates {rates}, "
+            f"{row['equal']} of {row['prompts']} outputs equal to plain decoding"
+        )
+
+
+def restore_or_init(
+    config: TrainStepConfig, base: BaseModel, seed: int, checkpoints: Checkpoints, batches: Any
+) -> tuple[TrainState, int]:
+    """Return the newest checkpoint's state and step, or a fresh state and 0."""
+    init = jax.jit(lambda base_params: init_state(config, base_params, seed))
+    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    like = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
+        jax.eval_shape(init, base.params),
+    )
+    restored = checkpoints.restore(like, batches)
+    return (init(base.params), 0) if restored is None else (restored.state, restored.step)
+
+
+def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:
+    """Return the report of a run that has done all its steps."""
+    path = workdir / RESULT
+    report = read_json_object(path) if path.exists() else None
+    return report if report and report["steps"] >= settings.steps else None
+
+
+def _report(
+    workdir: Path, settings: TrainSettings, done: int, log: MetricsLog, stop: threading.Event
+) -> dict[str, Any]:
+    rows = log.evaluated()
+    measured = bool(rows) and rows[-1]["step"] == done
+    finished = done == settings.steps and (measured or not settings.eval_every)
+    report: dict[str, Any] = {
+        "workdir": str(workdir),
+        "finished": finished,
+        "steps": done,
+        "draft": str(workdir / DRAFT),
+    }
+    if rows:
+        best = max(rows, key=lambda row: row["tau"])
+        report |= {"best": str(workdir / BEST), "best_step": best["step"], "tau": best["tau"]}
+        report |= {name: best[name] for name in ("hit_rate", "equal", "prompts")}
+    if finished:
+        write_json(workdir / RESULT, report)
+    return report
+
+
+@contextlib.contextmanager
+def _only_run_in(workdir: Path) -> Iterator[None]:
+    """Keep a second run out of the same workdir."""
+    with (workdir / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run is training in {workdir}; wait for it or give another --workdir"
+            ) from None
+        yield

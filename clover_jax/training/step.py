@@ -1,0 +1,136 @@
+"""One training step: teacher, head, loss, gradient, update; jitted once, its state donated."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.config import BaseConfig
+from clover_jax.data.batch import Batch
+from clover_jax.drafters import registry
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, distillation_loss
+from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
+from clover_jax.training.teacher import TeacherOutput, online_teacher
+
+
+@struct.dataclass
+class TrainState:
+    """What a step changes.
+
+    params:    the head's, float32.
+    opt_state: the optimiser's.
+    step:      [] optimiser steps done.
+    key:       key data of the run; each step folds its number in.
+    """
+
+    params: Params
+    opt_state: optax.OptState
+    step: Int[Array, ""]
+    key: Array
+
+
+@struct.dataclass
+class StepMetrics:
+    """What a step measured, before its update.
+
+    loss: [] total loss.
+    positions: its parts by draft position.
+    gradient_norm: [] over all params, before clipping.
+    """
+
+    loss: Float[Array, ""]
+    positions: LossMetrics
+    gradient_norm: Float[Array, ""]
+
+
+@dataclasses.dataclass(frozen=True)
+class TrainStepConfig:
+    """The static part of a step. loss_chunk: targets per chunk of the loss."""
+
+    base: BaseConfig
+    head: DraftHead
+    optimizer: OptimizerConfig
+    loss_chunk: int = DEFAULT_CHUNK
+
+
+def init_state(config: TrainStepConfig, base_params: Params, seed: int) -> TrainState:
+    """Return the state before the first step; pure, so it can be jitted or shape-evaluated."""
+    init_key, key = jax.random.split(jax.random.key(seed))
+    params = registry.init_params(config.head, base_params, init_key)
+    return TrainState(
+        params=params,
+        opt_state=make_optimizer(config.optimizer).init(params),
+        step=jnp.zeros((), jnp.int32),
+        key=jax.random.key_data(key),
+    )
+
+
+def head_loss(
+    config: TrainStepConfig,
+    params: Params,
+    base_params: Params,
+    teacher: TeacherOutput,
+    batch: Batch,
+    key: Array,
+) -> tuple[Float[Array, ""], LossMetrics]:
+    """Return the head's loss on a batch, with its parts.
+
+    The head computes in the teacher's dtype; its params and their gradient stay float32.
+    """
+    params = jax.tree.map(lambda leaf: leaf.astype(teacher.features.dtype), params)
+    frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
+    with jax.named_scope("head"):
+        hidden = config.head.module.apply(
+            {"params": params},
+            frozen,
+            teacher.features,
+            batch.tokens,
+            batch.segment_ids,
+            batch.positions,
+            key,
+            method="train_forward",
+        )
+    with jax.named_scope("loss"):
+        return distillation_loss(
+            config.head, params, frozen, hidden, teacher.states, batch, config.loss_chunk
+        )
+
+
+def train_step(
+    config: TrainStepConfig, state: TrainState, base_params: Params, batch: Batch
+) -> tuple[TrainState, StepMetrics]:
+    """Make one optimiser step; jitted by `make_train_step`."""
+    key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    teacher = online_teacher(config.base, base_params, config.head.config.features, batch)
+    differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
+    (loss, positions), gradient = differentiate(
+        config, state.params, base_params, teacher, batch, key
+    )
+    with jax.named_scope("update"):
+        updates, opt_state = make_optimizer(config.optimizer).update(
+            gradient, state.opt_state, state.params
+        )
+        params = optax.apply_updates(state.params, updates)
+    metrics = StepMetrics(
+        loss=loss, positions=positions, gradient_norm=optax.tree.norm(gradient)
+    )
+    return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
+
+
+def make_train_step(
+    config: TrainStepConfig,
+) -> Callable[[TrainState, Params, Batch], tuple[TrainState, StepMetrics]]:
+    """Return the compiled step `step(state, base_params, batch)`; it consumes `state`."""
+
+    def step(state: TrainState, base_params: Params, batch: Batch):
+        return train_step(config, state, base_params, batch)
+
+    return jax.jit(step, donate_argnums=0)
