@@ -16,6 +16,7 @@ from clover_jax.data.pipeline import make_pipeline
 from clover_jax.data.readers import read_records
 from clover_jax.data.records import data_hash
 from clover_jax.decoding.tree import parse_tree
+from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.files import write_json
 from clover_jax.json_files import read_json_object
@@ -29,7 +30,7 @@ from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import BEST, DRAFT, DraftWriter
 from clover_jax.training.settings import TrainSettings, check_resumable
-from clover_jax.training.setup import make_head, optimizer_config, pipeline_config, resolve_dtype
+from clover_jax.training.setup import make_head, optimizer_config, pipeline_config
 from clover_jax.training.step import TrainState, TrainStepConfig, init_state, make_train_step
 from clover_jax.training.trainer import Trainer
 
@@ -37,7 +38,7 @@ CHECKPOINTS, RESULT = "checkpoints", "result.json"
 
 
 def run_training(
-    settings: TrainSettings, workdir: Path, stop: threading.Event, say: Any = None
+    settings: TrainSettings, workdir: Path, stop: threading.Event
 ) -> dict[str, Any]:
     """Train a head in `workdir`, or go on where an earlier run stopped; return the report.
 

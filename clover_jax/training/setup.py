@@ -5,9 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-
 from clover_jax.config import RopeConfig
 from clover_jax.data.pipeline import PipelineConfig
 from clover_jax.drafters import registry
@@ -16,13 +13,6 @@ from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
-
-
-def resolve_dtype(name: str) -> jnp.dtype:
-    """Return the dtype that --dtype names; auto is float32 on CPU and bfloat16 elsewhere."""
-    if name == "auto":
-        name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
-    return jnp.dtype(name)
 
 
 def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:

@@ -1,0 +1,179 @@
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.config import LossSpec
+from clover_jax.data.batch import Batch
+from clover_jax.drafters import registry
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.interchange.clover2 import read_clover2
+from clover_jax.models.loading import load_base
+from clover_jax.training.losses import distillation_loss
+from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.reference import plain_loss
+from clover_jax.training.step import TrainStepConfig, head_loss
+from clover_jax.training.teacher import online_teacher
+from tests.tiny_models import TINY, random_base, random_head
+from tests.training.training_data import OwnMatrixHead, random_batch, random_states
+
+ALL_TERMS = LossSpec(regression=3.0, soft_ce=0.5, hard_ce=2.0, decay=0.7)
+
+
+@pytest.fixture(scope="module")
+def reference(fixtures_dir):
+    folder = fixtures_dir / "clover2_reference"
+    base = load_base(str(folder / "base"))
+    config, params = read_clover2(folder / "clover2", base, jnp.float32, 10_000.0, True)
+    expected = np.load(folder / "expected.npz")
+    tokens = jnp.asarray(expected["input_ids"], jnp.int32)
+    batch = Batch(
+        tokens=tokens,
+        segment_ids=jnp.ones_like(tokens),
+        positions=jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+        loss_mask=jnp.asarray(expected["loss_mask"] > 0),
+    )
+    return base, registry.head(config), params, batch, expected
+
+
+def test_losses_equal_the_releases_with_the_releases_weights(reference):
+    base, head, params, batch, expected = reference
+    teacher = online_teacher(base.config, base.params, head.config.features, batch)
+    config = TrainStepConfig(base.config, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
+    loss, parts = head_loss(config, params, base.params, teacher, batch, jax.random.key(0))
+    close = {"rtol": 0, "atol": 1e-4}
+    np.testing.assert_allclose(parts.regression, expected["clover2_regression_loss"], **close)
+    np.testing.assert_allclose(parts.soft_ce, expected["clover2_distill_loss"], **close)
+    np.testing.assert_allclose(loss, expected["clover2_total_loss"], **close)
+
+
+def test_losses_equal_the_releases_on_the_releases_states(reference):
+    base, head, params, batch, expected = reference
+    loss, parts = distillation_loss(
+        head,
+        params,
+        frozen_from_base(base.params),
+        jnp.asarray(expected["clover2_states"]),
+        jnp.asarray(expected["base_postnorm"]),
+        batch,
+    )
+    np.testing.assert_allclose(parts.soft_ce, expected["clover2_distill_loss"], atol=1e-5)
+    np.testing.assert_allclose(loss, expected["clover2_total_loss"], atol=1e-5)
+
+
+@pytest.mark.parametrize("chunk", [7, 16, 512])
+def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk):
+    head, params = random_head()
+    head = with_loss(head, ALL_TERMS)
+    batch = random_batch()
+    frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
+
+    def chunked(hidden):
+        return distillation_loss(head, params, frozen, hidden, states, batch, chunk)
+
+    def plain(hidden):
+        return plain_loss(head, params, frozen, hidden, states, batch)
+
+    (loss, parts), gradient = jax.value_and_grad(chunked, has_aux=True)(hidden)
+    (plain_value, plain_parts), plain_gradient = jax.value_and_grad(plain, has_aux=True)(hidden)
+    np.testing.assert_allclose(loss, plain_value, rtol=1e-5)
+    np.testing.assert_allclose(chunked(hidden)[0], plain_value, rtol=1e-5)
+    for name, value in plain_parts.items():
+        np.testing.assert_allclose(getattr(parts, name), value, rtol=1e-5, err_msg=name)
+    np.testing.assert_allclose(gradient, plain_gradient, atol=1e-6)
+    assert jnp.abs(plain_gradient).max() > 1e-3
+
+
+def test_a_drafters_own_output_matrices_get_their_gradient():
+    batch = random_batch()
+    frozen, hidden, states = random_states(random_base(), batch, num_positions=3)
+    config = dataclasses.replace(random_head()[0].config, num_positions=3, loss=ALL_TERMS)
+    head = OwnMatrixHead(config)
+    matrices = jax.random.normal(jax.random.key(5), (3, TINY.vocab_size, TINY.hidden_size))
+
+    def by(loss):
+        def value(params, hidden):
+            return 2.5 * loss(head, params, frozen, hidden, states, batch)[0]
+
+        return jax.grad(value, argnums=(0, 1))({"heads": matrices}, hidden)
+
+    for chunked, plain in zip(
+        jax.tree.leaves(by(lambda *a: distillation_loss(*a, chunk=8))),
+        jax.tree.leaves(by(plain_loss)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(chunked, plain, atol=1e-5)
+
+
+def test_packed_documents_lose_as_much_as_the_same_documents_unpacked():
+    head, params = random_head()
+    packed = random_batch(rows=2, size=24, seed=3)
+    unpacked = unpack(packed)
+    total, parts = loss_of(head, params, packed)
+    apart, parts_apart = loss_of(head, params, unpacked)
+    np.testing.assert_array_equal(parts.pairs, parts_apart.pairs)
+    np.testing.assert_allclose(parts.soft_ce, parts_apart.soft_ce, rtol=1e-5)
+    np.testing.assert_allclose(total, apart, rtol=1e-5)
+
+
+def test_no_gradient_reaches_the_base_and_every_head_parameter_gets_one():
+    head, params = random_head()
+    batch = random_batch()
+
+    def loss(params, base_params):
+        return loss_of(head, params, batch, base_params)[0]
+
+    by_head, by_base = jax.grad(loss, argnums=(0, 1))(params, random_base())
+    for path, leaf in jax.tree_util.tree_leaves_with_path(by_base):
+        assert not leaf.any(), f"the base's {jax.tree_util.keystr(path)} gets a gradient"
+    for path, leaf in jax.tree_util.tree_leaves_with_path(by_head):
+        assert leaf.any(), f"{jax.tree_util.keystr(path)} gets no gradient"
+
+
+def test_teacher_states_receive_no_gradient():
+    head, params = random_head()
+    batch = random_batch()
+    frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
+
+    def loss(states, frozen):
+        return distillation_loss(head, params, frozen, hidden, states, batch)[0]
+
+    gradients = jax.grad(loss, argnums=(0, 1))(states, frozen)
+    assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
+
+
+def test_a_batch_without_pairs_has_loss_zero_and_no_nan():
+    head, params = random_head()
+    batch = random_batch().replace(loss_mask=jnp.zeros((3, 20), bool))
+    frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
+    loss, gradient = jax.value_and_grad(
+        lambda hidden: distillation_loss(head, params, frozen, hidden, states, batch)[0]
+    )(hidden)
+    assert loss == 0
+    assert not gradient.any()
+
+
+def with_loss(head, spec):
+    return registry.head(dataclasses.replace(head.config, loss=spec))
+
+
+def loss_of(head, params, batch, base_params=None):
+    base_params = random_base() if base_params is None else base_params
+    teacher = online_teacher(TINY, base_params, head.config.features, batch)
+    config = TrainStepConfig(TINY, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
+    return head_loss(config, params, base_params, teacher, batch, jax.random.key(0))
+
+
+def unpack(batch):
+    """Return the same documents, one a row."""
+    rows = []
+    for row in range(batch.tokens.shape[0]):
+        for segment in range(1, int(batch.segment_ids.max()) + 1):
+            at = np.flatnonzero(batch.segment_ids[row] == segment)
+            rest = batch.tokens.shape[1] - len(at)
+            pad = lambda x: np.pad(np.asarray(x)[row, at], (0, rest))  # noqa: B023, E731
+            rows.append(jax.tree.map(pad, batch))
+    unpacked = jax.tree.map(lambda *x: jnp.stack(x), *rows)
+    return unpacked.replace(segment_ids=(unpacked.segment_ids > 0).astype(jnp.int32))

@@ -1,0 +1,31 @@
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.training.pairs import compact_targets, pair_mask
+
+
+def test_pair_mask_gives_the_docstrings_example():
+    segment_ids = jnp.array([[1, 1, 1, 2]])
+    mask = pair_mask(segment_ids, jnp.ones((1, 4), bool), num_positions=2)
+    expected = [[[False, True, True, False]], [[False, False, True, False]]]
+    np.testing.assert_array_equal(mask, expected)
+
+
+def test_a_pair_counts_by_the_mask_of_the_position_before_its_target():
+    segment_ids = jnp.ones((1, 5), jnp.int32)
+    loss_mask = jnp.array([[False, False, True, False, True]])
+    mask = pair_mask(segment_ids, loss_mask, num_positions=3)
+    # Only m_2 has a target: tau = 3, for the pairs (2, 0), (1, 1), (0, 2).
+    np.testing.assert_array_equal(mask[:, 0], [[False] * 3 + [True, False]] * 3)
+
+
+def test_padding_has_no_pairs():
+    mask = pair_mask(jnp.zeros((2, 6), jnp.int32), jnp.ones((2, 6), bool), num_positions=2)
+    assert not mask.any()
+
+
+def test_compact_targets_gives_the_docstrings_example():
+    targets = compact_targets(jnp.array([[[False, True, False, True]]]))
+    np.testing.assert_array_equal(targets.index, [1, 3, 0, 0])
+    np.testing.assert_array_equal(targets.rank, [[-1, 0, 0, 1]])
+    assert targets.count == 2
