@@ -1,0 +1,135 @@
+"""The built-in corpus: Python sources that every machine with Python already has.
+
+Documents are the modules of the interpreter's standard library (and, on request, of installed
+packages). Which modules are held out depends on a hash of a module's relative path alone, so every
+machine and every Python version agrees about a module that both have.
+"""
+
+import ast
+import hashlib
+import re
+import sysconfig
+import warnings
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from clover_jax.errors import UserError
+
+Split = Literal["train", "heldout"]
+
+HELDOUT_FRACTION = 0.05
+
+# Directories whose files are generated, are data for tests, or belong to somebody else.
+_SKIPPED_DIRECTORIES = frozenset(
+    {
+        "__pycache__",
+        "site-packages",
+        "dist-packages",
+        "encodings",
+        "pydoc_data",
+        "lib-dynload",
+        "cjkencodings",
+        "data",
+    }
+)
+_SKIPPED_FILES = re.compile(r"^(_sysconfigdata.*|sre_constants|.*_pb2)\.py$")
+_MAX_BYTES = 400_000
+_MIN_BYTES = 200
+# Tables of numbers, hex strings and escapes: more digits and backslashes than prose or code has.
+_MAX_TABLE_FRACTION = 0.25
+
+
+class Document(NamedTuple):
+    """One module: its path relative to the library, with forward slashes, and its source."""
+
+    name: str
+    text: str
+
+
+def builtin_documents(
+    split: Split = "train", *, root: Path | str | None = None, packages: Iterable[str] = ()
+) -> list[Document]:
+    """Return the built-in corpus's modules of one split, sorted by name.
+
+    Args:
+      split: "train", or "heldout" (about 5 % of the modules).
+      root: the library tree to read; the running interpreter's standard library by default.
+      packages: names of installed packages to add, e.g. ("numpy",).
+
+    Raises:
+      UserError: a package that is not installed, or a library without sources.
+    """
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split ({split!r}) must be 'train' or 'heldout'")
+    root = Path(root or sysconfig.get_path("stdlib"))
+    documents = list(_read_tree(root, "", split))
+    for package in packages:
+        documents.extend(_read_tree(_package_directory(package), package + "/", split))
+    if not documents:
+        raise UserError(
+            f"{root} holds no Python sources for the split {split!r}; minimal installs leave them "
+            "out: install Python's full standard library, or name a folder of other sources"
+        )
+    return _without_repeats(sorted(documents))
+
+
+def is_heldout(name: str) -> bool:
+    """Whether the module of this relative path (forward slashes) is held out.
+
+    Example: is_heldout("textwrap.py") is the same everywhere and for ever.
+    """
+    digest = hashlib.sha256(name.encode("utf-8")).digest()
+    return int.from_bytes(digest[:8], "big") < HELDOUT_FRACTION * 2**64
+
+
+def _read_tree(root: Path, prefix: str, split: Split) -> Iterator[Document]:
+    """Yield the usable modules of one split under `root`."""
+    for path in _source_files(root):
+        name = prefix + path.relative_to(root).as_posix()
+        if is_heldout(name) == (split == "heldout"):
+            text = _read_module(path)
+            if text is not None:
+                yield Document(name, text)
+
+
+def _source_files(root: Path) -> Iterator[Path]:
+    """Yield candidate files by name and size alone, without reading them."""
+    for path in sorted(root.rglob("*.py")):
+        directories = path.relative_to(root).parts[:-1]
+        if not _SKIPPED_DIRECTORIES.isdisjoint(directories) or _SKIPPED_FILES.match(path.name):
+            continue
+        if path.is_file() and _MIN_BYTES <= path.stat().st_size <= _MAX_BYTES:
+            yield path
+
+
+def _read_module(path: Path) -> str | None:
+    """Read a module with "\\n" line ends, or None if it is no UTF-8, no Python, or a table."""
+    try:
+        text = path.read_text(encoding="utf-8").removeprefix("\ufeff")
+        parse_module(text)
+    except (UnicodeDecodeError, SyntaxError, ValueError, RecursionError, MemoryError):
+        # Test libraries hold files that are broken on purpose; they are no language to learn.
+        return None
+    table_like = len(re.findall(r"[0-9\\]", text)) / len(text)
+    return None if table_like > _MAX_TABLE_FRACTION else text
+
+
+def parse_module(text: str) -> ast.Module:
+    """Parse a module without the warnings that its own author should have seen."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return ast.parse(text)
+
+
+def _package_directory(package: str) -> Path:
+    directory = Path(sysconfig.get_path("purelib")) / package
+    if not directory.is_dir():
+        raise UserError(f"package {package!r} is not installed: {directory} is no directory")
+    return directory
+
+
+def _without_repeats(documents: list[Document]) -> list[Document]:
+    """Drop documents whose text an earlier one has too."""
+    seen: set[str] = set()
+    return [d for d in documents if not (d.text in seen or seen.add(d.text))]
