@@ -48,7 +48,7 @@ class Generation:
 
     accepted: drafted tokens accepted at each target forward, before EOS or the limit cut them.
     seconds: from the start of its prefill to its last chunk of steps.
-    finish_reason: "eos" or "length"; None while it runs.
+    finish_reason: "eos", "length" or "stop"; None while it runs.
     """
 
     index: int
@@ -76,6 +76,13 @@ class Progress:
     row: Generation
     new_ids: list[int]
     done: bool
+
+    def stop(self) -> None:
+        """Ask for no more tokens of this row, before the next progress is taken.
+
+        Its slot is free for the next request; the row gets no further progress.
+        """
+        self.row.finish_reason = self.row.finish_reason or "stop"
 
 
 class Engine:
@@ -133,9 +140,14 @@ class Engine:
         return sorted(rows, key=lambda row: row.index)
 
     def stream(
-        self, base_params: Params, draft_params: Params, requests: Iterable[Request]
+        self, base_params: Params, draft_params: Params, requests: Iterable[Request | None]
     ) -> Iterator[Progress]:
-        """Decode requests as slots become free; yield every row's tokens as they come."""
+        """Decode requests as slots become free; yield every row's tokens as they come.
+
+        requests: asked for the next one whenever a slot is free; None means none for now, as when
+            the next turn of a conversation waits for an answer. The stream ends when every row has
+            finished and the source is exhausted or gives None.
+        """
         weights = Weights(base_params, draft_params if draft_params is not None else {})
         waiting = collections.deque()
         source = iter(requests)
@@ -160,10 +172,10 @@ class Engine:
             )
             for slot, row in enumerate(slots):
                 if row is not None:
-                    progress = _collect(row, slot, *host, started[slot])
-                    if progress.done:
+                    yield _collect(row, slot, *host, started[slot])
+                    # A stopped row goes on in its slot, unread, until another takes its place.
+                    if row.finish_reason is not None:
                         slots[slot] = None
-                    yield progress
 
     def check(self, request: Request) -> None:
         """Raise UserError for a request that cannot be decoded by this base."""

@@ -100,3 +100,36 @@ def test_a_tree_needs_a_head_and_a_head_a_tree():
 
 def test_buckets_are_powers_of_two_times_the_cache_chunk():
     assert [bucket(n) for n in (1, 256, 257, 1000)] == [256, 256, 512, 1024]
+
+
+def test_a_stopped_row_frees_its_slot_and_leaves_the_others_alone(engine):
+    requests = [Request(i, p, 40) for i, p in enumerate(random_prompts(4, seed=6))]
+    stopped, rows = [], {}
+    for progress in engine.stream(random_base(), random_head()[1], requests):
+        assert progress.row.index not in stopped
+        if progress.row.index in (0, 2):
+            progress.stop()
+            stopped.append(progress.row.index)
+            assert progress.row.finish_reason == "stop"
+        elif progress.done:
+            rows[progress.row.index] = progress.row.output_ids
+    assert stopped == [0, 2]
+    prompts = [requests[i].prompt_ids for i in (1, 3)]
+    assert [rows[1], rows[3]] == [row.output_ids for row in generate(engine, prompts, 40)]
+
+
+def test_a_source_that_has_nothing_yet_is_asked_again(engine):
+    first, second = random_prompts(2, seed=7)
+    answers, waiting = [], [Request(0, first, 6)]
+
+    def source():
+        while True:
+            yield waiting.pop() if waiting else None
+
+    for progress in engine.stream(random_base(), random_head()[1], source()):
+        if progress.done:
+            answers.append(progress.row.output_ids)
+            if len(answers) == 1:
+                waiting.append(Request(1, second + answers[0], 6))
+    expected = generate(engine, [second + answers[0]], 6)[0].output_ids
+    assert answers[1:] == [expected]
