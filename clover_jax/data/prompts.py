@@ -60,6 +60,15 @@ class Prompt:
         return self.messages is not None or self.turns is not None
 
 
+@dataclasses.dataclass(frozen=True)
+class BadPrompt:
+    """A row that cannot be read; `error` says what is wrong with it, its source included."""
+
+    index: int
+    source: str
+    error: str
+
+
 def text_prompt(text: str, source: str = "--prompt") -> Prompt:
     """Return the row of a prompt that was given as text, on the command line for example."""
     return parse_prompt({"prompt": text}, index=0, source=source)
@@ -72,6 +81,18 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
       UserError: naming file, line, what is wrong and what would be right.
       OSError: for a file that cannot be opened.
     """
+    rows = read_prompts_and_mistakes(path)
+    for row in rows:
+        if isinstance(row, BadPrompt):
+            raise UserError(row.error)
+    return rows
+
+
+def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPrompt]:
+    """Read every row as `read_prompts` does, with a BadPrompt in the place of a row that is wrong.
+
+    Raises as `read_prompts` does for a file that cannot be read at all or holds no rows.
+    """
     path = Path(path)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
@@ -80,14 +101,20 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
         raise UserError(f"{path}: not a whole gzip file ({error})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error})") from None
-    prompts = []
+    rows = []
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            source = f"{path}:{number}"
-            prompts.append(parse_prompt(_parse_line(line, source), len(prompts), source))
-    if not prompts:
+            rows.append(_read_row(line, len(rows), f"{path}:{number}"))
+    if not rows:
         raise UserError(f'{path}: no rows; expected one a line, such as {{"prompt": "Once upon"}}')
-    return prompts
+    return rows
+
+
+def _read_row(line: str, index: int, source: str) -> Prompt | BadPrompt:
+    try:
+        return parse_prompt(_parse_line(line, source), index, source)
+    except UserError as error:
+        return BadPrompt(index, source, str(error))
 
 
 def parse_prompt(row: Any, index: int, source: str) -> Prompt:
@@ -113,7 +140,7 @@ def parse_prompt(row: Any, index: int, source: str) -> Prompt:
     return Prompt(index=index, source=source, **values)
 
 
-def prompts_hash(prompts: Sequence[Prompt]) -> str:
+def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
     """Return a hash of what is asked for, the same wherever the rows were written."""
     rows = [dataclasses.asdict(prompt) | {"source": None} for prompt in prompts]
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()

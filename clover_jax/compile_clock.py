@@ -1,0 +1,39 @@
+"""How long JAX spent on tracing and compiling, so that it can be told apart from the work."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import jax.monitoring
+
+_COMPILING = "/jax/core/compile/"
+
+
+class CompileClock:
+    """Measures, as a context manager, the seconds in which programs were made."""
+
+    def __init__(self):
+        """Start from zero; nothing counts before the context is entered."""
+        self._spans: list[tuple[float, float]] = []
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of tracing, lowering and compiling so far; what overlaps counts once."""
+        total, counted_until = 0.0, 0.0
+        for start, end in sorted(self._spans):
+            total += max(end - max(start, counted_until), 0.0)
+            counted_until = max(counted_until, end)
+        return total
+
+    def __enter__(self) -> CompileClock:
+        jax.monitoring.register_event_duration_secs_listener(self._note)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        jax.monitoring.unregister_event_duration_listener(self._note)
+
+    def _note(self, event: str, seconds: float, **details: Any) -> None:
+        if event.startswith(_COMPILING):
+            now = time.perf_counter()
+            self._spans.append((now - seconds, now))

@@ -1,0 +1,123 @@
+"""Text on a terminal while it is decoded, so that one sees several tokens come at a step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import TYPE_CHECKING, NamedTuple, TextIO
+
+from clover_jax.decoding.engine import Generation
+from clover_jax.generation.row_job import RowJob, spelling_context
+from clover_jax.generation.row_stream import RowEvent
+from clover_jax.generation.stop_strings import settled_length
+from clover_jax.models.tokenizer import TextStream
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RESET, _PROMPT = "\033[0m", "\033[2m"
+# Shades of the text, in turns: what one forward of the base gave has one shade.
+_STEPS = ("\033[32m", "\033[96m")
+
+
+class Group(NamedTuple):
+    """Tokens that came together: number 0 from prefill, number j + 1 from forward j."""
+
+    number: int
+    ids: list[int]
+
+
+class LiveText:
+    """Writes prompt and answer of one row at a time, as events come in.
+
+    Without a terminal, or with NO_COLOR set, it writes the same text plain. Without a tokenizer it
+    writes token ids.
+    """
+
+    def __init__(self, file: TextIO, tokenizer: PreTrainedTokenizerBase | None):
+        """Write to `file`."""
+        self._file, self._tokenizer = file, tokenizer
+        self._in_colour = wants_colour(file)
+        self._turn: Generation | None = None
+        self._num_tokens = 0
+        self._text = ""
+        self._num_written = 0
+        self._stream: TextStream | None = None
+
+    def take(self, event: RowEvent) -> None:
+        """Write what an event brought."""
+        if event.generation is None:
+            return
+        turn = event.generation
+        if turn is not self._turn:
+            self._begin(event.job, turn)
+        for group in groups(turn, self._num_tokens):
+            self._take_group(event.job, group)
+        self._num_tokens = len(turn.output_ids)
+        if event.turn_ended:
+            self._finish(event.job)
+        self._file.flush()
+
+    def _begin(self, job: RowJob, turn: Generation) -> None:
+        self._turn, self._num_tokens, self._text, self._num_written = turn, 0, "", 0
+        shown = _prompt_text(job)
+        if self._tokenizer is not None:
+            self._stream = TextStream(self._tokenizer, spelling_context(turn.prompt_ids))
+            shown = self._tokenizer.decode(turn.prompt_ids) if shown is None else shown
+        elif shown is None:
+            shown = " ".join(map(str, turn.prompt_ids)) + " "
+        self._write(shown, _PROMPT)
+
+    def _take_group(self, job: RowJob, group: Group) -> None:
+        shade = _STEPS[group.number % len(_STEPS)]
+        if self._stream is None:
+            self._write("".join(f"{id_} " for id_ in group.ids), shade)
+            return
+        self._text += self._stream.push(group.ids)
+        self._write_until(settled_length(self._text, job.settings.stop), shade)
+
+    def _finish(self, job: RowJob) -> None:
+        """Write what was held back, up to where the answer really ends, and a newline."""
+        if self._stream is not None:
+            self._text = job.turns[-1].text
+            self._write_until(len(self._text), "")
+        self._write("\n", "")
+
+    def _write_until(self, end: int, shade: str) -> None:
+        self._write(self._text[self._num_written : end], shade)
+        self._num_written = max(self._num_written, end)
+
+    def _write(self, text: str, style: str) -> None:
+        if text:
+            self._file.write(f"{style}{text}{_RESET}" if style and self._in_colour else text)
+
+
+def groups(turn: Generation, first: int) -> Iterator[Group]:
+    """Yield the tokens from number `first` on, by the forward that gave them.
+
+    Example: ids 5 6 7 8 9 with accepted [2, 4] were given as (0, [5]), (1, [6, 7, 8]) and
+    (2, [9]): a limit cut the rest of the last.
+    """
+    counts = [1, *(accepted + 1 for accepted in turn.accepted)]
+    for number, end in enumerate(accumulate(counts)):
+        ids = turn.output_ids[max(first, end - counts[number]) : end]
+        if ids:
+            yield Group(number, ids)
+
+
+def wants_colour(file: TextIO) -> bool:
+    """Return whether `file` is a terminal that shows colours and whose user wants them."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return file.isatty() and not is_plain
+
+
+def _prompt_text(job: RowJob) -> str | None:
+    """Return what to show of the prompt: for a conversation only what the user says now."""
+    prompt = job.prompt
+    if prompt.turns is not None:
+        said: str | Sequence[str] = prompt.turns[len(job.turns) - (1 if job.is_finished else 0)]
+        return f"{said}\n"
+    if prompt.messages is not None:
+        return f"{prompt.messages[-1]['content']}\n"
+    return prompt.text

@@ -1,0 +1,106 @@
+"""What decoding needs of the models: base, tokenizer, draft, tree, and an engine for them."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Params
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.drafters.directory import Draft, load_draft
+from clover_jax.errors import UserError
+from clover_jax.models.base import BaseModel
+from clover_jax.models.fingerprint import matrix_hash
+from clover_jax.models.loading import load_base
+from clover_jax.models.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+DEFAULT_TREE = "paper25"
+NO_DRAFT = "none"
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """What one engine decodes with.
+
+    tokenizer: the base's; None where its folder has none.
+    draft: None for plain decoding, with the tree that has no nodes.
+    """
+
+    base: BaseModel
+    tokenizer: PreTrainedTokenizerBase | None
+    draft: Draft | None
+    tree: TreeConfig
+
+    def engine(self, batch_size: int, steps_per_chunk: int = 8) -> Engine:
+        """Return an engine with that many slots."""
+        return Engine(
+            self.base.config,
+            self.draft.head if self.draft else None,
+            self.tree,
+            batch_size=batch_size,
+            steps_per_chunk=steps_per_chunk,
+            max_eos=max(8, len(self.base.config.eos_token_ids)),
+        )
+
+    @property
+    def draft_params(self) -> Params | None:
+        """The head's params; None without a head."""
+        return self.draft.params if self.draft else None
+
+    def identity(self) -> dict[str, Any]:
+        """Return JSON values that differ where the decoded rows may differ."""
+        nodes = str(self.tree.paths).encode()
+        return {
+            "dtype": str(self.base.params["embedding"].dtype),
+            "base_hash": matrix_hash(self.base.lm_head),
+            "draft_hash": params_hash(self.draft_params) if self.draft else None,
+            "tree": self.tree.name,
+            "tree_hash": hashlib.sha256(nodes).hexdigest(),
+        }
+
+
+def load_models(
+    base: str,
+    draft: str,
+    tree: str | None,
+    dtype: jnp.dtype,
+    *,
+    allow_base_mismatch: bool = False,
+    draft_rope_theta: float | None = None,
+) -> Models:
+    """Load what the names stand for.
+
+    base, draft: as `load_base` and `load_draft` take them; the draft "none" is plain decoding.
+    tree: a tree's name; None takes the one that the draft was measured with, else paper25.
+    Raises UserError for what is missing, broken or does not fit together.
+    """
+    chosen = parse_tree(tree) if tree else None  # before anything large is read
+    if draft == NO_DRAFT and chosen and chosen.num_nodes:
+        raise UserError(
+            f"tree {tree!r} has {chosen.num_nodes} nodes and there is no draft to fill them; "
+            "give --draft=DIR, or leave the tree out"
+        )
+    loaded = load_base(base, dtype)
+    tokenizer = load_tokenizer(loaded.directory)
+    if draft == NO_DRAFT:
+        return Models(loaded, tokenizer, None, TreeConfig.root_only())
+    head = load_draft(draft, loaded, dtype, allow_base_mismatch, draft_rope_theta)
+    return Models(loaded, tokenizer, head, chosen or parse_tree(head.tree or DEFAULT_TREE))
+
+
+def params_hash(params: Params) -> str:
+    """Return SHA-256 over the names and values of all params."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(np.asarray(leaf).tobytes())
+    return digest.hexdigest()

@@ -1,0 +1,79 @@
+"""Where decoded rows go, and the two ways to watch them: a bar over many, or the text of one."""
+
+from __future__ import annotations
+
+import sys
+import time
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from clover_jax.generation.figures import Figures
+from clover_jax.generation.live_text import LiveText
+from clover_jax.generation.row_stream import RowStream
+from clover_jax.jsonl import to_json
+from clover_jax.progress import Progress
+
+
+class RowSink(AbstractContextManager, Protocol):
+    """Takes output rows in any order and keeps them in input order: RowWriter, RowPrinter."""
+
+    finished: int
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Take a row."""
+
+
+class RowPrinter:
+    """Prints rows on stdout, in input order; or nothing where only their figures are wanted."""
+
+    def __init__(self, quiet: bool = False):
+        """Start with row 0."""
+        self.finished = 0
+        self._quiet = quiet
+        self._waiting: dict[int, dict[str, Any]] = {}
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Print `row` once all before it are printed."""
+        self._waiting[row["index"]] = row
+        while self.finished in self._waiting:
+            row = self._waiting.pop(self.finished)
+            self.finished += 1
+            if not self._quiet:
+                print(to_json(row), flush=True)
+
+    def __enter__(self) -> RowPrinter:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        return None
+
+
+def decode_with_bar(stream: RowStream, sink: RowSink, figures: Figures, bar: Progress) -> None:
+    """Decode all rows into `sink`; a row that fails gets a line of its own above the bar."""
+    started, before = time.perf_counter(), figures.tokens
+    for event in stream:
+        if event.row is None:
+            continue
+        sink.append(event.row)
+        figures.add(event.row)
+        reason = event.row.get("error") or event.row.get("skipped")
+        if reason:
+            bar.write(
+                f"row {event.row['index']} {'failed' if 'error' in event.row else 'skipped'}"
+                f": {reason}"
+            )
+        speed = (figures.tokens - before) / (time.perf_counter() - started)
+        tau = "" if figures.tau is None else f"tau {figures.tau:.2f}, "
+        bar.show(f"{tau}{speed:.0f} tokens/s")
+        bar.update()
+
+
+def decode_live(stream: RowStream, sink: RowSink, figures: Figures, screen: LiveText) -> None:
+    """Decode, with the text on the screen as it comes."""
+    for event in stream:
+        screen.take(event)
+        if event.row is not None:
+            sink.append(event.row)
+            figures.add(event.row)
+            if "skipped" in event.row:
+                print(event.row["skipped"], file=sys.stderr, flush=True)

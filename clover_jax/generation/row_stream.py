@@ -1,0 +1,125 @@
+"""Prompt rows through an engine: every turn a request, every bad row reported and passed over."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from clover_jax.data.prompts import BadPrompt, Prompt
+from clover_jax.decoding.engine import Engine, Generation, Request
+from clover_jax.errors import UserError
+from clover_jax.generation.models import Models
+from clover_jax.generation.overflow import Skipped
+from clover_jax.generation.row_job import RowJob
+from clover_jax.generation.settings import GenerationSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class RowEvent:
+    """Something happened to a row.
+
+    job: the row; None for one that never started.
+    generation: the turn that got tokens; None where the row failed or was skipped.
+    turn_ended: whether that turn has its answer now.
+    row: the output row once there is one: {"index", ...}, {"index", "error"} or
+        {"index", "skipped"}.
+    """
+
+    job: RowJob | None = None
+    generation: Generation | None = None
+    turn_ended: bool = False
+    row: dict[str, Any] | None = None
+
+
+class RowStream:
+    """Decodes prompt rows in the slots of an engine; iterate over it once for the events.
+
+    Rows are taken one by one as slots become free, and end in any order.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        models: Models,
+        prompts: Sequence[Prompt | BadPrompt],
+        settings: GenerationSettings,
+        strict: bool = False,
+    ):
+        """Take the rows; with `strict` one that fails raises its UserError."""
+        self._engine, self._models = engine, models
+        self._settings, self._strict = settings, strict
+        self._jobs: dict[int, RowJob] = {}
+        self._next_turns: collections.deque[RowJob] = collections.deque()
+        self._not_decoded: collections.deque[RowEvent] = collections.deque()
+        self._requests: Iterator[Request | None] = self._make_requests(iter(prompts))
+
+    def warm_up(self) -> None:
+        """Compile the programs for the first row, so that they do not count in any row's time."""
+        first = next(self._requests)
+        if first is not None:
+            for progress in self._stream(iter([first])):
+                progress.stop()
+        self._requests = itertools.chain([first], self._requests)
+
+    def __iter__(self) -> Iterator[RowEvent]:
+        """Decode, and yield what happens."""
+        for progress in self._stream(self._requests):
+            yield from self._take_not_decoded()
+            job = self._jobs[progress.row.index]
+            ended = job.take(progress)
+            row = None
+            if ended and job.is_finished:
+                row = self._jobs.pop(job.prompt.index).output_row()
+            elif ended:
+                self._next_turns.append(job)
+            yield RowEvent(job, progress.row, ended, row)
+        yield from self._take_not_decoded()
+
+    def _stream(self, requests: Iterator[Request | None]):
+        return self._engine.stream(self._models.base.params, self._models.draft_params, requests)
+
+    def _take_not_decoded(self) -> Iterator[RowEvent]:
+        while self._not_decoded:
+            yield self._not_decoded.popleft()
+
+    def _make_requests(self, prompts: Iterator[Prompt | BadPrompt]) -> Iterator[Request | None]:
+        """Yield requests without end; None while there is none.
+
+        A conversation's next turn goes first: it has waited for its answer only.
+        """
+        while True:
+            if self._next_turns:
+                request = self._request(self._next_turns.popleft().prompt)
+            else:
+                prompt = next(prompts, None)
+                if prompt is None:
+                    yield None
+                    continue
+                request = self._request(prompt)
+            if request is not None:
+                yield request
+
+    def _request(self, prompt: Prompt | BadPrompt) -> Request | None:
+        """Return a row's next request; None where it has none, which is noted."""
+        try:
+            if isinstance(prompt, BadPrompt):
+                raise UserError(prompt.error)
+            if prompt.index not in self._jobs:
+                self._jobs[prompt.index] = RowJob(prompt, self._settings, self._models)
+            request = self._jobs[prompt.index].next_request()
+            self._engine.check(request)
+            return request
+        except Skipped as skipped:
+            self._leave_out(prompt, "skipped", str(skipped))
+        except UserError as error:
+            if self._strict:
+                raise
+            self._leave_out(prompt, "error", str(error))
+        return None
+
+    def _leave_out(self, prompt: Prompt | BadPrompt, key: str, reason: str) -> None:
+        job = self._jobs.pop(prompt.index, None)
+        self._not_decoded.append(RowEvent(job, row={"index": prompt.index, key: reason}))

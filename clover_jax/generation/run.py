@@ -1,0 +1,194 @@
+"""One run of `generate`: prompts, models, engine, rows, figures."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import io
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from clover_jax.compile_clock import CompileClock
+from clover_jax.data.prompt_encoding import template_notice
+from clover_jax.data.prompts import (
+    BadPrompt,
+    Prompt,
+    prompts_hash,
+    read_prompts,
+    read_prompts_and_mistakes,
+    text_prompt,
+)
+from clover_jax.dtypes import resolve_dtype
+from clover_jax.errors import UserError
+from clover_jax.generation.figures import Figures
+from clover_jax.generation.live_text import LiveText
+from clover_jax.generation.models import Models, load_models
+from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
+from clover_jax.generation.row_stream import RowStream
+from clover_jax.generation.settings import GenerationSettings
+from clover_jax.jsonl import read_rows
+from clover_jax.progress import Progress, progress_bar
+from clover_jax.row_writer import RowWriter
+
+SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user asks for, by the names of the command's flags."""
+
+    prompt: str | None
+    prompts: str | None
+    base: str
+    draft: str
+    tree: str | None
+    dtype: str
+    mesh: str | None
+    batch_size: int
+    output: str | None
+    overwrite: bool
+    strict: bool
+    allow_base_mismatch: bool
+    draft_rope_theta: float | None
+
+    def __post_init__(self):
+        if self.prompt is not None and self.prompts is not None:
+            raise UserError("--prompt and --prompts exclude each other; give one of them")
+        if self.mesh is not None:
+            raise UserError(f"--mesh={self.mesh}: generate uses one device for now; leave it out")
+        if self.overwrite and self.output is None:
+            raise UserError("--overwrite is for --output=FILE, which is missing")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether one row is watched as it comes."""
+        return self.prompts is None
+
+
+def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
+    """Decode what is asked for and return the figures to report.
+
+    Raises UserError for what cannot be done; with a file of prompts and without `strict`, rows
+    that fail are counted instead.
+    """
+    prompts = _read(options)  # before the models, which take longer
+    dtype = resolve_dtype(options.dtype)
+    with _exact_matmuls(str(dtype)):
+        models = load_models(
+            options.base,
+            options.draft,
+            options.tree,
+            dtype,
+            allow_base_mismatch=options.allow_base_mismatch,
+            draft_rope_theta=options.draft_rope_theta,
+        )
+        prompts = prompts or [shipped_prompt(models.base.directory)]
+        notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
+        if notice:
+            print(notice, file=sys.stderr, flush=True)
+        with _open_sink(options, settings, models, prompts) as sink:
+            return _decode(options, settings, models, prompts, sink)
+
+
+def shipped_prompt(directory: Path) -> Prompt:
+    """Return the first prompt that came with a base.
+
+    Raises UserError where none did.
+    """
+    path = directory / SHIPPED_PROMPTS
+    if not path.is_file():
+        raise UserError(
+            f"there is nothing to decode: {directory} has no {SHIPPED_PROMPTS}; "
+            "give --prompt=TEXT or --prompts=FILE"
+        )
+    return read_prompts(path)[0]
+
+
+def _read(options: Options) -> list[Prompt | BadPrompt] | None:
+    if options.prompt is not None:
+        return [text_prompt(options.prompt)]
+    if options.prompts is None:
+        return None
+    path = Path(options.prompts).expanduser()
+    return read_prompts(path) if options.strict else read_prompts_and_mistakes(path)
+
+
+def _exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
+    """Return a context in which float32 means float32, on accelerators too."""
+    if dtype == "float32":
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()
+
+
+def _open_sink(
+    options: Options,
+    settings: GenerationSettings,
+    models: Models,
+    prompts: list[Prompt | BadPrompt],
+) -> RowSink:
+    if options.output is None:
+        return RowPrinter(quiet=options.is_live)
+    # Not the batch size: it changes no row, and a run may have to go on with a smaller one.
+    depends_on = {
+        "base": options.base,
+        "draft": options.draft,
+        **settings.to_dict(),
+        **models.identity(),
+    }
+    return RowWriter(
+        Path(options.output).expanduser(),
+        settings=depends_on,
+        prompts_hash=prompts_hash(prompts),
+        overwrite=options.overwrite,
+    )
+
+
+def _decode(
+    options: Options,
+    settings: GenerationSettings,
+    models: Models,
+    prompts: list[Prompt | BadPrompt],
+    sink: RowSink,
+) -> dict[str, Any]:
+    figures = Figures()
+    if options.output is not None:
+        for row in read_rows(Path(options.output).expanduser()):
+            figures.add(row)
+    tokens_before, left = figures.tokens, prompts[sink.finished :]
+    if sink.finished:
+        print(f"{sink.finished} rows are in {options.output} already", file=sys.stderr, flush=True)
+    engine = models.engine(
+        batch_size=1 if options.is_live else max(1, min(options.batch_size, len(left))),
+        # On a terminal a step at a time, for the eye; else as many as cost the host no time.
+        steps_per_chunk=1 if options.is_live and sys.stdout.isatty() else 8,
+    )
+    stream = RowStream(engine, models, left, settings, strict=options.strict or options.is_live)
+    with CompileClock() as compiling:
+        started = time.perf_counter()
+        stream.warm_up()
+        if options.is_live:
+            decode_live(stream, sink, figures, LiveText(sys.stdout, models.tokenizer))
+        else:
+            with _bar(options, len(prompts), sink.finished) as bar:
+                decode_with_bar(stream, sink, figures, bar)
+        seconds = time.perf_counter() - started - compiling.seconds
+    new_tokens = figures.tokens - tokens_before
+    speed = round(new_tokens / seconds, 2) if new_tokens else None
+    print(figures.summary(speed), file=sys.stderr, flush=True)
+    return figures.to_dict() | {
+        "seconds": round(seconds, 3),
+        "compile_seconds": round(compiling.seconds, 3),
+        "tokens_per_second": speed,
+    }
+
+
+def _bar(options: Options, total: int, finished: int) -> Progress:
+    """Return a bar; unseen where the rows themselves go to the terminal that it would be on."""
+    is_hidden = options.output is None and sys.stdout.isatty()
+    return progress_bar(
+        total, "generate", "row", initial=finished, file=io.StringIO() if is_hidden else None
+    )
