@@ -212,9 +212,10 @@ def _disk_reason(error: BaseException | None) -> str | None:
 
 
 def _hash_files(folder: Path) -> dict[str, str]:
+    """Hash a checkpoint's files but for those at the top, which the renaming touches."""
     hashes = {}
     for path in sorted(folder.rglob("*")):
-        if path.is_file():
+        if path.is_file() and path.parent != folder:
             with path.open("rb") as file:
                 digest = hashlib.file_digest(file, "sha256")
             hashes[path.relative_to(folder).as_posix()] = digest.hexdigest()
