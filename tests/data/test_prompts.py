@@ -5,7 +5,15 @@ import json
 
 import pytest
 
-from clover_jax.data.prompts import Prompt, parse_prompt, prompts_hash, read_prompts, text_prompt
+from clover_jax.data.prompts import (
+    BadPrompt,
+    Prompt,
+    parse_prompt,
+    prompts_hash,
+    read_prompts,
+    read_prompts_and_mistakes,
+    text_prompt,
+)
 from clover_jax.errors import UserError
 
 
@@ -135,3 +143,15 @@ def test_the_hash_sees_what_is_asked_and_not_where_it_was_written(tmp_path):
 def test_text_from_the_command_line_is_a_row():
     prompt = text_prompt("Once")
     assert (prompt.index, prompt.source, prompt.text) == (0, "--prompt", "Once")
+
+
+def test_mistakes_can_stand_in_the_place_of_their_rows(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n{"prompt": 3}\nnot json\n{"prompt": "b"}\n')
+    first, number, torn, last = read_prompts_and_mistakes(path)
+    assert (first.text, last.text, last.index) == ("a", "b", 3)
+    assert number == BadPrompt(1, f"{path}:2", f"{path}:2: prompt must be a string, not 3")
+    assert torn.error.startswith(f"{path}:3: not JSON (")
+    assert prompts_hash([first, number]) != prompts_hash([first, torn])
+    with pytest.raises(UserError, match="p.jsonl:2: prompt must be a string"):
+        read_prompts(path)

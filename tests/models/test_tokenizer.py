@@ -83,3 +83,20 @@ def test_the_pieces_of_any_tokens_in_any_chunks_join_to_the_whole(tokenizers, ki
     chunks = data.draw(st.lists(st.one_of(words, anything), max_size=8))
     whole = decode_text(tokenizer, [id_ for chunk in chunks for id_ in chunk])
     assert "".join(pieces(tokenizer, chunks)) == whole
+
+
+def test_a_continuation_keeps_the_space_that_the_start_of_a_text_loses(tokenizers):
+    tokenizer = tokenizers["byte fallback"]
+    prompt, answer = tokenizer("the").input_ids, tokenizer("the").input_ids
+    assert decode_text(tokenizer, answer) == "the"
+    assert decode_text(tokenizer, answer, prompt) == " the"
+    stream = TextStream(tokenizer, prompt)
+    assert stream.push(answer) + stream.finish() == " the"
+
+
+def test_a_character_that_the_context_begins_belongs_to_what_follows(tokenizers):
+    tokenizer = tokenizers["byte level"]
+    first, second, mark = tokenizer("é!").input_ids
+    assert decode_text(tokenizer, [second, mark], [mark, first]) == "é!"
+    stream = TextStream(tokenizer, [mark, first])
+    assert [stream.push([second]), stream.push([mark])] == ["é", "!"]

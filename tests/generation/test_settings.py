@@ -1,0 +1,36 @@
+"""A row's own settings take the place of the command's."""
+
+import pytest
+
+from clover_jax.data.prompts import parse_prompt
+from clover_jax.errors import UserError
+from clover_jax.generation.settings import GenerationSettings
+
+
+def row(**options):
+    return parse_prompt({"prompt": "a", **options}, 0, "p.jsonl:1")
+
+
+def test_a_row_s_own_settings_win():
+    settings = GenerationSettings(max_new_tokens=5, stop=("x",), ignore_eos=True)
+    assert settings.for_row(row()) == settings
+    own = settings.for_row(row(max_new_tokens=9, stop="y", temperature=0))
+    assert (own.max_new_tokens, own.stop, own.ignore_eos) == (9, ("y",), True)
+
+
+def test_a_row_that_wants_what_is_not_there_is_named():
+    with pytest.raises(UserError, match=r"p\.jsonl:1: temperature 0\.7 asks for sampling"):
+        GenerationSettings().for_row(row(temperature=0.7))
+
+
+@pytest.mark.parametrize(
+    ("values", "said"),
+    [
+        ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be at least 1"),
+        ({"verify": "lossless"}, "verify=lossless is for sampling"),
+        ({"stop": ("",)}, "a stop string is empty"),
+    ],
+)
+def test_what_cannot_be_is_refused(values, said):
+    with pytest.raises(UserError, match=said):
+        GenerationSettings(**values)

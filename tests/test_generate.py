@@ -1,0 +1,371 @@
+"""The generate command on random tiny models: what it prints, writes, resumes and refuses."""
+
+import functools
+import gzip
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from clover_jax import cli, generate
+from clover_jax.decoding.engine import Engine
+from clover_jax.generation import models
+from clover_jax.models.tokenizer import decode_text, load_tokenizer
+from clover_jax.row_writer import RowWriter
+from tests.tiny_checkpoints import copy_of
+from tests.tiny_folders import SPEAKING, save_tiny_base, save_tiny_draft
+
+REPOSITORY = Path(generate.__file__).parents[1]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def shared_programs():
+    """Trace the programs of each kind of engine once, not in every test."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(models, "Engine", functools.cache(Engine))
+        yield
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_base(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="module")
+def draft(base):
+    return save_tiny_draft(base.parent / "draft", base)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(base):
+    return load_tokenizer(base)
+
+
+@pytest.fixture
+def command(base, capsys):
+    """Run the command in this process: (status, lines of stdout, stderr)."""
+
+    def run(*argv, base=base):
+        capsys.readouterr()
+        status = cli.run(generate.main, generate.define_flags, [f"--base={base}", *map(str, argv)])
+        printed = capsys.readouterr()
+        return status, printed.out.splitlines(), printed.err
+
+    return run
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    def write(*rows):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def decode(command, prompts_file, tmp_path):
+    """Decode rows into a file: (status, output rows)."""
+
+    def run(rows, *argv, name="out.jsonl", **options):
+        output = tmp_path / name
+        arguments = (f"--prompts={prompts_file(*rows)}", f"--output={output}", "--overwrite")
+        arguments += ("--batch_size=2", "--max_new_tokens=20")
+        status, _, error = command(*arguments, *argv, **options)
+        assert status in (0, 1), error
+        return status, [json.loads(line) for line in output.read_text().splitlines()]
+
+    return run
+
+
+def ragged_rows(count=7):
+    rng = np.random.default_rng(0)
+    lengths = rng.choice([1, 2, 9, 40, 63, 64, 65], size=count, replace=False)
+    return [{"prompt_ids": rng.integers(2, 261, length).tolist()} for length in lengths]
+
+
+def without_times(row):
+    return {key: value for key, value in row.items() if key != "seconds"}
+
+
+def test_a_prompt_is_continued_on_stdout_and_the_last_line_is_json(command, draft):
+    status, lines, error = command("--prompt=the cat", f"--draft={draft}", "--max_new_tokens=9")
+    assert status == 0
+    assert "\n".join(lines[:-1]).startswith("the cat")
+    result = json.loads(lines[-1])
+    assert (result["tokens"], result["rows"], result["failed"]) == (9, 1, 0)
+    assert result["tau"] == pytest.approx(8 / result["target_forwards"])
+    assert sum(result["accepted_histogram"]) == result["target_forwards"]
+    assert result["tokens_per_second"] > 0
+    assert "\033" not in "".join(lines)
+    assert f"9 tokens in {result['target_forwards']} forwards" in error
+
+
+def test_drafted_rows_equal_plain_rows_whatever_the_batch(decode, draft):
+    rows = [*ragged_rows(), {"prompt": "the hat"}]
+    _, plain = decode(rows, "--batch_size=1")
+    status, drafted = decode(rows, f"--draft={draft}")
+    assert status == 0
+    same = ("index", "prompt_ids", "output_ids", "text", "finish_reason")
+    assert [[row[key] for key in same] for row in drafted] == [
+        [row[key] for key in same] for row in plain
+    ]
+    assert [row["index"] for row in drafted] == list(range(8))
+    assert all(row["tau"] == 1 for row in plain)
+    assert any(accepted > 0 for row in drafted for accepted in row["accepted"])
+    assert list(drafted[0]) == [
+        *("index", "prompt_ids", "output_ids", "text", "accepted", "target_forwards"),
+        *("tau", "seconds", "finish_reason"),
+    ]
+
+
+def test_rows_go_to_stdout_in_input_order_without_an_output(command, prompts_file):
+    rows = [{"prompt": "a", "max_new_tokens": 30}, *({"prompt": text} for text in "bcd")]
+    path = prompts_file(*rows)
+    packed = path.with_suffix(".jsonl.gz")
+    packed.write_bytes(gzip.compress(path.read_bytes()))
+    status, lines, _ = command(f"--prompts={packed}", "--batch_size=2", "--max_new_tokens=3")
+    assert status == 0
+    *printed, result = map(json.loads, lines)
+    assert [row["index"] for row in printed] == [0, 1, 2, 3]
+    assert [len(row["output_ids"]) for row in printed] == [30, 3, 3, 3]
+    assert (result["rows"], result["tokens"]) == (4, 39)
+
+
+def test_a_killed_run_goes_on_to_the_same_file(command, prompts_file, draft, tmp_path, monkeypatch):
+    output = tmp_path / "out.jsonl"
+    rows = [*ragged_rows(5), {"prompt": "bad", "temperature": 1}]
+    arguments = (
+        *(f"--prompts={prompts_file(*rows)}", f"--draft={draft}", f"--output={output}"),
+        *("--batch_size=2", "--max_new_tokens=12"),
+    )
+    status, lines, _ = command(*arguments)
+    assert status == 1
+    whole, figures = output.read_text().splitlines(), json.loads(lines[-1])
+    output.unlink()
+    append = RowWriter.append
+
+    def append_two(self, row):
+        append(self, row)
+        if self.finished >= 2:
+            self._file.write(b'{"index": 2, "pro')
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(RowWriter, "append", append_two)
+    assert command(*arguments)[0] == 130
+    monkeypatch.setattr(RowWriter, "append", append)
+    begun = output.read_text().splitlines()[:2]
+
+    status, lines, error = command(*arguments)
+    assert status == 1
+    assert "2 rows are in" in error
+    resumed = output.read_text().splitlines()
+    assert resumed[:2] == begun
+    assert [without_times(json.loads(line)) for line in resumed] == [
+        without_times(json.loads(line)) for line in whole
+    ]
+    again = json.loads(lines[-1])
+    counted = ("tau", "tokens", "target_forwards", "accepted_histogram", "rows", "failed")
+    assert [again[key] for key in counted] == [figures[key] for key in counted]
+
+    status, lines, _ = command(*arguments)
+    assert (status, output.read_text().splitlines()) == (1, resumed)
+    assert json.loads(lines[-1])["tokens_per_second"] is None
+
+
+def test_other_settings_are_refused_and_named(command, prompts_file, tmp_path, draft):
+    arguments = (f"--prompts={prompts_file({'prompt': 'a'})}", f"--output={tmp_path / 'out'}")
+    assert command(*arguments, "--max_new_tokens=3")[0] == 0
+    before = (tmp_path / "out").read_bytes()
+    status, lines, error = command(*arguments, "--max_new_tokens=4")
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert "was written with max_new_tokens 3, not 4; repeat that command" in error
+    assert (tmp_path / "out").read_bytes() == before
+    assert command(*arguments, "--max_new_tokens=4", "--overwrite")[0] == 0
+
+
+def test_a_bad_row_is_reported_and_passed_over(command, prompts_file, tmp_path):
+    rows = [
+        {"prompt": "good"},
+        {"promp": "misspelt"},
+        {"prompt": "hot", "temperature": 0.7},
+        {"prompt_ids": [5, 261]},
+        {"prompt_ids": [5] * 128},
+        {"prompt": "good"},
+    ]
+    path = prompts_file(*rows)
+    arguments = (f"--prompts={path}", f"--output={tmp_path / 'out'}", "--max_new_tokens=4")
+    status, lines, error = command(*arguments)
+    assert status == 1
+    written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [row["index"] for row in written] == list(range(6))
+    assert written[0]["output_ids"] == written[5]["output_ids"]
+    said = [
+        f"{path}:2: expected one of prompt, question",
+        f"{path}:3: temperature 0.7 asks for sampling, which is not there yet",
+        f"{path}:4: token id 261 is outside the base's vocabulary, 0 to 260",
+        f"{path}:5: the prompt has 128 tokens and the base's context is 128; shorten it",
+    ]
+    for row, start in zip(written[1:5], said, strict=True):
+        assert row["error"].startswith(start)
+        assert set(row) == {"index", "error"}
+        assert f"row {row['index']} failed: {start}" in error
+    assert (json.loads(lines[-1])["rows"], json.loads(lines[-1])["failed"]) == (6, 4)
+
+
+@pytest.mark.parametrize("bad", [{"promp": "misspelt"}, {"prompt_ids": [261]}])
+def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
+    path = prompts_file({"prompt": "good"}, bad)
+    status, lines, error = command(f"--prompts={path}", "--strict", "--max_new_tokens=4")
+    assert status == 2
+    assert f"clover_jax.generate: {path}:2: " in error
+    assert not any("tau" in line for line in lines[1:])
+
+
+def test_turns_are_played_in_order_each_answer_in_the_next_context(decode, draft, tokenizer):
+    turns = ["the", "he", "at the"]
+    rows = [{"turns": turns}, {"prompt": "x"}, {"question": "the"}]
+    _, (row, _, question) = decode(rows, f"--draft={draft}")
+    columns = set(row) - {"index"}
+    assert all(len(row[name]) == 3 for name in columns)
+    text = "the\n"
+    for turn in range(3):
+        assert row["prompt_ids"][turn] == tokenizer(text).input_ids
+        answer = row["text"][turn]
+        assert answer == decode_text(tokenizer, row["output_ids"][turn])
+        text += answer + "\n" + (turns[turn + 1] + "\n" if turn < 2 else "")
+    _, alone = decode([{"prompt_ids": ids} for ids in row["prompt_ids"]])
+    assert [one["output_ids"] for one in alone] == row["output_ids"]
+    assert question["output_ids"] == row["output_ids"][0]
+
+
+def test_a_base_without_a_template_is_said(command, prompts_file):
+    path = prompts_file({"turns": ["a"]}, {"prompt": "b"})
+    _, _, error = command(f"--prompts={path}", "--max_new_tokens=2")
+    assert "no chat template: in 1 of 2 rows turns and answers are joined by newlines" in error
+
+
+def test_a_stop_string_cuts_text_and_tokens(decode, draft, tokenizer):
+    prompt = {"prompt": "!"}
+    _, (plain,) = decode([prompt])
+    letters = [decode_text(tokenizer, [id_]) for id_ in plain["output_ids"]]
+    # A stop of two tokens that stand together for the first time at `place`.
+    place = next(
+        i
+        for i in range(4, 18)
+        if plain["text"].find(letters[i] + letters[i + 1]) == len("".join(letters[:i]))
+        and "\N{REPLACEMENT CHARACTER}" not in letters[i] + letters[i + 1]
+    )
+    stopping = prompt | {"stop": ["never", letters[place] + letters[place + 1]]}
+    for flags in ([], [f"--draft={draft}"]):
+        _, (row, other) = decode([stopping, prompt], *flags, "--batch_size=1")
+        assert row["finish_reason"] == "stop"
+        assert row["output_ids"] == plain["output_ids"][:place]
+        assert row["text"] == "".join(letters[:place])
+        # Forwards up to the one that completed the stop string, none after it.
+        emitted = [1 + sum(a + 1 for a in row["accepted"][:n]) for n in (-1, None)]
+        assert emitted[0] < place + 2 <= emitted[1]
+        assert other["output_ids"] == plain["output_ids"]
+
+
+def test_rows_set_their_own_limit_and_eos_ends_them(decode, base, tmp_path):
+    row = {"prompt": "the", "max_new_tokens": 7}
+    _, (plain,) = decode([row])
+    assert (len(plain["output_ids"]), plain["finish_reason"]) == (7, "length")
+    ids = plain["output_ids"]
+    end = next(i for i in range(1, 7) if ids[i] not in ids[:i])
+    ending = copy_of(base, tmp_path / "ending")
+    (ending / "generation_config.json").write_text(json.dumps({"eos_token_id": [259, ids[end]]}))
+    _, (row_ended,) = decode([row], base=ending)
+    assert (row_ended["output_ids"], row_ended["finish_reason"]) == (ids[: end + 1], "eos")
+    _, (ignored,) = decode([row], "--ignore_eos", base=ending)
+    assert ignored["output_ids"] == ids
+
+
+def test_a_prompt_beyond_the_context_is_cut_on_the_left_or_skipped(decode, command, prompts_file):
+    ids = [0, *range(2, 202)]
+    rows = [{"prompt_ids": ids}, {"prompt": "the"}]
+    status, (cut, _) = decode(rows, "--context_overflow=truncate_left")
+    assert status == 0
+    assert cut["prompt_ids"] == [0, *ids[-(128 - 20 - 1) :]]  # BOS stays, and room for 20
+    assert len(cut["output_ids"]) == 20
+    status, (skipped, good) = decode(rows, "--context_overflow=skip")
+    assert status == 0
+    assert skipped["skipped"].endswith("has 201 tokens and the base's context is 128")
+    assert len(good["output_ids"]) == 20
+    _, lines, error = command(
+        f"--prompts={prompts_file(*rows)}", "--context_overflow=skip", "--max_new_tokens=2"
+    )
+    assert json.loads(lines[-1])["skipped"] == 1
+    assert "row 0 skipped: " in error
+
+
+def test_an_official_clover2_folder_decodes_as_plain_without_a_tokenizer(decode, fixtures_dir):
+    reference = fixtures_dir / "clover2_reference"
+    rows = [{"prompt_ids": [5, 17, 40]}, {"prompt_ids": list(range(30))}]
+    _, plain = decode(rows, base=reference / "base")
+    _, drafted = decode(rows, f"--draft={reference / 'clover2'}", base=reference / "base")
+    assert [row["output_ids"] for row in drafted] == [row["output_ids"] for row in plain]
+    assert [row["text"] for row in drafted] == [None, None]
+    status, (failed,) = decode([{"prompt": "words"}], base=reference / "base")
+    assert status == 1
+    assert failed["error"].endswith(
+        "the base has no tokenizer files; give prompt_ids instead of text"
+    )
+
+
+def test_without_a_prompt_the_base_s_own_first_one_is_taken(command, base, tmp_path):
+    _, _, error = command()
+    assert "has no prompts.jsonl; give --prompt=TEXT or --prompts=FILE" in error
+    own = copy_of(base, tmp_path / "own")
+    (own / "prompts.jsonl").write_text('{"prompt": "first"}\n{"prompt": "second"}\n')
+    status, lines, _ = command("--max_new_tokens=3", base=own)
+    assert status == 0
+    assert lines[0].startswith("first")
+    assert json.loads(lines[-1])["rows"] == 1
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--prompt=a", "--prompts=b"], "--prompt and --prompts exclude each other"),
+        (["--prompt="], "the prompt is empty; give at least one token"),
+        (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
+        (["--prompt=a", "--tree=paper25"], "'paper25' has 25 nodes and there is no draft to fill"),
+        (["--prompt=a", "--draft=/nowhere"], "'/nowhere' is neither a folder, nor a hub id"),
+        (["--prompt=a", "--temperature=0.5"], "temperature 0.5 asks for sampling"),
+        (["--prompt=a", "--verify=typical"], "verify=typical is for sampling"),
+        (["--prompt=a", "--max_new_tokens=0"], "--max_new_tokens=0"),
+        (["--prompt=a", "--stop="], "a stop string is empty"),
+        (["--prompt=a", "--overwrite"], "--overwrite is for --output=FILE, which is missing"),
+        (["--prompt=a", "--mesh=data=2"], "generate uses one device for now"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(command, argv, said):
+    status, lines, error = command(*argv)
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert said in error
+
+
+def test_a_real_process_streams_into_a_pipe_and_ends_when_its_reader_leaves(base):
+    arguments = [sys.executable, "-m", "clover_jax.generate", f"--base={base}", "--prompt=the"]
+    with subprocess.Popen(
+        [*arguments, "--max_new_tokens=100"],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        env=os.environ | {"PYTHONUNBUFFERED": "1"},
+    ) as process:
+        assert process.stdout.read(3) == b"the"
+        process.stdout.close()
+        assert process.stderr.read() == b""
+        assert process.wait() == 141
+
+
+def test_the_context_of_the_tiny_base_is_what_these_tests_assume():
+    assert (SPEAKING.max_position_embeddings, SPEAKING.vocab_size) == (128, 261)
