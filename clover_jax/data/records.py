@@ -136,7 +136,7 @@ def cut_text(record: Text, max_chars: int) -> list[Text]:
     """Cut a long text into sections, at the last line end (or else anywhere) before max_chars.
 
     Sections can be shuffled and tokenised alone.
-    Example: "ab\\ncd\\ne" with max_chars 4 gives "ab\\n", "cd\\n", "e".
+    Example: "ab\\ncd\\ne" with max_chars 4 gives "ab\\n", "cd\\ne".
     """
     sections, start, text = [], 0, record.text
     while start < len(text):

@@ -1,0 +1,144 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clover_jax.data.chat import encode_record, render_plain
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import parse_prompt
+from clover_jax.data.records import Conversation, Text, TokenRow
+from clover_jax.errors import UserError
+from clover_jax.models.tokenizer import load_tokenizer
+from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_fallback, save_byte_level
+
+ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))
+# As ChatML: an end-of-turn marker, then a newline that the model does not write.
+CHATML = (
+    "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory):
+    return load_tokenizer(save_byte_level(tmp_path_factory.mktemp("plain")))
+
+
+@pytest.fixture(scope="module")
+def chat(tmp_path_factory):
+    return load_tokenizer(save_byte_level(tmp_path_factory.mktemp("chat"), CHAT_TEMPLATE))
+
+
+@pytest.fixture(scope="module")
+def chatml(tmp_path_factory):
+    return load_tokenizer(save_byte_level(tmp_path_factory.mktemp("chatml"), CHATML))
+
+
+@pytest.fixture(scope="module")
+def fallback(tmp_path_factory):
+    return load_tokenizer(save_byte_fallback(tmp_path_factory.mktemp("fallback")))
+
+
+def masked_text(encoded, tokenizer):
+    return tokenizer.decode(encoded.tokens[encoded.loss_mask])
+
+
+def test_text_counts_whole_and_ends_with_eos(plain):
+    encoded = encode_record(Text("f", "the hat"), plain, 300)
+    assert encoded.loss_mask.all()
+    assert encoded.tokens[-1] == plain.eos_token_id
+    assert plain.decode(encoded.tokens[:-1]) == "the hat"
+
+
+def test_a_section_in_the_middle_gets_no_special_tokens(plain):
+    encoded = encode_record(Text("f", "the", starts=False, ends=False), plain, 300)
+    assert not set(encoded.tokens.tolist()) & set(plain.all_special_ids)
+
+
+def test_only_the_assistant_counts_in_a_chat_template(chat):
+    encoded = encode_record(Conversation("f", ASK), chat, 300)
+    assert chat.decode(encoded.tokens) == (
+        "<s>[user]the hat[assistant]he had it[user]the[assistant]be"
+    )
+    assert masked_text(encoded, chat) == "he had itbe"
+
+
+def test_the_end_of_turn_counts_and_the_newline_after_it_does_not(chatml):
+    encoded = encode_record(Conversation("f", ASK), chatml, 300)
+    assert masked_text(encoded, chatml) == "he had it</s>be</s>"
+
+
+def test_without_a_template_messages_end_in_newlines_and_the_answer_counts(plain):
+    encoded = encode_record(Conversation("f", ASK), plain, 300)
+    assert plain.decode(encoded.tokens) == "the hat\nhe had it\nthe\nbe\n</s>"
+    assert masked_text(encoded, plain) == "he had it\nbe\n</s>"
+
+
+def test_a_conversation_that_ends_with_the_user_has_no_eos_that_counts(plain):
+    encoded = encode_record(Conversation("f", ASK[:3]), plain, 300)
+    assert masked_text(encoded, plain) == "he had it\n"
+
+
+def test_render_plain_gives_the_docstrings_example():
+    text, spans = render_plain(Conversation("f", (("user", "a"), ("assistant", "b"))))
+    assert text == "a\nb\n"
+    assert spans == [(2, 4)]
+
+
+@pytest.mark.parametrize("kind", ["plain", "chat"])
+def test_what_precedes_an_answer_is_the_prompt_that_generate_reads(kind, request):
+    tokenizer = request.getfixturevalue(kind)
+    encoded = encode_record(Conversation("f", ASK[:2]), tokenizer, 300)
+    messages = [{"role": "user", "content": ASK[0][1]}]
+    prompt = encode_prompt(parse_prompt({"messages": messages}, 0, "f"), tokenizer, 300)
+    assert encoded.tokens[: encoded.loss_mask.argmax()].tolist() == prompt
+
+
+def test_offsets_of_a_sentencepiece_tokenizer_are_understood(fallback):
+    encoded = encode_record(Conversation("f", ASK[:2]), fallback, 300)
+    assert masked_text(encoded, fallback).split() == ["he", "had", "<unk>t</s>"] or (
+        "he had" in masked_text(encoded, fallback)
+    )
+    assert "the hat" not in masked_text(encoded, fallback)
+
+
+def test_token_rows_count_on_their_output():
+    encoded = encode_record(TokenRow("f", (5, 6), (7, 8, 9)), None, 10)
+    assert encoded.tokens.tolist() == [5, 6, 7, 8, 9]
+    assert encoded.loss_mask.tolist() == [False, False, True, True, True]
+
+
+ROLES = st.sampled_from(["user", "assistant"])
+
+
+@given(st.lists(st.tuples(ROLES, st.text("abhte ", min_size=1, max_size=9)), max_size=5))
+def test_the_mask_never_covers_a_users_word(messages):
+    marked = tuple(
+        (role, text.upper() if role == "user" else text.lower()) for role, text in messages
+    )
+    text, spans = render_plain(Conversation("f", marked))
+    covered = "".join(text[start:end] for start, end in spans)
+    assert covered == covered.lower()
+    assert covered == "".join(text + "\n" for role, text in marked if role == "assistant")
+
+
+def test_text_without_a_tokenizer_is_refused():
+    with pytest.raises(UserError, match="f:1: the base has no tokenizer files"):
+        encode_record(Text("f:1", "hi"), None, 10)
+
+
+def test_ids_outside_the_vocabulary_are_refused():
+    with pytest.raises(UserError, match="token id 12 is outside the base's vocabulary, 0 to 9"):
+        encode_record(TokenRow("f", (1,), (12,)), None, 10)
+
+
+def test_what_a_template_refuses_is_said(chat):
+    record = Conversation("f:3", (("system", "be nice"), *ASK))
+    with pytest.raises(UserError, match="f:3: the base's chat template refuses.*no system role"):
+        encode_record(record, chat, 300)
+
+
+def test_a_template_that_rewrites_the_past_is_refused(tmp_path):
+    template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
+    tokenizer = load_tokenizer(save_byte_level(tmp_path, template))
+    with pytest.raises(UserError, match="renders the conversation before answer 1 differently"):
+        encode_record(Conversation("f", ASK[:2]), tokenizer, 300)

@@ -1,0 +1,116 @@
+import contextlib
+import itertools
+import json
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from clover_jax.data.chat import Encoded
+from clover_jax.data.pipeline import CutInPieces, PipelineConfig, make_pipeline
+from clover_jax.data.records import TokenRow
+from clover_jax.errors import UserError
+
+CONFIG = PipelineConfig(batch_size=3, seq_len=16, seed=0)
+
+
+def counting_rows(count=30, seed=0):
+    """Return documents of consecutive ids, each from its own start."""
+    rng = np.random.default_rng(seed)
+    rows = []
+    for document in range(count):
+        ids = tuple(range(100 * document, 100 * document + rng.integers(3, 40)))
+        rows.append(TokenRow("f", ids[:2], ids[2:]))
+    return rows
+
+
+@contextlib.contextmanager
+def pipeline(rows, config=CONFIG):
+    with contextlib.closing(iter(make_pipeline(rows, None, 100_000, config))) as batches:
+        yield batches
+
+
+def take(count, rows, config=CONFIG):
+    with pipeline(rows, config) as batches:
+        return list(itertools.islice(batches, count))
+
+
+def assert_equal(first, second):
+    for a, b in zip(first, second, strict=True):
+        for name in ("tokens", "segment_ids", "positions", "loss_mask"):
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+
+
+def test_the_same_seed_gives_the_same_batches_and_another_gives_others():
+    rows = counting_rows()
+    assert_equal(take(8, rows), take(8, rows))
+    other = take(8, rows, PipelineConfig(3, 16, seed=1))
+    assert any((a.tokens != b.tokens).any() for a, b in zip(take(8, rows), other, strict=True))
+
+
+@pytest.mark.parametrize("position", [0, 1, 7, 25])
+def test_an_iterator_goes_on_from_its_saved_state(position):
+    rows = counting_rows()
+    with pipeline(rows) as batches:
+        list(itertools.islice(batches, position))
+        state = json.loads(json.dumps(batches.get_state()))
+        expected = list(itertools.islice(batches, 10))
+    with pipeline(rows) as batches:
+        batches.set_state(state)
+        assert_equal(expected, list(itertools.islice(batches, 10)))
+
+
+def test_segments_are_pieces_of_documents_with_their_masks():
+    for batch in take(12, counting_rows()):
+        assert batch.tokens.shape == (3, 16)
+        for row in range(3):
+            for segment in range(1, batch.segment_ids[row].max() + 1):
+                at = batch.segment_ids[row] == segment
+                ids = batch.tokens[row][at]
+                np.testing.assert_array_equal(np.diff(ids), 1)
+                np.testing.assert_array_equal(batch.positions[row][at], np.arange(len(ids)))
+                np.testing.assert_array_equal(batch.loss_mask[row][at], ids % 100 >= 2)
+        padding = batch.segment_ids == 0
+        assert not batch.loss_mask[padding].any()
+        assert not batch.tokens[padding].any()
+
+
+def test_an_epoch_holds_every_token_that_can_be_learnt():
+    rows = counting_rows(count=40)
+    seen = {int(t) for b in take(40, rows) for t in b.tokens[b.segment_ids > 0]}
+    wanted = {token for row in rows for token in (*row.prompt_ids, *row.output_ids)[1:-1]}
+    # The pieces at the end of a document that are one token long have no pair.
+    assert len(wanted - seen) <= len(rows)
+
+
+def test_rows_are_mostly_full():
+    batches = take(20, counting_rows(count=200))
+    assert np.mean([batch.segment_ids > 0 for batch in batches]) > 0.85
+
+
+def test_the_cut_gives_the_docstrings_example():
+    pieces = CutInPieces(2).flat_map(Encoded(np.arange(5, dtype=np.int32), np.ones(5, bool)))
+    assert [piece["tokens"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
+
+
+@settings(max_examples=50)
+@given(st.lists(st.booleans(), max_size=40), st.integers(2, 12))
+def test_every_piece_fits_and_has_something_to_learn(mask, seq_len):
+    encoded = Encoded(np.arange(len(mask), dtype=np.int32), np.array(mask, bool))
+    pieces = CutInPieces(seq_len).flat_map(encoded)
+    for piece in pieces:
+        assert len(piece["tokens"]) == len(piece["loss_mask"]) <= seq_len
+        assert piece["loss_mask"][:-1].any()
+    kept = sum(piece["loss_mask"].sum() for piece in pieces)
+    assert kept >= sum(mask) - (len(mask) // seq_len + 1)
+
+
+def test_impossible_shapes_are_refused():
+    with pytest.raises(ValueError, match=r"batch_size \(0\) must be at least 1"):
+        PipelineConfig(batch_size=0, seq_len=16)
+
+
+def test_a_record_that_cannot_be_used_is_named():
+    with pytest.raises(UserError, match="f: token id 100000 is outside the base's vocabulary"):
+        take(1, [TokenRow("f", (1,), (100_000,))])

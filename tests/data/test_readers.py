@@ -1,0 +1,91 @@
+import gzip
+import json
+import lzma
+
+import pytest
+
+from clover_jax.data import readers
+from clover_jax.data.corpus import Document
+from clover_jax.data.readers import read_records
+from clover_jax.data.records import Text, TokenRow
+from clover_jax.errors import UserError
+
+ROW = json.dumps({"text": "hello"}) + "\n"
+
+
+def texts(spec):
+    return [record.text for record in read_records(str(spec)).train]
+
+
+@pytest.mark.parametrize(
+    "name, opener", [("a.jsonl", open), ("a.jsonl.gz", gzip.open), ("a.jsonl.xz", lzma.open)]
+)
+def test_jsonl_is_read_packed_or_not(tmp_path, name, opener):
+    with opener(tmp_path / name, "wt") as file:
+        file.write(ROW + "\n" + ROW)
+    assert texts(tmp_path / name) == ["hello", "hello"]
+
+
+def test_a_folder_is_read_whole_and_in_order(tmp_path):
+    (tmp_path / "sub").mkdir()
+    (tmp_path / "b.txt").write_text("B")
+    (tmp_path / "sub" / "a.py").write_text("A")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
+    (tmp_path / ".hidden").write_text("no")
+    (tmp_path / "rows.jsonl").write_text(ROW)
+    assert texts(tmp_path) == ["B", "hello", "A"]
+
+
+def test_globs_and_several_paths_are_read(tmp_path):
+    for name in ("a.txt", "b.txt", "c.md"):
+        (tmp_path / name).write_text(name)
+    assert texts(f"{tmp_path}/*.txt,{tmp_path}/c.md") == ["a.txt", "b.txt", "c.md"]
+
+
+def test_rows_as_generate_writes_them_are_read(tmp_path):
+    row = {"index": 0, "prompt_ids": [1], "output_ids": [2, 3], "text": None, "accepted": [0]}
+    (tmp_path / "out.jsonl").write_text(json.dumps(row) + "\n")
+    source = f"{tmp_path}/out.jsonl:1"
+    assert read_records(f"{tmp_path}/out.jsonl").train == [TokenRow(source, (1,), (2, 3))]
+
+
+def test_the_built_in_corpus_keeps_its_own_split(monkeypatch):
+    monkeypatch.setattr(
+        readers, "builtin_documents", lambda split: [Document(f"{split}.py", split)]
+    )
+    records = read_records("builtin:python")
+    assert records.train == [Text("train.py", "train")]
+    assert records.heldout == [Text("heldout.py", "heldout")]
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"{", r"a.jsonl:1: not JSON"),
+        (b"\xff\xff", "a.jsonl: not UTF-8|a.jsonl:1: not"),
+        (b"", "holds no records"),
+    ],
+)
+def test_unreadable_rows_are_refused_by_name(tmp_path, content, message):
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(UserError, match=message):
+        read_records(str(tmp_path / "a.jsonl"))
+
+
+@pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz"])
+def test_a_torn_archive_is_refused_by_name(tmp_path, name):
+    opener = gzip.open if name.endswith("gz") else lzma.open
+    with opener(tmp_path / name, "wb") as file:
+        file.write(ROW.encode() * 100)
+    content = (tmp_path / name).read_bytes()
+    (tmp_path / name).write_bytes(content[:-10])
+    with pytest.raises(UserError, match=f"{name}: not a whole"):
+        read_records(str(tmp_path / name))
+
+
+@pytest.mark.parametrize(
+    "spec, message", [("missing.txt", "no such file"), ("builtin:rust", "is unknown")]
+)
+def test_data_that_is_not_there_is_refused(spec, message):
+    with pytest.raises(UserError, match=message):
+        read_records(spec)

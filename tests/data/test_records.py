@@ -1,0 +1,96 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from clover_jax.data.records import (
+    Conversation,
+    Text,
+    TokenRow,
+    content_hash,
+    cut_text,
+    data_hash,
+    parse_row,
+    split_by_hash,
+)
+from clover_jax.errors import UserError
+
+
+@pytest.mark.parametrize(
+    "row, expected",
+    [
+        ({"text": "a"}, Text("f:1", "a")),
+        (
+            {"prompt": "a", "response": "b", "kind": "x"},
+            Conversation("f:1", (("user", "a"), ("assistant", "b"))),
+        ),
+        (
+            {"messages": [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]},
+            Conversation("f:1", (("system", "s"), ("user", "u"))),
+        ),
+        (
+            {"conversations": [{"from": "human", "value": "u"}, {"from": "gpt", "value": "a"}]},
+            Conversation("f:1", (("user", "u"), ("assistant", "a"))),
+        ),
+        ({"prompt_ids": [1, 2], "output_ids": [3]}, TokenRow("f:1", (1, 2), (3,))),
+    ],
+)
+def test_each_form_of_row_is_understood(row, expected):
+    assert parse_row(row, "f:1") == [expected]
+
+
+def test_a_row_of_several_turns_gives_a_record_for_each():
+    row = {"index": 0, "prompt_ids": [[1], [1, 2, 3]], "output_ids": [[2], [4]], "text": ["", ""]}
+    assert parse_row(row, "f") == [TokenRow("f", (1,), (2,)), TokenRow("f", (1, 2, 3), (4,))]
+
+
+def test_a_row_that_reports_an_error_holds_nothing():
+    assert parse_row({"index": 3, "error": "too long"}, "f") == []
+
+
+@pytest.mark.parametrize(
+    "row, message",
+    [
+        ({"prompt": "a"}, "f:7: expected prompt and response, messages"),
+        ([1], "f:7: expected an object, found list"),
+        ({"text": 3}, "f:7: a malformed row: .*expected text, found 3"),
+        ({"messages": [{"role": "user"}]}, "f:7: a malformed row: KeyError"),
+        ({"prompt_ids": ["a"], "output_ids": [1]}, "f:7: prompt_ids and output_ids must be lists"),
+    ],
+)
+def test_a_row_of_no_known_form_is_refused_by_name(row, message):
+    with pytest.raises(UserError, match=message):
+        parse_row(row, "f:7")
+
+
+def test_cut_text_gives_the_docstrings_example():
+    sections = cut_text(Text("f", "ab\ncd\ne"), 4)
+    assert [section.text for section in sections] == ["ab\n", "cd\ne"]
+    assert [section.starts for section in sections] == [True, False]
+    assert [section.ends for section in sections] == [False, True]
+
+
+@given(st.text(alphabet="ab\n", min_size=1, max_size=60), st.integers(1, 20))
+def test_sections_join_to_the_text_and_none_is_too_long(text, max_chars):
+    sections = cut_text(Text("f", text), max_chars)
+    assert "".join(section.text for section in sections) == text
+    assert max(len(section.text) for section in sections) <= max_chars
+
+
+def test_the_split_depends_on_what_a_record_says_and_nothing_else():
+    records = [Text(f"a:{i}", f"text {i}") for i in range(1000)]
+    moved = [Text("elsewhere", record.text) for record in reversed(records)]
+    train, heldout = split_by_hash(records)
+    assert 20 < len(heldout) < 90
+    assert {r.text for r in heldout} == {r.text for r in split_by_hash(moved)[1]}
+    assert {r.text for r in train}.isdisjoint(r.text for r in heldout)
+
+
+def test_a_handful_of_records_is_all_trained_on():
+    records = [Text("f", f"text {i}") for i in range(19)]
+    assert split_by_hash(records) == (records, [])
+
+
+def test_hashes_ignore_where_and_heed_what():
+    a, b = Text("here", "x"), Text("there", "x")
+    assert content_hash(a) == content_hash(b) != content_hash(Text("here", "y"))
+    assert data_hash([a]) == data_hash([b]) != data_hash([a, b])
