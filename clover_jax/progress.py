@@ -1,7 +1,9 @@
 """Progress on stderr: a bar on a terminal, an occasional plain line everywhere else."""
 
+import contextlib
 import sys
 import time
+from collections.abc import Iterator
 from typing import Protocol, TextIO
 
 _SECONDS_BETWEEN_LINES = 10.0
@@ -117,6 +119,20 @@ class _Lines(_Closing):
             format_progress(self._desc, self._unit, self._done, self._total, self._initial, elapsed)
             + (f", {self._figures}" if self._figures else "")
         )
+
+
+@contextlib.contextmanager
+def passing_note(text: str, file: TextIO | None = None) -> Iterator[None]:
+    """Show `text` while something takes its time; on a terminal only, and gone afterwards."""
+    file = sys.stderr if file is None else file
+    if not file.isatty():
+        yield
+        return
+    print(f"\r{text} ...", end="", file=file, flush=True)
+    try:
+        yield
+    finally:
+        print("\r\033[K", end="", file=file, flush=True)  # back to the start, erase the line
 
 
 def format_progress(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -350,6 +351,17 @@ def test_a_mistake_is_one_line_and_status_2(command, argv, said):
     status, lines, error = command(*argv)
     assert (status, lines, error.count("\n")) == (2, [], 1)
     assert said in error
+
+
+def test_too_little_memory_says_what_to_do(command, prompts_file, monkeypatch):
+    def stream(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    path = prompts_file({"prompt": "a"}, {"prompt": "b"})
+    status, lines, error = command(f"--prompts={path}")
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert "too little memory to decode 2 rows at once; give a smaller --batch_size" in error
 
 
 def test_a_real_process_streams_into_a_pipe_and_ends_when_its_reader_leaves(base):

@@ -5,7 +5,7 @@ import io
 import pytest
 
 from clover_jax import progress
-from clover_jax.progress import format_duration, format_progress, progress_bar
+from clover_jax.progress import format_duration, format_progress, passing_note, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -74,3 +74,13 @@ def test_durations():
         "1:00:00",
         "2:02:05",
     ]
+
+
+def test_a_passing_note_is_for_terminals_and_goes_away_even_after_an_error():
+    terminal, pipe = Terminal(), io.StringIO()
+    with pytest.raises(KeyError, match="cause"), passing_note("compiling", terminal):
+        assert terminal.getvalue() == "\rcompiling ..."
+        raise KeyError("cause")
+    assert terminal.getvalue() == "\rcompiling ...\r\033[K"
+    with passing_note("compiling", pipe):
+        assert pipe.getvalue() == ""

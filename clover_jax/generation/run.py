@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import io
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -27,46 +27,15 @@ from clover_jax.errors import UserError
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.models import Models, load_models
+from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.jsonl import read_rows
-from clover_jax.progress import Progress, progress_bar
+from clover_jax.progress import Progress, passing_note, progress_bar
 from clover_jax.row_writer import RowWriter
 
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """What a user asks for, by the names of the command's flags."""
-
-    prompt: str | None
-    prompts: str | None
-    base: str
-    draft: str
-    tree: str | None
-    dtype: str
-    mesh: str | None
-    batch_size: int
-    output: str | None
-    overwrite: bool
-    strict: bool
-    allow_base_mismatch: bool
-    draft_rope_theta: float | None
-
-    def __post_init__(self):
-        if self.prompt is not None and self.prompts is not None:
-            raise UserError("--prompt and --prompts exclude each other; give one of them")
-        if self.mesh is not None:
-            raise UserError(f"--mesh={self.mesh}: generate uses one device for now; leave it out")
-        if self.overwrite and self.output is None:
-            raise UserError("--overwrite is for --output=FILE, which is missing")
-
-    @property
-    def is_live(self) -> bool:
-        """Whether one row is watched as it comes."""
-        return self.prompts is None
 
 
 def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
@@ -78,14 +47,15 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
     prompts = _read(options)  # before the models, which take longer
     dtype = resolve_dtype(options.dtype)
     with _exact_matmuls(str(dtype)):
-        models = load_models(
-            options.base,
-            options.draft,
-            options.tree,
-            dtype,
-            allow_base_mismatch=options.allow_base_mismatch,
-            draft_rope_theta=options.draft_rope_theta,
-        )
+        with passing_note(f"loading {options.base}"):
+            models = load_models(
+                options.base,
+                options.draft,
+                options.tree,
+                dtype,
+                allow_base_mismatch=options.allow_base_mismatch,
+                draft_rope_theta=options.draft_rope_theta,
+            )
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
         if notice:
@@ -168,14 +138,17 @@ def _decode(
     )
     stream = RowStream(engine, models, left, settings, strict=options.strict or options.is_live)
     with CompileClock() as compiling:
-        started = time.perf_counter()
-        stream.warm_up()
-        if options.is_live:
-            decode_live(stream, sink, figures, LiveText(sys.stdout, models.tokenizer))
-        else:
-            with _bar(options, len(prompts), sink.finished) as bar:
-                decode_with_bar(stream, sink, figures, bar)
-        seconds = time.perf_counter() - started - compiling.seconds
+        with passing_note("compiling"), _memory_advice(engine.batch_size):
+            stream.warm_up()
+        started, compiled_before = time.perf_counter(), compiling.seconds
+        with _memory_advice(engine.batch_size):
+            if options.is_live:
+                decode_live(stream, sink, figures, LiveText(sys.stdout, models.tokenizer))
+            else:
+                with _bar(options, len(prompts), sink.finished) as bar:
+                    decode_with_bar(stream, sink, figures, bar)
+        compiled_meanwhile = compiling.seconds - compiled_before  # longer buffers, new programs
+        seconds = time.perf_counter() - started - compiled_meanwhile
     new_tokens = figures.tokens - tokens_before
     speed = round(new_tokens / seconds, 2) if new_tokens else None
     print(figures.summary(speed), file=sys.stderr, flush=True)
@@ -184,6 +157,20 @@ def _decode(
         "compile_seconds": round(compiling.seconds, 3),
         "tokens_per_second": speed,
     }
+
+
+@contextlib.contextmanager
+def _memory_advice(batch_size: int) -> Iterator[None]:
+    """Turn a device's lack of memory into what to do about it."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(
+            f"the device has too little memory to decode {batch_size} rows at once; give a smaller "
+            "--batch_size or --max_new_tokens, or --dtype=bfloat16"
+        ) from error
 
 
 def _bar(options: Options, total: int, finished: int) -> Progress:

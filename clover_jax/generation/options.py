@@ -1,0 +1,39 @@
+"""What a user asks the command for, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from clover_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user asks for, by the names of the command's flags."""
+
+    prompt: str | None
+    prompts: str | None
+    base: str
+    draft: str
+    tree: str | None
+    dtype: str
+    mesh: str | None
+    batch_size: int
+    output: str | None
+    overwrite: bool
+    strict: bool
+    allow_base_mismatch: bool
+    draft_rope_theta: float | None
+
+    def __post_init__(self):
+        if self.prompt is not None and self.prompts is not None:
+            raise UserError("--prompt and --prompts exclude each other; give one of them")
+        if self.mesh is not None:
+            raise UserError(f"--mesh={self.mesh}: generate uses one device for now; leave it out")
+        if self.overwrite and self.output is None:
+            raise UserError("--overwrite is for --output=FILE, which is missing")
+
+    @property
+    def is_live(self) -> bool:
+        """Whether one row is watched as it comes."""
+        return self.prompts is None
