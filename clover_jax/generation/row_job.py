@@ -141,18 +141,18 @@ def _turn(row: Generation, text: str | None) -> Turn:
 
 
 def _stopped_turn(row: Generation, cut: StopCut) -> Turn:
-    """Return the turn that ends before the stop string, with the forwards that it took to see it.
+    """Return the turn that ends before the stop string, with the forwards that its tokens took.
 
-    Steps beyond those belong to nothing: how many there were depends on the size of a chunk.
+    Those beyond are cut like the tokens they gave, so that tau is 1 for plain decoding.
     """
-    forwards = forwards_until(row.accepted, cut.num_seen)
+    forwards = forwards_until(row.accepted, cut.num_kept)
     return Turn(
         prompt_ids=row.prompt_ids,
         output_ids=row.output_ids[: cut.num_kept],
         text=cut.text,
         accepted=row.accepted[:forwards],
         target_forwards=forwards,
-        tau=max(cut.num_kept - 1, 0) / forwards if forwards else None,
+        tau=(cut.num_kept - 1) / forwards if forwards else None,
         seconds=round(row.seconds, 6),
         finish_reason="stop",
     )

@@ -9,12 +9,10 @@ from typing import NamedTuple
 class StopCut(NamedTuple):
     """Where a stop string ended a text.
 
-    num_seen: tokens after which the whole stop string stood there.
     num_kept: tokens whose text ends before it; one that holds its beginning is not among them.
     text: what stands before it.
     """
 
-    num_seen: int
     num_kept: int
     text: str
 
@@ -33,7 +31,7 @@ def find_stop(
     decode: gives the text of the first tokens.
     num_clean: of how many tokens it is known that their text holds none.
 
-    Example: with one letter a token, "a-b--c" and the stop "--" give StopCut(5, 3, "a-b").
+    Example: with one letter a token, "a-b--c" and the stop "--" give StopCut(3, "a-b").
     """
     if _first(decode(ids), stops) is None:
         return None
@@ -42,7 +40,7 @@ def find_stop(
         position = _first(text, stops)
         if position is not None:
             kept = [n for n in range(num_seen) if len(decode(ids[:n])) <= position]
-            return StopCut(num_seen, max(kept, default=0), text[:position])
+            return StopCut(max(kept, default=0), text[:position])
     return None
 
 

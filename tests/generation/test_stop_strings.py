@@ -15,7 +15,7 @@ def decode(ids):
 
 
 def test_the_examples():
-    assert find_stop("".join, list("a-b--c"), ["--"]) == StopCut(5, 3, "a-b")
+    assert find_stop("".join, list("a-b--c"), ["--"]) == StopCut(3, "a-b")
     assert settled_length("so\n", ["\n\n"]) == 2
 
 
@@ -23,12 +23,12 @@ def test_the_examples():
     ("ids", "stops", "expected"),
     [
         ([0, 9], ["--"], None),
-        ([0, 3, 9], ["--"], StopCut(2, 1, "a")),
-        ([4, 5], ["--"], StopCut(2, 0, "a")),  # the first token holds half of the stop string
-        ([0, 8, 9], ["--"], StopCut(2, 1, "ab")),  # one token holds it and text before it
-        ([0, 1, 6, 9, 2], ["b", "a"], StopCut(1, 0, "")),
-        ([0, 7], ["bc", "ab"], StopCut(2, 1, "a")),
-        ([0, 6, 9], ["c"], StopCut(3, 2, "a")),
+        ([0, 3, 9], ["--"], StopCut(1, "a")),
+        ([4, 5], ["--"], StopCut(0, "a")),  # the first token holds half of the stop string
+        ([0, 8, 9], ["--"], StopCut(1, "ab")),  # one token holds it and text before it
+        ([0, 1, 6, 9, 2], ["b", "a"], StopCut(0, "")),
+        ([0, 7], ["bc", "ab"], StopCut(1, "a")),
+        ([0, 6, 9], ["c"], StopCut(2, "a")),
     ],
 )
 def test_tokens_before_the_stop_string_are_kept(ids, stops, expected):
