@@ -36,16 +36,32 @@ def define_flags(flags):
         "string",
         "tree",
         None,
-        "drafted tree: paper25, chain:P, file:PATH [the one the draft was measured with, or "
-        "paper25]",
+        "drafted tree: paper25, chain:P, dynamic:NODES, clover4, file:PATH [the one the draft was "
+        "measured with, or paper25]",
     )
     define("integer", "max_new_tokens", 128, "tokens to emit at most, a turn", lower_bound=1)
-    define("float", "temperature", 0.0, "0 is greedy, all there is for now", lower_bound=0.0)
+    define("float", "temperature", 0.0, "0 takes the most probable token", lower_bound=0.0)
+    define("integer", "top_k", 0, "draw from this many tokens at most; 0: from all", lower_bound=0)
+    define(
+        "float",
+        "top_p",
+        1.0,
+        "draw from the most probable tokens up to this mass",
+        lower_bound=0.0,
+        upper_bound=1.0,
+    )
     choose(
         "verify",
-        "greedy",
+        None,
         ["greedy", "lossless", "typical"],
-        "how drafted tokens are accepted; greedy is all there is for now",
+        "how drafted tokens are accepted [greedy at temperature 0, else lossless]: lossless text "
+        "has the distribution of plain sampling; typical is Medusa's rule and is not lossless",
+    )
+    choose(
+        "draft_sampling",
+        "topk",
+        ["topk", "sampled"],
+        "children by probability, or drawn from the draft (static trees)",
     )
     define("multi_string", "stop", [], "end the text before this; may be given again")
     define("bool", "ignore_eos", False, "go on after an end-of-sequence token")
@@ -72,11 +88,14 @@ def main(flags) -> int:
         ignore_eos=flags.ignore_eos,
         context_overflow=flags.context_overflow,
         verify=flags.verify,
+        draft_sampling=flags.draft_sampling,
         temperature=flags.temperature,
+        top_k=flags.top_k,
+        top_p=flags.top_p,
         stop=tuple(flags.stop),
     )
     names = (
-        *("prompt", "prompts", "base", "draft", "tree", "dtype", "mesh", "batch_size"),
+        *("prompt", "prompts", "base", "draft", "tree", "dtype", "mesh", "batch_size", "seed"),
         *("output", "overwrite", "strict", "allow_base_mismatch", "draft_rope_theta"),
     )
     result = run(Options(**{name: flags[name].value for name in names}), settings)

@@ -140,7 +140,7 @@ def test_rows_go_to_stdout_in_input_order_without_an_output(command, prompts_fil
 
 def test_a_killed_run_goes_on_to_the_same_file(command, prompts_file, draft, tmp_path, monkeypatch):
     output = tmp_path / "out.jsonl"
-    rows = [*ragged_rows(5), {"prompt": "bad", "temperature": 1}]
+    rows = [*ragged_rows(5), {"prompt": "bad", "temperature": -1}]
     arguments = (
         *(f"--prompts={prompts_file(*rows)}", f"--draft={draft}", f"--output={output}"),
         *("--batch_size=2", "--max_new_tokens=12"),
@@ -179,6 +179,22 @@ def test_a_killed_run_goes_on_to_the_same_file(command, prompts_file, draft, tmp
     assert json.loads(lines[-1])["tokens_per_second"] is None
 
 
+def test_sampled_text_is_that_of_plain_sampling_row_by_row(command, prompts_file, draft):
+    hot = [{**row, "temperature": 0.8, "seed": i} for i, row in enumerate(ragged_rows(4))]
+    path = prompts_file(*hot, {"prompt": "cold", "temperature": 0}, {"prompt": "a", "top_k": 3})
+    arguments = (f"--prompts={path}", "--temperature=1.2", "--top_p=0.9", "--max_new_tokens=12")
+
+    def texts(*more):
+        status, lines, _ = command(*arguments, *more)
+        assert status == 0
+        return [json.loads(line)["output_ids"] for line in lines[:-1]]
+
+    plain = texts("--batch_size=3")
+    assert texts(f"--draft={draft}", "--batch_size=2") == plain
+    assert texts("--batch_size=3", "--seed=7")[:5] == plain[:5]  # seeds of their own, or greedy
+    assert texts("--batch_size=3", "--seed=7")[5] != plain[5]
+
+
 def test_other_settings_are_refused_and_named(command, prompts_file, tmp_path, draft):
     arguments = (f"--prompts={prompts_file({'prompt': 'a'})}", f"--output={tmp_path / 'out'}")
     assert command(*arguments, "--max_new_tokens=3")[0] == 0
@@ -201,14 +217,14 @@ def test_a_bad_row_is_reported_and_passed_over(command, prompts_file, tmp_path):
     ]
     path = prompts_file(*rows)
     arguments = (f"--prompts={path}", f"--output={tmp_path / 'out'}", "--max_new_tokens=4")
-    status, lines, error = command(*arguments)
+    status, lines, error = command(*arguments, "--verify=greedy")
     assert status == 1
     written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
     assert [row["index"] for row in written] == list(range(6))
     assert written[0]["output_ids"] == written[5]["output_ids"]
     said = [
         f"{path}:2: expected one of prompt, question",
-        f"{path}:3: temperature 0.7 asks for sampling, which is not there yet",
+        f"{path}:3: temperature 0.7 asks for sampling, which verify=greedy does not do",
         f"{path}:4: token id 261 is outside the base's vocabulary, 0 to 260",
         f"{path}:5: the prompt has 128 tokens and the base's context is 128; shorten it",
     ]
@@ -340,8 +356,11 @@ def test_without_a_prompt_the_base_s_own_first_one_is_taken(command, base, tmp_p
         (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["--prompt=a", "--tree=paper25"], "'paper25' has 25 nodes and there is no draft to fill"),
         (["--prompt=a", "--draft=/nowhere"], "'/nowhere' is neither a folder, nor a hub id"),
-        (["--prompt=a", "--temperature=0.5"], "temperature 0.5 asks for sampling"),
-        (["--prompt=a", "--verify=typical"], "verify=typical is for sampling"),
+        (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
+        (
+            ["--prompt=a", "--temperature=1", "--verify=typical", "--draft_sampling=sampled"],
+            "draft_sampling 'sampled' needs verify 'lossless'",
+        ),
         (["--prompt=a", "--max_new_tokens=0"], "--max_new_tokens=0"),
         (["--prompt=a", "--stop="], "a stop string is empty"),
         (["--prompt=a", "--overwrite"], "--overwrite is for --output=FILE, which is missing"),

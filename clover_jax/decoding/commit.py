@@ -7,9 +7,9 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
 from clover_jax.decoding.tree import TokenTree
-from clover_jax.decoding.verify import Accepted
 from clover_jax.models.cache import Cache, gather_rows, write_rows
 
 

@@ -2,16 +2,58 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
+from flax import struct
 
-from clover_jax.array_types import Array, Int, Params
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.decoding.sampling import CHILDREN, RowSampling, gumbel, warp
 from clover_jax.decoding.top_k import top_k
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.cache import Cache
+
+SUPPORT = 16  # tokens to which a sampled draft gives mass: its most probable ones
+
+
+@struct.dataclass
+class DraftDistributions:
+    """q of expanded nodes, on the few tokens that the draft gives any mass.
+
+    ids:         [B, R, Q] target ids.
+    probability: [B, R, Q] sums to 1 over Q; R counts expanded nodes, level by level.
+    """
+
+    ids: Int[Array, "B R Q"]
+    probability: Float[Array, "B R Q"]
+
+
+@struct.dataclass
+class Children:
+    """Candidates of one level's expanded nodes.
+
+    ids: [B, W, k] in the order in which they are verified.
+    drafts: q of these nodes when the children were sampled from it, else None (a point mass).
+    """
+
+    ids: Int[Array, "B W k"]
+    drafts: DraftDistributions | None = None
+
+
+@struct.dataclass
+class Drafted:
+    """A drafted tree and, for sampled children, the distributions they came from."""
+
+    tree: TokenTree
+    drafts: DraftDistributions | None
+
+
+# (logits [B, W, Vd], number of children k, level) -> Children
+ChooseChildren = Callable[[Array, int, int], Children]
 
 
 def draft(
@@ -22,35 +64,67 @@ def draft(
     state: Any,
     cache: Cache,
     tree: TreeConfig,
-) -> TokenTree:
-    """Draft a static tree: each node's token is its parent's child of the node's rank.
+    choose: ChooseChildren,
+) -> Drafted:
+    """Draft a static tree: each node is its parent's child of the node's rank.
 
     root: the token in slot 0. state: the head's root state. Only nodes that have children are
     advanced, so level d costs W_d recurrent steps, not one per node.
     """
-    tokens = [root[:, None]]
+    batch, width = root.shape[0], 1
+    tokens, drafts = [root[:, None]], []
     for depth, level in enumerate(tree.levels()):
         logits = _apply(head, params, "propose", frozen, state, depth)
-        candidates = top_k(logits, int(level.rank.max()) + 1).ids
         # A head whose proposal is the same for every branch returns a single one.
-        branch = level.parent if candidates.shape[1] > 1 else level.parent * 0
-        children = _to_target(head, candidates[:, branch, level.rank])
-        tokens.append(children)
-        if level.expanded.size:
-            parent = jnp.broadcast_to(
-                level.parent[level.expanded], (root.shape[0], level.expanded.size)
-            )
-            token = children[:, level.expanded]
+        logits = jnp.broadcast_to(logits, (batch, width, logits.shape[-1]))
+        candidates = _to_target(head, choose(logits, int(level.rank.max()) + 1, depth))
+        tokens.append(candidates.ids[:, level.parent, level.rank])
+        drafts.append(candidates.drafts)
+        width = level.expanded.size
+        if width:
+            parent = jnp.broadcast_to(level.parent[level.expanded], (batch, width))
+            token = tokens[-1][:, level.expanded]
             state = _apply(head, params, "advance", frozen, state, cache, parent, token, depth + 1)
-    tokens = jnp.concatenate(tokens, axis=1)
-    return TokenTree(tokens=tokens, parent=jnp.broadcast_to(tree.parents(), tokens.shape))
+    slots = jnp.concatenate(tokens, axis=1)
+    parents = jnp.asarray(tree.parents())[None]  # one for all rows: what follows is folded
+    # Levels without a distribution are None, which is an empty pytree: the result is then None.
+    joined = jax.tree.map(lambda *levels: jnp.concatenate(levels, axis=1), *drafts)
+    return Drafted(TokenTree(tokens=slots, parent=parents), joined)
+
+
+def top_children(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children:
+    """Choose the k most probable tokens, in that order."""
+    return Children(top_k(logits, k).ids)
+
+
+def sample_children(rows: RowSampling, length: Int[Array, " B"], truncate: bool) -> ChooseChildren:
+    """Return a choice of children drawn without replacement from the warped draft distribution.
+
+    q lives on the SUPPORT most probable tokens, renormalised, so that no [B, nodes, V] exists.
+    Greedy rows take the most probable children; any q verifies them rightly.
+    """
+    hot = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+
+    def choose(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children:
+        values, ids = top_k(logits, max(k, min(SUPPORT, logits.shape[-1])))
+        warped = warp(values, rows.replace(temperature=hot), truncate)
+        noise = gumbel(rows, (length + depth + 1)[:, None], CHILDREN, ids.shape[-1])
+        noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
+        order = top_k(warped + noise, k).ids
+        chosen = jnp.take_along_axis(ids, order, axis=-1)
+        return Children(chosen, DraftDistributions(ids, jax.nn.softmax(warped, axis=-1)))
+
+    return choose
 
 
 def _apply(head: DraftHead, params: Params, method: str, *arguments: Any) -> Any:
     return head.module.apply({"params": params}, *arguments, method=method)
 
 
-def _to_target(head: DraftHead, ids: Array) -> Array:
+def _to_target(head: DraftHead, children: Children) -> Children:
     """Map ids of a reduced draft vocabulary to the base's."""
-    table = head.config.draft_to_target
-    return ids if table is None else jnp.asarray(table)[ids]
+    if head.config.draft_to_target is None:
+        return children
+    table = jnp.asarray(head.config.draft_to_target)
+    drafts = children.drafts and children.drafts.replace(ids=table[children.drafts.ids])
+    return Children(table[children.ids], drafts)

@@ -7,9 +7,9 @@ longer buffers than any before (lengths come in buckets).
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
+import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -19,7 +19,9 @@ import numpy as np
 
 from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig
 from clover_jax.decoding.state import EMPTY, EOS, RUNNING, DecodeState, empty_state, grow, insert
 from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
 from clover_jax.decoding.tree import TreeConfig
@@ -34,12 +36,18 @@ class Request:
 
     index: the caller's number for it. max_new_tokens: tokens to emit at most, the one that
     prefill gives included. eos_ids: tokens that end the text (emitted too).
+    temperature, top_k (0: all), top_p (1: all): used unless verification is greedy.
+    seed: of the row's key; None derives it from the engine's seed and `index`.
     """
 
     index: int
     prompt_ids: Sequence[int]
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
 
 
 @dataclasses.dataclass
@@ -96,8 +104,10 @@ class Engine:
         self,
         base: BaseConfig,
         head: DraftHead | None,
-        tree: TreeConfig,
+        tree: TreeConfig | AdaptiveTree,
+        sampling: SamplingConfig = GREEDY,
         *,
+        seed: int = 0,
         batch_size: int = 1,
         steps_per_chunk: int = 8,
         prefill_size: int = 64,
@@ -105,16 +115,18 @@ class Engine:
     ):
         """Prepare the programs; nothing compiles before the first request.
 
+        seed: with a request's index, the key of rows that bring no seed of their own.
         Raises UserError when the tree does not suit the head (see StepConfig).
         """
         if CACHE_CHUNK % prefill_size:
             raise ValueError(f"prefill_size ({prefill_size}) must divide {CACHE_CHUNK}")
         try:
-            self.config = StepConfig(base, head, tree)
+            self.config = StepConfig(base, head, tree, sampling)
         except ValueError as error:
             raise UserError(str(error)) from error
         self.batch_size = batch_size
         self.max_eos = max_eos
+        self._seed = seed
         self._prefill_size = prefill_size
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
         self._prefill = jax.jit(prefill, donate_argnums=1)
@@ -122,6 +134,8 @@ class Engine:
         self._decode = jax.jit(chunk, donate_argnums=1)
         self._insert = jax.jit(insert, donate_argnums=0)
         self._grow = jax.jit(grow, static_argnums=1)
+        empty = functools.partial(empty_state, base, head, tree)
+        self._empty = jax.jit(empty, static_argnums=(0, 1, 2, 3))
 
     def generate(
         self,
@@ -149,14 +163,13 @@ class Engine:
             finished and the source is exhausted or gives None.
         """
         weights = Weights(base_params, draft_params if draft_params is not None else {})
-        waiting = collections.deque()
         source = iter(requests)
         slots: list[Generation | None] = [None] * self.batch_size
         started = [0.0] * self.batch_size
         state = None
         while True:
             for slot in [i for i, row in enumerate(slots) if row is None]:
-                request = waiting.popleft() if waiting else next(source, None)
+                request = next(source, None)
                 if request is None:
                     break
                 started[slot] = time.perf_counter()
@@ -194,6 +207,23 @@ class Engine:
             raise UserError(f"max_new_tokens ({request.max_new_tokens}) must be at least 1")
         if len(request.eos_ids) > self.max_eos:
             raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {self.max_eos} fit")
+        self._check_sampling(request)
+
+    def _check_sampling(self, request: Request) -> None:
+        sampling = self.config.sampling
+        if not 0 <= request.temperature < math.inf:
+            raise UserError(f"temperature ({request.temperature}) must be 0 or more")
+        if request.top_k < 0:
+            raise UserError(f"top_k ({request.top_k}) must be 1 or more, or 0 for all tokens")
+        if not 0 < request.top_p <= 1:
+            raise UserError(f"top_p ({request.top_p}) must lie in (0, 1]")
+        if request.temperature > 0 and sampling.verify == "greedy":
+            raise UserError(
+                f"temperature {request.temperature} needs --verify=lossless or typical; greedy "
+                "verification takes the most probable token"
+            )
+        if (request.top_k or request.top_p < 1) and not sampling.truncate:
+            raise UserError("top_k and top_p need an engine with SamplingConfig(truncate=True)")
 
     def _limit(self, request: Request) -> int:
         context = self.config.base.max_position_embeddings
@@ -206,12 +236,9 @@ class Engine:
         self.check(request)
         size = bucket(self._limit(request) + self.config.tree.depth)
         if state is None:
-            return self._empty(self.batch_size, size, base_params["embedding"].dtype)
+            dtype = base_params["embedding"].dtype
+            return self._empty(self.batch_size, size, self.max_eos, dtype)
         return self._grow(state, size) if size > state.tokens.shape[1] else state
-
-    def _empty(self, batch: int, size: int, dtype: jnp.dtype) -> DecodeState:
-        config = self.config
-        return empty_state(config.base, config.head, config.tree, batch, size, self.max_eos, dtype)
 
     def _prefill_row(
         self, weights: Weights, request: Request, size: int, like: DecodeState
@@ -221,15 +248,28 @@ class Engine:
         prompt[0, :length] = request.prompt_ids
         eos = np.full((1, self.max_eos), -1, np.int32)
         eos[0, : len(request.eos_ids)] = request.eos_ids
-        row = self._empty(1, size, like.cache[0].key.dtype).replace(
+        row = self._empty(1, size, self.max_eos, like.cache[0].key.dtype).replace(
             tokens=jnp.asarray(prompt),
             end=jnp.asarray([length], jnp.int32),
             limit=jnp.asarray([self._limit(request)], jnp.int32),
             eos=jnp.asarray(eos),
+            sampling=self._row_sampling(request),
         )
         for start in range(0, length, self._prefill_size):
             row = self._prefill(weights, row, np.int32(start))
         return row
+
+    def _row_sampling(self, request: Request) -> RowSampling:
+        if request.seed is None:
+            key = jax.random.fold_in(jax.random.key(self._seed), request.index)
+        else:
+            key = jax.random.key(request.seed)
+        return RowSampling(
+            key=jax.random.key_data(key)[None],
+            temperature=jnp.asarray([request.temperature], jnp.float32),
+            top_k=jnp.asarray([request.top_k], jnp.int32),
+            top_p=jnp.asarray([request.top_p], jnp.float32),
+        )
 
 
 def bucket(size: int) -> int:

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.commit import cut, keep_rows
+from clover_jax.decoding.sampling import draw, warp
 from clover_jax.decoding.state import EMPTY, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
 from clover_jax.decoding.top_k import argmax
@@ -36,7 +37,7 @@ def prefill_chunk(
     state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
     if config.head is not None:
         state = _absorb(config, weights, state, features, start)
-    return _emit_first(weights, state, output.hidden["post_norm"], features, start)
+    return _emit_first(config, weights, state, output.hidden["post_norm"], features, start)
 
 
 def _absorb(
@@ -61,7 +62,12 @@ def _absorb(
 
 
 def _emit_first(
-    weights: Weights, state: DecodeState, post_norm: Array, features: Array, start: Array
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    post_norm: Array,
+    features: Array,
+    start: Array,
 ) -> DecodeState:
     """Emit the base's token after the last prompt position where that lies in this chunk."""
     size = features.shape[1]
@@ -69,7 +75,12 @@ def _emit_first(
     here = (last >= 0) & (last < size) & (state.finish == EMPTY)
     index = jnp.clip(last, 0, size - 1)[:, None, None]
     at_last = jnp.take_along_axis(post_norm, index, axis=1)
-    first = argmax(project(frozen_from_base(weights.base).lm_head, at_last))  # [B, 1]
+    logits = project(frozen_from_base(weights.base).lm_head, at_last)
+    if config.sampling.verify == "greedy":
+        first = argmax(logits)  # [B, 1]
+    else:
+        warped = warp(logits, state.sampling, config.sampling.truncate)
+        first = draw(warped, state.sampling, state.end[:, None])
     emission = cut(first, jnp.ones_like(state.end), state.limit - state.end, state.eos)
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     pending = jnp.pad(

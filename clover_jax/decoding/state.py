@@ -8,6 +8,8 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.sampling import RowSampling, empty_sampling
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.cache import Cache, init_cache
@@ -32,6 +34,7 @@ class DecodeState:
         taken in yet; the first count[b] are valid.
     next_tokens: [B, A] the token that follows each of them.
     count:    [B]
+    sampling: each row's key, temperature, top-k and top-p.
     """
 
     tokens: Int[Array, "B S"]
@@ -45,12 +48,13 @@ class DecodeState:
     features: Float[Array, "B A F"]
     next_tokens: Int[Array, "B A"]
     count: Int[Array, " B"]
+    sampling: RowSampling
 
 
 def empty_state(
     base: BaseConfig,
     head: DraftHead | None,
-    tree: TreeConfig,
+    tree: TreeConfig | AdaptiveTree,
     batch: int,
     size: int,
     num_eos: int,
@@ -76,6 +80,7 @@ def empty_state(
         features=jnp.zeros((batch, accepted, num_features * base.hidden_size), dtype),
         next_tokens=zeros(accepted),
         count=zeros(),
+        sampling=empty_sampling(batch),
     )
 
 

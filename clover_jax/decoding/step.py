@@ -11,13 +11,19 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Int, Params
+from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.accept import Accepted, accept_path, accept_typical, log_softmax
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord, commit
-from clover_jax.decoding.draft import draft
+from clover_jax.decoding.draft import Drafted, draft, sample_children, top_children
+from clover_jax.decoding.draft_adaptive import draft_adaptive
+from clover_jax.decoding.lossless import accept_sampled
+from clover_jax.decoding.sampling import GREEDY, SamplingConfig, draw, warp
 from clover_jax.decoding.state import DecodeState
-from clover_jax.decoding.tree import TokenTree, TreeConfig
-from clover_jax.decoding.verify import accept_greedy, greedy_tokens, verify
+from clover_jax.decoding.top_k import argmax
+from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
+from clover_jax.decoding.verify import tree_logits, verify
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.registry import DraftHead
 
@@ -31,7 +37,8 @@ class StepConfig:
 
     base: BaseConfig
     head: DraftHead | None
-    tree: TreeConfig
+    tree: TreeConfig | AdaptiveTree
+    sampling: SamplingConfig = GREEDY
 
     def __post_init__(self):
         if (self.head is None) != (self.tree.num_nodes == 0):
@@ -44,6 +51,12 @@ class StepConfig:
             raise ValueError(
                 f"tree {self.tree.name!r} is {self.tree.depth} deep; a {self.head.config.kind} "
                 f"head drafts at most {deepest} tokens"
+            )
+
+        if self.sampling.draft_sampling == "sampled" and isinstance(self.tree, AdaptiveTree):
+            raise ValueError(
+                f"tree {self.tree.name!r} is chosen by probability, so its children are no draws: "
+                "use draft_sampling topk, or a static tree with sampled"
             )
 
     @property
@@ -65,16 +78,16 @@ def speculate_and_verify(
 ) -> tuple[DecodeState, StepRecord]:
     """Advance every running row by its accepted path and one bonus token."""
     root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
-    depth = config.tree.depth
     if config.head is None:
-        tree = TokenTree(tokens=root[:, None], parent=jnp.full((root.shape[0], 1), -1))
+        drafted = Drafted(TokenTree(root[:, None], jnp.full((1, 1), -1)), None)
     else:
-        state, tree = _absorb_and_draft(config, weights, state, root)
+        state, drafted = _absorb_and_draft(config, weights, state, root)
+    tree, depth = drafted.tree, config.tree.depth
     with jax.named_scope("verify"):
         output = verify(config.base, weights.base, tree, depth, state.cache, state.length)
-        best = greedy_tokens(weights.base, output)
+        logits = tree_logits(weights.base, output)
     with jax.named_scope("accept"):
-        accepted = accept_greedy(tree, best, depth)
+        accepted = _accept(config, state, drafted, logits)
     with jax.named_scope("commit"):
         features = tree_features(config, output.hidden)
         return commit(state, tree, accepted, output.fresh, features)
@@ -82,8 +95,8 @@ def speculate_and_verify(
 
 def _absorb_and_draft(
     config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
-) -> tuple[DecodeState, TokenTree]:
-    head, frozen = config.head, frozen_from_base(weights.base)
+) -> tuple[DecodeState, Drafted]:
+    head, frozen, sampling = config.head, frozen_from_base(weights.base), config.sampling
     with jax.named_scope("absorb"):
         draft_state, draft_cache = head.module.apply(
             {"params": weights.draft},
@@ -95,9 +108,35 @@ def _absorb_and_draft(
             state.draft_cache,
             method="absorb",
         )
+    arguments = (head, weights.draft, frozen, root, draft_state, draft_cache, config.tree)
     with jax.named_scope("draft"):
-        tree = draft(head, weights.draft, frozen, root, draft_state, draft_cache, config.tree)
-    return state.replace(draft_cache=draft_cache), tree
+        if isinstance(config.tree, AdaptiveTree):
+            drafted = Drafted(draft_adaptive(*arguments), None)
+        elif sampling.draft_sampling == "sampled":
+            choose = sample_children(state.sampling, state.length, sampling.truncate)
+            drafted = draft(*arguments, choose)
+        else:
+            drafted = draft(*arguments, top_children)
+    return state.replace(draft_cache=draft_cache), drafted
+
+
+def _accept(
+    config: StepConfig, state: DecodeState, drafted: Drafted, logits: Float[Array, "B T V"]
+) -> Accepted:
+    """Apply the verification rule that the config names."""
+    sampling, tree, depth = config.sampling, drafted.tree, config.tree.depth
+    if sampling.verify == "greedy":
+        return accept_path(tree, argmax(logits), depth)
+    warped = warp(logits, state.sampling, sampling.truncate)
+    if sampling.verify == "typical":
+        thresholds = (sampling.typical_epsilon, sampling.typical_delta)
+        return accept_typical(tree, log_softmax(warped), *thresholds, depth)
+    if drafted.drafts is not None:
+        probability = jax.nn.softmax(warped, axis=-1)
+        rows, length = state.sampling, state.length
+        return accept_sampled(config.tree, tree, drafted.drafts, probability, rows, length)
+    positions = state.length[:, None] + 1 + node_depth(ancestor_mask(tree.parent, depth))
+    return accept_path(tree, draw(warped, state.sampling, positions), depth)
 
 
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:

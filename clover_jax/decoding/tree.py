@@ -18,6 +18,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Int
 from clover_jax.config import JsonConfig
+from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
 from clover_jax.errors import UserError
 
 # The release's tree of 25 nodes, by child ranks.
@@ -117,15 +118,18 @@ class TokenTree:
     """A drafted tree per batch row, parents before children.
 
     tokens: [B, T] the root and the drafted tokens; PAD_TOKEN in unused slots.
-    parent: [B, T] slot of the parent, -1 at the root.
+    parent: [B, T] slot of the parent, -1 at the root; [1, T] where all rows share one shape.
     """
 
     tokens: Int[Array, "B T"]
     parent: Int[Array, "B T"]
 
 
-def parse_tree(name: str) -> TreeConfig:
-    """Return the tree that a name stands for: paper25, chain:P, file:PATH or none.
+def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
+    """Return the tree that a name stands for.
+
+    paper25, chain:P, file:PATH and none are static; dynamic:NODES[:DEPTH[:WIDTH]] and clover4
+    follow the draft's probabilities.
 
     A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]].
     Raises UserError for an unknown name or an unusable file.
@@ -139,8 +143,11 @@ def parse_tree(name: str) -> TreeConfig:
         return TreeConfig(name, tuple((0,) * d for d in range(1, int(argument) + 1)))
     if kind == "file" and argument:
         return _read_tree(name, Path(argument))
+    if kind in ("dynamic", "clover4"):
+        return parse_adaptive(name)
     raise UserError(
-        f"tree {name!r} is unknown; use paper25, chain:P with P >= 1, file:PATH or none"
+        f"tree {name!r} is unknown; use paper25, chain:P with P >= 1, dynamic:NODES, clover4, "
+        "file:PATH or none"
     )
 
 

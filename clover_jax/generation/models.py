@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -11,7 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import Params
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.sampling import GREEDY, SamplingConfig
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters.directory import Draft, load_draft
 from clover_jax.errors import UserError
@@ -38,14 +41,22 @@ class Models:
     base: BaseModel
     tokenizer: PreTrainedTokenizerBase | None
     draft: Draft | None
-    tree: TreeConfig
+    tree: TreeConfig | AdaptiveTree
 
-    def engine(self, batch_size: int, steps_per_chunk: int = 8) -> Engine:
+    def engine(
+        self,
+        batch_size: int,
+        sampling: SamplingConfig = GREEDY,
+        seed: int = 0,
+        steps_per_chunk: int = 8,
+    ) -> Engine:
         """Return an engine with that many slots."""
         return Engine(
             self.base.config,
             self.draft.head if self.draft else None,
             self.tree,
+            sampling,
+            seed=seed,
             batch_size=batch_size,
             steps_per_chunk=steps_per_chunk,
             max_eos=max(8, len(self.base.config.eos_token_ids)),
@@ -58,7 +69,7 @@ class Models:
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ where the decoded rows may differ."""
-        nodes = str(self.tree.paths).encode()
+        nodes = json.dumps(self.tree.to_dict(), sort_keys=True).encode()
         return {
             "dtype": str(self.base.params["embedding"].dtype),
             "base_hash": matrix_hash(self.base.lm_head),

@@ -19,6 +19,7 @@ class Options:
     dtype: str
     mesh: str | None
     batch_size: int
+    seed: int
     output: str | None
     overwrite: bool
     strict: bool

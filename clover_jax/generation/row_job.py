@@ -66,7 +66,16 @@ class RowJob:
         ids = fit_context(ids, base, self.settings, source)
         eos = () if self.settings.ignore_eos else base.eos_token_ids
         self._num_clean = 0
-        return Request(self.prompt.index, ids, self.settings.max_new_tokens, eos)
+        return Request(
+            self.prompt.index,
+            ids,
+            self.settings.max_new_tokens,
+            eos,
+            temperature=self.settings.temperature,
+            top_k=self.settings.top_k,
+            top_p=self.settings.top_p,
+            seed=self.settings.seed,
+        )
 
     def take(self, progress: Progress) -> bool:
         """Take in new tokens of the current turn; stop it at a stop string.

@@ -30,7 +30,7 @@ from clover_jax.generation.models import Models, load_models
 from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
 from clover_jax.generation.row_stream import RowStream
-from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.jsonl import read_rows
 from clover_jax.progress import Progress, passing_note, progress_bar
 from clover_jax.row_writer import RowWriter
@@ -106,6 +106,7 @@ def _open_sink(
     depends_on = {
         "base": options.base,
         "draft": options.draft,
+        "run_seed": options.seed,
         **settings.to_dict(),
         **models.identity(),
     }
@@ -133,6 +134,8 @@ def _decode(
         print(f"{sink.finished} rows are in {options.output} already", file=sys.stderr, flush=True)
     engine = models.engine(
         batch_size=1 if options.is_live else max(1, min(options.batch_size, len(left))),
+        sampling=sampling_for(settings, prompts),
+        seed=options.seed,
         # On a terminal a step at a time, for the eye; else as many as cost the host no time.
         steps_per_chunk=1 if options.is_live and sys.stdout.isatty() else 8,
     )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 
 from clover_jax.config import JsonConfig
-from clover_jax.data.prompts import Prompt
+from clover_jax.data.prompts import BadPrompt, Prompt
+from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.errors import UserError
 
 OVERFLOW_POLICIES = ("error", "truncate_left", "skip")
-VERIFIERS = ("greedy", "lossless", "typical")
-_ROW_OPTIONS = ("max_new_tokens", "temperature", "stop")
+_ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,29 +22,32 @@ class GenerationSettings(JsonConfig):
     ignore_eos: go on after an end-of-sequence token.
     context_overflow: what becomes of a prompt that fills the base's context: one of
         OVERFLOW_POLICIES.
-    verify: how drafted tokens are accepted, one of VERIFIERS; greedy for now.
-    temperature: 0 for now.
+    verify: how drafted tokens are accepted, one of VERIFICATIONS; None is greedy where every row is
+        at temperature 0, else lossless.
+    draft_sampling: how children are chosen, one of DRAFT_SAMPLINGS.
+    temperature, top_k, top_p: 0 is greedy; 0 and 1 keep all tokens.
+    seed: of a row's own randomness; None derives it from the run's seed and the row's index.
     stop: strings that end the text.
     """
 
     max_new_tokens: int = 128
     ignore_eos: bool = False
     context_overflow: str = "error"
-    verify: str = "greedy"
+    verify: str | None = None
+    draft_sampling: str = "topk"
     temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
     stop: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
-        if self.temperature > 0:
+        if self.temperature > 0 and self.verify == "greedy":
             raise UserError(
-                f"temperature {self.temperature:g} asks for sampling, which is not there yet; "
-                "the only temperature is 0, greedy decoding"
-            )
-        if self.verify != "greedy":
-            raise UserError(
-                f"verify={self.verify} is for sampling, which is not there yet; use verify=greedy"
+                f"temperature {self.temperature:g} asks for sampling, which verify=greedy does not "
+                "do; use verify=lossless, or temperature 0"
             )
         if "" in self.stop:
             raise UserError("a stop string is empty; give at least one character")
@@ -59,3 +63,29 @@ class GenerationSettings(JsonConfig):
             return dataclasses.replace(self, **given)
         except UserError as error:
             raise UserError(f"{prompt.source}: {error}") from error
+
+
+def sampling_for(
+    settings: GenerationSettings, prompts: Iterable[Prompt | BadPrompt]
+) -> SamplingConfig:
+    """Return what the engine must be able to do for these rows, and no more.
+
+    An engine whose rows are all greedy reduces logits to their argmax; top-k and top-p cost a sort.
+    Raises UserError for rules that exclude each other.
+    """
+    rows = [settings]
+    for prompt in prompts:
+        try:
+            rows.append(settings.for_row(prompt) if isinstance(prompt, Prompt) else settings)
+        except UserError:
+            continue  # the row fails by itself when its turn comes
+    is_greedy = all(row.temperature == 0 for row in rows)
+    try:
+        return SamplingConfig(
+            verify=settings.verify or ("greedy" if is_greedy else "lossless"),
+            # A greedy run takes the most probable children, which is what its q amounts to.
+            draft_sampling="topk" if is_greedy else settings.draft_sampling,
+            truncate=any(row.top_k > 0 or row.top_p < 1 for row in rows),
+        )
+    except ValueError as error:
+        raise UserError(str(error)) from error

@@ -5,10 +5,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import append_bonus, commit, cut
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, empty_state
 from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
-from clover_jax.decoding.verify import Accepted, verify
+from clover_jax.decoding.verify import verify
 from clover_jax.models.cache import write_rows
 from clover_jax.models.decoder import Decoder, causal_mask
 from tests.tiny_models import TINY, random_base

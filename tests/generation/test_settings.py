@@ -3,8 +3,9 @@
 import pytest
 
 from clover_jax.data.prompts import parse_prompt
+from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.errors import UserError
-from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.settings import GenerationSettings, sampling_for
 
 
 def row(**options):
@@ -18,16 +19,35 @@ def test_a_row_s_own_settings_win():
     assert (own.max_new_tokens, own.stop, own.ignore_eos) == (9, ("y",), True)
 
 
-def test_a_row_that_wants_what_is_not_there_is_named():
+def test_a_row_that_wants_what_cannot_be_is_named():
     with pytest.raises(UserError, match=r"p\.jsonl:1: temperature 0\.7 asks for sampling"):
-        GenerationSettings().for_row(row(temperature=0.7))
+        GenerationSettings(verify="greedy").for_row(row(temperature=0.7))
+
+
+@pytest.mark.parametrize(
+    ("settings", "options", "expected"),
+    [
+        ({}, {}, SamplingConfig("greedy")),
+        ({}, {"temperature": 0.5}, SamplingConfig("lossless")),
+        ({"temperature": 1.0}, {"top_k": 3}, SamplingConfig("lossless", truncate=True)),
+        (
+            {"temperature": 1.0, "draft_sampling": "sampled"},
+            {},
+            SamplingConfig("lossless", "sampled"),
+        ),
+        ({"draft_sampling": "sampled"}, {}, SamplingConfig("greedy")),
+        ({"verify": "typical"}, {"temperature": 0.5}, SamplingConfig("typical")),
+    ],
+)
+def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expected):
+    assert sampling_for(GenerationSettings(**settings), [row(**options)]) == expected
 
 
 @pytest.mark.parametrize(
     ("values", "said"),
     [
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be at least 1"),
-        ({"verify": "lossless"}, "verify=lossless is for sampling"),
+        ({"verify": "greedy", "temperature": 1.0}, "which verify=greedy does not do"),
         ({"stop": ("",)}, "a stop string is empty"),
     ],
 )

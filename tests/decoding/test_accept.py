@@ -3,20 +3,20 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clover_jax.decoding.accept import accept_path
 from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
-from clover_jax.decoding.verify import accept_greedy
 
 
-def test_accept_greedy_of_the_docstring():
+def test_accept_path_of_the_docstring():
     tree = TokenTree(tokens=jnp.array([[5, 7, 8, 9]]), parent=jnp.array([[-1, 0, 1, 0]]))
-    accepted = accept_greedy(tree, jnp.array([[7, 8, 4, 0]]), depth=2)
+    accepted = accept_path(tree, jnp.array([[7, 8, 4, 0]]), depth=2)
     assert accepted.path.tolist() == [[0, 1, 2]]
     assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([2], [4])
 
 
 def test_without_an_agreeing_child_the_bonus_is_the_roots_argmax():
     tree = TokenTree(tokens=jnp.array([[5, 7, 9]]), parent=jnp.array([[-1, 0, 0]]))
-    accepted = accept_greedy(tree, jnp.array([[3, 7, 9]]), depth=1)
+    accepted = accept_path(tree, jnp.array([[3, 7, 9]]), depth=1)
     assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([0], [3])
 
 
@@ -46,7 +46,7 @@ def test_the_accepted_path_is_the_walk_along_the_argmax(case):
             break
         path.append(children[0])
     tree = TokenTree(tokens=jnp.array([tokens]), parent=jnp.array([parent]))
-    accepted = accept_greedy(tree, jnp.array([best]), depth=len(parent) - 1)
+    accepted = accept_path(tree, jnp.array([best]), depth=len(parent) - 1)
     count = int(accepted.count[0])
     assert accepted.path[0, : count + 1].tolist() == path
     np.testing.assert_array_equal(accepted.path[0, count + 1 :], 0)

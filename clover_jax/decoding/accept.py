@@ -1,0 +1,95 @@
+"""The accept stage: which path of the verified tree becomes text, and the token after it."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.decoding.top_k import argmax
+from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
+
+
+@struct.dataclass
+class Accepted:
+    """The accepted path of each row.
+
+    path:  [B, A] slots from the root down; the first count + 1 are valid, the others are 0.
+    count: [B] accepted drafted tokens.
+    bonus: [B] the base's own token after the last accepted node.
+    """
+
+    path: Int[Array, "B A"]
+    count: Int[Array, " B"]
+    bonus: Int[Array, " B"]
+
+
+def accept_path(tree: TokenTree, following: Int[Array, "B T"], depth: int) -> Accepted:
+    """Accept the longest root path whose every token is the base's own choice at its parent.
+
+    following: the token that the base puts after every slot: its argmax (greedy), or a token drawn
+        from its warped distribution. The latter is lossless for deterministic children: testing
+        them one after another with a point mass as q accepts child x with probability p(x) in all
+        and leaves the bonus the rest of p, which is what a single draw from p does.
+    Siblings carry different tokens, so at most one path qualifies.
+
+    Example: tokens [[5, 7, 8, 9]], parent [[-1, 0, 1, 0]] and following [[7, 8, 4, 0]] accept slots
+    0, 1, 2 with bonus 4.
+    """
+    expected = jnp.take_along_axis(following, jnp.maximum(tree.parent, 0), axis=1)
+    return _longest(tree, tree.tokens == expected, jnp.zeros(tree.tokens.shape), following, depth)
+
+
+def accept_typical(
+    tree: TokenTree,
+    log_probability: Float[Array, "B T V"],
+    epsilon: float,
+    delta: float,
+    depth: int,
+) -> Accepted:
+    """Accept the longest path of typical tokens. NOT lossless: the text's distribution changes.
+
+    Medusa's rule: a node passes when p(x) > min(epsilon, delta exp(-H)) at its parent, with
+    H = -sum p log(p + 1e-5), and all its ancestors pass; ties between paths of one length go to the
+    most probable; the next token is the base's argmax.
+
+    log_probability: log p of the base at its sampling temperature, at every slot.
+    """
+    p = jnp.exp(log_probability)
+    entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=-1)
+    threshold = jnp.minimum(epsilon, delta * jnp.exp(-entropy))
+    parent = jnp.maximum(tree.parent, 0)
+    at_parent = jnp.take_along_axis(log_probability, parent[..., None], axis=1)
+    token = jnp.maximum(tree.tokens, 0)[..., None]
+    own = jnp.take_along_axis(at_parent, token, axis=-1)[..., 0]
+    passes = jnp.exp(own) > jnp.take_along_axis(threshold, parent, axis=1)
+    passes &= tree.tokens >= 0
+    return _longest(tree, passes, own, argmax(log_probability), depth)
+
+
+def _longest(
+    tree: TokenTree,
+    passes: Bool[Array, "B T"],
+    score: Float[Array, "B T"],
+    following: Int[Array, "B T"],
+    depth: int,
+) -> Accepted:
+    """Accept the longest path of passing slots, the largest sum of scores among equals."""
+    mask = ancestor_mask(tree.parent, depth)
+    is_root = tree.parent < 0
+    kept = jnp.all((passes | is_root)[:, None, :] | ~mask, axis=-1)
+    level = node_depth(mask)
+    count = jnp.where(kept, level, 0).max(axis=-1)
+    candidates = kept & (level == count[:, None])
+    total = jnp.sum(jnp.where(mask & ~is_root[:, None, :], score[:, None, :], 0.0), axis=-1)
+    end = jnp.argmax(jnp.where(candidates, total, -jnp.inf), axis=-1)[:, None]
+    on_path = jnp.take_along_axis(mask, end[..., None], axis=1)  # [B, 1, T]
+    at_depth = on_path & (level[:, None, :] == jnp.arange(depth + 1)[:, None])
+    path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
+    return Accepted(path, count, jnp.take_along_axis(following, end, axis=1)[:, 0])
+
+
+def log_softmax(warped: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    """Return log probabilities of warped logits, finite where a token was dropped."""
+    return jnp.maximum(jax.nn.log_softmax(warped, axis=-1), -1e30)

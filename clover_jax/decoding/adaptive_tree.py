@@ -1,0 +1,71 @@
+"""Trees that follow the draft's own probabilities: another shape for each row and step."""
+
+from __future__ import annotations
+
+import dataclasses
+
+from clover_jax.config import JsonConfig
+from clover_jax.errors import UserError
+
+# EAGLE-2 expands 10 nodes on each of 7 levels; a level of Clover costs a pass over lm_head, so
+# fewer pay. Both can be given: dynamic:NODES:DEPTH:WIDTH.
+DEFAULT_DEPTH, DEFAULT_WIDTH = 6, 8
+
+
+@dataclasses.dataclass(frozen=True)
+class AdaptiveTree(JsonConfig):
+    """The bounds of a tree whose shape is chosen at each step; only these fix the program.
+
+    rule: "dynamic" or "clover4", see draft_adaptive.py.
+    nodes: drafted nodes at most; T - 1.
+    depth: levels at most.
+    width: nodes expanded on a level at most.
+    """
+
+    name: str
+    rule: str
+    nodes: int
+    depth: int
+    width: int
+
+    def __post_init__(self):
+        if min(self.nodes, self.depth, self.width) < 1:
+            raise ValueError(
+                f"tree {self.name!r}: nodes ({self.nodes}), depth ({self.depth}) and width "
+                f"({self.width}) must be at least 1"
+            )
+        if self.rule == "dynamic" and self.nodes > self.pool_size:
+            raise ValueError(
+                f"tree {self.name!r}: {self.depth} levels of width {self.width} draft "
+                f"{self.pool_size} nodes, fewer than the {self.nodes} wanted"
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted nodes, the root not counted."""
+        return self.nodes
+
+    @property
+    def num_slots(self) -> int:
+        """T: drafted nodes and the root."""
+        return self.nodes + 1
+
+    @property
+    def pool_size(self) -> int:
+        """Nodes that the dynamic rule looks at: `width` children of every expanded node."""
+        return self.width + (self.depth - 1) * self.width**2
+
+
+def parse_adaptive(name: str) -> AdaptiveTree:
+    """Return the tree that `dynamic:NODES[:DEPTH[:WIDTH]]` or `clover4` stands for."""
+    rule, *numbers = name.split(":")
+    if rule == "clover4" and not numbers:
+        return AdaptiveTree(name, "clover4", nodes=4, depth=4, width=4)
+    if rule != "dynamic" or not 1 <= len(numbers) <= 3 or not all(map(str.isdecimal, numbers)):
+        raise UserError(f"tree {name!r} must be dynamic:NODES[:DEPTH[:WIDTH]], as in dynamic:25")
+    defaults = (str(DEFAULT_DEPTH), str(DEFAULT_WIDTH))
+    nodes, depth, width = map(int, (*numbers, *defaults[len(numbers) - 1 :]))
+    try:
+        return AdaptiveTree(name, "dynamic", nodes, depth, width)
+    except ValueError as error:
+        raise UserError(str(error)) from error

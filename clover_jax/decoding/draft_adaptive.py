@@ -1,0 +1,155 @@
+"""Drafting of adaptive trees: the dynamic rule of EAGLE-2 and Clover's rule for small budgets."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.top_k import TopK, top_k
+from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.cache import Cache
+
+MASS, SHARE = 0.8, 0.25  # Clover: children up to this mass, and this share of the best sibling
+
+
+class _Brood(NamedTuple):
+    """The children of one level's expanded nodes, flattened over (node, rank).
+
+    token: [B, W * k]  parent: [B, W * k] index of the expanded node.
+    score: [B, W * k] log of the joint probability of the path.
+    share: [B, W, k] probability given the parent, descending over k.
+    """
+
+    token: Array
+    parent: Array
+    score: Array
+    share: Array
+
+
+def draft_adaptive(
+    head: DraftHead,
+    params: Params,
+    frozen: Frozen,
+    root: Int[Array, " B"],
+    state: Any,
+    cache: Cache,
+    tree: AdaptiveTree,
+) -> TokenTree:
+    """Draft the tree that the rule chooses; children are deterministic, so q is a point mass."""
+    rule = {"dynamic": _draft_dynamic, "clover4": _draft_clover4}[tree.rule]
+    return rule(_Grower(head, params, frozen, cache, tree.width), root, state, tree)
+
+
+def _draft_dynamic(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree) -> TokenTree:
+    """Expand the best by joint probability, level by level; keep the best of all nodes seen.
+
+    Source: EAGLE-2. A child never scores above its parent and comes later, so the best nodes
+    always include their ancestors.
+    """
+    score = jnp.zeros((root.shape[0], 1))
+    expanded = jnp.full((root.shape[0], 1), -1)  # index in the pool, -1 for the root
+    tokens, scores, parents, offset = [], [], [], 0
+    for depth in range(tree.depth):
+        brood = grower.children(state, score, depth)
+        tokens.append(brood.token)
+        scores.append(brood.score)
+        parents.append(jnp.take_along_axis(expanded, brood.parent, axis=1))
+        if depth + 1 < tree.depth:
+            best = top_k(brood.score, tree.width)
+            state = grower.advance(state, brood, best.ids, depth + 1)
+            score, expanded = best.values, offset + best.ids
+        offset += brood.token.shape[1]
+    pool_tokens, pool_scores, pool_parents = (
+        jnp.concatenate(x, 1) for x in (tokens, scores, parents)
+    )
+    kept = jnp.sort(top_k(pool_scores, tree.nodes).ids, axis=1)  # parents before children
+    parent = jnp.take_along_axis(pool_parents, kept, axis=1)
+    # Slot of a pool index: its place among the kept ones, after the root.
+    slot = jnp.argmax(parent[:, :, None] == kept[:, None, :], axis=-1) + 1
+    return _with_root(
+        root, jnp.take_along_axis(pool_tokens, kept, axis=1), jnp.where(parent < 0, 0, slot)
+    )
+
+
+def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree) -> TokenTree:
+    """Spend a budget of nodes level by level, the most probable first.
+
+    Source: Clover. Children of a node: by descending probability while the mass before them is
+    below 0.8 and they have at least a quarter of the best one's; of a level the best `remaining`
+    by joint probability are kept.
+    """
+    batch, rows = root.shape[0], jnp.arange(root.shape[0])[:, None]
+    tokens = jnp.full((batch, tree.nodes), PAD_TOKEN)
+    parents = jnp.zeros((batch, tree.nodes), jnp.int32)
+    score, slots = jnp.zeros((batch, 1)), jnp.zeros((batch, 1), jnp.int32)
+    used = jnp.zeros((batch, 1), jnp.int32)
+    for depth in range(min(tree.depth, grower.head.config.num_positions)):
+        brood = grower.children(state, score, depth)
+        before = jnp.cumsum(brood.share, axis=-1) - brood.share
+        wanted = (before < MASS) & (brood.share >= SHARE * brood.share[..., :1])
+        best = top_k(jnp.where(wanted.reshape(batch, -1), brood.score, -jnp.inf), tree.width)
+        place = used + jnp.arange(tree.width)
+        kept = jnp.isfinite(best.values) & (place < tree.nodes)
+        place = jnp.where(kept, place, tree.nodes)  # out of range: dropped
+        parent = jnp.take_along_axis(brood.parent, best.ids, axis=1)
+        token = jnp.take_along_axis(brood.token, best.ids, axis=1)
+        tokens = tokens.at[rows, place].set(token, mode="drop")
+        above = jnp.take_along_axis(slots, parent, axis=1)
+        parents = parents.at[rows, place].set(above, mode="drop")
+        state = grower.advance(state, brood, best.ids, depth + 1)
+        score = jnp.where(kept, best.values, -jnp.inf)
+        slots = place + 1
+        used += kept.sum(axis=1, keepdims=True)
+    return _with_root(root, tokens, parents)
+
+
+class _Grower(NamedTuple):
+    """A head with its weights, and how many children of a node are looked at."""
+
+    head: DraftHead
+    params: Params
+    frozen: Frozen
+    cache: Cache
+    num_children: int
+
+    def children(self, state: Any, score: Float[Array, "B W"], depth: int) -> _Brood:
+        """Return the most probable children of every expanded node."""
+        logits = self._apply("propose", self.frozen, state, depth)
+        logits = jnp.broadcast_to(logits, (*score.shape, logits.shape[-1]))
+        best = top_k(logits, self.num_children)
+        log_share = best.values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        log_share = jnp.minimum(log_share, 0.0)  # rounding must not lift a child over its parent
+        flat = (score.shape[0], -1)
+        node = jnp.broadcast_to(jnp.arange(score.shape[1])[:, None], best.ids.shape)
+        return _Brood(
+            token=self._to_target(best).reshape(flat),
+            parent=node.reshape(flat),
+            score=(score[..., None] + log_share).reshape(flat),
+            share=jnp.exp(log_share),
+        )
+
+    def advance(self, state: Any, brood: _Brood, chosen: Int[Array, "B W"], depth: int) -> Any:
+        """Go one level down to the chosen children."""
+        parent = jnp.take_along_axis(brood.parent, chosen, axis=1)
+        token = jnp.take_along_axis(brood.token, chosen, axis=1)
+        return self._apply("advance", self.frozen, state, self.cache, parent, token, depth)
+
+    def _apply(self, method: str, *arguments: Any) -> Any:
+        return self.head.module.apply({"params": self.params}, *arguments, method=method)
+
+    def _to_target(self, best: TopK) -> Int[Array, "B W k"]:
+        table = self.head.config.draft_to_target
+        return best.ids if table is None else jnp.asarray(table)[best.ids]
+
+
+def _with_root(root: Array, tokens: Int[Array, "B n"], parent: Int[Array, "B n"]) -> TokenTree:
+    return TokenTree(
+        tokens=jnp.concatenate([root[:, None], tokens], axis=1),
+        parent=jnp.pad(parent, ((0, 0), (1, 0)), constant_values=-1),
+    )

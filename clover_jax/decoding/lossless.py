@@ -1,0 +1,138 @@
+"""Lossless acceptance of sampled children: recursive rejection down the tree.
+
+Children were drawn without replacement from the draft's distribution q. At each node reached, with
+p the base's warped distribution: accept child x with probability min(1, p(x) / q(x)); if rejected,
+first p <- norm(max(p - q, 0)) with this same q, then q(x) = 0 and q renormalised. When all are
+rejected the bonus token is drawn from what remains of p, at a leaf from p itself. (Removing x from
+q before subtracting, or never renormalising q, changes the distribution of the text.)
+
+Deterministic children need none of this: see `accept_path` in verify.py.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.decoding.accept import Accepted
+from clover_jax.decoding.draft import DraftDistributions
+from clover_jax.decoding.sampling import ACCEPT, TOKEN, RowSampling, gumbel, uniform
+from clover_jax.decoding.top_k import argmax
+from clover_jax.decoding.tree import TokenTree, TreeConfig
+
+
+@struct.dataclass
+class _Walk:
+    """Where a row stands: its slot, its path so far, and whether it still descends."""
+
+    slot: Int[Array, " B"]
+    path: Int[Array, "B A"]
+    count: Int[Array, " B"]
+    descends: Array
+    residual: Float[Array, "B V"]
+
+
+def accept_sampled(
+    config: TreeConfig,
+    tree: TokenTree,
+    drafts: DraftDistributions,
+    probability: Float[Array, "B T V"],
+    rows: RowSampling,
+    length: Int[Array, " B"],
+) -> Accepted:
+    """Walk from the root, testing each node's children in draw order.
+
+    probability: the base's warped distribution at every slot. length: position of the root.
+    """
+    children, expansion = child_slots(config), expansion_rows(config)
+    batch = length.shape[0]
+    zeros = jnp.zeros(batch, jnp.int32)
+    walk = _Walk(
+        slot=zeros,
+        path=jnp.zeros((batch, config.depth + 1), jnp.int32),
+        count=zeros,
+        descends=jnp.ones(batch, bool),
+        residual=probability[:, 0],
+    )
+    for depth in range(config.depth):
+        coins = uniform(rows, (length + depth + 1)[:, None], ACCEPT, children.shape[1])[:, 0]
+        walk = _descend(walk, depth, tree, drafts, probability, coins, children, expansion)
+    noise = gumbel(rows, (length + walk.count + 1)[:, None], TOKEN, probability.shape[-1])[:, 0]
+    return Accepted(walk.path, walk.count, argmax(jnp.log(walk.residual) + noise))
+
+
+def _descend(
+    walk: _Walk,
+    depth: int,
+    tree: TokenTree,
+    drafts: DraftDistributions,
+    probability: Float[Array, "B T V"],
+    coins: Float[Array, "B C"],
+    children: np.ndarray,
+    expansion: np.ndarray,
+) -> _Walk:
+    """Test the children of each row's node; go to the first accepted one, or stop."""
+    slots = jnp.asarray(children)[walk.slot]  # [B, C], -1 where there is none
+    row = jnp.maximum(jnp.asarray(expansion)[walk.slot], 0)[:, None, None]
+    ids = jnp.take_along_axis(drafts.ids, row, axis=1)[:, 0]
+    q = jnp.take_along_axis(drafts.probability, row, axis=1)[:, 0]
+    p, found = walk.residual, jnp.full_like(walk.slot, -1)
+    batch = jnp.arange(walk.slot.shape[0])
+    for order in range(children.shape[1]):
+        slot = slots[:, order]
+        token = tree.tokens[batch, jnp.maximum(slot, 0)]
+        q_token = jnp.sum(jnp.where(ids == token[:, None], q, 0), axis=-1)
+        tested = walk.descends & (found < 0) & (slot >= 0) & (q_token > 0)
+        accepted = tested & (coins[:, order] * q_token < p[batch, token])
+        found = jnp.where(accepted, slot, found)
+        rejected = (tested & ~accepted)[:, None]
+        p = jnp.where(rejected, _residual(p, ids, q), p)
+        q = jnp.where(rejected, _without(q, ids == token[:, None]), q)
+    moved = found >= 0
+    return _Walk(
+        slot=jnp.where(moved, found, walk.slot),
+        path=walk.path.at[:, depth + 1].set(jnp.where(moved, found, 0)),
+        count=walk.count + moved,
+        descends=moved,
+        residual=jnp.where(moved[:, None], probability[batch, jnp.maximum(found, 0)], p),
+    )
+
+
+def _residual(p: Float[Array, "B V"], ids: Int[Array, "B Q"], q: Float[Array, "B Q"]) -> Array:
+    """Return norm(max(p - q, 0)); p itself where rounding leaves nothing."""
+    rest = jax.vmap(lambda p, i, q: p.at[i].add(-q))(p, ids, q)
+    rest = jnp.maximum(rest, 0)
+    total = rest.sum(axis=-1, keepdims=True)
+    return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), p)
+
+
+def _without(q: Float[Array, "B Q"], taken: Array) -> Float[Array, "B Q"]:
+    """Return q without the drawn token, renormalised (all 0 when nothing is left)."""
+    rest = jnp.where(taken, 0, q)
+    total = rest.sum(axis=-1, keepdims=True)
+    return rest / jnp.where(total > 0, total, 1)
+
+
+def child_slots(config: TreeConfig) -> np.ndarray:
+    """Return [T, C] the slots of each slot's children in draw order, padded with -1.
+
+    Example: chain:2 gives [[1], [2], [-1]].
+    """
+    parents = config.parents()
+    per_slot = [np.flatnonzero(parents == slot) for slot in range(config.num_slots)]
+    children = np.full((config.num_slots, max(map(len, per_slot))), -1, np.int32)
+    for slot, found in enumerate(per_slot):
+        children[slot, : len(found)] = found
+    return children
+
+
+def expansion_rows(config: TreeConfig) -> np.ndarray:
+    """Return [T] each slot's row in `DraftDistributions`, -1 at leaves.
+
+    Rows are numbered in slot order, which is the order in which levels are expanded.
+    """
+    has_children = np.isin(np.arange(config.num_slots), config.parents())
+    return np.where(has_children, np.cumsum(has_children) - 1, -1).astype(np.int32)

@@ -1,0 +1,146 @@
+"""Drawing tokens: warped distributions, and randomness that depends on the text position only.
+
+A draw at absolute position s of a row depends on the row's key, on s and on what the draw is for,
+never on the slot, the batch or the step that makes it. So the same key gives the same text whether
+a position was reached in one step or in another.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.config import JsonConfig
+from clover_jax.decoding.top_k import argmax
+
+VERIFICATIONS = ("greedy", "lossless", "typical")
+DRAFT_SAMPLINGS = ("topk", "sampled")
+# What a draw is for; each has its own stream of randomness at a position.
+TOKEN, CHILDREN, ACCEPT = 0, 1, 2
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig(JsonConfig):
+    """How drafted tokens are chosen and verified; static.
+
+    verify: "greedy" (temperature 0 only; reduces logits to their argmax), "lossless" (the text is
+        distributed as plain sampling's) or "typical" (Medusa's rule: not lossless).
+    draft_sampling: "topk" children by probability, or children "sampled" without replacement.
+    truncate: whether any row uses top-k or top-p, which cost a sort.
+    typical_epsilon, typical_delta: Medusa's thresholds.
+    """
+
+    verify: str = "greedy"
+    draft_sampling: str = "topk"
+    truncate: bool = False
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+
+    def __post_init__(self):
+        if self.verify not in VERIFICATIONS:
+            raise ValueError(f"verify {self.verify!r} is not one of {', '.join(VERIFICATIONS)}")
+        if self.draft_sampling not in DRAFT_SAMPLINGS:
+            raise ValueError(
+                f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
+            )
+        if self.draft_sampling == "sampled" and self.verify != "lossless":
+            raise ValueError(
+                f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}: the other "
+                "rules take children as given"
+            )
+
+
+GREEDY = SamplingConfig()
+
+
+@struct.dataclass
+class RowSampling:
+    """Each row's own settings.
+
+    key:         [B, 2] raw bits of the row's random key.
+    temperature: [B] 0 is greedy.
+    top_k:       [B] keep this many of the most probable tokens; 0 keeps all.
+    top_p:       [B] keep a token while the mass before it is below this; 1 keeps all.
+    """
+
+    key: Array
+    temperature: Float[Array, " B"]
+    top_k: Int[Array, " B"]
+    top_p: Float[Array, " B"]
+
+
+def empty_sampling(batch: int) -> RowSampling:
+    """Return greedy settings for `batch` rows."""
+    return RowSampling(
+        key=jnp.zeros((batch, 2), jnp.uint32),
+        temperature=jnp.zeros(batch),
+        top_k=jnp.zeros(batch, jnp.int32),
+        top_p=jnp.ones(batch),
+    )
+
+
+def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:
+    """Apply temperature, then top-k, then top-p (Hugging Face's order); dropped tokens get -inf.
+
+    Rows at temperature 0 keep their most probable token only. A token is kept while the mass of
+    the tokens before it, by descending probability, is below top_p; equal tokens stay together.
+    """
+    temperature = rows.temperature[:, None, None]
+    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    if truncate:
+        scaled = _truncate(scaled, rows)
+    best = argmax(logits)[..., None] == jnp.arange(logits.shape[-1])
+    return jnp.where((temperature > 0) | best, scaled, -jnp.inf)
+
+
+def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
+    vocabulary = logits.shape[-1]
+    descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocabulary), vocabulary)
+    at_k = (wanted - 1)[:, None, None]
+    least = jnp.take_along_axis(descending, jnp.broadcast_to(at_k, (*logits.shape[:2], 1)), -1)
+    descending = jnp.where(descending >= least, descending, -jnp.inf)
+    probability = jax.nn.softmax(descending, axis=-1)
+    before = jnp.cumsum(probability, axis=-1) - probability
+    kept = (before < rows.top_p[:, None, None]) | (rows.top_p[:, None, None] >= 1)
+    least = jnp.maximum(least, jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True))
+    return jnp.where(logits >= least, logits, -jnp.inf)
+
+
+def draw(
+    warped: Float[Array, "B T V"], rows: RowSampling, positions: Int[Array, "B T"]
+) -> Int[Array, "B T"]:
+    """Draw one token per slot from softmax(warped); slots at one position share their noise.
+
+    positions: absolute position of the token that is drawn.
+    """
+    noise = gumbel(rows, positions, TOKEN, warped.shape[-1])
+    return argmax(warped + noise)
+
+
+def gumbel(
+    rows: RowSampling, positions: Int[Array, "B T"], purpose: int, size: int
+) -> Float[Array, "B T size"]:
+    """Return Gumbel noise for each row and position; adding it to logits and taking the largest
+    draws from their softmax (the k largest: k draws without replacement).
+    """
+    return _per_position(rows, positions, purpose, lambda key: jax.random.gumbel(key, (size,)))
+
+
+def uniform(
+    rows: RowSampling, positions: Int[Array, "B T"], purpose: int, size: int
+) -> Float[Array, "B T size"]:
+    """Return uniform numbers in [0, 1) for each row and position."""
+    return _per_position(rows, positions, purpose, lambda key: jax.random.uniform(key, (size,)))
+
+
+def _per_position(rows: RowSampling, positions: Array, purpose: int, sample) -> Array:
+    def one(row_key: Array, position: Array) -> Array:
+        key = jax.random.wrap_key_data(row_key)
+        return sample(jax.random.fold_in(jax.random.fold_in(key, position), purpose))
+
+    return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(rows.key, positions)

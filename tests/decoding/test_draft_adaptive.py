@@ -1,0 +1,160 @@
+"""Adaptive trees against the same rules written out with loops over one row."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.draft_adaptive import draft_adaptive
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.step import StepConfig
+from clover_jax.decoding.tree import PAD_TOKEN, TreeConfig, parse_tree
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.errors import UserError
+from tests.tiny_models import TINY, random_base, random_head, random_prompts
+
+
+class SlowHead:
+    """Follows one path of drafted tokens at a time."""
+
+    def __init__(self, hot: float):
+        self.head, params = random_head()
+        # Sharper proposals, so that the rules have something to choose between.
+        self.params, self.compiled = params, {}
+        base = dict(random_base())
+        self.frozen = frozen_from_base({**base, "lm_head": base["lm_head"] * hot})
+        width = TINY.hidden_size
+        features = jax.random.normal(jax.random.key(5), (1, 4, width))
+        next_tokens = jnp.array([[3, 9, 27, 81]])
+        zero, cache = jnp.zeros(1, jnp.int32), self.head.module.init_cache(1, 64, jnp.float32)
+        self.root = 81
+        self.state, self.cache = self.apply(
+            "absorb", features, next_tokens, zero, jnp.array([4]), cache
+        )
+
+    def apply(self, method, *arguments, depth=()):
+        """Call a method of the head, compiled; `depth` is its static last argument."""
+        if (method, depth) not in self.compiled:
+            module = self.head.module
+            self.compiled[method, depth] = jax.jit(
+                lambda params, *rest: module.apply({"params": params}, *rest, *depth, method=method)
+            )
+        return self.compiled[method, depth](self.params, self.frozen, *arguments)
+
+    def probabilities(self, path):
+        """Return the draft's distribution after a path of tokens."""
+        state, zero = self.state, jnp.zeros((1, 1), jnp.int32)
+        for depth, token in enumerate(path, start=1):
+            token = jnp.array([[token]])
+            state = self.apply("advance", state, self.cache, zero, token, depth=(depth,))
+        logits = self.apply("propose", state, depth=(len(path),))
+        logits = np.asarray(logits[0, 0], np.float64)
+        p = np.exp(logits - logits.max())
+        return p / p.sum()
+
+    def draft(self, tree):
+        arguments = (self.head, self.params, self.frozen, jnp.array([self.root]))
+        drafted = jax.jit(lambda state: draft_adaptive(*arguments, state, self.cache, tree))(
+            self.state
+        )
+        return drafted.tokens[0].tolist(), drafted.parent[0].tolist()
+
+
+def paths_of(tokens, parents):
+    """Return the set of token paths of a drafted tree; padding left out."""
+    paths = {0: ()}
+    for slot in range(1, len(tokens)):
+        if tokens[slot] != PAD_TOKEN:
+            paths[slot] = (*paths[parents[slot]], tokens[slot])
+    return set(paths.values()) - {()}
+
+
+def dynamic_by_hand(head, tree):
+    pool, frontier = {}, {(): 1.0}
+    for _ in range(tree.depth):
+        level = {}
+        for path, joint in frontier.items():
+            p = head.probabilities(path)
+            for token in np.argsort(-p, kind="stable")[: tree.width]:
+                level[(*path, int(token))] = joint * p[token]
+        pool |= level
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[: tree.width])
+    return set(sorted(pool, key=lambda path: -pool[path])[: tree.nodes])
+
+
+def clover4_by_hand(head, tree):
+    kept, frontier, remaining = set(), {(): 1.0}, tree.nodes
+    for _ in range(tree.depth):
+        level = {}
+        for path, joint in frontier.items():
+            p, before = head.probabilities(path), 0.0
+            for token in np.argsort(-p, kind="stable"):
+                if before >= 0.8 or p[token] < 0.25 * p.max():
+                    break
+                level[(*path, int(token))] = joint * p[token]
+                before += p[token]
+        frontier = dict(sorted(level.items(), key=lambda item: -item[1])[:remaining])
+        kept |= set(frontier)
+        remaining -= len(frontier)
+    return kept
+
+
+@pytest.mark.parametrize("name", ["dynamic:9:4:3", "dynamic:3:1:3"])
+def test_the_dynamic_tree_holds_the_most_probable_nodes_seen(name):
+    head, tree = SlowHead(40.0), parse_tree(name)
+    tokens, parents = head.draft(tree)
+    assert tokens[0] == head.root
+    assert all(parent < slot for slot, parent in enumerate(parents))
+    assert len(tokens) == tree.nodes + 1
+    assert paths_of(tokens, parents) == dynamic_by_hand(head, tree)
+
+
+@pytest.mark.parametrize("hot", [5.0, 40.0, 200.0])
+def test_clover4_spends_four_nodes_on_the_most_probable(hot):
+    head, tree = SlowHead(hot), parse_tree("clover4")
+    tokens, parents = head.draft(tree)
+    assert paths_of(tokens, parents) == clover4_by_hand(head, tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "batch_size", "verify"),
+    [("dynamic:12:5:4", 3, "greedy"), ("clover4", 8, "greedy"), ("dynamic:12:5:4", 8, "lossless")],
+)
+def test_text_equals_plain_text(name, batch_size, verify):
+    head, draft_params = random_head()
+    prompts = random_prompts(30, seed=11)
+    plain = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
+    expected = [row.output_ids for row in plain.generate(random_base(), None, prompts, 20)]
+    engine = Engine(TINY, head, parse_tree(name), SamplingConfig(verify), batch_size=batch_size)
+    rows = engine.generate(random_base(), draft_params, prompts, 20)
+    assert [row.output_ids for row in rows] == expected
+    assert max(max(row.accepted) for row in rows) >= 1
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("dynamic", "as in dynamic:25"),
+        ("dynamic:x", "as in dynamic:25"),
+        ("dynamic:0", r"nodes \(0\)"),
+        ("dynamic:99:1:8", "1 levels of width 8 draft 8 nodes, fewer than the 99 wanted"),
+        ("clover4:5", "must be dynamic"),
+    ],
+)
+def test_a_wrong_name_says_what_would_be_right(name, message):
+    with pytest.raises(UserError, match=message):
+        parse_tree(name)
+
+
+def test_sampled_children_are_refused():
+    with pytest.raises(ValueError, match="chosen by probability, so its children are no draws"):
+        StepConfig(
+            TINY, random_head()[0], parse_tree("dynamic:9"), SamplingConfig("lossless", "sampled")
+        )
+
+
+def test_an_adaptive_tree_survives_its_json():
+    tree = parse_tree("dynamic:9:4:3")
+    assert AdaptiveTree.from_dict(tree.to_dict()) == tree

@@ -1,0 +1,150 @@
+"""The first four generated tokens are distributed as plain sampling's: chi-square tests.
+
+20 000 rows with keys of their own decode the same prompt in one compiled program; the exact
+distribution comes from full forwards over every possible text.
+"""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from scipy import stats
+
+from clover_jax.config import BaseConfig
+from clover_jax.decoding import lossless
+from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.sampling import RowSampling, SamplingConfig
+from clover_jax.decoding.state import empty_state
+from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
+from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.models.decoder import Decoder, causal_mask, project
+from tests.tiny_models import random_base, random_head
+
+BASE = BaseConfig(
+    vocab_size=5,
+    hidden_size=16,
+    intermediate_size=16,
+    num_layers=1,
+    num_heads=2,
+    num_kv_heads=1,
+    head_dim=8,
+)
+PROMPT = (1, 3, 0)
+SAMPLES, LENGTH = 20_000, 4
+SMALL_TREE = TreeConfig("small", ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
+
+@functools.cache
+def peaked_params():
+    """Logits spread over several units, so that acceptance and residuals matter."""
+    params = dict(random_base(BASE))
+    return {**params, "lm_head": params["lm_head"] * 40}
+
+
+@functools.cache
+def exact(temperature: float, top_p: float) -> np.ndarray:
+    """Return the probability of every text of LENGTH tokens, [V] * LENGTH."""
+    texts = np.array(list(itertools.product(range(5), repeat=LENGTH)))
+    tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
+    positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
+    params = peaked_params()
+    output = Decoder(BASE).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
+    logits = np.asarray(project(frozen_from_base(params).lm_head, output.hidden["post_norm"]))
+    probability = np.ones(len(texts))
+    for i in range(LENGTH):
+        p = np.exp(logits[:, len(PROMPT) - 1 + i].astype(np.float64) / temperature)
+        p /= p.sum(-1, keepdims=True)
+        order = np.argsort(-p, axis=-1)
+        ranked = np.take_along_axis(p, order, -1)
+        ranked[np.cumsum(ranked, -1) - ranked >= top_p] = 0
+        np.put_along_axis(p, order, ranked, -1)
+        p /= p.sum(-1, keepdims=True)
+        probability *= p[np.arange(len(texts)), texts[:, i]]
+    return probability
+
+
+def sample(tree, draft_sampling, temperature, top_p) -> np.ndarray:
+    """Return SAMPLES texts of LENGTH tokens, decoded speculatively."""
+    head, draft_params = random_head(BASE) if tree.num_nodes else (None, {})
+    sampling = SamplingConfig("lossless", draft_sampling, truncate=top_p < 1)
+    config = StepConfig(BASE, head, tree, sampling)
+    weights = Weights(peaked_params(), draft_params)
+    keys = jax.random.split(jax.random.key(7), SAMPLES)
+    rows = RowSampling(
+        key=jax.random.key_data(keys),
+        temperature=jnp.full(SAMPLES, temperature),
+        top_k=jnp.zeros(SAMPLES, jnp.int32),
+        top_p=jnp.full(SAMPLES, top_p),
+    )
+    start = len(PROMPT)
+    end = jnp.full(SAMPLES, start)
+    state = empty_state(BASE, head, tree, SAMPLES, 16, 1, jnp.float32)
+    state = state.replace(
+        tokens=state.tokens.at[:, :start].set(jnp.array(PROMPT)),
+        end=end,
+        limit=end + LENGTH,
+        sampling=rows,
+    )
+    # The state is an argument: as a constant, XLA would spend a minute folding it.
+    state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0)
+    # A function of its own, traced anew: a test may have put a fault into the verifier.
+    step = jax.jit(functools.partial(speculate_and_verify, config))
+    most_accepted = 0
+    for _ in range(LENGTH - 1):
+        state, record = step(weights, state)
+        most_accepted = max(most_accepted, int(record.accepted.max()))
+    assert most_accepted == min(tree.depth, 3)
+    return np.asarray(state.tokens[:, start : start + LENGTH])
+
+
+def p_value(texts: np.ndarray, probability: np.ndarray) -> float:
+    """Return the chi-square test's p-value; rare texts (fewer than 5 expected) are pooled."""
+    index = np.ravel_multi_index(texts.T, (5,) * LENGTH)
+    observed = np.bincount(index, minlength=5**LENGTH)
+    assert observed[probability == 0].sum() == 0
+    expected = probability * len(texts)
+    rare = expected < 5
+    observed = np.append(observed[~rare], observed[rare].sum())
+    expected = np.append(expected[~rare], expected[rare].sum())
+    possible = expected > 0
+    return stats.chisquare(observed[possible], expected[possible]).pvalue
+
+
+def case(name, draft_sampling, temperature, top_p, *marks):
+    tree = SMALL_TREE if name == "small" else parse_tree(name)
+    return pytest.param(
+        tree, draft_sampling, temperature, top_p, marks=marks, id=f"{name}-{draft_sampling}-{top_p}"
+    )
+
+
+CASES = [
+    case("none", "topk", 0.7, 0.9),
+    case("chain:3", "sampled", 1.0, 1.0),
+    case("small", "topk", 0.7, 0.9),
+    case("small", "sampled", 0.7, 0.9),
+    case("small", "sampled", 1.0, 1.0),
+    case("chain:3", "topk", 1.0, 1.0, pytest.mark.slow),
+    case("chain:3", "topk", 0.7, 0.9, pytest.mark.slow),
+    case("chain:3", "sampled", 0.7, 0.9, pytest.mark.slow),
+    case("small", "topk", 1.0, 1.0, pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("tree", "draft_sampling", "temperature", "top_p"), CASES)
+def test_texts_are_distributed_as_plain_sampling(tree, draft_sampling, temperature, top_p):
+    texts = sample(tree, draft_sampling, temperature, top_p)
+    assert p_value(texts, exact(temperature, top_p)) > 1e-3
+
+
+@pytest.mark.parametrize("fault", ["q_kept", "p_kept"])
+def test_a_broken_verifier_is_seen(monkeypatch, fault):
+    if fault == "q_kept":  # q is not renormalised after a rejection
+        monkeypatch.setattr(lossless, "_without", lambda q, taken: jnp.where(taken, 0, q))
+    else:  # the rejected token's surplus is not taken out of p
+        monkeypatch.setattr(lossless, "_residual", lambda p, ids, q: p)
+    texts = sample(SMALL_TREE, "sampled", 1.0, 1.0)
+    assert p_value(texts, exact(1.0, 1.0)) < 1e-6

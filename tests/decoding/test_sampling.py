@@ -1,0 +1,135 @@
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.decoding.accept import accept_typical, log_softmax
+from clover_jax.decoding.engine import Engine, Request
+from clover_jax.decoding.sampling import TOKEN, RowSampling, SamplingConfig, gumbel, warp
+from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
+from clover_jax.errors import UserError
+from tests.tiny_models import TINY, random_base, random_head, random_prompts
+
+LOSSLESS = SamplingConfig("lossless")
+
+
+def rows(temperature, top_k=0, top_p=1.0):
+    return RowSampling(
+        key=jnp.zeros((1, 2), jnp.uint32),
+        temperature=jnp.array([temperature]),
+        top_k=jnp.array([top_k]),
+        top_p=jnp.array([top_p]),
+    )
+
+
+def warped_by_hand(logits, temperature, top_k, top_p):
+    """Temperature, then top-k, then top-p, one token after another (Hugging Face's order)."""
+    order = np.argsort(-logits, kind="stable")
+    if top_k:
+        order = order[:top_k]
+    p = np.exp(logits[order] / temperature)
+    p /= p.sum()
+    kept = [token for i, token in enumerate(order) if p[:i].sum() < top_p]
+    result = np.zeros_like(logits)
+    result[kept] = np.exp(logits[kept] / temperature)
+    return result / result.sum()
+
+
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+@pytest.mark.parametrize(("top_k", "top_p"), [(0, 1.0), (3, 1.0), (0, 0.7), (5, 0.6), (50, 0.999)])
+def test_warping_is_temperature_then_top_k_then_top_p(temperature, top_k, top_p):
+    logits = np.random.default_rng(0).normal(size=12).astype(np.float32)
+    warped = warp(jnp.asarray(logits)[None, None], rows(temperature, top_k, top_p), truncate=True)
+    expected = warped_by_hand(logits, temperature, top_k, top_p)
+    np.testing.assert_allclose(jax.nn.softmax(warped)[0, 0], expected, atol=1e-6)
+
+
+def test_temperature_zero_leaves_the_most_probable_token():
+    logits = jnp.array([[[1.0, 3.0, 3.0, 2.0]]])
+    np.testing.assert_array_equal(jnp.isfinite(warp(logits, rows(0.0), False))[0, 0], [0, 1, 0, 0])
+
+
+def test_noise_depends_on_row_key_and_position_only():
+    settings = RowSampling(
+        key=jnp.array([[0, 1], [0, 2]], jnp.uint32),
+        temperature=jnp.ones(2),
+        top_k=jnp.zeros(2, jnp.int32),
+        top_p=jnp.ones(2),
+    )
+    noise = gumbel(settings, jnp.array([[5, 6], [6, 5]]), TOKEN, 4)
+    swapped = jax.tree.map(lambda x: x[::-1], settings)
+    again = gumbel(swapped, jnp.array([[5, 6], [6, 5]]), TOKEN, 4)
+    np.testing.assert_array_equal(noise[0, 0], again[1, 1])
+    np.testing.assert_array_equal(noise[1, 0], again[0, 1])
+    assert len(np.unique(noise)) == noise.size
+
+
+def sampled_texts(tree, sampling, head, batch_size):
+    """Decode six prompts, greedy and hot rows mixed in one batch."""
+    engine = Engine(TINY, head and head[0], tree, sampling, batch_size=batch_size)
+    requests = [
+        Request(i, prompt, 20, temperature=0.7 * (i % 2), top_k=30 * (i % 3), seed=100 + i)
+        for i, prompt in enumerate(random_prompts(6, seed=2))
+    ]
+    stream = engine.stream(random_base(), head and head[1], requests)
+    done = sorted((p.row for p in stream if p.done), key=lambda row: row.index)
+    return [row.output_ids for row in done]
+
+
+TRUNCATED = SamplingConfig("lossless", truncate=True)
+
+
+def test_with_deterministic_children_the_same_key_gives_the_text_of_plain_sampling():
+    # Stronger than lossless: one draw per position, whatever was drafted.
+    plain = sampled_texts(TreeConfig.root_only(), TRUNCATED, None, 3)
+    assert sampled_texts(parse_tree("paper25"), TRUNCATED, random_head(), 4) == plain
+
+
+def test_sampled_children_give_a_row_the_same_text_in_any_batch():
+    sampling = SamplingConfig("lossless", "sampled", truncate=True)
+    texts = [sampled_texts(parse_tree("paper25"), sampling, random_head(), b) for b in (1, 4)]
+    assert texts[0] == texts[1]
+
+
+def test_a_greedy_row_in_a_sampling_batch_is_greedy():
+    sampling = SamplingConfig("lossless", "sampled", truncate=True)
+    mixed = sampled_texts(parse_tree("paper25"), sampling, random_head(), 4)
+    engine = Engine(TINY, None, TreeConfig.root_only())
+    greedy = engine.generate(random_base(), None, random_prompts(6, seed=2), 20)
+    assert mixed[::2] == [row.output_ids for row in greedy[::2]]
+
+
+def test_typical_acceptance_follows_medusas_rule():
+    p = np.array([[0.6, 0.3, 0.1], [0.05, 0.05, 0.9], [0.2, 0.5, 0.3], [1 / 3] * 3], np.float32)
+    tree = TokenTree(jnp.array([[0, 1, 0, 2]]), jnp.array([[-1, 0, 0, 1]]))
+    entropy = -(p * np.log(p + 1e-5)).sum(-1)
+    threshold = np.minimum(0.09, 0.3 * np.exp(-entropy))
+    assert p[0, 1] > threshold[0]
+    assert p[1, 2] > threshold[1]
+    accepted = accept_typical(tree, log_softmax(jnp.log(p))[None], 0.09, 0.3, depth=2)
+    assert accepted.path.tolist() == [[0, 1, 3]]
+    # Between paths of one length the more probable wins: slot 2 has p = 0.6, slot 1 has 0.3.
+    shallow = TokenTree(jnp.array([[0, 1, 0]]), jnp.array([[-1, 0, 0]]))
+    accepted = accept_typical(shallow, log_softmax(jnp.log(p[:3]))[None], 0.09, 0.3, depth=1)
+    assert accepted.path.tolist() == [[0, 2]]
+    assert accepted.bonus.tolist() == [1]
+
+
+@pytest.mark.parametrize(
+    ("request_", "sampling", "message"),
+    [
+        (Request(0, [1], 5, temperature=0.5), SamplingConfig(), "needs --verify=lossless"),
+        (Request(0, [1], 5, temperature=-1.0), LOSSLESS, r"temperature \(-1.0\) must be 0 or more"),
+        (Request(0, [1], 5, top_p=0.0), TRUNCATED, r"top_p \(0.0\) must lie in"),
+        (Request(0, [1], 5, top_k=-2), TRUNCATED, r"top_k \(-2\) must be 1 or more"),
+    ],
+)
+def test_impossible_settings_say_what_is_wrong(request_, sampling, message):
+    engine = Engine(TINY, None, TreeConfig.root_only(), sampling)
+    with pytest.raises(UserError, match=message):
+        engine.check(request_)
+
+
+def test_sampled_children_need_the_lossless_rule():
+    with pytest.raises(ValueError, match="'sampled' needs verify 'lossless'"):
+        SamplingConfig("typical", "sampled")
