@@ -11,6 +11,7 @@ import contextlib
 import errno
 import hashlib
 import json
+import logging
 import os
 import shutil
 import sys
@@ -58,6 +59,8 @@ class Checkpoints:
         """Open `directory`, making it where needed."""
         self.directory = directory.absolute()
         (self.directory / HASHES).mkdir(parents=True, exist_ok=True)
+        # Every error is raised to us as well; the log would add pages of traceback to one line.
+        logging.getLogger("absl").addFilter(_is_not_orbax)
         options = ocp.CheckpointManagerOptions(
             max_to_keep=KEPT,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_hashes),
@@ -195,6 +198,10 @@ class Checkpoints:
     def _newest_on_disk(self) -> int | None:
         steps = [int(name) for name in os.listdir(self.directory) if name.isdecimal()]
         return max(steps, default=None)
+
+
+def _is_not_orbax(record: logging.LogRecord) -> bool:
+    return "orbax" not in record.pathname
 
 
 def _disk_reason(error: BaseException | None) -> str | None:

@@ -8,6 +8,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import jax
+import jax.numpy as jnp
+
 from clover_jax.array_types import Params
 from clover_jax.data.chat import encode_record
 from clover_jax.data.prompt_encoding import encode_prompt
@@ -77,10 +80,14 @@ class DecodingEvaluator:
 
         Raises Interrupted when `stop` is set meanwhile.
         """
-        if self._plain_outputs is None:
-            rows = self._decode(self._plain, None, stop)
-            self._plain_outputs = [row.output_ids for row in rows]
-        rows = self._decode(self._engine, params, stop)
+        dtype = self._base.lm_head.dtype
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        # Equality is promised in float32, which accelerators multiply less exactly by default.
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+            if self._plain_outputs is None:
+                plain = self._decode(self._plain, None, stop)
+                self._plain_outputs = [row.output_ids for row in plain]
+            rows = self._decode(self._engine, params, stop)
         pairs = zip(rows, self._plain_outputs, strict=True)
         accepted = [count for row in rows for count in row.accepted]
         tokens = sum(len(row.output_ids) - 1 for row in rows)

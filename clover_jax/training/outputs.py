@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.array_types import Params
-from clover_jax.config import DrafterConfig
 from clover_jax.drafters.directory import save_draft
-from clover_jax.models.fingerprint import BaseFingerprint
 from clover_jax.training.provenance import git_revision, versions
+from clover_jax.training.settings import TrainSettings
+from clover_jax.training.setup import Parts
 
 DRAFT, BEST = "draft", "best"
 
@@ -17,21 +17,13 @@ DRAFT, BEST = "draft", "best"
 class DraftWriter:
     """Writes native draft directories, each replaced atomically."""
 
-    def __init__(
-        self,
-        workdir: Path,
-        config: DrafterConfig,
-        tree: str,
-        base: BaseFingerprint,
-        flags: dict[str, Any],
-        data_hash: str,
-    ):
+    def __init__(self, workdir: Path, settings: TrainSettings, parts: Parts):
         """Take what is the same for every step of a run."""
-        self._workdir, self._config, self._tree, self._base = workdir, config, tree, base
+        self._workdir, self._parts, self._tree = workdir, parts, settings.tree
         self._provenance = {
             "command": "train",
-            "flags": flags,
-            "data_hash": data_hash,
+            "flags": settings.to_dict(),
+            "data_hash": parts.data_hash,
             "git_revision": git_revision(),
             "versions": versions(),
         }
@@ -46,5 +38,12 @@ class DraftWriter:
             "measured": measured,
         }
         directory = self._workdir / name
-        save_draft(directory, self._config, params, self._tree, self._base, provenance)
+        save_draft(
+            directory,
+            self._parts.head.config,
+            params,
+            self._tree,
+            self._parts.base_fingerprint,
+            provenance,
+        )
         return directory

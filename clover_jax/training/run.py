@@ -13,24 +13,17 @@ import jax
 
 from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
-from clover_jax.data.readers import read_records
-from clover_jax.data.records import data_hash
-from clover_jax.decoding.tree import parse_tree
-from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.files import write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import fingerprint
-from clover_jax.models.loading import load_base
-from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.progress import Progress, progress_bar
-from clover_jax.training.evaluation import DecodingEvaluator, Interrupted, evaluation_prompts
+from clover_jax.training.evaluation import DecodingEvaluator, Interrupted
 from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import BEST, DRAFT, DraftWriter
-from clover_jax.training.settings import TrainSettings, check_resumable
-from clover_jax.training.setup import make_head, optimizer_config, pipeline_config
+from clover_jax.training.settings import TrainSettings, check_resumable, recorded_settings
+from clover_jax.training.setup import Parts, load_parts
 from clover_jax.training.step import TrainState, TrainStepConfig, init_state, make_train_step
 from clover_jax.training.trainer import Trainer
 
@@ -46,56 +39,43 @@ def run_training(
     Raises UserError for whatever cannot work, before anything is trained.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    with _only_run_in(workdir), contextlib.ExitStack() as stack:
-        base = load_base(settings.base, resolve_dtype(settings.dtype))
-        tokenizer = load_tokenizer(base.directory)
-        records = read_records(settings.data)
-        head = make_head(settings, base)
-        optimizer = optimizer_config(settings)
-        pipeline = pipeline_config(settings, base, head)
-        tree = parse_tree(settings.tree)
-        evaluator = None
-        if settings.eval_every:
-            prompts = evaluation_prompts(
-                settings.eval_prompts, records.heldout, base, tokenizer, settings.eval_num_prompts
-            )
-            evaluator = DecodingEvaluator(base, head, tree, prompts, settings.eval_max_new_tokens)
-        identity = {"base": fingerprint(base), "data": data_hash(records.train)}
-        check_resumable(
-            workdir, settings, {"base": identity["base"].lm_head, "data": identity["data"]}
-        )
+    with _only_run_in(workdir):
         finished = _finished_report(workdir, settings)
-        if finished is not None:
-            return finished | {"already_finished": True}
+        if finished is not None and recorded_settings(workdir) == settings:
+            return finished
+        parts = load_parts(settings)
+        check_resumable(workdir, settings, parts.identity)
+        return finished or _train(settings, parts, workdir, stop)
 
+
+def _train(
+    settings: TrainSettings, parts: Parts, workdir: Path, stop: threading.Event
+) -> dict[str, Any]:
+    config = TrainStepConfig(
+        parts.base.config, parts.head, parts.optimizer, loss_chunk=settings.loss_chunk
+    )
+    dataset = make_pipeline(
+        parts.records.train, parts.tokenizer, parts.base.config.vocab_size, parts.pipeline
+    )
+    with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir / CHECKPOINTS)))
-        dataset = make_pipeline(records.train, tokenizer, base.config.vocab_size, pipeline)
         batches = stack.enter_context(contextlib.closing(iter(dataset)))
-        config = TrainStepConfig(base.config, head, optimizer, settings.loss_chunk)
-        state, done = restore_or_init(config, base, settings.seed, checkpoints, batches)
+        state, done = restore_or_init(config, parts.base, settings.seed, checkpoints, batches)
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
         progress = stack.enter_context(progress_bar(settings.steps, "train", initial=done))
         if done:
             progress.write(f"going on from step {done} of {workdir}")
-        writer = DraftWriter(
-            workdir,
-            head.config,
-            settings.tree,
-            identity["base"],
-            settings.to_dict(),
-            identity["data"],
-        )
-        measure = Measurement(evaluator, log, writer, progress, stop)
+        writer = DraftWriter(workdir, settings, parts)
         trainer = Trainer(
             step=make_train_step(config),
-            base_params=base.params,
+            base_params=parts.base.params,
             batches=batches,
             checkpoints=checkpoints,
             log=log,
             progress=progress,
-            evaluate=measure,
+            evaluate=Measurement(parts.evaluator, log, writer, progress, stop),
             export=lambda step, state: writer.write(DRAFT, state.params, step),
-            rate=make_schedule(optimizer),
+            rate=make_schedule(parts.optimizer),
             stop=stop,
             steps=settings.steps,
             log_every=settings.log_every,
@@ -104,7 +84,7 @@ def run_training(
         )
         state, done = trainer.run(state, done)
         checkpoints.wait()
-        return _report(workdir, settings, done, log, stop)
+        return _report(workdir, settings, done, log)
 
 
 class Measurement:
@@ -161,11 +141,13 @@ def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] |
     """Return the report of a run that has done all its steps."""
     path = workdir / RESULT
     report = read_json_object(path) if path.exists() else None
-    return report if report and report["steps"] >= settings.steps else None
+    if report is None or report["steps"] < settings.steps:
+        return None
+    return report | {"already_finished": True}
 
 
 def _report(
-    workdir: Path, settings: TrainSettings, done: int, log: MetricsLog, stop: threading.Event
+    workdir: Path, settings: TrainSettings, done: int, log: MetricsLog
 ) -> dict[str, Any]:
     rows = log.evaluated()
     measured = bool(rows) and rows[-1]["step"] == done

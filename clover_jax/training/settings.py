@@ -73,6 +73,12 @@ class TrainSettings(JsonConfig):
         return dataclasses.replace(default, **{k: v for k, v in given.items() if v is not None})
 
 
+def recorded_settings(workdir: Path) -> TrainSettings | None:
+    """Return the settings of the run in a workdir; None where none was started."""
+    path = workdir / SETTINGS
+    return TrainSettings.from_dict(read_json_object(path)["settings"]) if path.exists() else None
+
+
 def check_resumable(workdir: Path, settings: TrainSettings, identity: dict[str, str]) -> None:
     """Record the settings of a new run; refuse to go on with a run of other ones.
 

@@ -1,18 +1,86 @@
-"""From settings to the parts of a run: dtype, head, optimiser, pipeline, prompts."""
+"""From settings to the parts of a run, each checked before anything is trained."""
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.config import RopeConfig
 from clover_jax.data.pipeline import PipelineConfig
+from clover_jax.data.readers import Records, read_records
+from clover_jax.data.records import data_hash
+from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
+from clover_jax.models.fingerprint import BaseFingerprint, fingerprint
+from clover_jax.models.loading import load_base
+from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.progress import passing_note
+from clover_jax.training.evaluation import DecodingEvaluator, evaluation_prompts
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class Parts(NamedTuple):
+    """What a run is made of.
+
+    evaluator: None when nothing is to be measured.
+    data_hash: the identity of the training records.
+    """
+
+    base: BaseModel
+    base_fingerprint: BaseFingerprint
+    tokenizer: PreTrainedTokenizerBase | None
+    records: Records
+    data_hash: str
+    head: DraftHead
+    optimizer: OptimizerConfig
+    pipeline: PipelineConfig
+    evaluator: DecodingEvaluator | None
+
+    @property
+    def identity(self) -> dict[str, str]:
+        """Flag name -> hash of what it names."""
+        return {"base": self.base_fingerprint.lm_head, "data": self.data_hash}
+
+
+def load_parts(settings: TrainSettings) -> Parts:
+    """Load and check everything; what loads slowest comes last.
+
+    Raises UserError for whatever cannot work.
+    """
+    tree = parse_tree(settings.tree)
+    optimizer = optimizer_config(settings)
+    with passing_note(f"loading {settings.base}"):
+        base = load_base(settings.base, resolve_dtype(settings.dtype))
+        tokenizer = load_tokenizer(base.directory)
+    head = make_head(settings, base)
+    pipeline = pipeline_config(settings, base, head)
+    with passing_note(f"reading {settings.data}"):
+        records = read_records(settings.data)
+    evaluator = None
+    if settings.eval_every:
+        prompts = evaluation_prompts(
+            settings.eval_prompts, records.heldout, base, tokenizer, settings.eval_num_prompts
+        )
+        evaluator = DecodingEvaluator(base, head, tree, prompts, settings.eval_max_new_tokens)
+    return Parts(
+        base=base,
+        base_fingerprint=fingerprint(base),
+        tokenizer=tokenizer,
+        records=records,
+        data_hash=data_hash(records.train),
+        head=head,
+        optimizer=optimizer,
+        pipeline=pipeline,
+        evaluator=evaluator,
+    )
 
 
 def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
