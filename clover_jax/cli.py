@@ -23,6 +23,7 @@ from absl import flags as absl_flags
 
 from clover_jax import command_flags
 from clover_jax.command_flags import define_common_flags, flag_settings, workdir_of
+from clover_jax.compilation_cache import use_compilation_cache
 from clover_jax.errors import UserError
 from clover_jax.help_text import help_text
 from clover_jax.jsonl import to_json
@@ -82,7 +83,9 @@ def run(
         if _HELP & set(argv[: argv.index("--")] if "--" in argv else argv):
             print(help_text(command, _module_doc(main), command_flags.defined(define_flags)))
             return STATUS_OK
-        status = main(command_flags.parse_flags(define_flags, argv))
+        flags = command_flags.parse_flags(define_flags, argv)
+        use_compilation_cache()
+        status = main(flags)
         sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our stdout went away (`| head`). Python would complain again at exit.
