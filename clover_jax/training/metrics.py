@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import time
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +20,21 @@ class MetricsLog:
 
     def __init__(self, workdir: Path, step: int):
         """Open the files; rows after `step`, from which the run goes on, are cut."""
-        # Importing it costs half a second, which a finished workdir should not pay.
-        from tensorboardX import SummaryWriter
-
         self._paths = {"train": workdir / METRICS, "eval": workdir / EVAL}
         for path in self._paths.values():
             keep_rows(path, lambda row: row["step"] <= step)
-        self._board = SummaryWriter(str(workdir / TENSORBOARD), purge_step=step + 1)
+        self._board = TensorBoard(workdir / TENSORBOARD, step)
 
     def write(self, kind: str, row: dict[str, Any]) -> None:
         """Append a row, which has a "step"; kind: "train" or "eval"."""
         append_row(self._paths[kind], row)
+        scalars = {}
         for name, value in row.items():
             if isinstance(value, list):
-                for position, item in enumerate(value):
-                    self._scalar(f"{kind}/{name}/{position}", item, row["step"])
+                scalars |= {f"{kind}/{name}/{i}": item for i, item in enumerate(value)}
             elif name != "step":
-                self._scalar(f"{kind}/{name}", value, row["step"])
-        self._board.flush()
+                scalars[f"{kind}/{name}"] = value
+        self._board.write(row["step"], scalars)
 
     def evaluated(self) -> list[dict[str, Any]]:
         """Return the rows of eval.jsonl."""
@@ -45,6 +44,38 @@ class MetricsLog:
         """Close the TensorBoard file."""
         self._board.close()
 
-    def _scalar(self, tag: str, value: Any, step: int) -> None:
-        if isinstance(value, int | float) and math.isfinite(value):
-            self._board.add_scalar(tag, value, step)
+
+class TensorBoard:
+    """An event file, written and flushed at once.
+
+    (tensorboardX's own SummaryWriter writes from a thread, which reports a full disk by a
+    traceback of its own, at the end of the process.)
+    """
+
+    def __init__(self, directory: Path, step: int):
+        """Open a new file; TensorBoard forgets what older files say of the steps after `step`."""
+        # Imported here: it costs half a second, which `--help` should not pay.
+        from tensorboardX.event_file_writer import EventsWriter
+        from tensorboardX.proto.event_pb2 import Event, SessionLog
+
+        directory.mkdir(exist_ok=True)
+        self._event = Event
+        self._writer = EventsWriter(str(directory / "events"))
+        restart = SessionLog(status=SessionLog.START)
+        self._writer.write_event(Event(wall_time=time.time(), step=step + 1, session_log=restart))
+
+    def write(self, step: int, scalars: dict[str, Any]) -> None:
+        """Add the finite numbers among `scalars` at a step."""
+        from tensorboardX.summary import scalar
+
+        for tag, value in scalars.items():
+            if isinstance(value, int | float) and math.isfinite(value):
+                event = self._event(wall_time=time.time(), step=step, summary=scalar(tag, value))
+                self._writer.write_event(event)
+        self._writer.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        # Every row was flushed when it was written: an error here was raised there before.
+        with contextlib.suppress(OSError):
+            self._writer.close()
