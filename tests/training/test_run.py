@@ -22,7 +22,7 @@ from clover_jax.training import run, trainer
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.step import make_train_step
-from tests.conftest import REPOSITORY
+from tests.conftest import REPOSITORY, WARNINGS
 
 BASE = REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base"
 
@@ -170,7 +170,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
     )
     chosen = settings(data)
     killed = subprocess.run(
-        [sys.executable, "-c", source, repr(chosen.to_dict()), str(tmp_path / "w")],
+        [sys.executable, *WARNINGS, "-c", source, repr(chosen.to_dict()), str(tmp_path / "w")],
         cwd=REPOSITORY,
         capture_output=True,
         check=False,
