@@ -14,8 +14,8 @@ from clover_jax.config import BaseConfig
 _CARD = """\
 # A small base model for Python
 
-A Llama-style decoder of {parameters:,} parameters, made by `clover_jax.pretrain`. It writes
-plausible Python and knows little else: it is here so that speculative decoding can be tried,
+A Llama-style decoder of {parameters:,} parameters, made by `clover_jax.pretrain`. It knows
+the style of its sources and little else: it is here so that speculative decoding can be tried,
 trained for and tested without a network. Weights are bfloat16 in safetensors.
 
 ## Data
