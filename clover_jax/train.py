@@ -18,6 +18,7 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
+from clover_jax.errors import UserError
 
 
 def define_flags(flags: absl_flags.FlagValues) -> None:
@@ -68,6 +69,8 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
 
 def main(flags: absl_flags.FlagValues) -> int:
     """Train and report."""
+    if flags.mesh is not None:
+        raise UserError(f"--mesh={flags.mesh}: train uses one device so far; leave --mesh out")
     from clover_jax.training.run import run_training
     from clover_jax.training.settings import TrainSettings
 
