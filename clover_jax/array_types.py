@@ -17,28 +17,13 @@ from jaxtyping import Bool, Float, Int, PyTree, jaxtyped
 Array = jax.Array
 Params = PyTree[Any]
 
-Tokens = Int[Array, "B S"]
-Lengths = Int[Array, " B"]
-TreeTokens = Int[Array, "B T"]
-TreeParents = Int[Array, "B T"]
-TreeMask = Bool[Array, "B T T"]
-TreeLogits = Float[Array, "B T V"]
-Path = Int[Array, "B A"]
-
 __all__ = [
     "Array",
     "Bool",
     "Float",
     "Int",
-    "Lengths",
     "Params",
-    "Path",
     "PyTree",
-    "Tokens",
-    "TreeLogits",
-    "TreeMask",
-    "TreeParents",
-    "TreeTokens",
     "typed",
 ]
 

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
 
@@ -25,6 +25,7 @@ class Accepted:
     bonus: Int[Array, " B"]
 
 
+@typed
 def accept_path(tree: TokenTree, following: Int[Array, "B T"], depth: int) -> Accepted:
     """Accept the longest root path whose every token is the base's own choice at its parent.
 
@@ -60,10 +61,9 @@ def accept_typical(
     entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=-1)
     threshold = jnp.minimum(epsilon, delta * jnp.exp(-entropy))
     parent = jnp.maximum(tree.parent, 0)
-    at_parent = jnp.take_along_axis(log_probability, parent[..., None], axis=1)
-    token = jnp.maximum(tree.tokens, 0)[..., None]
-    own = jnp.take_along_axis(at_parent, token, axis=-1)[..., 0]
-    passes = jnp.exp(own) > jnp.take_along_axis(threshold, parent, axis=1)
+    row = jnp.arange(tree.tokens.shape[0])[:, None]
+    own = log_probability[row, parent, jnp.maximum(tree.tokens, 0)]
+    passes = jnp.exp(own) > threshold[row, parent]
     passes &= tree.tokens >= 0
     return _longest(tree, passes, own, argmax(log_probability), depth)
 

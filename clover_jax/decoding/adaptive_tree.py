@@ -29,6 +29,8 @@ class AdaptiveTree(JsonConfig):
     width: int
 
     def __post_init__(self):
+        if self.rule not in ("dynamic", "clover4"):
+            raise ValueError(f"tree {self.name!r}: rule {self.rule!r} is not dynamic or clover4")
         if min(self.nodes, self.depth, self.width) < 1:
             raise ValueError(
                 f"tree {self.name!r}: nodes ({self.nodes}), depth ({self.depth}) and width "
@@ -49,6 +51,11 @@ class AdaptiveTree(JsonConfig):
     def num_slots(self) -> int:
         """T: drafted nodes and the root."""
         return self.nodes + 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Children of one node that are looked at."""
+        return self.width
 
     @property
     def pool_size(self) -> int:

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
 from clover_jax.decoding.tree import TokenTree
@@ -37,6 +37,7 @@ class Emission:
     finish: Int[Array, " B"]
 
 
+@typed
 def cut(
     candidates: Int[Array, "B A"],
     count: Int[Array, " B"],
@@ -63,7 +64,7 @@ def commit(
     fresh: Cache,
     features: Float[Array, "B T F"],
 ) -> tuple[DecodeState, StepRecord]:
-    """Append each running row's accepted path and bonus token; leave finished rows as they are.
+    """Append each running row's accepted path and bonus token; finished rows keep their text.
 
     fresh: keys and values of the tree's slots. features: what the head will read of them.
     Committed positions follow the emitted tokens: length = end - 1 always, so at most
@@ -83,7 +84,9 @@ def commit(
         end=state.end + emitted,
         finish=jnp.where(running, emission.finish, state.finish),
         cache=write_rows(state.cache, gather_rows(fresh, accepted.path), state.length),
-        features=jnp.take_along_axis(features, accepted.path[..., None], axis=1),
+        features=jnp.take_along_axis(features, accepted.path[..., None], axis=1).astype(
+            state.features.dtype
+        ),
         next_tokens=candidates,
         count=emitted,
     )
@@ -91,6 +94,7 @@ def commit(
     return new, StepRecord(accepted=jnp.where(running, accepted.count, 0), emitted=emitted)
 
 
+@typed
 def append_bonus(
     drafted: Int[Array, "B D"], count: Int[Array, " B"], bonus: Int[Array, " B"]
 ) -> Int[Array, "B A"]:

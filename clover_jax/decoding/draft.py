@@ -97,16 +97,18 @@ def top_children(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children
     return Children(top_k(logits, k).ids)
 
 
-def sample_children(rows: RowSampling, length: Int[Array, " B"], truncate: bool) -> ChooseChildren:
+def sample_children(
+    rows: RowSampling, length: Int[Array, " B"], truncate: bool, support: int = SUPPORT
+) -> ChooseChildren:
     """Return a choice of children drawn without replacement from the warped draft distribution.
 
-    q lives on the SUPPORT most probable tokens, renormalised, so that no [B, nodes, V] exists.
+    q lives on the `support` most probable tokens, renormalised, so that no [B, nodes, V] exists.
     Greedy rows take the most probable children; any q verifies them rightly.
     """
     hot = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
 
     def choose(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children:
-        values, ids = top_k(logits, max(k, min(SUPPORT, logits.shape[-1])))
+        values, ids = top_k(logits, min(support, logits.shape[-1]))
         warped = warp(values, rows.replace(temperature=hot), truncate)
         noise = gumbel(rows, (length + depth + 1)[:, None], CHILDREN, ids.shape[-1])
         noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)

@@ -89,7 +89,8 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
     parents = jnp.zeros((batch, tree.nodes), jnp.int32)
     score, slots = jnp.zeros((batch, 1)), jnp.zeros((batch, 1), jnp.int32)
     used = jnp.zeros((batch, 1), jnp.int32)
-    for depth in range(min(tree.depth, grower.head.config.num_positions)):
+    num_levels = min(tree.depth, grower.head.config.num_positions)
+    for depth in range(num_levels):
         brood = grower.children(state, score, depth)
         before = jnp.cumsum(brood.share, axis=-1) - brood.share
         wanted = (before < MASS) & (brood.share >= SHARE * brood.share[..., :1])
@@ -102,7 +103,8 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
         tokens = tokens.at[rows, place].set(token, mode="drop")
         above = jnp.take_along_axis(slots, parent, axis=1)
         parents = parents.at[rows, place].set(above, mode="drop")
-        state = grower.advance(state, brood, best.ids, depth + 1)
+        if depth + 1 < num_levels:
+            state = grower.advance(state, brood, best.ids, depth + 1)
         score = jnp.where(kept, best.values, -jnp.inf)
         slots = place + 1
         used += kept.sum(axis=1, keepdims=True)
@@ -149,6 +151,7 @@ class _Grower(NamedTuple):
 
 
 def _with_root(root: Array, tokens: Int[Array, "B n"], parent: Int[Array, "B n"]) -> TokenTree:
+    """Put the root in slot 0, before the drafted nodes."""
     return TokenTree(
         tokens=jnp.concatenate([root[:, None], tokens], axis=1),
         parent=jnp.pad(parent, ((0, 0), (1, 0)), constant_values=-1),

@@ -12,6 +12,7 @@ import functools
 import math
 import time
 from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,19 @@ import numpy as np
 from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig
-from clover_jax.decoding.state import EMPTY, EOS, RUNNING, DecodeState, empty_state, grow, insert
+from clover_jax.decoding.state import (
+    EMPTY,
+    EOS,
+    RUNNING,
+    DecodeState,
+    clear,
+    empty_state,
+    grow,
+    insert,
+)
 from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
@@ -110,14 +121,17 @@ class Engine:
         seed: int = 0,
         batch_size: int = 1,
         steps_per_chunk: int = 8,
-        prefill_size: int = 64,
-        max_eos: int = 8,
+        prefill_size: int | None = None,
+        max_eos: int | None = None,
     ):
         """Prepare the programs; nothing compiles before the first request.
 
         seed: with a request's index, the key of rows that bring no seed of their own.
+        prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
+        max_eos: EOS tokens that a request may bring; by default 8, or more if the base has more.
         Raises UserError when the tree does not suit the head (see StepConfig).
         """
+        prefill_size = prefill_size or (64 if jax.default_backend() == "cpu" else 256)
         if CACHE_CHUNK % prefill_size:
             raise ValueError(f"prefill_size ({prefill_size}) must divide {CACHE_CHUNK}")
         try:
@@ -125,7 +139,7 @@ class Engine:
         except ValueError as error:
             raise UserError(str(error)) from error
         self.batch_size = batch_size
-        self.max_eos = max_eos
+        self.max_eos = max_eos or max(8, len(base.eos_token_ids))
         self._seed = seed
         self._prefill_size = prefill_size
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
@@ -134,6 +148,7 @@ class Engine:
         self._decode = jax.jit(chunk, donate_argnums=1)
         self._insert = jax.jit(insert, donate_argnums=0)
         self._grow = jax.jit(grow, static_argnums=1)
+        self._clear = jax.jit(clear, donate_argnums=0)
         empty = functools.partial(empty_state, base, head, tree)
         self._empty = jax.jit(empty, static_argnums=(0, 1, 2, 3))
 
@@ -180,15 +195,15 @@ class Engine:
             if all(row is None for row in slots):
                 return
             state, record = self._decode(weights, state)
-            host = jax.device_get(
-                (state.tokens, state.end, state.finish, record.accepted, record.emitted)
-            )
+            after = _AfterChunk(state.tokens, state.end, state.finish, record)
+            after = jax.device_get(after)
             for slot, row in enumerate(slots):
                 if row is not None:
-                    yield _collect(row, slot, *host, started[slot])
-                    # A stopped row goes on in its slot, unread, until another takes its place.
+                    yield _collect(row, slot, after, started[slot])
                     if row.finish_reason is not None:
                         slots[slot] = None
+                        if after.finish[slot] == RUNNING:  # the consumer stopped it
+                            state = self._clear(state, slot)
 
     def check(self, request: Request) -> None:
         """Raise UserError for a request that cannot be decoded by this base."""
@@ -213,6 +228,8 @@ class Engine:
         sampling = self.config.sampling
         if not 0 <= request.temperature < math.inf:
             raise UserError(f"temperature ({request.temperature}) must be 0 or more")
+        if request.seed is not None and not 0 <= request.seed < 2**32:
+            raise UserError(f"seed ({request.seed}) must lie in 0 .. {2**32 - 1}")
         if request.top_k < 0:
             raise UserError(f"top_k ({request.top_k}) must be 1 or more, or 0 for all tokens")
         if not 0 < request.top_p <= 1:
@@ -243,6 +260,9 @@ class Engine:
     def _prefill_row(
         self, weights: Weights, request: Request, size: int, like: DecodeState
     ) -> DecodeState:
+        if size < self._limit(request) + self.config.tree.depth:
+            # dynamic_update_slice would clamp, and overwrite live positions.
+            raise ValueError(f"{size} positions are too few for {request}")
         prompt = np.zeros((1, size), np.int32)
         length = len(request.prompt_ids)
         prompt[0, :length] = request.prompt_ids
@@ -267,7 +287,7 @@ class Engine:
         return RowSampling(
             key=jax.random.key_data(key)[None],
             temperature=jnp.asarray([request.temperature], jnp.float32),
-            top_k=jnp.asarray([request.top_k], jnp.int32),
+            top_k=jnp.asarray([min(request.top_k, self.config.base.vocab_size)], jnp.int32),
             top_p=jnp.asarray([request.top_p], jnp.float32),
         )
 
@@ -280,23 +300,24 @@ def bucket(size: int) -> int:
     return length
 
 
-def _collect(
-    row: Generation,
-    slot: int,
-    tokens: np.ndarray,
-    end: np.ndarray,
-    finish: np.ndarray,
-    accepted: np.ndarray,
-    emitted: np.ndarray,
-    started: float,
-) -> Progress:
+class _AfterChunk(NamedTuple):
+    """What the host reads after a chunk of steps: leaves of the state, and the steps' records."""
+
+    tokens: np.ndarray
+    end: np.ndarray
+    finish: np.ndarray
+    record: StepRecord
+
+
+def _collect(row: Generation, slot: int, after: _AfterChunk, started: float) -> Progress:
     """Add to a row what a chunk of steps gave it."""
     first = len(row.prompt_ids) + len(row.output_ids)
-    new_ids = tokens[slot, first : end[slot]].tolist()
+    new_ids = after.tokens[slot, first : after.end[slot]].tolist()
     row.output_ids += new_ids
-    row.accepted += accepted[emitted[:, slot] > 0, slot].tolist()
+    row.accepted += after.record.accepted[after.record.emitted[:, slot] > 0, slot].tolist()
     row.seconds = time.perf_counter() - started
-    done = int(finish[slot]) not in (RUNNING, EMPTY)
+    finish = int(after.finish[slot])
+    done = finish not in (RUNNING, EMPTY)
     if done:
-        row.finish_reason = "eos" if finish[slot] == EOS else "length"
+        row.finish_reason = "eos" if finish == EOS else "length"
     return Progress(row, new_ids, done)

@@ -6,7 +6,7 @@ first p <- norm(max(p - q, 0)) with this same q, then q(x) = 0 and q renormalise
 rejected the bonus token is drawn from what remains of p, at a leaf from p itself. (Removing x from
 q before subtracting, or never renormalising q, changes the distribution of the text.)
 
-Deterministic children need none of this: see `accept_path` in verify.py.
+Deterministic children need none of this: see `accept_path` in accept.py.
 """
 
 from __future__ import annotations

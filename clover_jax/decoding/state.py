@@ -91,6 +91,11 @@ def insert(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> Decode
     )
 
 
+def clear(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:
+    """Make one slot empty; its row stops where it is."""
+    return state.replace(finish=state.finish.at[slot].set(EMPTY))
+
+
 def grow(state: DecodeState, size: int) -> DecodeState:
     """Return the state with room for `size` positions; copies every cache once."""
 

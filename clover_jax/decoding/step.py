@@ -16,11 +16,11 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.accept import Accepted, accept_path, accept_typical, log_softmax
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord, commit
-from clover_jax.decoding.draft import Drafted, draft, sample_children, top_children
+from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_sampled
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig, draw, warp
-from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
 from clover_jax.decoding.verify import tree_logits, verify
@@ -53,10 +53,31 @@ class StepConfig:
                 f"head drafts at most {deepest} tokens"
             )
 
-        if self.sampling.draft_sampling == "sampled" and isinstance(self.tree, AdaptiveTree):
+        if self.head is not None:
+            self._check_width()
+        if self.sampling.draft_sampling == "sampled":
+            self._check_draws()
+
+    def _check_width(self) -> None:
+        table = self.head.config.draft_to_target
+        vocabulary = self.head.config.vocab_size if table is None else len(table)
+        if self.tree.num_ranks > vocabulary:
+            raise ValueError(
+                f"tree {self.tree.name!r} looks at {self.tree.num_ranks} children of a node and "
+                f"the draft's vocabulary has {vocabulary} tokens"
+            )
+
+    def _check_draws(self) -> None:
+        if isinstance(self.tree, AdaptiveTree):
             raise ValueError(
                 f"tree {self.tree.name!r} is chosen by probability, so its children are no draws: "
                 "use draft_sampling topk, or a static tree with sampled"
+            )
+        if self.tree.has_rank_gaps:
+            # The second draw verified as if it were the first is not lossless.
+            raise ValueError(
+                f"tree {self.tree.name!r} leaves out some node's earlier siblings: with "
+                "draft_sampling sampled a rank is a draw, and no draw may be passed over"
             )
 
     @property
@@ -84,7 +105,9 @@ def speculate_and_verify(
         state, drafted = _absorb_and_draft(config, weights, state, root)
     tree, depth = drafted.tree, config.tree.depth
     with jax.named_scope("verify"):
-        output = verify(config.base, weights.base, tree, depth, state.cache, state.length)
+        # A row that has ended must not make the others read as far as it got.
+        length = jnp.where(state.finish == RUNNING, state.length, 0)
+        output = verify(config.base, weights.base, tree, depth, state.cache, length)
         logits = tree_logits(weights.base, output)
     with jax.named_scope("accept"):
         accepted = _accept(config, state, drafted, logits)
@@ -113,7 +136,9 @@ def _absorb_and_draft(
         if isinstance(config.tree, AdaptiveTree):
             drafted = Drafted(draft_adaptive(*arguments), None)
         elif sampling.draft_sampling == "sampled":
-            choose = sample_children(state.sampling, state.length, sampling.truncate)
+            support = max(SUPPORT, config.tree.num_ranks)
+            rows, length = state.sampling, state.length
+            choose = sample_children(rows, length, sampling.truncate, support)
             drafted = draft(*arguments, choose)
         else:
             drafted = draft(*arguments, top_children)
@@ -135,8 +160,9 @@ def _accept(
         probability = jax.nn.softmax(warped, axis=-1)
         rows, length = state.sampling, state.length
         return accept_sampled(config.tree, tree, drafted.drafts, probability, rows, length)
-    positions = state.length[:, None] + 1 + node_depth(ancestor_mask(tree.parent, depth))
-    return accept_path(tree, draw(warped, state.sampling, positions), depth)
+    level = node_depth(ancestor_mask(tree.parent, depth))
+    drawn = draw(warped, state.sampling, state.length + 1, level, depth)
+    return accept_path(tree, drawn, depth)
 
 
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
@@ -152,7 +178,7 @@ def decode_chunk(
     """Run a fixed number of steps on the device; records have a leading [num_steps].
 
     A known trip count: a loop that ends when all rows have finished would make a GPU ask the
-    host at every iteration. Finished rows do not change.
+    host at every iteration. The text of finished rows does not change.
     """
 
     def body(state: DecodeState, _: None) -> tuple[DecodeState, StepRecord]:

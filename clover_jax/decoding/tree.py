@@ -10,13 +10,13 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Int
+from clover_jax.array_types import Array, Bool, Int, typed
 from clover_jax.config import JsonConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
 from clover_jax.errors import UserError
@@ -81,6 +81,17 @@ class TreeConfig(JsonConfig):
     def num_slots(self) -> int:
         """T: drafted nodes and the root."""
         return len(self.paths) + 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Children of one node that are looked at: the largest rank and those before it."""
+        return max((max(path) for path in self.paths), default=-1) + 1
+
+    @property
+    def has_rank_gaps(self) -> bool:
+        """Whether some node lacks the sibling of the rank before its own."""
+        nodes = set(self.paths)
+        return any(path[-1] and (*path[:-1], path[-1] - 1) not in nodes for path in self.paths)
 
     @property
     def depth(self) -> int:
@@ -154,15 +165,22 @@ def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
 def _read_tree(name: str, path: Path) -> TreeConfig:
     try:
         paths = json.loads(path.read_text())
-        return TreeConfig(name, tuple(tuple(int(rank) for rank in ranks) for ranks in paths))
+        if not (isinstance(paths, list) and paths and all(map(_is_path, paths))):
+            raise ValueError(f"found {str(paths)[:60]}")
+        return TreeConfig(name, tuple(map(tuple, paths)))
     except OSError as error:
         raise UserError(f"tree file {path} cannot be read: {error.strerror}") from error
-    except (TypeError, ValueError) as error:
+    except ValueError as error:
         raise UserError(
             f"tree file {path} must hold a JSON list of rank paths like [[0], [1], [0, 0]]: {error}"
         ) from error
 
 
+def _is_path(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(type(rank) is int for rank in value)
+
+
+@typed
 def ancestor_mask(parent: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]:
     """Return [b, t, s] True where s is t or an ancestor of t; `depth` bounds the tree's height.
 
@@ -178,6 +196,7 @@ def ancestor_mask(parent: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]
     return mask
 
 
+@typed
 def node_depth(mask: Bool[Array, "B T T"]) -> Int[Array, "B T"]:
     """Return the depth of each slot, 0 at the root, from its ancestor mask."""
     return mask.sum(axis=-1, dtype=jnp.int32) - 1

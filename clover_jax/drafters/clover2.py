@@ -43,6 +43,8 @@ class Clover2Config(DrafterConfig):
                 f"num_positions ({self.num_positions}) and num_augmenting_layers "
                 f"({self.num_augmenting_layers}) must be at least 1"
             )
+        if self.draft_to_target is not None:
+            raise ValueError("Clover-2 drafts over the base's whole vocabulary: no draft_to_target")
         if self.layer.num_heads * self.layer.head_dim != self.layer.hidden_size:
             raise ValueError(
                 f"Clover-2's Attention Decoders split hidden_size ({self.layer.hidden_size}) in "
@@ -75,11 +77,11 @@ class AttentionDecoder(nn.Module):
     def setup(self):
         cfg = self.config
         heads, width = (cfg.num_heads, cfg.head_dim), cfg.hidden_size
-        near_identity = nn.initializers.normal(0.02)
+        placeholder = nn.initializers.normal(0.02)  # init_from_base gives the method's own
         self.norm = RMSNorm(cfg.rms_norm_eps)
-        self.query = self.param("query", near_identity, (width, *heads))
+        self.query = self.param("query", placeholder, (width, *heads))
         self.query_bias = self.param("query_bias", nn.initializers.zeros, heads)
-        self.key_value = self.param("key_value", near_identity, (width, 2, *heads))
+        self.key_value = self.param("key_value", placeholder, (width, 2, *heads))
         self.key_value_bias = self.param("key_value_bias", nn.initializers.zeros, (2, *heads))
 
     def __call__(
@@ -89,7 +91,8 @@ class AttentionDecoder(nn.Module):
         query = jnp.einsum("...d,dnh->...nh", self.norm(x), self.query) + self.query_bias
         both = jnp.einsum("...d,dcnh->...cnh", embedded, self.key_value) + self.key_value_bias
         key, value = both[..., 0, :, :], both[..., 1, :, :]
-        weight = cosine_similarity(query, key, self.config.rms_norm_eps)
+        # Back to the params' dtype: one float32 factor would make all that follows float32.
+        weight = cosine_similarity(query, key, self.config.rms_norm_eps).astype(value.dtype)
         return x + (weight[..., None] * value).reshape(x.shape)
 
 
@@ -266,7 +269,8 @@ def init_from_base(
     Norms before the outputs take the base's final norm; queries, keys and projectors start as
     the identity, values at zero, all plus U(0, 0.01); biases start at 0.
     """
-    last = max(int(name.removeprefix("layers_")) for name in base_params if "layers_" in name)
+    layers = [name for name in base_params if name.startswith("layers_")]
+    last = max(int(name.removeprefix("layers_")) for name in layers)
     final_norm = base_params["final_norm"]
     layer = config.layer
     width, heads = layer.hidden_size, (layer.num_heads, layer.head_dim)

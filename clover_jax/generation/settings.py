@@ -79,12 +79,11 @@ def sampling_for(
             rows.append(settings.for_row(prompt) if isinstance(prompt, Prompt) else settings)
         except UserError:
             continue  # the row fails by itself when its turn comes
-    is_greedy = all(row.temperature == 0 for row in rows)
+    draws = settings.draft_sampling == "sampled" or any(row.temperature > 0 for row in rows)
     try:
         return SamplingConfig(
-            verify=settings.verify or ("greedy" if is_greedy else "lossless"),
-            # A greedy run takes the most probable children, which is what its q amounts to.
-            draft_sampling="topk" if is_greedy else settings.draft_sampling,
+            verify=settings.verify or ("lossless" if draws else "greedy"),
+            draft_sampling=settings.draft_sampling,
             truncate=any(row.top_k > 0 or row.top_p < 1 for row in rows),
         )
     except ValueError as error:

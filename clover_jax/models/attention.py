@@ -46,7 +46,6 @@ def attend(
     fresh_mask: [b, t, s] True where t may attend to s; each t must allow at least itself.
     cache, length: [B, K, S, H] committed keys and values, of which the first length[b] are live.
     """
-    query = query * query.shape[-1] ** -0.5
     scores = _scores(query, fresh.key, fresh_mask[:, None, None])
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
@@ -71,22 +70,15 @@ def _attend_cache(
         value = jax.lax.dynamic_slice_in_dim(cache.value, start, CACHE_CHUNK, axis=2)
         return _absorb_chunk(query, key, value, start, length, softmax)
 
-    return jax.lax.fori_loop(0, _num_chunks(length, size), body, softmax)
+    def read_live(softmax: RunningSoftmax) -> RunningSoftmax:
+        num_chunks = (jnp.max(length) + CACHE_CHUNK - 1) // CACHE_CHUNK
+        return jax.lax.fori_loop(0, num_chunks, body, softmax)
 
+    def read_whole(softmax: RunningSoftmax) -> RunningSoftmax:
+        return jax.lax.fori_loop(0, size // CACHE_CHUNK, body, softmax)
 
-def _num_chunks(length: Int[Array, " B"], size: int) -> Array:
-    """Chunks that hold a live position; all of them on GPU.
-
-    A data-dependent trip count keeps the padding unread, but makes a GPU wait for the host.
-    """
-
-    def live(length: Array) -> Array:
-        return (jnp.max(length) + CACHE_CHUNK - 1) // CACHE_CHUNK
-
-    def whole(length: Array) -> Array:
-        return jnp.asarray(size // CACHE_CHUNK, length.dtype)
-
-    return jax.lax.platform_dependent(length, cuda=whole, rocm=whole, default=live)
+    # A data-dependent trip count leaves the padding unread, but makes a GPU wait for the host.
+    return jax.lax.platform_dependent(softmax, cuda=read_whole, rocm=read_whole, default=read_live)
 
 
 def _absorb_chunk(
@@ -107,7 +99,7 @@ def _absorb_chunk(
 
 def _scores(query: Array, key: Array, mask: Array) -> Array:
     scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32)
-    return jnp.where(mask, scores, MASKED)
+    return jnp.where(mask, scores * query.shape[-1] ** -0.5, MASKED)
 
 
 def _mix(weight: Array, value: Array) -> Array:

@@ -10,7 +10,7 @@ import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
@@ -137,6 +137,7 @@ class Decoder(nn.Module):
         return DecoderOutput(hidden=hidden, fresh=tuple(fresh))
 
 
+@typed
 def project(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
     """Return logits, hidden . matrix^T, accumulated and returned in float32.
 
@@ -146,6 +147,7 @@ def project(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Float[
     return jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
 
 
+@typed
 def packed_mask(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S S"]:
     """Return the causal mask within documents: same segment and not later.
 

@@ -123,6 +123,8 @@ def test_a_finished_row_does_not_change():
     new, record = commit(state, tree, accepted, output.fresh, jnp.zeros((1, 2, 0)))
     for name in ("tokens", "length", "end", "limit", "finish"):
         np.testing.assert_array_equal(getattr(new, name), getattr(state, name), err_msg=name)
+    for layer, old in zip(new.cache, state.cache, strict=True):
+        np.testing.assert_array_equal(layer.key[:, :, :5], old.key[:, :, :5])
     assert (record.accepted.tolist(), record.emitted.tolist()) == ([0], [0])
 
 

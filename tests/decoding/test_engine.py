@@ -1,3 +1,5 @@
+import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -96,6 +98,25 @@ def test_a_tree_needs_a_head_and_a_head_a_tree():
         Engine(TINY, None, parse_tree("paper25"))
     with pytest.raises(UserError, match="nodes need a head"):
         Engine(TINY, random_head()[0], TreeConfig.root_only())
+
+
+def test_a_buffer_may_be_exactly_full(engine):
+    prompt = random_prompts(1, seed=12)[0][:1] * 200
+    whole = 256 - 200 - engine.config.tree.depth  # limit + depth fills the first bucket
+    rows = [generate(engine, [prompt], tokens)[0] for tokens in (whole, whole + 1)]
+    assert rows[0].output_ids == rows[1].output_ids[:-1]
+
+
+def test_bfloat16_weights_decode_as_plainly():
+    params, (head, draft_params) = random_base(), random_head()
+    params, draft_params = jax.tree.map(lambda x: x.astype(jnp.bfloat16), (params, draft_params))
+    engines = [
+        Engine(TINY, head, parse_tree("chain:3"), batch_size=2),
+        Engine(TINY, None, TreeConfig.root_only(), batch_size=2),
+    ]
+    prompts = random_prompts(2, seed=21)
+    speculative, plain = (e.generate(params, draft_params, prompts, 20) for e in engines)
+    assert [row.output_ids for row in speculative] == [row.output_ids for row in plain]
 
 
 def test_buckets_are_powers_of_two_times_the_cache_chunk():

@@ -58,7 +58,7 @@ def test_speculative_text_equals_plain_text(tree, batch_size):
     assert [row.output_ids for row in rows] == plain_texts()
     # The test says something only if drafts are accepted, and not always.
     accepted = np.concatenate([row.accepted for row in rows])
-    assert accepted.max() == tree.depth or tree.depth > 4
+    assert accepted.max() >= min(tree.depth, 4)
     assert accepted.min() == 0
     assert all(1 + sum(a + 1 for a in row.accepted) >= len(row.output_ids) for row in rows)
 

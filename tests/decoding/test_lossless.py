@@ -14,7 +14,7 @@ import pytest
 from scipy import stats
 
 from clover_jax.config import BaseConfig
-from clover_jax.decoding import lossless
+from clover_jax.decoding import lossless, step
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.sampling import RowSampling, SamplingConfig
 from clover_jax.decoding.state import empty_state
@@ -92,10 +92,10 @@ def sample(tree, draft_sampling, temperature, top_p) -> np.ndarray:
     # The state is an argument: as a constant, XLA would spend a minute folding it.
     state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0)
     # A function of its own, traced anew: a test may have put a fault into the verifier.
-    step = jax.jit(functools.partial(speculate_and_verify, config))
+    compiled = jax.jit(functools.partial(speculate_and_verify, config))
     most_accepted = 0
     for _ in range(LENGTH - 1):
-        state, record = step(weights, state)
+        state, record = compiled(weights, state)
         most_accepted = max(most_accepted, int(record.accepted.max()))
     assert most_accepted == min(tree.depth, 3)
     return np.asarray(state.tokens[:, start : start + LENGTH])
@@ -138,6 +138,12 @@ CASES = [
 def test_texts_are_distributed_as_plain_sampling(tree, draft_sampling, temperature, top_p):
     texts = sample(tree, draft_sampling, temperature, top_p)
     assert p_value(texts, exact(temperature, top_p)) > 1e-3
+
+
+def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
+    monkeypatch.setattr(step, "SUPPORT", 3)  # of 5 tokens
+    texts = sample(SMALL_TREE, "sampled", 1.0, 1.0)
+    assert p_value(texts, exact(1.0, 1.0)) > 1e-3
 
 
 @pytest.mark.parametrize("fault", ["q_kept", "p_kept"])

@@ -6,6 +6,7 @@ import pytest
 from clover_jax.decoding.accept import accept_typical, log_softmax
 from clover_jax.decoding.engine import Engine, Request
 from clover_jax.decoding.sampling import TOKEN, RowSampling, SamplingConfig, gumbel, warp
+from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
@@ -121,6 +122,11 @@ def test_typical_acceptance_follows_medusas_rule():
         (Request(0, [1], 5, temperature=0.5), SamplingConfig(), "needs --verify=lossless"),
         (Request(0, [1], 5, temperature=-1.0), LOSSLESS, r"temperature \(-1.0\) must be 0 or more"),
         (Request(0, [1], 5, top_p=0.0), TRUNCATED, r"top_p \(0.0\) must lie in"),
+        (
+            Request(0, [1], 5, seed=2**32),
+            LOSSLESS,
+            r"seed \(4294967296\) must lie in 0 .. 4294967295",
+        ),
         (Request(0, [1], 5, top_k=-2), TRUNCATED, r"top_k \(-2\) must be 1 or more"),
     ],
 )
@@ -128,6 +134,24 @@ def test_impossible_settings_say_what_is_wrong(request_, sampling, message):
     engine = Engine(TINY, None, TreeConfig.root_only(), sampling)
     with pytest.raises(UserError, match=message):
         engine.check(request_)
+
+
+def test_a_tree_that_passes_over_a_draw_is_refused():
+    gapped = TreeConfig("gapped", ((0,), (2,)))
+    with pytest.raises(ValueError, match="no draw may be passed over"):
+        StepConfig(TINY, random_head()[0], gapped, SamplingConfig("lossless", "sampled"))
+
+
+def test_a_tree_wider_than_the_vocabulary_is_refused():
+    wide = TreeConfig("wide", ((96,),))
+    with pytest.raises(ValueError, match="97 children of a node and the draft's vocabulary has 96"):
+        StepConfig(TINY, random_head()[0], wide)
+
+
+def test_more_children_than_the_usual_support_can_be_sampled():
+    wide = TreeConfig("wide", (*((i,) for i in range(20)), (0, 0)))
+    sampling = SamplingConfig("lossless", "sampled", truncate=True)
+    assert len(sampled_texts(wide, sampling, random_head(), 2)) == 6
 
 
 def test_sampled_children_need_the_lossless_rule():

@@ -61,6 +61,10 @@ def test_a_wrong_name_says_what_would_be_right(name, message):
         ("[[0], [0]]", "lists a path twice"),
         ("[[-1]]", "ranks from 0 on"),
         ("7", "JSON list of rank paths"),
+        ("[]", "JSON list of rank paths"),
+        ("[[0.5]]", "JSON list of rank paths"),
+        ("[[true]]", "JSON list of rank paths"),
+        ('["0"]', "JSON list of rank paths"),
     ],
 )
 def test_a_broken_tree_file_is_named_with_its_fault(tmp_path, content, message):

@@ -35,7 +35,7 @@ def test_a_row_that_wants_what_cannot_be_is_named():
             {},
             SamplingConfig("lossless", "sampled"),
         ),
-        ({"draft_sampling": "sampled"}, {}, SamplingConfig("greedy")),
+        ({"draft_sampling": "sampled"}, {}, SamplingConfig("lossless", "sampled")),
         ({"verify": "typical"}, {"temperature": 0.5}, SamplingConfig("typical")),
     ],
 )
