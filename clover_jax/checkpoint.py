@@ -183,12 +183,14 @@ class Checkpoints:
         try:
             yield
         except Exception as error:
-            reason = _disk_reason(error)
+            reason = disk_reason(error)
             if reason is None:
                 raise
             usable = self._newest_on_disk()
-            rest = "no checkpoint was saved yet" if usable is None else (
-                f"checkpoint {usable} is whole, the same command goes on from it"
+            rest = (
+                "no checkpoint was saved yet"
+                if usable is None
+                else (f"checkpoint {usable} is whole, the same command goes on from it")
             )
             raise UserError(
                 f"cannot save a checkpoint in {self.directory}: {reason}; free some space or give "
@@ -204,8 +206,8 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def _disk_reason(error: BaseException | None) -> str | None:
-    """Return what a chain of exceptions says about the disk; None for anything else."""
+def disk_reason(error: BaseException | None) -> str | None:
+    """Return what a chain of exceptions says about a full or closed disk; None for all else."""
     while error is not None:
         number = getattr(error, "errno", None)
         if isinstance(error, OSError) and number in _DISK_ERRORS:

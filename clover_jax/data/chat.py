@@ -77,9 +77,7 @@ def render_plain(record: Conversation) -> tuple[str, list[Span]]:
     return text, spans
 
 
-def render_chat(
-    record: Conversation, tokenizer: PreTrainedTokenizerBase
-) -> tuple[str, list[Span]]:
+def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tuple[str, list[Span]]:
     """Return the chat template's text and the spans that the assistant generates.
 
     An answer's span begins where a generation prompt would end and ends with its end-of-turn
@@ -160,6 +158,4 @@ def _with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, counts: bool
     eos = tokenizer.eos_token_id
     if eos is None or (encoded.tokens.size and encoded.tokens[-1] == eos):
         return encoded
-    return Encoded(
-        np.append(encoded.tokens, np.int32(eos)), np.append(encoded.loss_mask, counts)
-    )
+    return Encoded(np.append(encoded.tokens, np.int32(eos)), np.append(encoded.loss_mask, counts))

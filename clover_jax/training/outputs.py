@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.array_types import Params
+from clover_jax.checkpoint import disk_reason
 from clover_jax.drafters.directory import save_draft
+from clover_jax.errors import UserError
 from clover_jax.training.provenance import git_revision, versions
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import Parts
@@ -31,19 +33,32 @@ class DraftWriter:
     def write(
         self, name: str, params: Params, step: int, measured: dict[str, Any] | None = None
     ) -> Path:
-        """Write WORKDIR/name. measured: the row of eval.jsonl of this very step, if any."""
+        """Write WORKDIR/name and return it.
+
+        measured: the row of eval.jsonl of this very step, if any.
+        Raises UserError where the disk refuses it; what was there before stays.
+        """
         provenance = self._provenance | {
             "steps": step,
             "tau": measured["tau"] if measured else None,
             "measured": measured,
         }
         directory = self._workdir / name
-        save_draft(
-            directory,
-            self._parts.head.config,
-            params,
-            self._tree,
-            self._parts.base_fingerprint,
-            provenance,
-        )
+        try:
+            save_draft(
+                directory,
+                self._parts.head.config,
+                params,
+                self._tree,
+                self._parts.base_fingerprint,
+                provenance,
+            )
+        except Exception as error:
+            reason = disk_reason(error)
+            if reason is None:
+                raise
+            raise UserError(
+                f"cannot write {directory}: {reason}; free some space, the same command then goes "
+                "on from the last checkpoint"
+            ) from error
         return directory

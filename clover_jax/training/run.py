@@ -30,9 +30,7 @@ from clover_jax.training.trainer import Trainer
 CHECKPOINTS, RESULT = "checkpoints", "result.json"
 
 
-def run_training(
-    settings: TrainSettings, workdir: Path, stop: threading.Event
-) -> dict[str, Any]:
+def run_training(settings: TrainSettings, workdir: Path, stop: threading.Event) -> dict[str, Any]:
     """Train a head in `workdir`, or go on where an earlier run stopped; return the report.
 
     stop: when set (by SIGTERM), the run saves a checkpoint after its current step and returns.
@@ -146,9 +144,7 @@ def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] |
     return report | {"already_finished": True}
 
 
-def _report(
-    workdir: Path, settings: TrainSettings, done: int, log: MetricsLog
-) -> dict[str, Any]:
+def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) -> dict[str, Any]:
     rows = log.evaluated()
     measured = bool(rows) and rows[-1]["step"] == done
     finished = done == settings.steps and (measured or not settings.eval_every)

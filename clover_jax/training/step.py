@@ -119,9 +119,7 @@ def train_step(
             gradient, state.opt_state, state.params
         )
         params = optax.apply_updates(state.params, updates)
-    metrics = StepMetrics(
-        loss=loss, positions=positions, gradient_norm=optax.tree.norm(gradient)
-    )
+    metrics = StepMetrics(loss=loss, positions=positions, gradient_norm=optax.tree.norm(gradient))
     return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
 

@@ -270,5 +270,3 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
     report = run_training(settings(data), workdir, threading.Event())
     assert report["finished"]
     assert_same_params(params_of(workdir), params_of(whole_run[0]))
-
-
