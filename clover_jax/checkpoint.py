@@ -29,6 +29,8 @@ from clover_jax.files import write_json
 
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
 HASHES = "hashes"
+# Room to ask for, in sizes of the state: itself, the draft that is exported beside it, overhead.
+SPACE_FACTOR = 1.5
 _UNFINISHED = ".orbax-checkpoint-tmp"
 
 _DISK_ERRORS = {
@@ -73,7 +75,10 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, batches: grain.DatasetIterator) -> None:
-        """Save a state and the position of the data after `step`; a saved step is left alone."""
+        """Save a state and the position of the data after `step`; a saved step is left alone.
+
+        Raises UserError where the disk is full or closed; the checkpoints before stay usable.
+        """
         if step in self._manager.all_steps():
             return
         with self._explained():
@@ -85,6 +90,19 @@ class Checkpoints:
                     meta=ocp.args.JsonSave({"step": step}),
                 ),
             )
+
+    def require_space(self, state: PyTree) -> None:
+        """Raise UserError where a checkpoint, and a draft beside it, will not fit on the disk.
+
+        Found out beforehand, because the storage reports a write that failed halfway by tracebacks
+        from several threads.
+        """
+        needed = SPACE_FACTOR * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            with self._explained():
+                shown = f"{os.strerror(errno.ENOSPC)}: {free} bytes free, {needed:.0f} needed"
+                raise OSError(errno.ENOSPC, shown)
 
     def wait(self) -> None:
         """Return when the last save is on disk.

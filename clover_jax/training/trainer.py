@@ -79,9 +79,13 @@ class Trainer:
         return state, done
 
     def save(self, done: int, state: TrainState) -> None:
-        """Write the checkpoint and the draft of this step."""
-        self.checkpoints.save(done, state, self.batches)
+        """Write the draft and the checkpoint of this step.
+
+        In this order: a run that goes on from a checkpoint finds the draft of its step.
+        """
+        self.checkpoints.require_space(state)
         self.export(done, state)
+        self.checkpoints.save(done, state, self.batches)
 
     def _measured_at(self, done: int) -> bool:
         return self.eval_every > 0 and self._due(self.eval_every, done)

@@ -1,6 +1,7 @@
 """Whole runs of `train` on a tiny base: files, resume, faults."""
 
 import dataclasses
+import errno
 import json
 import os
 import shutil
@@ -18,7 +19,7 @@ from clover_jax import checkpoint
 from clover_jax.drafters.directory import load_draft
 from clover_jax.errors import UserError
 from clover_jax.models.loading import load_base
-from clover_jax.training import run, trainer
+from clover_jax.training import outputs, run, trainer
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.step import make_train_step
@@ -157,7 +158,7 @@ def without_times(path):
 
 def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
     source = (
-        "import os, sys, threading; from clover_jax.training import run, trainer\n"
+        "import os, sys, threading; from clover_jax.training import outputs, run, trainer\n"
         "from clover_jax.training.settings import TrainSettings\n"
         "class Killer(threading.Event):\n"
         "    looks = 0\n"
@@ -254,19 +255,38 @@ def test_more_steps_continue_a_finished_run(data, tmp_path):
     assert not (tmp_path / "best").exists()
 
 
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail(*arguments, **named):
+    raise FULL
+
+
+@pytest.mark.parametrize(
+    "module, name, message",
+    [
+        (checkpoint, "write_json", r"the disk is full; .*\(checkpoint \d is whole"),
+        (outputs, "save_draft", r"cannot write .*/draft: the disk is full"),
+    ],
+    ids=["checkpoint", "draft"],
+)
 def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
-    whole_run, data, tmp_path, monkeypatch
+    whole_run, data, tmp_path, monkeypatch, module, name, message
 ):
     workdir = tmp_path / "w"
     run_training(settings(data), workdir, StopAfter(2 * 3 + 1))
-
-    def full(path, value):
-        raise OSError(28, os.strerror(28), str(path))
-
     with monkeypatch.context() as patched:
-        patched.setattr(checkpoint, "write_json", full)
-        with pytest.raises(UserError, match=r"the disk is full; .*\(checkpoint \d is whole"):
+        patched.setattr(module, name, fail)
+        with pytest.raises(UserError, match=message):
             run_training(settings(data), workdir, threading.Event())
     report = run_training(settings(data), workdir, threading.Event())
     assert report["finished"]
     assert_same_params(params_of(workdir), params_of(whole_run[0]))
+
+
+def test_a_disk_without_room_is_found_out_before_anything_is_written(data, tmp_path, monkeypatch):
+    usage = shutil.disk_usage(tmp_path)._replace(free=1000)
+    monkeypatch.setattr(checkpoint.shutil, "disk_usage", lambda path: usage)
+    with pytest.raises(UserError, match=r"the disk is full; .*no checkpoint was saved yet"):
+        run_training(settings(data), tmp_path, threading.Event())
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["hashes"]
