@@ -90,7 +90,10 @@ def _summary(report: dict) -> str:
         return f"{where} has finished its {report['steps']} steps; the draft is {report['draft']}"
     if not report["finished"]:
         return f"stopped at step {report['steps']}; the same command goes on from there"
-    measured = f", tau {report['tau']:.2f} at best" if "tau" in report else ""
+    measured = ""
+    if "tau" in report:
+        equal = f"{report['equal']} of {report['prompts']} outputs equal to plain decoding"
+        measured = f", tau {report['tau']:.2f} at best, {equal}"
     return f"trained {report['steps']} steps{measured}; the draft is {report['draft']}"
 
 
