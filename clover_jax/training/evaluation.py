@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from clover_jax.array_types import Params
 from clover_jax.data.chat import encode_record
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import read_prompts
-from clover_jax.data.records import Record, Text
+from clover_jax.data.records import Record
 from clover_jax.decoding.engine import Engine, Generation, Request
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
@@ -26,7 +26,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROMPTS = "prompts.jsonl"  # in a base's folder
-TEXT_PROMPT_TOKENS = 32  # of a held-out text, where no prompts are given
+# Of a held-out record without a prompt of its own worth the name, where no prompts are given.
+OPENING_TOKENS = 32
+SHORTEST_PROMPT = 8
 
 
 class Interrupted(Exception):
@@ -125,7 +127,8 @@ def evaluation_prompts(
     """Return up to `count` prompts as token ids.
 
     path: a prompts file; None takes prompts.jsonl of the base's folder, or where there is none
-        the beginnings of held-out records: what comes before the answer, or the first tokens.
+        the beginnings of held-out records: what comes before the answer, or the first tokens
+        where that is shorter than a real prompt; each once.
     Raises UserError where no prompt is left that fits the base's context.
     """
     vocab_size = base.config.vocab_size
@@ -136,7 +139,8 @@ def evaluation_prompts(
         prompts = [encode_prompt(row, tokenizer, vocab_size) for row in rows]
     else:
         source = "the held-out part of --data"
-        prompts = [_opening(r, tokenizer, vocab_size) for r in heldout[:count]]
+        openings = (_opening(record, tokenizer, vocab_size) for record in heldout)
+        prompts = _distinct(openings, count)
     longest = base.config.max_position_embeddings // 2  # the other half is for the answer
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= longest]
     if not fitting:
@@ -150,8 +154,18 @@ def evaluation_prompts(
 def _opening(
     record: Record, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> list[int]:
+    """Return what comes before a record's answer, or its first tokens where that is too little."""
     encoded = encode_record(record, tokenizer, vocab_size)
-    if isinstance(record, Text):
-        return encoded.tokens[:TEXT_PROMPT_TOKENS].tolist()
-    answered = encoded.loss_mask.argmax() if encoded.loss_mask.any() else 0
-    return encoded.tokens[:answered].tolist()
+    answer = int(encoded.loss_mask.argmax()) if encoded.loss_mask.any() else 0
+    size = answer if answer >= SHORTEST_PROMPT else min(OPENING_TOKENS, len(encoded.tokens) // 2)
+    return encoded.tokens[:size].tolist()
+
+
+def _distinct(prompts: Iterable[list[int]], count: int) -> list[list[int]]:
+    """Return the first `count` prompts that differ: a repeated one measures nothing new."""
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for prompt in prompts:
+        seen.setdefault(tuple(prompt), prompt)
+        if len(seen) == count:
+            break
+    return list(seen.values())
