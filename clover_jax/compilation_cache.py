@@ -12,12 +12,14 @@ from pathlib import Path
 def use_compilation_cache(environment: MutableMapping[str, str] = os.environ) -> None:
     """Let JAX keep every compiled program under the user's cache folder, unless it is told where.
 
-    A folder a host: programs for a CPU use the instructions that it has. JAX's own variables take
-    precedence; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
+    A folder a host: programs for a CPU use the instructions that it has. Where JAX was given a
+    folder, nothing is changed; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.
     """
+    if "JAX_COMPILATION_CACHE_DIR" in environment:
+        return
     root = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root, "clover_jax", "programs", platform.node() or "host")
-    environment.setdefault("JAX_COMPILATION_CACHE_DIR", str(folder))
+    environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     environment.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 1024**3))

@@ -7,8 +7,9 @@ from clover_jax.compilation_cache import use_compilation_cache
 
 def test_what_jax_was_told_stands():
     environment = {"JAX_COMPILATION_CACHE_DIR": "/mine", "XDG_CACHE_HOME": "/cache"}
+    before = dict(environment)
     use_compilation_cache(environment)
-    assert environment["JAX_COMPILATION_CACHE_DIR"] == "/mine"
+    assert environment == before
 
 
 def test_programs_lie_under_the_users_cache_folder_host_by_host():

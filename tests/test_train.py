@@ -17,12 +17,6 @@ from tests.conftest import REPOSITORY, WARNINGS
 BASE = REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base"
 
 
-@pytest.fixture(autouse=True)
-def no_eviction(monkeypatch):
-    """The tests' compilation cache is not the command's own, whose size is limited."""
-    monkeypatch.setenv("JAX_COMPILATION_CACHE_MAX_SIZE", "-1")
-
-
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "rows.jsonl"
