@@ -1,0 +1,287 @@
+"""Meshes, and which part of every array lies on which of their devices.
+
+Nothing else knows of a mesh: models, steps and losses are functions of arrays, and the compiler
+splits them by where their arguments lie. So a run does, in this order,
+
+    shape = parse_mesh("data=2,fsdp=2,tensor=-1", len(jax.devices()))   # MeshShape(2, 2, 2)
+    mesh = make_mesh(shape)                       # or make_mesh(shape, topology.devices)
+    base = load_base(source, dtype, place_on(mesh, dtype))      # read straight into shards
+    shardings = param_shardings(shapes, mesh)     # base, any draft, train states with optimiser
+    state = jax.jit(init, out_shardings=shardings)(...)
+
+and for compiling without devices, from shapes alone:
+
+    weights = with_shardings(shapes, param_shardings(shapes, mesh))     # ShapeDtypeStructs
+    state = with_shardings(state_shapes, decode_state_shardings(state_shapes, mesh))
+    batch = with_shardings(batch_shapes, row_shardings(batch_shapes, mesh))
+    jax.jit(step).lower(weights, state).compile()
+
+A `Mesh` or an `AbstractMesh` (`make_abstract_mesh`) will do for everything that computes shardings.
+
+Three axes: `data` splits the rows of a batch; `fsdp` splits them as well, and the params with them,
+which are gathered when they are used; `tensor` splits heads, the MLP's inner width and the
+vocabulary. A parameter is laid out by the last name of its path (`LAYOUTS`): one letter for each
+dimension, the axis letters of `array_types.py`. A new drafter adds its leaves there.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+
+from clover_jax.array_types import Array, PyTree
+from clover_jax.errors import UserError
+from clover_jax.models.tensor_map import Path, Place
+
+AXES = ("data", "fsdp", "tensor")
+ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
+AnyMesh = Mesh | AbstractMesh
+
+# The mesh axis of each letter; "-" is never split. E is D where a matrix puts it out, so that a
+# square matrix is split over both axes.
+_AXIS = {"D": "fsdp", "E": "tensor", "F": "tensor", "K": "tensor", "N": "tensor", "V": "tensor"}
+# A device cannot hold part of a head: where there are fewer heads than it takes, each holds all.
+_WHOLE_IF_INDIVISIBLE = frozenset("KN")
+
+# Name of a leaf -> its dimensions; several where leaves of other ranks share the name.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    # The base, and decoder layers inside drafts.
+    "embedding": ("V D",),
+    "lm_head": ("V D",),
+    "scale": ("-",),
+    "qkv": ("D K - -",),
+    "qkv_bias": ("K - -",),
+    "out": ("K - - D",),
+    "out_bias": ("-",),
+    "gate_up": ("D - F",),
+    "gate_up_bias": ("- F",),
+    "down": ("F D",),
+    "down_bias": ("-",),
+    # Clover-2 (and Clover): Attention Decoders and projectors.
+    "query": ("D N -",),
+    "query_bias": ("N -",),
+    "key_value": ("D - N -",),
+    "key_value_bias": ("- N -",),
+    "projector_0": ("D E",),
+    "projector_0_bias": ("-",),
+    "projector_1": ("- D E",),
+    "projector_1_bias": ("-",),
+    # Beside the params in a train state: the bits of the run's random key.
+    "key": ("-",),
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class MeshShape:
+    """How many devices lie along each axis."""
+
+    data: int = 1
+    fsdp: int = 1
+    tensor: int = 1
+
+    @property
+    def size(self) -> int:
+        """Devices in all."""
+        return self.data * self.fsdp * self.tensor
+
+    @property
+    def num_row_shards(self) -> int:
+        """Parts into which the rows of a batch are split."""
+        return self.data * self.fsdp
+
+    def __str__(self) -> str:
+        return f"data={self.data},fsdp={self.fsdp},tensor={self.tensor}"
+
+
+def parse_mesh(text: str, num_devices: int | None) -> MeshShape:
+    """Return the mesh that `--mesh` describes; axes that are not named have one device.
+
+    num_devices: those that there are; None where any number will do (then -1 will not).
+    Raises UserError with the values for text that is no mesh, or asks for more than there is.
+
+    Example: "data=2,tensor=-1" on 8 devices is MeshShape(data=2, fsdp=1, tensor=4).
+    """
+    sizes = _read_sizes(text)
+    open_axes = [name for name, size in sizes.items() if size == -1]
+    given = math.prod(size for size in sizes.values() if size != -1)
+    if open_axes:
+        if len(open_axes) > 1 or num_devices is None:
+            rest = "no count of devices to take the rest of" if len(open_axes) == 1 else "two -1"
+            raise UserError(f"--mesh={text} has {rest}; give every axis a number")
+        if num_devices % given:
+            raise UserError(
+                f"--mesh={text}: {num_devices} devices cannot be divided by {given}, the product "
+                f"of the other axes, to find {open_axes[0]}"
+            )
+        sizes[open_axes[0]] = num_devices // given
+    shape = MeshShape(**sizes)
+    if num_devices is not None and shape.size > num_devices:
+        raise UserError(
+            f"--mesh={text} asks for {shape.size} devices, but {num_devices} "
+            f"{'is' if num_devices == 1 else 'are'} here; the product of the axes must fit"
+        )
+    return shape
+
+
+def _read_sizes(text: str) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for part in text.split(","):
+        name, _, size = (word.strip() for word in part.partition("="))
+        is_size = size == "-1" or (size.isdecimal() and int(size) > 0)
+        if name not in AXES or name in sizes or not is_size:
+            raise UserError(
+                f"--mesh={text}: {part.strip()!r} must be one of {', '.join(AXES)}, each once, "
+                "with a number from 1 up or -1 for the rest, as in data=2,fsdp=2,tensor=-1"
+            )
+        sizes[name] = int(size)
+    return sizes
+
+
+def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
+    """Return a mesh over the first devices, of this machine or of a compiler's topology.
+
+    Neighbours lie along `tensor`, which communicates most.
+    """
+    devices = list(jax.devices() if devices is None else devices)[: shape.size]
+    if len(devices) < shape.size:
+        raise UserError(f"a mesh of {shape} needs {shape.size} devices; there are {len(devices)}")
+    sizes = dataclasses.astuple(shape)
+    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+
+
+def make_abstract_mesh(shape: MeshShape) -> AbstractMesh:
+    """Return a mesh without devices, for shapes of shards."""
+    return AbstractMesh(dataclasses.astuple(shape), AXES, axis_types=(AxisType.Auto,) * 3)
+
+
+def shape_of(mesh: AnyMesh) -> MeshShape:
+    """Return how many devices lie along each axis of a mesh."""
+    return MeshShape(**mesh.shape)
+
+
+def replicated(mesh: AnyMesh) -> NamedSharding:
+    """Return the placement of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
+    """Return the placement of every leaf of a base, a draft, or a train state with its optimiser.
+
+    params: arrays or ShapeDtypeStructs. The optimiser's moments carry the names of their params,
+        so they lie where those do; scalars are replicated.
+    Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
+    """
+    return jax.tree.map_with_path(
+        lambda path, leaf: NamedSharding(mesh, _param_spec(_names(path), leaf.shape, mesh)), params
+    )
+
+
+def _param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    if not shape:
+        return PartitionSpec()
+    layout = _layout_of(path, len(shape))
+    return PartitionSpec(
+        *(
+            _axis_for(letter, size, path, mesh) if letter != "-" else None
+            for letter, size in zip(layout, shape, strict=True)
+        )
+    )
+
+
+def _layout_of(path: Path, rank: int) -> list[str]:
+    for layout in LAYOUTS.get(path[-1], ()):
+        if len(layout.split()) == rank:
+            return layout.split()
+    raise UserError(
+        f"parameter {'/'.join(path)} with {rank} dimensions has no rule for a mesh; "
+        "add its layout to LAYOUTS in clover_jax/sharding.py"
+    )
+
+
+def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
+    axis = _AXIS[letter]
+    if size % mesh.shape[axis] == 0:
+        return axis
+    if letter in _WHOLE_IF_INDIVISIBLE:
+        return None
+    raise UserError(
+        f"parameter {'/'.join(path)}: its dimension {letter} of {size} cannot be split over "
+        f"{axis}={mesh.shape[axis]}; give --mesh an axis that divides it"
+    )
+
+
+def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
+    """Return the placement of a training batch, whose leaves all have B rows first.
+
+    Raises UserError where the rows cannot be split evenly.
+    """
+
+    def place(leaf: Any) -> NamedSharding:
+        shards = shape_of(mesh).num_row_shards
+        if leaf.shape[0] % shards:
+            raise UserError(
+                f"--batch_size={leaf.shape[0]} must be divisible by data x fsdp = {shards} of the "
+                "mesh, so that every device gets as many rows"
+            )
+        return NamedSharding(mesh, PartitionSpec(ROWS))
+
+    return jax.tree.map(place, batch)
+
+
+def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
+    """Return the placement of a decode state, or of its caches: rows first, then heads.
+
+    A cache is [B, K, S, H], the only leaves with four dimensions. Rows that cannot be split evenly
+    (the single one of a prefill) and heads that cannot are on every device.
+    """
+    shape = shape_of(mesh)
+
+    def place(leaf: Any) -> NamedSharding:
+        rows = ROWS if leaf.shape[0] % shape.num_row_shards == 0 else None
+        if leaf.ndim != 4:
+            return NamedSharding(mesh, PartitionSpec(rows))
+        heads = "tensor" if leaf.shape[1] % shape.tensor == 0 else None
+        return NamedSharding(mesh, PartitionSpec(rows, heads))
+
+    return jax.tree.map(place, state)
+
+
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """Return ShapeDtypeStructs that say where their arrays would lie."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def bytes_per_device(shapes: PyTree, shardings: PyTree) -> int:
+    """Return the bytes of the shards that one device holds."""
+    return sum(
+        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
+        for leaf, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
+    )
+
+
+def place_on(mesh: Mesh, dtype: jnp.dtype) -> Place:
+    """Return a placement for `load_base`: each device of this process gets its shard only."""
+
+    def place(path: Path, array: np.ndarray) -> Array:
+        sharding = NamedSharding(mesh, _param_spec(path, array.shape, mesh))
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda index: np.array(array[index], dtype)
+        )
+
+    return place
+
+
+def _names(path: tuple) -> Path:
+    """Return a path's keys as names: of dicts, of fields, of positions."""
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
