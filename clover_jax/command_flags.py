@@ -43,7 +43,10 @@ def define_common_flags(flags: absl_flags.FlagValues) -> None:
     """Define the flags that mean the same in every command."""
     define_text = absl_flags.DEFINE_string
     define_text(
-        "base", "builtin:tiny", "the base model: a Hugging Face folder or hub id", flag_values=flags
+        "base",
+        "builtin:tiny",
+        "the base model: a Hugging Face folder or hub id, or shape:NAME for random weights",
+        flag_values=flags,
     )
     absl_flags.DEFINE_enum(
         "dtype",

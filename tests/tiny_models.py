@@ -13,6 +13,7 @@ import numpy as np
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
 from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.models.shapes import SHAPES
 
 TINY = BaseConfig(
     vocab_size=96,
@@ -25,16 +26,7 @@ TINY = BaseConfig(
     max_position_embeddings=1024,
 )
 
-LLAMA3_8B = BaseConfig(
-    vocab_size=128_256,
-    hidden_size=4096,
-    intermediate_size=14_336,
-    num_layers=32,
-    num_heads=32,
-    num_kv_heads=8,
-    head_dim=128,
-    max_position_embeddings=8192,
-)
+LLAMA3_8B = SHAPES["llama3-8b"]
 
 
 @functools.cache
@@ -48,15 +40,6 @@ def random_head(config: BaseConfig = TINY, kind: str = "clover2", seed: int = 1)
     """Return a head and its params, initialised from `random_base(config)`."""
     head = registry.head(registry.config_for_base(kind, config))
     return head, registry.init_params(head, random_base(config), jax.random.key(seed))
-
-
-def base_shapes(config: BaseConfig, dtype=jnp.float32):
-    """Return the base's params as ShapeDtypeStructs; allocates nothing."""
-    return cast_shapes(jax.eval_shape(lambda: _init(config, jax.random.key(0))), dtype)
-
-
-def cast_shapes(shapes, dtype):
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, dtype), shapes)
 
 
 def _init(config: BaseConfig, key):

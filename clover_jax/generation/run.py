@@ -32,6 +32,7 @@ from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decod
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.jsonl import read_rows
+from clover_jax.models.shapes import shape_notice
 from clover_jax.progress import Progress, passing_note, progress_bar
 from clover_jax.row_writer import RowWriter
 
@@ -58,8 +59,8 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
             )
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
-        if notice:
-            print(notice, file=sys.stderr, flush=True)
+        for line in filter(None, (notice, shape_notice(options.base))):
+            print(line, file=sys.stderr, flush=True)
         with _open_sink(options, settings, models, prompts) as sink:
             return _decode(options, settings, models, prompts, sink)
 

@@ -16,7 +16,8 @@ class BaseModel:
     config: its shapes.
     params: the tree of `models.decoder.Decoder`.
     directory: the folder that holds its config, weights and tokenizer.
-    source: what the user asked for: a folder, a hub id or "builtin:NAME".
+    source: what the user asked for: a folder, a hub id, "builtin:NAME", or "shape:NAME", whose
+        weights are random.
     """
 
     config: BaseConfig

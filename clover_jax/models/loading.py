@@ -15,6 +15,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
 from clover_jax.models.llama_config import read_base_config
 from clover_jax.models.llama_tensors import base_leaves
+from clover_jax.models.shapes import is_shape, random_base
 from clover_jax.models.sources import find_directory
 from clover_jax.models.tensor_files import TensorFiles
 from clover_jax.models.tensor_map import Place, assemble, stored_shapes
@@ -26,12 +27,15 @@ _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None = None) -> BaseModel:
     """Load the frozen base.
 
-    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`) or "builtin:tiny".
+    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
+        or "shape:NAME" for random weights (see models/shapes.py).
     dtype: of the params.
     place: puts each finished tensor on its device or shards, `place(path, array) -> jax.Array`;
         by default it is cast to `dtype` on the default device.
     Raises UserError for anything missing, broken or unsupported, naming it.
     """
+    if is_shape(source):
+        return random_base(source, dtype, place)
     directory = find_directory(source)
     config = read_base_config(directory)
     _check_tokenizer(directory, config)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.config import RopeConfig
@@ -17,6 +18,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import BaseFingerprint, fingerprint
 from clover_jax.models.loading import load_base
+from clover_jax.models.shapes import shape_notice
 from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.progress import passing_note
 from clover_jax.training.evaluation import DecodingEvaluator, evaluation_prompts
@@ -60,6 +62,8 @@ def load_parts(settings: TrainSettings) -> Parts:
     with passing_note(f"loading {settings.base}"):
         base = load_base(settings.base, resolve_dtype(settings.dtype))
         tokenizer = load_tokenizer(base.directory)
+    if notice := shape_notice(settings.base):
+        print(notice, file=sys.stderr, flush=True)
     head = make_head(settings, base)
     pipeline = pipeline_config(settings, base, head)
     with passing_note(f"reading {settings.data}"):

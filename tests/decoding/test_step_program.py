@@ -13,15 +13,8 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
-from tests.tiny_models import (
-    LLAMA3_8B,
-    TINY,
-    base_shapes,
-    cast_shapes,
-    random_base,
-    random_head,
-    random_prompts,
-)
+from clover_jax.models.shapes import base_shapes, cast_shapes
+from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head, random_prompts
 
 
 def chunk_and_shapes(base, dtype, batch=3, size=512, steps=4):

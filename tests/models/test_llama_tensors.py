@@ -10,8 +10,9 @@ import pytest
 from clover_jax.drafters import registry
 from clover_jax.interchange.clover2_tensors import clover2_leaves
 from clover_jax.models.llama_tensors import base_leaves
+from clover_jax.models.shapes import base_shapes
 from clover_jax.models.tensor_map import stored_shapes
-from tests.tiny_models import LLAMA3_8B, TINY, base_shapes
+from tests.tiny_models import LLAMA3_8B, TINY
 
 VARIANTS = {
     "tiny": TINY,
