@@ -29,10 +29,7 @@ class Accepted:
 def accept_path(tree: TokenTree, following: Int[Array, "B T"], depth: int) -> Accepted:
     """Accept the longest root path whose every token is the base's own choice at its parent.
 
-    following: the token that the base puts after every slot: its argmax (greedy), or a token drawn
-        from its warped distribution. The latter is lossless for deterministic children: testing
-        them one after another with a point mass as q accepts child x with probability p(x) in all
-        and leaves the bonus the rest of p, which is what a single draw from p does.
+    following: the token that the base puts after every slot, its argmax.
     Siblings carry different tokens, so at most one path qualifies.
 
     Example: tokens [[5, 7, 8, 9]], parent [[-1, 0, 1, 0]] and following [[7, 8, 4, 0]] accept slots

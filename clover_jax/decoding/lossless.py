@@ -6,61 +6,87 @@ first p <- norm(max(p - q, 0)) with this same q, then q(x) = 0 and q renormalise
 rejected the bonus token is drawn from what remains of p, at a leaf from p itself. (Removing x from
 q before subtracting, or never renormalising q, changes the distribution of the text.)
 
-Deterministic children need none of this: see `accept_path` in accept.py.
+Deterministic children need none of this: see lossless_point_mass.py.
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from clover_jax.array_types import Array, Float, Int
+from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.decoding.accept import Accepted
+from clover_jax.decoding.commit import keep_rows
 from clover_jax.decoding.draft import DraftDistributions
-from clover_jax.decoding.sampling import ACCEPT, TOKEN, RowSampling, gumbel, uniform
+from clover_jax.decoding.sampling import ACCEPT, TOKEN, RowSampling, gumbel, uniform, warp
 from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 
 
 @struct.dataclass
 class _Walk:
-    """Where a row stands: its slot, its path so far, and whether it still descends."""
+    """Where a row stands: its slot, its path so far, and whether it still descends.
+
+    residual: the distribution of the token after the slot, given what was rejected.
+    """
 
     slot: Int[Array, " B"]
     path: Int[Array, "B A"]
     count: Int[Array, " B"]
-    descends: Array
+    descends: Bool[Array, " B"]
     residual: Float[Array, "B V"]
+
+
+@struct.dataclass
+class _Residual:
+    """What is left of p: its entries on q's few tokens, and a factor for all the others.
+
+    on:    [B, Q] p of the tokens that q gives mass.
+    off:   [B] the mass of all others together.
+    scale: [B] what each of the others' p is multiplied by.
+    """
+
+    on: Float[Array, "B Q"]
+    off: Float[Array, " B"]
+    scale: Float[Array, " B"]
 
 
 def accept_sampled(
     config: TreeConfig,
     tree: TokenTree,
     drafts: DraftDistributions,
-    probability: Float[Array, "B T V"],
+    logits: Float[Array, "B T V"],
     rows: RowSampling,
     length: Int[Array, " B"],
+    truncate: bool,
 ) -> Accepted:
     """Walk from the root, testing each node's children in draw order.
 
-    probability: the base's warped distribution at every slot. length: position of the root.
+    logits: the base's, at every slot; only visited ones are warped. length: position of the root.
     """
     children, expansion = child_slots(config), expansion_rows(config)
     batch = length.shape[0]
-    zeros = jnp.zeros(batch, jnp.int32)
+    each, zeros = jnp.arange(batch), jnp.zeros(batch, jnp.int32)
+
+    def probability(slot: Int[Array, " B"]) -> Float[Array, "B V"]:
+        return jax.nn.softmax(warp(logits[each, slot][:, None], rows, truncate)[:, 0], axis=-1)
+
     walk = _Walk(
         slot=zeros,
         path=jnp.zeros((batch, config.depth + 1), jnp.int32),
         count=zeros,
         descends=jnp.ones(batch, bool),
-        residual=probability[:, 0],
+        residual=probability(zeros),
     )
     for depth in range(config.depth):
         coins = uniform(rows, (length + depth + 1)[:, None], ACCEPT, children.shape[1])[:, 0]
         walk = _descend(walk, depth, tree, drafts, probability, coins, children, expansion)
-    noise = gumbel(rows, (length + walk.count + 1)[:, None], TOKEN, probability.shape[-1])[:, 0]
+    noise = gumbel(rows, (length + walk.count + 1)[:, None], TOKEN, logits.shape[-1])[:, 0]
     return Accepted(walk.path, walk.count, argmax(jnp.log(walk.residual) + noise))
 
 
@@ -69,7 +95,7 @@ def _descend(
     depth: int,
     tree: TokenTree,
     drafts: DraftDistributions,
-    probability: Float[Array, "B T V"],
+    probability: Callable[[Array], Array],
     coins: Float[Array, "B C"],
     children: np.ndarray,
     expansion: np.ndarray,
@@ -79,37 +105,49 @@ def _descend(
     row = jnp.maximum(jnp.asarray(expansion)[walk.slot], 0)[:, None, None]
     ids = jnp.take_along_axis(drafts.ids, row, axis=1)[:, 0]
     q = jnp.take_along_axis(drafts.probability, row, axis=1)[:, 0]
-    p, found = walk.residual, jnp.full_like(walk.slot, -1)
-    batch = jnp.arange(walk.slot.shape[0])
+    each = jnp.arange(walk.slot.shape[0])[:, None]
+    left = _split(walk.residual, ids)
+    found = jnp.full_like(walk.slot, -1)
     for order in range(children.shape[1]):
         slot = slots[:, order]
-        token = tree.tokens[batch, jnp.maximum(slot, 0)]
-        q_token = jnp.sum(jnp.where(ids == token[:, None], q, 0), axis=-1)
+        token = tree.tokens[each[:, 0], jnp.maximum(slot, 0)]
+        taken = ids == token[:, None]
+        q_token, p_token = (jnp.sum(jnp.where(taken, x, 0), axis=-1) for x in (q, left.on))
         tested = walk.descends & (found < 0) & (slot >= 0) & (q_token > 0)
-        accepted = tested & (coins[:, order] * q_token < p[batch, token])
+        accepted = tested & (coins[:, order] * q_token < p_token)
         found = jnp.where(accepted, slot, found)
-        rejected = (tested & ~accepted)[:, None]
-        p = jnp.where(rejected, _residual(p, ids, q), p)
-        q = jnp.where(rejected, _without(q, ids == token[:, None]), q)
+        rejected = tested & ~accepted
+        left = jax.tree.map(functools.partial(keep_rows, rejected), _without_q(left, q), left)
+        q = keep_rows(rejected, _without_token(q, taken), q)
     moved = found >= 0
+    stays = (walk.residual * left.scale[:, None]).at[each, ids].set(left.on)
     return _Walk(
         slot=jnp.where(moved, found, walk.slot),
         path=walk.path.at[:, depth + 1].set(jnp.where(moved, found, 0)),
         count=walk.count + moved,
         descends=moved,
-        residual=jnp.where(moved[:, None], probability[batch, jnp.maximum(found, 0)], p),
+        residual=keep_rows(moved, probability(jnp.maximum(found, 0)), stays),
     )
 
 
-def _residual(p: Float[Array, "B V"], ids: Int[Array, "B Q"], q: Float[Array, "B Q"]) -> Array:
+def _split(p: Float[Array, "B V"], ids: Int[Array, "B Q"]) -> _Residual:
+    """Split p in its entries on q's tokens and the rest."""
+    each = jnp.arange(len(p))[:, None]
+    # A sum without them, not 1 minus theirs: where the rest is 0 it must be exactly 0.
+    off = p.at[each, ids].set(0).sum(axis=-1)
+    return _Residual(on=p[each, ids], off=off, scale=jnp.ones(len(p)))
+
+
+def _without_q(left: _Residual, q: Float[Array, "B Q"]) -> _Residual:
     """Return norm(max(p - q, 0)); p itself where rounding leaves nothing."""
-    rest = jax.vmap(lambda p, i, q: p.at[i].add(-q))(p, ids, q)
-    rest = jnp.maximum(rest, 0)
-    total = rest.sum(axis=-1, keepdims=True)
-    return jnp.where(total > 0, rest / jnp.where(total > 0, total, 1), p)
+    on = jnp.maximum(left.on - q, 0)
+    total = on.sum(axis=-1) + left.off
+    factor = 1 / jnp.where(total > 0, total, 1)
+    new = _Residual(on * factor[:, None], left.off * factor, left.scale * factor)
+    return jax.tree.map(functools.partial(keep_rows, total > 0), new, left)
 
 
-def _without(q: Float[Array, "B Q"], taken: Array) -> Float[Array, "B Q"]:
+def _without_token(q: Float[Array, "B Q"], taken: Bool[Array, "B Q"]) -> Float[Array, "B Q"]:
     """Return q without the drawn token, renormalised (all 0 when nothing is left)."""
     rest = jnp.where(taken, 0, q)
     total = rest.sum(axis=-1, keepdims=True)

@@ -80,7 +80,7 @@ def _emit_first(
         first = argmax(logits)  # [B, 1]
     else:
         warped = warp(logits, state.sampling, config.sampling.truncate)
-        first = draw(warped, state.sampling, state.end, jnp.zeros((1, 1), jnp.int32), depth=0)
+        first = draw(warped[:, 0], state.sampling, state.end)[:, None]
     emission = cut(first, jnp.ones_like(state.end), state.limit - state.end, state.eos)
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     pending = jnp.pad(

@@ -112,21 +112,11 @@ def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, 
 
 
 def draw(
-    warped: Float[Array, "B T V"],
-    rows: RowSampling,
-    first: Int[Array, " B"],
-    level: Int[Array, "R T"],
-    depth: int,
-) -> Int[Array, "B T"]:
-    """Draw one token per slot from softmax(warped).
-
-    first: absolute position of a token drawn at the root. level: depth of each slot, at most
-        `depth`; slots of one level draw for one position and share its noise. R is B or 1.
-    """
-    positions = first[:, None] + jnp.arange(depth + 1)
-    noise = gumbel(rows, positions, TOKEN, warped.shape[-1])
-    level = jnp.broadcast_to(level, warped.shape[:2])
-    return argmax(warped + jnp.take_along_axis(noise, level[..., None], axis=1))
+    warped: Float[Array, "B V"], rows: RowSampling, position: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Draw one token per row from softmax(warped), for the text's absolute `position`."""
+    noise = gumbel(rows, position[:, None], TOKEN, warped.shape[-1])[:, 0]
+    return argmax(warped + noise)
 
 
 def gumbel(

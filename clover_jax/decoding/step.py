@@ -19,10 +19,11 @@ from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_sampled
-from clover_jax.decoding.sampling import GREEDY, SamplingConfig, draw, warp
+from clover_jax.decoding.lossless_point_mass import accept_drawn
+from clover_jax.decoding.sampling import GREEDY, SamplingConfig, warp
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.top_k import argmax
-from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
+from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.decoding.verify import tree_logits, verify
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.registry import DraftHead
@@ -152,17 +153,14 @@ def _accept(
     sampling, tree, depth = config.sampling, drafted.tree, config.tree.depth
     if sampling.verify == "greedy":
         return accept_path(tree, argmax(logits), depth)
-    warped = warp(logits, state.sampling, sampling.truncate)
     if sampling.verify == "typical":
+        log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))
         thresholds = (sampling.typical_epsilon, sampling.typical_delta)
-        return accept_typical(tree, log_softmax(warped), *thresholds, depth)
-    if drafted.drafts is not None:
-        probability = jax.nn.softmax(warped, axis=-1)
-        rows, length = state.sampling, state.length
-        return accept_sampled(config.tree, tree, drafted.drafts, probability, rows, length)
-    level = node_depth(ancestor_mask(tree.parent, depth))
-    drawn = draw(warped, state.sampling, state.length + 1, level, depth)
-    return accept_path(tree, drawn, depth)
+        return accept_typical(tree, log_probability, *thresholds, depth)
+    rows, truncate, length = state.sampling, sampling.truncate, state.length
+    if drafted.drafts is None:
+        return accept_drawn(tree, logits, rows, length, truncate, depth)
+    return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
 
 
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:

@@ -149,8 +149,8 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
 @pytest.mark.parametrize("fault", ["q_kept", "p_kept"])
 def test_a_broken_verifier_is_seen(monkeypatch, fault):
     if fault == "q_kept":  # q is not renormalised after a rejection
-        monkeypatch.setattr(lossless, "_without", lambda q, taken: jnp.where(taken, 0, q))
+        monkeypatch.setattr(lossless, "_without_token", lambda q, taken: jnp.where(taken, 0, q))
     else:  # the rejected token's surplus is not taken out of p
-        monkeypatch.setattr(lossless, "_residual", lambda p, ids, q: p)
+        monkeypatch.setattr(lossless, "_without_q", lambda left, q: left)
     texts = sample(SMALL_TREE, "sampled", 1.0, 1.0)
     assert p_value(texts, exact(1.0, 1.0)) < 1e-6
