@@ -9,7 +9,7 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
-from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
 from clover_jax.models.cache import Cache, gather_rows, write_rows
 
 
@@ -19,10 +19,15 @@ class StepRecord:
 
     accepted: [B] drafted tokens that the verifier accepted, before EOS or the limit cut them.
     emitted:  [B] tokens added to the text.
+    proposed: [B] drafted tokens that were verified.
+    ranks:    [B, A - 1] of each accepted token, how many of its siblings come before it; the first
+        accepted[b] are valid.
     """
 
     accepted: Int[Array, " B"]
     emitted: Int[Array, " B"]
+    proposed: Int[Array, " B"]
+    ranks: Int[Array, "B D"]
 
 
 @struct.dataclass
@@ -91,7 +96,24 @@ def commit(
         count=emitted,
     )
     new = new.replace(tokens=keep_rows(running, new.tokens, state.tokens))
-    return new, StepRecord(accepted=jnp.where(running, accepted.count, 0), emitted=emitted)
+    return new, StepRecord(
+        accepted=jnp.where(running, accepted.count, 0),
+        emitted=emitted,
+        proposed=jnp.where(running, (tree.tokens[:, 1:] != PAD_TOKEN).sum(axis=-1), 0),
+        ranks=sibling_ranks(tree.parent, accepted.path[:, 1:]),
+    )
+
+
+@typed
+def sibling_ranks(parent: Int[Array, "R T"], slots: Int[Array, "B D"]) -> Int[Array, "B D"]:
+    """Return how many siblings of each slot come before it in the tree; R is B or 1.
+
+    Example: parent [[-1, 0, 0, 1, 0]] and slots [[4, 3, 2]] give [[2, 0, 1]].
+    """
+    parent = jnp.broadcast_to(parent, (slots.shape[0], parent.shape[1]))
+    mine = jnp.take_along_axis(parent, slots, axis=1)
+    before = jnp.arange(parent.shape[1]) < slots[..., None]
+    return ((parent[:, None] == mine[..., None]) & before).sum(axis=-1)
 
 
 @typed

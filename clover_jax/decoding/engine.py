@@ -66,6 +66,8 @@ class Generation:
     """A decoded prompt.
 
     accepted: drafted tokens accepted at each target forward, before EOS or the limit cut them.
+    proposed: drafted tokens verified at each.
+    ranks: of each accepted token, forward by forward, how many of its siblings come before it.
     seconds: from the start of its prefill to its last chunk of steps.
     finish_reason: "eos", "length" or "stop"; None while it runs.
     """
@@ -74,6 +76,8 @@ class Generation:
     prompt_ids: list[int]
     output_ids: list[int] = dataclasses.field(default_factory=list)
     accepted: list[int] = dataclasses.field(default_factory=list)
+    proposed: list[int] = dataclasses.field(default_factory=list)
+    ranks: list[list[int]] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     seconds: float = 0.0
 
@@ -314,7 +318,12 @@ def _collect(row: Generation, slot: int, after: _AfterChunk, started: float) -> 
     first = len(row.prompt_ids) + len(row.output_ids)
     new_ids = after.tokens[slot, first : after.end[slot]].tolist()
     row.output_ids += new_ids
-    row.accepted += after.record.accepted[after.record.emitted[:, slot] > 0, slot].tolist()
+    steps = after.record.emitted[:, slot] > 0
+    accepted = after.record.accepted[steps, slot].tolist()
+    row.accepted += accepted
+    row.proposed += after.record.proposed[steps, slot].tolist()
+    ranks = after.record.ranks[steps, slot].tolist()
+    row.ranks += [path[:count] for path, count in zip(ranks, accepted, strict=True)]
     row.seconds = time.perf_counter() - started
     finish = int(after.finish[slot])
     done = finish not in (RUNNING, EMPTY)

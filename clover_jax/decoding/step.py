@@ -103,7 +103,7 @@ def speculate_and_verify(
     if config.head is None:
         drafted = Drafted(TokenTree(root[:, None], jnp.full((1, 1), -1)), None)
     else:
-        state, drafted = _absorb_and_draft(config, weights, state, root)
+        state, drafted = absorb_and_draft(config, weights, state, root)
     tree, depth = drafted.tree, config.tree.depth
     with jax.named_scope("verify"):
         # A row that has ended must not make the others read as far as it got.
@@ -117,9 +117,10 @@ def speculate_and_verify(
         return commit(state, tree, accepted, output.fresh, features)
 
 
-def _absorb_and_draft(
+def absorb_and_draft(
     config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
 ) -> tuple[DecodeState, Drafted]:
+    """Let the head take in what the last step accepted, and draft a tree under `root`."""
     head, frozen, sampling = config.head, frozen_from_base(weights.base), config.sampling
     with jax.named_scope("absorb"):
         draft_state, draft_cache = head.module.apply(

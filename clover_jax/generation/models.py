@@ -100,12 +100,37 @@ def load_models(
             f"tree {tree!r} has {chosen.num_nodes} nodes and there is no draft to fill them; "
             "give --draft=DIR, or leave the tree out"
         )
-    loaded = load_base(base, dtype)
-    tokenizer = load_tokenizer(loaded.directory)
+    plain = load_plain(base, dtype)
     if draft == NO_DRAFT:
-        return Models(loaded, tokenizer, None, TreeConfig.root_only())
-    head = load_draft(draft, loaded, dtype, allow_base_mismatch, draft_rope_theta)
-    return Models(loaded, tokenizer, head, chosen or parse_tree(head.tree or DEFAULT_TREE))
+        return plain
+    return with_draft(
+        plain,
+        draft,
+        tree,
+        allow_base_mismatch=allow_base_mismatch,
+        draft_rope_theta=draft_rope_theta,
+    )
+
+
+def load_plain(base: str, dtype: jnp.dtype) -> Models:
+    """Load a base and its tokenizer, for plain decoding."""
+    loaded = load_base(base, dtype)
+    return Models(loaded, load_tokenizer(loaded.directory), None, TreeConfig.root_only())
+
+
+def with_draft(
+    plain: Models,
+    draft: str,
+    tree: str | None,
+    *,
+    allow_base_mismatch: bool = False,
+    draft_rope_theta: float | None = None,
+) -> Models:
+    """Return models that share the base and decode with a draft; see `load_models`."""
+    dtype = plain.base.params["embedding"].dtype
+    head = load_draft(draft, plain.base, dtype, allow_base_mismatch, draft_rope_theta)
+    chosen = parse_tree(tree or head.tree or DEFAULT_TREE)
+    return dataclasses.replace(plain, draft=head, tree=chosen)
 
 
 def params_hash(params: Params) -> str:

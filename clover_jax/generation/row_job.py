@@ -35,13 +35,18 @@ class Turn:
 
 
 class RowJob:
-    """A row that is being decoded; `turns` are its answers so far."""
+    """A row that is being decoded.
+
+    turns: its answers so far. num_cut: of each turn's prompt, the tokens that the context had no
+        room for.
+    """
 
     def __init__(self, prompt: Prompt, settings: GenerationSettings, models: Models):
         """Take the row; raises UserError for what it asks for and cannot have."""
         self.prompt = prompt
         self.settings = settings.for_row(prompt)
         self.turns: list[Turn] = []
+        self.num_cut: list[int] = []
         self._models = models
         self._num_clean = 0
         if self.settings.stop and models.tokenizer is None:
@@ -63,12 +68,13 @@ class RowJob:
         base, source = self._models.base.config, self.prompt.source
         answers = [turn.text for turn in self.turns]
         ids = encode_prompt(self.prompt, self._models.tokenizer, base.vocab_size, answers)
-        ids = fit_context(ids, base, self.settings, source)
+        fitting = fit_context(ids, base, self.settings, source)
+        self.num_cut.append(len(ids) - len(fitting))
         eos = () if self.settings.ignore_eos else base.eos_token_ids
         self._num_clean = 0
         return Request(
             self.prompt.index,
-            ids,
+            fitting,
             self.settings.max_new_tokens,
             eos,
             temperature=self.settings.temperature,

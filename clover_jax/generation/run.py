@@ -47,7 +47,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
     """
     prompts = _read(options)  # before the models, which take longer
     dtype = resolve_dtype(options.dtype)
-    with _exact_matmuls(str(dtype)):
+    with exact_matmuls(str(dtype)):
         with passing_note(f"loading {options.base}"):
             models = load_models(
                 options.base,
@@ -88,7 +88,7 @@ def _read(options: Options) -> list[Prompt | BadPrompt] | None:
     return read_prompts(path) if options.strict else read_prompts_and_mistakes(path)
 
 
-def _exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
+def exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
     """Return a context in which float32 means float32, on accelerators too."""
     if dtype == "float32":
         return jax.default_matmul_precision("highest")
@@ -142,10 +142,10 @@ def _decode(
     )
     stream = RowStream(engine, models, left, settings, strict=options.strict or options.is_live)
     with CompileClock() as compiling:
-        with passing_note("compiling"), _memory_advice(engine.batch_size):
+        with passing_note("compiling"), memory_advice(engine.batch_size):
             stream.warm_up()
         started, compiled_before = time.perf_counter(), compiling.seconds
-        with _memory_advice(engine.batch_size):
+        with memory_advice(engine.batch_size):
             if options.is_live:
                 decode_live(stream, sink, figures, LiveText(sys.stdout, models.tokenizer))
             else:
@@ -164,7 +164,7 @@ def _decode(
 
 
 @contextlib.contextmanager
-def _memory_advice(batch_size: int) -> Iterator[None]:
+def memory_advice(batch_size: int) -> Iterator[None]:
     """Turn a device's lack of memory into what to do about it."""
     try:
         yield

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover_jax.decoding.accept import Accepted
-from clover_jax.decoding.commit import append_bonus, commit, cut
+from clover_jax.decoding.commit import append_bonus, commit, cut, sibling_ranks
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, empty_state
 from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
 from clover_jax.decoding.verify import verify
@@ -41,6 +41,11 @@ def test_the_first_of_eos_and_limit_ends_a_row(count, room, eos, emitted, finish
 def test_append_bonus_of_the_docstring():
     tokens = append_bonus(jnp.array([[7, 8, 0]]), jnp.array([2]), jnp.array([4]))
     assert tokens.tolist() == [[7, 8, 4, 4]]
+
+
+def test_sibling_ranks_of_the_docstring():
+    ranks = sibling_ranks(jnp.array([[-1, 0, 0, 1, 0]]), jnp.array([[4, 3, 2]]))
+    assert ranks.tolist() == [[2, 0, 1]]
 
 
 SLOTS, PREFIX = 7, 20
@@ -97,6 +102,10 @@ def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
     )
 
     assert record.emitted.tolist() == [len(path) for path in paths]
+    assert record.proposed.tolist() == [SLOTS - 1] * 2
+    for row, path in enumerate(paths):
+        earlier = [parents[row][1:slot].count(parents[row][slot]) for slot in path[1:]]
+        assert record.ranks[row, : len(path) - 1].tolist() == earlier
     for row, path in enumerate(paths):
         start, emitted = lengths[row], len(path)
         expected_text = [*text[row, :start], *tokens[row, path], 3 + row]
@@ -126,6 +135,7 @@ def test_a_finished_row_does_not_change():
     for layer, old in zip(new.cache, state.cache, strict=True):
         np.testing.assert_array_equal(layer.key[:, :, :5], old.key[:, :, :5])
     assert (record.accepted.tolist(), record.emitted.tolist()) == ([0], [0])
+    assert record.proposed.tolist() == [0]
 
 
 def test_node_depth_gives_the_positions_of_a_tree():

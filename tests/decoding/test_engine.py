@@ -30,6 +30,8 @@ def test_counts_add_up_without_a_cut(engine):
     uncut = 1 + sum(accepted + 1 for accepted in row.accepted)
     assert 30 == len(row.output_ids) <= uncut < 30 + 4
     assert row.tau == pytest.approx(29 / len(row.accepted))
+    assert row.proposed == [3] * len(row.accepted)
+    assert row.ranks == [[0] * accepted for accepted in row.accepted]  # a chain has no siblings
     assert row.finish_reason == "length"
 
 
