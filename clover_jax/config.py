@@ -79,7 +79,12 @@ class RopeConfig(JsonConfig):
 
 @dataclasses.dataclass(frozen=True)
 class LayerConfig(JsonConfig):
-    """One Llama-style decoder layer; the base's layers and a head's Augmenting Block share it."""
+    """One Llama-style decoder layer; the base's layers and a head's Augmenting Block share it.
+
+    query_key_norm: each head's queries and keys pass an RMSNorm before they are rotated (Qwen3).
+    alibi: no rotation; scores fall with the distance, for each head at a rate of its own.
+    sliding_window: positions that one attends to, itself included; None is all before it.
+    """
 
     hidden_size: int
     intermediate_size: int
@@ -91,6 +96,9 @@ class LayerConfig(JsonConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    query_key_norm: bool = False
+    alibi: bool = False
+    sliding_window: int | None = None
 
     def __post_init__(self):
         if self.num_heads % self.num_kv_heads:
@@ -100,6 +108,8 @@ class LayerConfig(JsonConfig):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary positions")
+        if self.sliding_window is not None and self.sliding_window < 1:
+            raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1")
 
     @property
     def num_groups(self) -> int:
@@ -109,7 +119,10 @@ class LayerConfig(JsonConfig):
 
 @dataclasses.dataclass(frozen=True)
 class BaseConfig(JsonConfig):
-    """The frozen base model, a decoder of the Llama family."""
+    """The frozen base model, a decoder of the Llama family.
+
+    full_attention_layers: indices of the layers that `sliding_window` does not concern.
+    """
 
     vocab_size: int
     hidden_size: int
@@ -125,19 +138,28 @@ class BaseConfig(JsonConfig):
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
+    query_key_norm: bool = False
+    alibi: bool = False
+    sliding_window: int | None = None
+    full_attention_layers: tuple[int, ...] = ()
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
     def __post_init__(self):
-        _ = self.layer  # validates the head counts
+        _ = self.layer_at(0)  # validates head counts and window
 
     @property
     def layer(self) -> LayerConfig:
-        """The shape of every decoder layer."""
+        """The shape of every decoder layer, and of a draft head's: heads have no window."""
         shared = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)
         }
-        return LayerConfig(**shared)
+        return LayerConfig(**(shared | {"sliding_window": None}))
+
+    def layer_at(self, index: int) -> LayerConfig:
+        """Return what the base's layer `index` computes: the shape, and its window if any."""
+        window = None if index in self.full_attention_layers else self.sliding_window
+        return dataclasses.replace(self.layer, sliding_window=window)
 
 
 @dataclasses.dataclass(frozen=True)

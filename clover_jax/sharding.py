@@ -58,6 +58,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "scale": ("-",),
     "qkv": ("D K - -",),
     "qkv_bias": ("K - -",),
+    "query_norm": ("-",),
+    "key_norm": ("-",),
     "out": ("K - - D",),
     "out_bias": ("-",),
     "gate_up": ("D - F",),

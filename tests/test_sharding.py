@@ -1,5 +1,6 @@
 """Meshes and placements: what is split over which axis, and what is refused."""
 
+import dataclasses
 import re
 
 import jax
@@ -102,6 +103,13 @@ def test_the_optimiser_lies_where_its_params_do():
 
 def is_adam(part):
     return hasattr(part, "mu")
+
+
+def test_the_norms_of_queries_and_keys_are_on_every_device():
+    config = dataclasses.replace(TINY, query_key_norm=True)
+    found = specs(param_shardings(base_shapes(config), MESH))
+    names = ("query_norm", "key_norm")
+    assert [found[f"layers_0/attention/{name}"] for name in names] == [P(None), P(None)]
 
 
 def test_fewer_heads_than_shards_are_on_every_device():

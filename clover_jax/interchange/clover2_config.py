@@ -79,15 +79,24 @@ def config_fields(config: Clover2Config, base: BaseConfig) -> dict[str, Any]:
 
 def check_exportable(config: Clover2Config) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
-    rope = config.layer.rope
+    layer, rope = config.layer, config.layer.rope
+    for name, foreign in {
+        "ALiBi": layer.alibi,
+        "query and key norms": layer.query_key_norm,
+    }.items():
+        if foreign:
+            raise UserError(
+                f"this head has {name}, as its base has, but the official Clover-2 layout holds "
+                "heads of Llama's layers only"
+            )
     if rope != RopeConfig(theta=ROPE_THETA):
         raise UserError(
             f"this head rotates with base {rope.theta:g} (type {rope.kind}), but readers of the "
             f"official Clover-2 layout always use {ROPE_THETA:g} and would draft badly with it; "
             "train the head with --draft_rope_theta=10000 to export it"
         )
-    if config.layer.qkv_bias != config.layer.output_bias:
+    if layer.qkv_bias != layer.output_bias:
         raise UserError(
             f"the official Clover-2 layout has one attention_bias for all projections, but this "
-            f"head has qkv_bias {config.layer.qkv_bias} and output_bias {config.layer.output_bias}"
+            f"head has qkv_bias {layer.qkv_bias} and output_bias {layer.output_bias}"
         )

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.models.cache import KeyValue
+from clover_jax.models.distance import Distance
 
 CACHE_CHUNK = 256
 MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
@@ -38,6 +39,7 @@ def attend(
     fresh_mask: Bool[Array, "B T T"],
     cache: KeyValue | None = None,
     length: Int[Array, " B"] | None = None,
+    distance: Distance | None = None,
 ) -> Float[Array, "B K G T H"]:
     """Attend from each fresh position to the allowed fresh positions and the committed cache.
 
@@ -45,22 +47,33 @@ def attend(
     fresh: [B, K, T, H] keys and values of the fresh positions.
     fresh_mask: [b, t, s] True where t may attend to s; each t must allow at least itself.
     cache, length: [B, K, S, H] committed keys and values, of which the first length[b] are live.
+    distance: a sliding window or ALiBi; None where scores do not look at the distance.
     """
+    size, num_cached = query.shape[3], 0 if cache is None else cache.key.shape[2]
+    # Fresh rows lie less than T apart, so a window of T or more hides none of them.
+    near = distance and distance.within(size)
     scores = _scores(query, fresh.key, fresh_mask[:, None, None])
+    if near is not None:
+        scores = _apply_distance(near, scores, near.positions)
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
     softmax = RunningSoftmax(peak, weight.sum(axis=-1), _mix(weight, fresh.value))
     if cache is not None:
-        softmax = _attend_cache(query, cache, length, softmax)
+        distance = distance and distance.within(num_cached + size)
+        softmax = _attend_cache(query, cache, length, softmax, distance)
     return (softmax.mixed / softmax.total[..., None]).astype(query.dtype)
 
 
 def _attend_cache(
-    query: Array, cache: KeyValue, length: Int[Array, " B"], softmax: RunningSoftmax
+    query: Array,
+    cache: KeyValue,
+    length: Int[Array, " B"],
+    softmax: RunningSoftmax,
+    distance: Distance | None,
 ) -> RunningSoftmax:
     size = cache.key.shape[2]
     if size <= CACHE_CHUNK:
-        return _absorb_chunk(query, cache.key, cache.value, 0, length, softmax)
+        return _absorb_chunk(query, cache.key, cache.value, 0, length, softmax, distance)
     if size % CACHE_CHUNK:
         raise ValueError(f"cache length ({size}) must be a multiple of {CACHE_CHUNK}")
 
@@ -68,11 +81,12 @@ def _attend_cache(
         start = chunk * CACHE_CHUNK
         key = jax.lax.dynamic_slice_in_dim(cache.key, start, CACHE_CHUNK, axis=2)
         value = jax.lax.dynamic_slice_in_dim(cache.value, start, CACHE_CHUNK, axis=2)
-        return _absorb_chunk(query, key, value, start, length, softmax)
+        return _absorb_chunk(query, key, value, start, length, softmax, distance)
 
     def read_live(softmax: RunningSoftmax) -> RunningSoftmax:
         num_chunks = (jnp.max(length) + CACHE_CHUNK - 1) // CACHE_CHUNK
-        return jax.lax.fori_loop(0, num_chunks, body, softmax)
+        first = 0 if distance is None else distance.first_needed(length) // CACHE_CHUNK
+        return jax.lax.fori_loop(first, num_chunks, body, softmax)
 
     def read_whole(softmax: RunningSoftmax) -> RunningSoftmax:
         return jax.lax.fori_loop(0, size // CACHE_CHUNK, body, softmax)
@@ -82,11 +96,19 @@ def _attend_cache(
 
 
 def _absorb_chunk(
-    query: Array, key: Array, value: Array, start: Array | int, length: Array, old: RunningSoftmax
+    query: Array,
+    key: Array,
+    value: Array,
+    start: Array | int,
+    length: Array,
+    old: RunningSoftmax,
+    distance: Distance | None,
 ) -> RunningSoftmax:
     position = start + jnp.arange(key.shape[2])
     live = position < length[:, None]
     scores = _scores(query, key, live[:, None, None, None])
+    if distance is not None:
+        scores = _apply_distance(distance, scores, position)
     peak = jnp.maximum(old.peak, scores.max(axis=-1))
     shrink = jnp.exp(old.peak - peak)
     weight = jnp.exp(scores - peak[..., None])
@@ -100,6 +122,14 @@ def _absorb_chunk(
 def _scores(query: Array, key: Array, mask: Array) -> Array:
     scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32)
     return jnp.where(mask, scores * query.shape[-1] ** -0.5, MASKED)
+
+
+def _apply_distance(distance: Distance, scores: Array, key_positions: Array) -> Array:
+    if distance.slopes is not None:
+        scores = scores + distance.bias(key_positions)
+    if distance.window is not None:
+        scores = jnp.where(distance.mask(key_positions), scores, MASKED)
+    return scores
 
 
 def _mix(weight: Array, value: Array) -> Array:

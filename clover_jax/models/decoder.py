@@ -14,7 +14,8 @@ from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
-from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init
+from clover_jax.models.distance import Distance
+from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
 
 
 @struct.dataclass
@@ -58,13 +59,27 @@ class SelfAttention(nn.Module):
         if cfg.qkv_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
             fused = fused + bias[:, :, None]
-        rotated = apply_rope(fused[:, :, : groups + 1], positions, cfg.rope)
-        fresh = KeyValue(key=rotated[:, :, groups], value=fused[:, :, groups + 1])
-        mixed = attend(rotated[:, :, :groups], fresh, mask, cache, length)
+        query_key = fused[:, :, : groups + 1]
+        if cfg.query_key_norm:
+            query_key = self._norm_heads(query_key)
+        if not cfg.alibi:
+            query_key = apply_rope(query_key, positions, cfg.rope)
+        fresh = KeyValue(key=query_key[:, :, groups], value=fused[:, :, groups + 1])
+        distance = Distance.of(cfg, positions)
+        mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, distance)
         result = jnp.einsum("bkgth,kghd->btd", mixed, out)
         if cfg.output_bias:
             result = result + self.param("out_bias", nn.initializers.zeros, (width,))
         return result, fresh
+
+    def _norm_heads(self, query_key: Float[Array, "B K C T H"]) -> Float[Array, "B K C T H"]:
+        """Normalise each head by itself; all queries share one scale, all keys another."""
+        cfg = self.config
+        shape = (cfg.head_dim,)
+        query = self.param("query_norm", nn.initializers.ones, shape)
+        key = self.param("key_norm", nn.initializers.ones, shape)
+        scale = jnp.stack([query] * cfg.num_groups + [key])[:, None]
+        return rms_norm(query_key, scale, cfg.rms_norm_eps)
 
 
 class DecoderLayer(nn.Module):
@@ -108,7 +123,7 @@ class Decoder(nn.Module):
         cfg = self.config
         shape = (cfg.vocab_size, cfg.hidden_size)
         self.embedding = self.param("embedding", nn.initializers.normal(0.02), shape)
-        self.layers = [DecoderLayer(cfg.layer) for _ in range(cfg.num_layers)]
+        self.layers = [DecoderLayer(cfg.layer_at(i)) for i in range(cfg.num_layers)]
         self.final_norm = RMSNorm(cfg.rms_norm_eps)
         if not cfg.tie_word_embeddings:
             self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), shape)

@@ -24,9 +24,9 @@ class RMSNorm(nn.Module):
 
 
 def rms_norm(
-    x: Float[Array, "*b D"], scale: Float[Array, " D"], eps: float
+    x: Float[Array, "*b D"], scale: Float[Array, "*c D"], eps: float
 ) -> Float[Array, "*b D"]:
-    """Normalise the last axis of x to unit mean square, then scale."""
+    """Normalise the last axis of x to unit mean square, then scale (broadcast against x)."""
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return scale * (wide * inverse).astype(x.dtype)

@@ -1,4 +1,4 @@
-"""A Hugging Face config.json of the Llama family, read into our `BaseConfig`."""
+"""The fields of a Llama config.json, read into our `BaseConfig`; other families start from them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from typing import Any
 
 from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
-from clover_jax.json_files import read_json_object
 
-ARCHITECTURES = ("LlamaForCausalLM",)
 ROPE_KINDS = ("default", "linear", "llama3")
 _REQUIRED = (
     "vocab_size",
@@ -18,21 +16,6 @@ _REQUIRED = (
     "num_hidden_layers",
     "num_attention_heads",
 )
-
-
-def read_base_config(directory: Path) -> BaseConfig:
-    """Read config.json and, for the end-of-sequence ids, generation_config.json.
-
-    Raises UserError when a file is broken or asks for what the decoder cannot do.
-    """
-    path = directory / "config.json"
-    if not path.is_file():
-        raise UserError(f"{directory} has no config.json; it is not a Hugging Face model folder")
-    values = read_json_object(path)
-    _check_architecture(values, path)
-    generation_path = directory / "generation_config.json"
-    generation = read_json_object(generation_path) if generation_path.is_file() else {}
-    return parse_llama_config(values, path, generation)
 
 
 def parse_llama_config(
@@ -99,18 +82,6 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
         name = "original_max_position_embeddings"
         scaling[name] = fields.get(name) or values.get("max_position_embeddings", 2048)
     return RopeConfig(theta=float(theta), kind=kind, **scaling)
-
-
-def _check_architecture(values: dict[str, Any], path: Path) -> None:
-    names = values.get("architectures") or []
-    if not names and values.get("model_type") == "llama":
-        return
-    if not any(name in ARCHITECTURES for name in names):
-        found = ", ".join(names) or values.get("model_type") or "none named"
-        raise UserError(
-            f"{path}: architecture {found} is not supported; "
-            f"the supported ones are {', '.join(ARCHITECTURES)}"
-        )
 
 
 def _check_supported(values: dict[str, Any], path: Path) -> None:

@@ -48,6 +48,7 @@ def layer_leaves(config: LayerConfig, path: Path, prefix: str) -> list[Leaf]:
             (config.intermediate_size, config.hidden_size),
         ),
     ]
+    leaves += _head_norms(config, attention, prefix)
     return leaves + _layer_biases(config, attention, mlp, prefix)
 
 
@@ -100,6 +101,19 @@ def _gate_up(config: LayerConfig, path: Path, prefix: str) -> Leaf:
         for name, index in (("gate", np.s_[:, 0]), ("up", np.s_[:, 1]))
     )
     return Leaf((*path, "gate_up"), (width, 2, inner), pieces)
+
+
+def _head_norms(config: LayerConfig, attention: Path, prefix: str) -> list[Leaf]:
+    """Return the scales by which Qwen3 normalises each query and each key."""
+    names = ("query", "key") if config.query_key_norm else ()
+    return [
+        whole(
+            (*attention, f"{name}_norm"),
+            f"{prefix}self_attn.{name[0]}_norm.weight",
+            (config.head_dim,),
+        )
+        for name in names
+    ]
 
 
 def _layer_biases(config: LayerConfig, attention: Path, mlp: Path, prefix: str) -> list[Leaf]:

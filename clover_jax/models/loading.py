@@ -13,8 +13,7 @@ from clover_jax.array_types import Array
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
-from clover_jax.models.llama_config import read_base_config
-from clover_jax.models.llama_tensors import base_leaves
+from clover_jax.models.families import read_checkpoint
 from clover_jax.models.shapes import is_shape, random_base
 from clover_jax.models.sources import find_directory
 from clover_jax.models.tensor_files import TensorFiles
@@ -37,12 +36,16 @@ def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None =
     if is_shape(source):
         return random_base(source, dtype, place)
     directory = find_directory(source)
-    config = read_base_config(directory)
+    checkpoint = read_checkpoint(directory)
+    config = checkpoint.config
     _check_tokenizer(directory, config)
     files = TensorFiles(directory)
-    leaves = base_leaves(config)
-    files.check(stored_shapes(leaves), harmless=_harmless_for(config))
-    params = assemble(leaves, files.read, place or place_as(dtype))
+    files.check(stored_shapes(checkpoint.leaves), harmless=_harmless_for(config))
+
+    def read(name: str) -> np.ndarray:
+        return checkpoint.adjust(name, files.read(name))
+
+    params = assemble(checkpoint.leaves, read, place or place_as(dtype))
     return BaseModel(config=config, params=params, directory=directory, source=source)
 
 

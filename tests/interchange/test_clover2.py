@@ -97,6 +97,22 @@ def test_a_head_of_another_rotary_base_is_not_written(tmp_path, folder, base, ro
     assert not (tmp_path / "written").exists()
 
 
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"alibi": True}, "this head has ALiBi, as its base has, but the official Clover-2 layout"),
+        ({"query_key_norm": True}, "this head has query and key norms, as its base has, but"),
+        ({"qkv_bias": True}, "has qkv_bias True and output_bias False"),
+    ],
+)
+def test_a_head_of_another_family_is_not_written(tmp_path, folder, base, changes, message):
+    config, params = read_clover2(folder, base)
+    layer = dataclasses.replace(config.layer, **changes)
+    with pytest.raises(UserError, match=message):
+        write_clover2(tmp_path / "w", dataclasses.replace(config, layer=layer), params, base)
+    assert not (tmp_path / "w").exists()
+
+
 def test_a_bfloat16_file_fits_a_float32_base(folder, base):
     def to_bfloat16(tensors):
         tensors.update({name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()})

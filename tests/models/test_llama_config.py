@@ -6,7 +6,7 @@ import pytest
 
 from clover_jax.config import RopeConfig
 from clover_jax.errors import UserError
-from clover_jax.models.llama_config import read_base_config
+from clover_jax.models.families import read_base_config
 
 MINIMAL = {
     "architectures": ["LlamaForCausalLM"],

@@ -9,6 +9,7 @@ import pytest
 
 from clover_jax.drafters import registry
 from clover_jax.interchange.clover2_tensors import clover2_leaves
+from clover_jax.models.baichuan import baichuan_leaves
 from clover_jax.models.llama_tensors import base_leaves
 from clover_jax.models.shapes import base_shapes
 from clover_jax.models.tensor_map import stored_shapes
@@ -19,6 +20,7 @@ VARIANTS = {
     "tied": dataclasses.replace(TINY, tie_word_embeddings=True),
     "biases": dataclasses.replace(TINY, qkv_bias=True, output_bias=True, mlp_bias=True),
     "wide heads": dataclasses.replace(TINY, head_dim=16),
+    "head norms": dataclasses.replace(TINY, query_key_norm=True),
     "Llama 3 8B": LLAMA3_8B,
 }
 
@@ -39,6 +41,11 @@ def assert_cover(leaves, params):
 def test_the_base_is_covered(variant):
     config = VARIANTS[variant]
     assert_cover(base_leaves(config), base_shapes(config))
+
+
+def test_a_base_with_one_packed_matrix_is_covered():
+    config = dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)
+    assert_cover(baichuan_leaves(config), base_shapes(config))
 
 
 @pytest.mark.parametrize("variant", ["tiny", "biases", "Llama 3 8B"])

@@ -1,0 +1,78 @@
+"""What attention makes of how far two positions lie apart, beside their rotation.
+
+A sliding window hides what lies too far back; ALiBi lowers a score by a slope times the distance.
+Most models have neither, and their programs hold no trace of this.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.config import LayerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Distance:
+    """The rules of one layer, and the positions of the rows that ask.
+
+    positions: [B, T] absolute positions of the queries.
+    window: positions that a query sees, its own included; None hides nothing.
+    slopes: [K, G] of ALiBi, by key head and query head; None adds nothing.
+    """
+
+    positions: Int[Array, "B T"]
+    window: int | None = None
+    slopes: np.ndarray | None = None
+
+    @classmethod
+    def of(cls, config: LayerConfig, positions: Int[Array, "B T"]) -> Distance | None:
+        """Return the rules of a layer; None where it has none."""
+        slopes = None
+        if config.alibi:
+            slopes = alibi_slopes(config.num_heads).reshape(config.num_kv_heads, -1)
+        if slopes is None and config.sliding_window is None:
+            return None
+        return cls(positions, config.sliding_window, slopes)
+
+    def within(self, span: int) -> Distance | None:
+        """Return what is left of the rules where no two positions lie `span` or more apart."""
+        window = None if self.window is None or self.window >= span else self.window
+        if window is None and self.slopes is None:
+            return None
+        return dataclasses.replace(self, window=window)
+
+    def mask(self, key_positions: Int[Array, "*b S"]) -> Bool[Array, "B 1 1 T S"]:
+        """Return True where a key lies within the window."""
+        return self._back(key_positions) < self.window
+
+    def bias(self, key_positions: Int[Array, "*b S"]) -> Float[Array, "B K G T S"]:
+        """Return what the slopes add to the scores."""
+        return -self.slopes[:, :, None, None] * self._back(key_positions).astype(jnp.float32)
+
+    def first_needed(self, length: Int[Array, " B"]) -> Int[Array, ""] | int:
+        """Return a committed position before which no query of any row looks."""
+        if self.window is None:
+            return 0
+        return jnp.maximum(jnp.min(length) + 1 - self.window, 0)
+
+    def _back(self, key_positions: Int[Array, "*b S"]) -> Int[Array, "B 1 1 T S"]:
+        back = self.positions[:, :, None] - key_positions[..., None, :]
+        return back[:, None, None]
+
+
+def alibi_slopes(num_heads: int) -> np.ndarray:
+    """Return the [num_heads] slopes of ALiBi, as Bloom and Baichuan-13B choose them.
+
+    For a power of two n they are 2^(-8/n), 2^(-16/n), ..; other counts continue those of the power
+    of two below with every other slope of the one above (Press et al., arXiv 2108.12409).
+
+    Example: 4 heads have 1/4, 1/16, 1/64, 1/256; of 6 heads the last two have 1/2 and 1/8.
+    """
+    below = 2 ** int(np.log2(num_heads))
+    steps = np.arange(1, below + 1) * 8 / below
+    further = np.arange(1, 2 * (num_heads - below), 2) * 4 / below
+    return (2.0 ** -np.concatenate([steps, further])).astype(np.float32)
