@@ -12,6 +12,7 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
+from clover_jax.models.shapes import base_shapes
 from clover_jax.sharding import (
     MeshShape,
     bytes_per_device,
@@ -23,7 +24,7 @@ from clover_jax.sharding import (
 )
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state
-from tests.tiny_models import LLAMA3_8B, TINY, base_shapes
+from tests.tiny_models import LLAMA3_8B, TINY
 
 MESH = make_abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))
 
