@@ -169,12 +169,14 @@ class LossSpec(JsonConfig):
     regression: weight of SmoothL1(u^i, g) averaged over D.
     soft_ce: weight of the cross-entropy to the base's distribution.
     hard_ce: weight of the cross-entropy to the true token.
+    divisor_offset: each sum over pairs is divided by their number plus this.
     """
 
     regression: float = 0.0
     soft_ce: float = 0.0
     hard_ce: float = 0.0
     decay: float = 1.0
+    divisor_offset: float = 1.0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

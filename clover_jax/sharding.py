@@ -75,6 +75,9 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "projector_0_bias": ("-",),
     "projector_1": ("- D E",),
     "projector_1_bias": ("-",),
+    # EAGLE's kind: the matrix that mixes what the layer reads.
+    "fc": ("- D E",),
+    "fc_bias": ("-",),
     # Beside the params in a train state: the bits of the run's random key.
     "key": ("-",),
 }

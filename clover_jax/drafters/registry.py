@@ -15,7 +15,10 @@ from clover_jax.drafters.drafter import Drafter, frozen_from_base
 from clover_jax.errors import UserError
 
 # name -> (file of this package, config class, module class)
-DRAFTERS = {"clover2": ("clover2", "Clover2Config", "Clover2")}
+DRAFTERS = {
+    "clover2": ("clover2", "Clover2Config", "Clover2"),
+    "eagle": ("eagle", "EagleConfig", "Eagle"),
+}
 
 
 @dataclasses.dataclass(frozen=True)

@@ -60,28 +60,61 @@ def attend(
     softmax = RunningSoftmax(peak, weight.sum(axis=-1), _mix(weight, fresh.value))
     if cache is not None:
         distance = distance and distance.within(num_cached + size)
-        softmax = _attend_cache(query, cache, length, softmax, distance)
-    return (softmax.mixed / softmax.total[..., None]).astype(query.dtype)
+        softmax = absorb_cache(query, cache, length, softmax, distance)
+    return finish(softmax, query.dtype)
 
 
-def _attend_cache(
-    query: Array,
+def finish(softmax: RunningSoftmax, dtype: jnp.dtype) -> Float[Array, "B K G T H"]:
+    """Return the weighted mean of the values seen."""
+    return (softmax.mixed / softmax.total[..., None]).astype(dtype)
+
+
+def absorb_rows(
+    query: Float[Array, "B K G T H"],
+    rows: KeyValue,
+    mask: Bool[Array, "*b S"],
+    old: RunningSoftmax,
+    distance: Distance | None = None,
+    positions: Int[Array, "*c S"] | None = None,
+) -> RunningSoftmax:
+    """Go on over [B, K, S, H] further keys and values, where the mask allows.
+
+    mask: broadcast against [B, K, G, T, S].
+    positions: where the rows lie, which `distance` needs.
+    """
+    scores = _scores(query, rows.key, mask)
+    if distance is not None:
+        scores = _apply_distance(distance, scores, positions)
+    peak = jnp.maximum(old.peak, scores.max(axis=-1))
+    shrink = jnp.exp(old.peak - peak)
+    weight = jnp.exp(scores - peak[..., None])
+    return RunningSoftmax(
+        peak=peak,
+        total=old.total * shrink + weight.sum(axis=-1),
+        mixed=old.mixed * shrink[..., None] + _mix(weight, rows.value),
+    )
+
+
+def absorb_cache(
+    query: Float[Array, "B K G T H"],
     cache: KeyValue,
     length: Int[Array, " B"],
     softmax: RunningSoftmax,
-    distance: Distance | None,
+    distance: Distance | None = None,
 ) -> RunningSoftmax:
+    """Go on over the first length[b] rows of a committed cache, in chunks."""
     size = cache.key.shape[2]
     if size <= CACHE_CHUNK:
-        return _absorb_chunk(query, cache.key, cache.value, 0, length, softmax, distance)
+        return _absorb_chunk(query, cache, 0, length, softmax, distance)
     if size % CACHE_CHUNK:
         raise ValueError(f"cache length ({size}) must be a multiple of {CACHE_CHUNK}")
 
     def body(chunk: Array, softmax: RunningSoftmax) -> RunningSoftmax:
         start = chunk * CACHE_CHUNK
-        key = jax.lax.dynamic_slice_in_dim(cache.key, start, CACHE_CHUNK, axis=2)
-        value = jax.lax.dynamic_slice_in_dim(cache.value, start, CACHE_CHUNK, axis=2)
-        return _absorb_chunk(query, key, value, start, length, softmax, distance)
+        rows = jax.tree.map(
+            lambda x: jax.lax.dynamic_slice_in_dim(x, start, CACHE_CHUNK, axis=2), cache
+        )
+        return _absorb_chunk(query, rows, start, length, softmax, distance)
 
     def read_live(softmax: RunningSoftmax) -> RunningSoftmax:
         num_chunks = (jnp.max(length) + CACHE_CHUNK - 1) // CACHE_CHUNK
@@ -97,26 +130,15 @@ def _attend_cache(
 
 def _absorb_chunk(
     query: Array,
-    key: Array,
-    value: Array,
+    rows: KeyValue,
     start: Array | int,
     length: Array,
     old: RunningSoftmax,
     distance: Distance | None,
 ) -> RunningSoftmax:
-    position = start + jnp.arange(key.shape[2])
+    position = start + jnp.arange(rows.key.shape[2])
     live = position < length[:, None]
-    scores = _scores(query, key, live[:, None, None, None])
-    if distance is not None:
-        scores = _apply_distance(distance, scores, position)
-    peak = jnp.maximum(old.peak, scores.max(axis=-1))
-    shrink = jnp.exp(old.peak - peak)
-    weight = jnp.exp(scores - peak[..., None])
-    return RunningSoftmax(
-        peak=peak,
-        total=old.total * shrink + weight.sum(axis=-1),
-        mixed=old.mixed * shrink[..., None] + _mix(weight, value),
-    )
+    return absorb_rows(query, rows, live[:, None, None, None], old, distance, position)
 
 
 def _scores(query: Array, key: Array, mask: Array) -> Array:

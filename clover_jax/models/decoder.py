@@ -6,6 +6,8 @@ verification (a token tree after a cache): they differ in mask and positions onl
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
@@ -16,6 +18,9 @@ from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
 from clover_jax.models.distance import Distance
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
+
+# (query, fresh, fresh_mask, cache, length, distance) -> mixed values, as `attend` does it
+Attend = Callable[..., Array]
 
 
 @struct.dataclass
@@ -44,12 +49,16 @@ class SelfAttention(nn.Module):
         mask: Bool[Array, "B T T"],
         cache: KeyValue | None,
         length: Int[Array, " B"] | None,
+        attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Return the attention output and the fresh keys and values."""
+        """Return the attention output and the fresh keys and values.
+
+        x: [B, T, D]; a head that reads more beside its state gives more than D columns.
+        """
         cfg = self.config
         width, groups = cfg.hidden_size, cfg.num_groups
         heads = (cfg.num_kv_heads, groups + 2, cfg.head_dim)
-        qkv = self.param("qkv", matrix_init(width), (width, *heads))
+        qkv = self.param("qkv", matrix_init(x.shape[-1]), (x.shape[-1], *heads))
         out = self.param(
             "out",
             matrix_init(cfg.num_heads * cfg.head_dim),
@@ -106,10 +115,14 @@ class DecoderLayer(nn.Module):
         mask: Bool[Array, "B T T"],
         cache: KeyValue | None = None,
         length: Int[Array, " B"] | None = None,
+        attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Return the layer's output and its fresh keys and values."""
+        """Return the layer's output and its fresh keys and values.
+
+        attend: which keys the queries meet, where mask and cache do not say all of it.
+        """
         normed = self.attention_norm(x) if self.input_norm else x
-        mixed, fresh = self.attention(normed, positions, mask, cache, length)
+        mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
         x = x + mixed
         return x + self.mlp(self.mlp_norm(x)), fresh
 

@@ -29,15 +29,19 @@ def export_base(params: Params, config: BaseConfig) -> dict[str, np.ndarray]:
     return take_apart(base_leaves(config), params)
 
 
-def layer_leaves(config: LayerConfig, path: Path, prefix: str) -> list[Leaf]:
+def layer_leaves(
+    config: LayerConfig, path: Path, prefix: str, input_norm: bool = True
+) -> list[Leaf]:
     """Return the leaves of one decoder layer.
 
     path: where the layer hangs in our tree.
     prefix: what its stored names start with, such as "model.layers.0.".
+    input_norm: False for the layer that has no norm before its attention.
     """
     attention, mlp = (*path, "attention"), (*path, "mlp")
+    norm = norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", config.hidden_size)
     leaves = [
-        norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", config.hidden_size),
+        *([norm] if input_norm else []),
         _qkv(config, attention, f"{prefix}self_attn."),
         _attention_out(config, attention, f"{prefix}self_attn.o_proj"),
         norm_leaf((*path, "mlp_norm"), f"{prefix}post_attention_layernorm", config.hidden_size),

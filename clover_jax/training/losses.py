@@ -8,7 +8,8 @@ the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
     H_i = - log q(x_{t+2+i})                  hard cross-entropy
     loss = sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i)
 
-each summed over the batch and divided by (counted pairs of position i) + 1, as in the release.
+each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
+1 in Clover-2's release.
 
 P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
@@ -63,7 +64,7 @@ class _Operands:
     states:      [N, D] the base's g.
     next_tokens: [N] the token that follows each target.
     mask:        [P, N] pairs that count, by target index.
-    scale:       [P] decay^i / (pairs + 1).
+    scale:       [P] decay^i / (pairs + divisor_offset).
     """
 
     params: Params
@@ -134,6 +135,7 @@ def distillation_loss(
     num_positions, rows, size, width = hidden.shape
     mask = pair_mask(batch.segment_ids, batch.loss_mask, num_positions)
     pairs = mask.sum(axis=(1, 2))
+    divisor = pairs + head.config.loss.divisor_offset
     decay = head.config.loss.decay ** jnp.arange(num_positions)
     owned, others = split_output_params(head, params)
     operands = _Operands(
@@ -142,15 +144,15 @@ def distillation_loss(
         states=target_states.reshape(rows * size, width),
         next_tokens=jnp.roll(batch.tokens, -1, axis=1).reshape(-1),
         mask=mask.reshape(num_positions, -1),
-        scale=decay / (pairs + 1),
+        scale=decay / divisor,
         targets=compact_targets(mask),
     )
     static = _Static(head, min(chunk, rows * size))
     loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
     return loss, LossMetrics(
-        regression=sums.regression / (pairs + 1),
-        soft_ce=sums.soft_ce / (pairs + 1),
-        hard_ce=sums.hard_ce / (pairs + 1),
+        regression=sums.regression / divisor,
+        soft_ce=sums.soft_ce / divisor,
+        hard_ce=sums.hard_ce / divisor,
         accuracy=sums.hits / jnp.maximum(pairs, 1),
         pairs=pairs,
     )

@@ -45,7 +45,7 @@ def plain_loss(
             "hard_ce": -jnp.take_along_axis(log_q, following[..., None], axis=-1)[..., 0],
         }
         for name, values in per_pair.items():
-            terms[name].append((values * mask).sum() / (mask.sum() + 1))
+            terms[name].append((values * mask).sum() / (mask.sum() + spec.divisor_offset))
             total += spec.decay**i * getattr(spec, name) * terms[name][-1]
         hits = (logits.argmax(axis=-1) == p.argmax(axis=-1)) * mask
         terms["accuracy"].append(hits.sum() / jnp.maximum(mask.sum(), 1))

@@ -138,7 +138,10 @@ def test_a_folder_that_is_no_draft(tmp_path, base):
         ({"format_version": ...}, "has format_version None; this program reads 1"),
         ({"drafter": ...}, "has no 'drafter' object"),
         ({"base": "tiny"}, "has no 'base' object"),
-        ({"drafter": {"kind": "oracle"}}, "drafter 'oracle' is unknown; the drafters are clover2"),
+        (
+            {"drafter": {"kind": "oracle"}},
+            "drafter 'oracle' is unknown; the drafters are clover2, ",
+        ),
         ({"drafter": {"kind": "clover2"}}, "missing 2 required keyword-only arguments: 'layer'"),
         ({"base": {"color": 1}}, "BaseFingerprint has no field 'color'; its fields are"),
         ({"files": ...}, "draft.json does not list the files of params/"),

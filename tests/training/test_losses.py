@@ -19,7 +19,7 @@ from clover_jax.training.teacher import online_teacher
 from tests.tiny_models import TINY, random_base, random_head
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
-ALL_TERMS = LossSpec(regression=3.0, soft_ce=0.5, hard_ce=2.0, decay=0.7)
+ALL_TERMS = LossSpec(regression=3.0, soft_ce=0.5, hard_ce=2.0, decay=0.7, divisor_offset=0.25)
 
 
 @pytest.fixture(scope="module")

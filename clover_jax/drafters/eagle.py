@@ -1,0 +1,142 @@
+"""EAGLE-1: one decoder layer that predicts the base's next state, the attention-decoder baseline.
+
+Source: EAGLE and its repository; Clover-2's release has the same head. With g_t the base's state
+after its final norm and e the base's input embedding, both frozen:
+
+    o_t = layer(fc([e(x_{t+1}) ; g_t]))    a prediction of g_{t+1}; the layer has no input norm
+    lm_head o_t                            proposes x_{t+2}
+
+Drafting on, o_t takes the place of the g_{t+1} that is not known yet. EAGLE-2 is the same head with
+a tree chosen by probability (`--tree=dynamic:59:7:10` has its repository's defaults).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.clover2 import shift_left
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.layer_drafter import LayerDrafter, embed
+from clover_jax.models.cache import KeyValue
+from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask, project
+
+NOISE_LENGTH = 512  # sequence length at which the noise has its stated width
+METHOD_LOSS = LossSpec(regression=1.0, soft_ce=0.1, divisor_offset=1e-5)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EagleConfig(DrafterConfig):
+    """An EAGLE-1 head.
+
+    fc_bias: whether fc has a bias.
+    feature_noise: in training, features get U(-noise, noise) x 512 / length of their sequence.
+    """
+
+    kind: str = "eagle"
+    num_positions: int = 1
+    features: tuple[str, ...] = ("post_norm",)
+    fc_bias: bool = True
+    feature_noise: float = 0.1
+
+    def __post_init__(self):
+        if self.num_positions != 1:
+            raise ValueError(
+                f"EAGLE is trained to predict one position and drafts further ones by itself: "
+                f"num_positions ({self.num_positions}) must be 1"
+            )
+
+
+class Eagle(LayerDrafter):
+    """The EAGLE-1 head; see the module's docstring for the equations."""
+
+    config: EagleConfig
+
+    def setup(self):
+        width = self.config.layer.hidden_size
+        matrix = nn.initializers.normal((2 * width) ** -0.5)
+        self.fc = self.param("fc", matrix, (2, width, width))  # of the embedding, of the state
+        if self.config.fc_bias:
+            self.fc_bias = self.param("fc_bias", nn.initializers.zeros, (width,))
+        self.layer = DecoderLayer(self.config.layer, input_norm=False)
+
+    def train_forward(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B S F"],
+        tokens: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        rng: Array | None = None,
+    ) -> Float[Array, "1 B S D"]:
+        """Return o_t from the base's true states; with `rng` these are noisy."""
+        if rng is not None and self.config.feature_noise:
+            features = features + noise_like(features, segment_ids, rng, self.config.feature_noise)
+        embedded = embed(frozen, shift_left(tokens, 1))
+        hidden, _ = self.run(embedded, features, positions, packed_mask(segment_ids))
+        return hidden[None]
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
+    ) -> Float[Array, "*b V"]:
+        """Return lm_head o: the output is taken as the base's state after its final norm."""
+        return project(frozen.lm_head, hidden)
+
+    def fuse(self, features: Float[Array, "B A D"]) -> Float[Array, "B A D"]:
+        """Return the base's states as they are."""
+        return features
+
+    def run(
+        self,
+        embedded: Float[Array, "B T D"],
+        state: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"] | None,
+        cache: KeyValue | None = None,
+        length: Int[Array, " B"] | None = None,
+        attend: Attend = attend,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """Return o and the layer's fresh keys and values."""
+        x = embedded @ self.fc[0] + state @ self.fc[1]
+        if self.config.fc_bias:
+            x = x + self.fc_bias
+        return self.layer(x, positions, mask, cache, length, attend)
+
+
+def noise_like(
+    features: Float[Array, "B S F"], segment_ids: Int[Array, "B S"], rng: Array, width: float
+) -> Float[Array, "B S F"]:
+    """Return U(-width, width) x 512 / S, with S the length of each position's own sequence."""
+    together = segment_ids[:, :, None] == segment_ids[:, None, :]
+    scale = NOISE_LENGTH / together.sum(axis=-1)
+    noise = jax.random.uniform(rng, features.shape, jnp.float32, -width, width)
+    return (noise * scale[..., None]).astype(features.dtype)
+
+
+def make_config(
+    base: BaseConfig,
+    num_positions: int = 1,
+    rope: RopeConfig | None = None,
+    loss: LossSpec | None = None,
+) -> EagleConfig:
+    """Return the head's config for a base; the rotary base is the base's own unless given.
+
+    The loss defaults to the method's: regression + 0.1 x soft cross-entropy, each divided by the
+    number of counted pairs.
+    """
+    return EagleConfig(
+        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        vocab_size=base.vocab_size,
+        num_positions=num_positions,
+        loss=loss or METHOD_LOSS,
+    )
+
+
+def init_from_base(config: EagleConfig, params: Params, base_params: Params, rng: Array) -> Params:
+    """Return the params as they are: the method starts from random ones."""
+    return params

@@ -1,0 +1,215 @@
+"""Heads that are one decoder layer fed with its own output: EAGLE's kind.
+
+The layer reads the embedding of x_{t+1} beside a state at t. For committed positions that state
+comes from the base; below the root of a tree it is the layer's own output at the parent. Every
+branch carries the keys and values of its own path, so that a level is attended to without a mask
+over the tree, and a branch moves to another place of the beam as a whole.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.config import DrafterConfig
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
+from clover_jax.models.cache import Cache, KeyValue, after, init_cache, write_rows
+from clover_jax.models.decoder import Attend, attend, causal_mask
+from clover_jax.models.distance import Distance
+
+
+@struct.dataclass
+class Path:
+    """Keys and values that one branch alone sees: those of the J drafted tokens that led to it.
+
+    key, value: [B, W, J, K, H]
+    """
+
+    key: Float[Array, "B W J K H"]
+    value: Float[Array, "B W J K H"]
+
+    def extended(self, fresh: KeyValue) -> Path:
+        """Return the paths with the branches' own rows, [B, K, W, H], at their end."""
+        rows = jax.tree.map(lambda x: x.transpose(0, 2, 1, 3)[:, :, None], fresh)
+        return Path(
+            key=jnp.concatenate([self.key, rows.key], axis=2),
+            value=jnp.concatenate([self.value, rows.value], axis=2),
+        )
+
+
+@struct.dataclass
+class BranchState:
+    """W branches of a drafted tree.
+
+    hidden: [B, W, D] the layer's output at the branch's last token.
+    path:   what the branch attends to beside the committed cache.
+    length: [B, W] committed positions, the same for all branches of a row.
+    """
+
+    hidden: Float[Array, "B W D"]
+    path: Path
+    length: Int[Array, "B W"]
+
+
+class Prefix(NamedTuple):
+    """The text's own rows, which in training stand where the committed cache does in drafting.
+
+    rows:      [B, K, S, H]
+    mask:      [B, S, S] True where a branch sees a row.
+    positions: [B, S] of the rows.
+    """
+
+    rows: KeyValue
+    mask: Bool[Array, "B S S"]
+    positions: Int[Array, "B S"]
+
+
+class LayerDrafter(nn.Module):
+    """What these heads share; a subclass says what the layer reads and what it proposes.
+
+    It defines `fuse(features)`, the state of a committed position; `run(embedded, state, positions,
+    mask, cache, length, attend)`, the layer; and `logits`.
+    """
+
+    config: DrafterConfig
+
+    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+        """Return the layer's cache."""
+        return init_cache(self.config.layer, 1, batch, length, dtype)
+
+    def absorb(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B A F"],
+        next_tokens: Int[Array, "B A"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        cache: Cache,
+    ) -> tuple[BranchState, Cache]:
+        """Run the layer over accepted positions, from the base's own states; see the contract."""
+        batch, size = next_tokens.shape
+        hidden, fresh = self.run(
+            embed(frozen, next_tokens),
+            self.fuse(features),
+            start[:, None] + jnp.arange(size),
+            # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
+            causal_mask(batch, size),
+            cache[0],
+            start,
+        )
+        last = jnp.maximum(count - 1, 0)[:, None, None]
+        root = jnp.take_along_axis(hidden, last, axis=1)
+        cache = write_rows(cache, (fresh,), after(start, root))
+        layer = self.config.layer
+        nothing = jnp.zeros((batch, 1, 0, layer.num_kv_heads, layer.head_dim), root.dtype)
+        return BranchState(root, Path(nothing, nothing), (start + count)[:, None]), cache
+
+    def propose(self, frozen: Frozen, state: BranchState, depth: int) -> Float[Array, "B W Vd"]:
+        """Return the logits of the tokens after each branch."""
+        return self.logits(frozen, state.hidden, depth)
+
+    def advance(
+        self,
+        frozen: Frozen,
+        state: BranchState,
+        cache: Cache,
+        parent: Int[Array, "B W"],
+        token: Int[Array, "B W"],
+        depth: int,
+    ) -> BranchState:
+        """Feed a drafted token and its parent's output to the layer."""
+        above = jax.tree.map(functools.partial(_take_branches, index=parent), state)
+        hidden, fresh = self.run(
+            embed(frozen, token),
+            above.hidden,
+            above.length - 1 + depth,
+            None,
+            cache[0],
+            above.length[:, 0],
+            functools.partial(attend_path, path=above.path),
+        )
+        return BranchState(hidden, above.path.extended(fresh), above.length)
+
+    @property
+    def num_positions(self) -> int:
+        """Draft positions that are trained."""
+        return self.config.num_positions
+
+    def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
+        """Return the states of committed positions."""
+        raise NotImplementedError
+
+    def run(
+        self,
+        embedded: Float[Array, "B T D"],
+        state: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"] | None,
+        cache: KeyValue | None = None,
+        length: Int[Array, " B"] | None = None,
+        attend: Attend = attend,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """Return the layer's output and its fresh keys and values."""
+        raise NotImplementedError
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
+    ) -> Float[Array, "*b Vd"]:
+        """Map the layer's output to logits."""
+        raise NotImplementedError
+
+
+def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+    """Return the tokens' rows of the base's input embedding."""
+    return jnp.take(frozen.embedding, tokens, axis=0, mode="clip")
+
+
+def attend_path(
+    query: Float[Array, "B K G T H"],
+    fresh: KeyValue,
+    _: None,
+    cache: KeyValue | None,
+    length: Int[Array, " B"] | None,
+    distance: Distance | None,
+    *,
+    path: Path,
+    prefix: Prefix | None = None,
+) -> Float[Array, "B K G T H"]:
+    """Attend from each branch to its own path, itself included, and to what all branches share.
+
+    cache, length: the committed positions, when drafting.
+    prefix: the positions of the text, in training.
+    """
+    own = path.extended(fresh)
+    scores = jnp.einsum("bkgth,btjkh->bkgtj", query, own.key, preferred_element_type=jnp.float32)
+    scores *= query.shape[-1] ** -0.5
+    if distance is not None:  # ALiBi: heads have no window
+        back = jnp.arange(own.key.shape[2])[::-1]
+        scores -= distance.slopes[:, :, None, None] * back
+    peak = scores.max(axis=-1)
+    weight = jnp.exp(scores - peak[..., None])
+    mixed = jnp.einsum(
+        "bkgtj,btjkh->bkgth",
+        weight.astype(own.value.dtype),
+        own.value,
+        preferred_element_type=jnp.float32,
+    )
+    softmax = RunningSoftmax(peak, weight.sum(axis=-1), mixed)
+    if prefix is not None:
+        mask = prefix.mask[:, None, None]
+        softmax = absorb_rows(query, prefix.rows, mask, softmax, distance, prefix.positions)
+    if cache is not None:
+        softmax = absorb_cache(query, cache, length, softmax, distance)
+    return finish(softmax, query.dtype)
+
+
+def _take_branches(x: Float[Array, "B V *rest"], index: Int[Array, "B W"]) -> Array:
+    """Return x[b, index[b, w]]."""
+    return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)
