@@ -20,12 +20,14 @@ from clover_jax.drafters.params_folder import restore_params, save_params
 from clover_jax.errors import UserError
 from clover_jax.files import atomic_directory
 from clover_jax.interchange.clover2 import read_clover2
-from clover_jax.interchange.recognise import recognise
+from clover_jax.interchange.eagle import read_eagle
+from clover_jax.interchange.recognise import CLOVER2, EAGLE, recognise
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
 from clover_jax.models.sources import find_directory
 
+_READERS = {CLOVER2: read_clover2, EAGLE: read_eagle}
 FORMAT_VERSION = 1
 CARD = "draft.json"
 PARAMS = "params"
@@ -104,7 +106,7 @@ def load_draft(
             f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' layouts)"
         )
     layout = recognise(directory)
-    config, params = read_clover2(directory, base, dtype, rope_theta, allow_base_mismatch)
+    config, params = _READERS[layout](directory, base, dtype, rope_theta, allow_base_mismatch)
     return Draft(registry.head(config), params, None, {"layout": layout}, str(source))
 
 

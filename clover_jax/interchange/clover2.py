@@ -15,8 +15,8 @@ from safetensors.numpy import save_file
 
 from clover_jax.array_types import Params
 from clover_jax.drafters.clover2 import Clover2Config
-from clover_jax.errors import UserError
 from clover_jax.files import atomic_directory
+from clover_jax.interchange.base_copies import check_copy, check_widths
 from clover_jax.interchange.clover2_config import (
     ROPE_THETA,
     check_exportable,
@@ -31,7 +31,6 @@ from clover_jax.models.tensor_map import assemble, stored_shapes, take_apart
 
 # Frozen copies of the base's output matrix.
 COPIES = ("lm_head.weight", "clover_embed_tokens.weight")
-_CHECKED_ROWS = 4096
 
 
 def read_clover2(
@@ -49,13 +48,13 @@ def read_clover2(
         the output matrix are not the base's.
     """
     config = read_config(directory / "config.json", rope_theta or ROPE_THETA)
-    _check_widths(config, base, directory)
+    check_widths(config, base, directory)
     files = TensorFiles(directory)
     leaves = clover2_leaves(config)
     copies = dict.fromkeys(COPIES, (config.vocab_size, config.layer.hidden_size))
     files.check(stored_shapes(leaves) | copies)
     for name in () if allow_base_mismatch else COPIES:
-        _check_copy(name, files.read(name), base, directory)
+        check_copy(name, files.read(name), base.lm_head, "output matrix", base, directory)
     return config, assemble(leaves, files.read, place_as(dtype))
 
 
@@ -73,30 +72,3 @@ def write_clover2(directory: Path, config: Clover2Config, params: Params, base: 
     with atomic_directory(directory) as unfinished:
         save_file(tensors, unfinished / SINGLE, metadata={"format": "pt"})
         (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
-
-
-def _check_widths(config: Clover2Config, base: BaseModel, directory: Path) -> None:
-    pairs = {
-        "vocab_size": (config.vocab_size, base.config.vocab_size),
-        "hidden_size": (config.layer.hidden_size, base.config.hidden_size),
-    }
-    for name, (found, wanted) in pairs.items():
-        if found != wanted:
-            raise UserError(
-                f"{directory}: the head's {name} is {found}, that of the base {base.source} is "
-                f"{wanted}; give the base that the head was trained for"
-            )
-
-
-def _check_copy(name: str, stored: np.ndarray, base: BaseModel, directory: Path) -> None:
-    """Compare to a bfloat16 rounding: the head may be stored in another dtype than the base."""
-    for start in range(0, stored.shape[0], _CHECKED_ROWS):
-        ours = np.asarray(base.lm_head[start : start + _CHECKED_ROWS]).astype(np.float32)
-        theirs = stored[start : start + _CHECKED_ROWS].astype(np.float32)
-        differs = np.abs(theirs - ours) > 2.0**-7 * np.abs(ours) + 1e-6
-        if differs.any() or np.isnan(theirs).any():
-            row = start + int(np.argmax((differs | np.isnan(theirs)).any(axis=1)))
-            raise UserError(
-                f"{directory}: {name} differs from the output matrix of the base {base.source} "
-                f"(first in row {row}); give the base that the head was trained for"
-            )

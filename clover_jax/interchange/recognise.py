@@ -10,11 +10,11 @@ from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
 from clover_jax.models.tensor_files import TensorFiles
 
-CLOVER2 = "clover2"
+CLOVER2, EAGLE = "clover2", "eagle"
 
 
 def recognise(directory: Path) -> str:
-    """Return the name of a layout that can be read; so far "clover2".
+    """Return the name of a layout that can be read: "clover2" or "eagle".
 
     Raises UserError that says what the folder is otherwise.
     """
@@ -22,16 +22,22 @@ def recognise(directory: Path) -> str:
     if "clover" in values:
         return CLOVER2
     names = TensorFiles(directory).shapes
+    if "fc.weight" in names and not _is_eagle3(values, names):
+        return EAGLE
     for description, matches in _UNREADABLE.items():
         if matches(values, names):
             raise UserError(
                 f"{directory} is {description}, which cannot be read as a draft; "
-                "native draft folders and the official Clover-2 layout can"
+                "native draft folders and the official layouts of Clover-2 and EAGLE can"
             )
     raise UserError(
         f"{directory} is in no known draft layout: its config.json has no "
         f'"clover" object, and its first tensor is {min(names, default="missing")}'
     )
+
+
+def _is_eagle3(values: dict[str, Any], names: dict[str, tuple[int, ...]]) -> bool:
+    return "d2t" in names or "midlayer.mlp.up_proj.weight" in names
 
 
 Matches = Callable[[dict[str, Any], dict[str, tuple[int, ...]]], bool]
@@ -40,10 +46,7 @@ _UNREADABLE: dict[str, Matches] = {
     'an official Clover-2 head without the "clover" object in its config.json': (
         lambda values, names: "clover_head_mlp.weight" in names
     ),
-    "an EAGLE-3 head": lambda values, names: (
-        "d2t" in names or "midlayer.mlp.up_proj.weight" in names
-    ),
-    "an EAGLE head": lambda values, names: "fc.weight" in names,
+    "an EAGLE-3 head": _is_eagle3,
     "a Medusa head": lambda values, names: (
         "medusa_num_heads" in values or values.get("model_type") == "medusa"
     ),

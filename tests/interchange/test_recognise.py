@@ -22,16 +22,20 @@ def test_clover2_is_recognised_and_loads_as_a_draft(fixtures_dir):
     assert draft.head.config.layer.rope.theta == 5e5
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("eagle1", "eagle1 is an EAGLE head, which cannot be read as a draft; native draft"),
-        ("base", "base is a base model, which cannot be read as a draft"),
-    ],
-)
-def test_other_folders_of_the_reference(fixtures_dir, name, message):
+def test_eagle_is_recognised_and_loads_as_a_draft(fixtures_dir):
+    reference = fixtures_dir / "clover2_reference"
+    base = load_base(str(reference / "base"))
+    assert recognise(reference / "eagle1") == "eagle"
+    draft = load_draft(reference / "eagle1", base, rope_theta=5e5)
+    assert draft.provenance == {"layout": "eagle"}
+    assert draft.head.config.kind == "eagle"
+    assert draft.head.config.layer.rope.theta == 5e5
+
+
+def test_a_base_is_no_draft(fixtures_dir):
+    message = "base is a base model, which cannot be read as a draft; native draft folders and"
     with pytest.raises(UserError, match=message):
-        recognise(fixtures_dir / "clover2_reference" / name)
+        recognise(fixtures_dir / "clover2_reference" / "base")
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,48 @@
+"""Checks that a foreign head belongs to the base: its widths, and its copies of base matrices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from clover_jax.array_types import Array
+from clover_jax.config import DrafterConfig
+from clover_jax.errors import UserError
+from clover_jax.models.base import BaseModel
+
+_CHECKED_ROWS = 4096
+
+
+def check_widths(config: DrafterConfig, base: BaseModel, directory: Path) -> None:
+    """Raise UserError where the head's vocabulary or width is not the base's."""
+    pairs = {
+        "vocab_size": (config.vocab_size, base.config.vocab_size),
+        "hidden_size": (config.layer.hidden_size, base.config.hidden_size),
+    }
+    for name, (found, wanted) in pairs.items():
+        if found != wanted:
+            raise UserError(
+                f"{directory}: the head's {name} is {found}, that of the base {base.source} is "
+                f"{wanted}; give the base that the head was trained for"
+            )
+
+
+def check_copy(
+    name: str, stored: np.ndarray, ours: Array, matrix: str, base: BaseModel, directory: Path
+) -> None:
+    """Raise UserError where a stored copy of a base's matrix is not that matrix.
+
+    matrix: what `ours` is called in the message.
+    Compared to a bfloat16 rounding: the head may be stored in another dtype than the base.
+    """
+    for start in range(0, stored.shape[0], _CHECKED_ROWS):
+        mine = np.asarray(ours[start : start + _CHECKED_ROWS]).astype(np.float32)
+        theirs = stored[start : start + _CHECKED_ROWS].astype(np.float32)
+        differs = np.abs(theirs - mine) > 2.0**-7 * np.abs(mine) + 1e-6
+        if differs.any() or np.isnan(theirs).any():
+            row = start + int(np.argmax((differs | np.isnan(theirs)).any(axis=1)))
+            raise UserError(
+                f"{directory}: {name} differs from the {matrix} of the base {base.source} "
+                f"(first in row {row}); give the base that the head was trained for"
+            )
