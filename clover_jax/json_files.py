@@ -18,6 +18,8 @@ def read_json_object(path: Path) -> dict[str, Any]:
         value = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from error
     except ValueError as error:  # bad JSON and bad UTF-8 alike
         raise UserError(f"{path} is not JSON: {error}") from error
     if not isinstance(value, dict):

@@ -6,6 +6,8 @@ import time
 from collections.abc import Iterator
 from typing import Protocol, TextIO
 
+from clover_jax.errors import UserError
+
 _SECONDS_BETWEEN_LINES = 10.0
 
 
@@ -111,6 +113,10 @@ class _Lines(_Closing):
     def close(self) -> None:
         if self._printed != self._done:
             self._print()
+
+    def __exit__(self, *exception: object) -> None:
+        if not isinstance(exception[1], UserError):  # which is told in one line, and that alone
+            self.close()
 
     def _print(self) -> None:
         self._last_line, self._printed = time.monotonic(), self._done

@@ -51,6 +51,32 @@ class Draft:
     source: str
 
 
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What draft.json says.
+
+    base: the fingerprint of the base that the head was trained for.
+    files: SHA-256 of each file of params/, as the writer left them.
+    """
+
+    config: DrafterConfig
+    base: BaseFingerprint
+    tree: str | None
+    provenance: dict[str, Any]
+    files: Any = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what draft.json holds."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "drafter": self.config.to_dict(),
+            "tree": self.tree,
+            "base": self.base.to_dict(),
+            "provenance": self.provenance,
+            "files": self.files,
+        }
+
+
 def save_draft(
     directory: Path,
     config: DrafterConfig,
@@ -65,15 +91,13 @@ def save_draft(
     """
     with atomic_directory(directory) as unfinished:
         files = save_params(unfinished / PARAMS, params)
-        card = {
-            "format_version": FORMAT_VERSION,
-            "drafter": config.to_dict(),
-            "tree": tree,
-            "base": base.to_dict(),
-            "provenance": provenance,
-            "files": files,
-        }
-        (unfinished / CARD).write_text(json.dumps(card, indent=2) + "\n", encoding="utf-8")
+        write_card(unfinished, Card(config, base, tree, provenance, files))
+
+
+def write_card(directory: Path, card: Card) -> None:
+    """Write draft.json."""
+    text = json.dumps(card.to_dict(), indent=2) + "\n"
+    (directory / CARD).write_text(text, encoding="utf-8")
 
 
 def load_draft(
@@ -92,7 +116,7 @@ def load_draft(
     Raises UserError naming whatever is missing, broken or does not fit.
     """
     directory = find_directory(str(source))
-    native = _native_directory(directory)
+    native = native_directory(directory)
     if native is not None:
         if rope_theta is not None:
             raise UserError(
@@ -110,7 +134,8 @@ def load_draft(
     return Draft(registry.head(config), params, None, {"layout": layout}, str(source))
 
 
-def _native_directory(directory: Path) -> Path | None:
+def native_directory(directory: Path) -> Path | None:
+    """Return the native draft directory in a folder that is one or a workdir; None without."""
     candidates = (directory, directory / "best", directory / "draft")
     return next((path for path in candidates if (path / CARD).is_file()), None)
 
@@ -118,38 +143,45 @@ def _native_directory(directory: Path) -> Path | None:
 def _load_native(
     directory: Path, source: str, base: BaseModel, dtype: jnp.dtype, allow_base_mismatch: bool
 ) -> Draft:
-    card = read_json_object(directory / CARD)
+    card = read_card(directory)
+    check_base(card, base, source, allow_base_mismatch)
+    head = registry.head(card.config)
+    expected = registry.init_shapes(head, base.params)
+    params = restore_params(directory / PARAMS, expected, dtype, card.files)
+    return Draft(head, params, card.tree, card.provenance, source)
+
+
+def read_card(directory: Path) -> Card:
+    """Read draft.json.
+
+    Raises UserError for what is missing, broken or of another version.
+    """
+    path = directory / CARD
+    card = read_json_object(path)
     version = card.get("format_version")
     if version != FORMAT_VERSION:
         raise UserError(
-            f"{directory / CARD} has format_version {version!r}; "
-            f"this program reads {FORMAT_VERSION}"
+            f"{path} has format_version {version!r}; this program reads {FORMAT_VERSION}"
         )
-    config, trained_for = _read_card(card, directory / CARD)
-    _check_base(config, trained_for, base, source, allow_base_mismatch)
-    head = registry.head(config)
-    expected = registry.init_shapes(head, base.params)
-    params = restore_params(directory / PARAMS, expected, dtype, card.get("files"))
-    return Draft(head, params, card.get("tree"), card.get("provenance") or {}, source)
-
-
-def _read_card(card: dict[str, Any], path: Path) -> tuple[DrafterConfig, BaseFingerprint]:
     missing = [name for name in ("drafter", "base") if not isinstance(card.get(name), dict)]
     if missing:
         raise UserError(f"{path} has no {missing[0]!r} object")
     try:
-        return registry.config_from_dict(card["drafter"]), BaseFingerprint.from_dict(card["base"])
+        config = registry.config_from_dict(card["drafter"])
+        trained_for = BaseFingerprint.from_dict(card["base"])
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: {error}") from error
+    return Card(
+        config, trained_for, card.get("tree"), card.get("provenance") or {}, card.get("files")
+    )
 
 
-def _check_base(
-    config: DrafterConfig,
-    trained_for: BaseFingerprint,
-    base: BaseModel,
-    source: str,
-    allow_base_mismatch: bool,
-) -> None:
+def check_base(card: Card, base: BaseModel, source: str, allow_base_mismatch: bool) -> None:
+    """Raise UserError where a draft was trained for another base.
+
+    allow_base_mismatch: let it pass where at least the widths are the same.
+    """
+    config, trained_for = card.config, card.base
     widths = {
         "vocabulary": (config.vocab_size, base.config.vocab_size),
         "width": (config.layer.hidden_size, base.config.hidden_size),

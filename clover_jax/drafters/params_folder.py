@@ -21,7 +21,7 @@ def save_params(folder: Path, params: Params) -> dict[str, str]:
     """
     with ocp.StandardCheckpointer() as checkpointer:
         checkpointer.save(folder.absolute(), params)
-    return _file_hashes(folder)
+    return file_hashes(folder)
 
 
 def restore_params(folder: Path, expected: Params, dtype: jnp.dtype, files: Any) -> Params:
@@ -32,21 +32,29 @@ def restore_params(folder: Path, expected: Params, dtype: jnp.dtype, files: Any)
     Raises UserError naming a file that is missing or altered, or a tensor that is missing, extra
         or misshapen.
     """
-    _check_files(folder, files)
+    stored = check_folder(folder, expected, files)
     with ocp.StandardCheckpointer() as checkpointer:
-        stored = checkpointer.metadata(folder.absolute()).item_metadata
-        if stored is None:
-            raise UserError(f"{folder} holds no params that orbax can read")
-        _check_tensors(folder, _shapes(stored.tree), _shapes(expected))
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         target = jax.tree.map(
-            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), stored.tree
+            lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), stored
         )
         params = checkpointer.restore(folder.absolute(), target)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 
-def _file_hashes(folder: Path) -> dict[str, str]:
+def check_folder(folder: Path, expected: Params, files: Any) -> Params:
+    """Return the shape and dtype of each stored leaf, reading none; raises as `restore_params`."""
+    _check_files(folder, files)
+    with ocp.StandardCheckpointer() as checkpointer:
+        stored = checkpointer.metadata(folder.absolute()).item_metadata
+    if stored is None:
+        raise UserError(f"{folder} holds no params that orbax can read")
+    _check_tensors(folder, _shapes(stored.tree), _shapes(expected))
+    return stored.tree
+
+
+def file_hashes(folder: Path) -> dict[str, str]:
+    """Return relative file name -> SHA-256 of every file of a folder."""
     hashes = {}
     for path in sorted(folder.rglob("*")):
         if path.is_file():
@@ -59,7 +67,7 @@ def _file_hashes(folder: Path) -> dict[str, str]:
 def _check_files(folder: Path, files: Any) -> None:
     if not isinstance(files, dict) or not files:
         raise UserError(f"{folder.parent}/draft.json does not list the files of {folder.name}/")
-    found = _file_hashes(folder)
+    found = file_hashes(folder)
     for name, wanted in files.items():
         if name not in found:
             raise UserError(f"{folder / name} is missing; was the draft copied whole?")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +34,9 @@ MODEL_TYPES = {
 }
 
 
+_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
 class Checkpoint(NamedTuple):
     """What a folder's config.json says about the weights beside it.
 
@@ -42,6 +46,15 @@ class Checkpoint(NamedTuple):
     config: BaseConfig
     leaves: list[Leaf]
     adjust: Adjust
+
+    def is_harmless(self, name: str) -> bool:
+        """Say whether a checkpoint may hold this tensor without its being read.
+
+        Old exports carry the rotary frequencies, which the config gives; and some store the output
+        matrix a second time although it is tied to the embedding.
+        """
+        tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
+        return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:

@@ -22,7 +22,7 @@ class BaseFingerprint(JsonConfig):
 
     lm_head: SHA-256 of the output matrix, rounded to bfloat16: the same for any loaded dtype.
     tokenizer: hash of which token has which id; None without tokenizer files.
-    chat_template: SHA-256 of the template's text, for the record; None where there is none.
+    chat_template: SHA-256 of the template's text; None where there is none.
     """
 
     vocab_size: int
@@ -64,14 +64,10 @@ def matrix_hash(matrix: Float[Array, "V D"]) -> str:
 def differences(draft: BaseFingerprint, base: BaseFingerprint) -> dict[str, tuple]:
     """Return name -> (the draft's value, the base's value) where two fingerprints disagree.
 
-    A tokenizer that one side lacks is no difference (a folder may come without), and neither is
-    an edited chat template: the model is the same.
+    A tokenizer or a chat template that one side lacks is no difference: a folder may come without.
     """
-    one_lacks_tokenizer = draft.tokenizer is None or base.tokenizer is None
-    skipped = {"chat_template"} | ({"tokenizer"} if one_lacks_tokenizer else set())
     pairs = {
         field.name: (getattr(draft, field.name), getattr(base, field.name))
         for field in dataclasses.fields(BaseFingerprint)
-        if field.name not in skipped
     }
-    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and None not in pair}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -19,8 +18,6 @@ from clover_jax.models.sources import find_directory
 from clover_jax.models.tensor_files import TensorFiles
 from clover_jax.models.tensor_map import Place, assemble, stored_shapes
 from clover_jax.models.tokenizer import load_tokenizer
-
-_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None = None) -> BaseModel:
@@ -40,7 +37,7 @@ def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None =
     config = checkpoint.config
     _check_tokenizer(directory, config)
     files = TensorFiles(directory)
-    files.check(stored_shapes(checkpoint.leaves), harmless=_harmless_for(config))
+    files.check(stored_shapes(checkpoint.leaves), harmless=checkpoint.is_harmless)
 
     def read(name: str) -> np.ndarray:
         return checkpoint.adjust(name, files.read(name))
@@ -56,20 +53,6 @@ def place_as(dtype: jnp.dtype) -> Place:
         return jnp.array(array, dtype)  # a copy: an alias of host memory could not be donated
 
     return place
-
-
-def _harmless_for(config: BaseConfig):
-    """Say which unread tensors a checkpoint may hold.
-
-    Old exports carry the rotary frequencies, which the config gives; and some store the output
-    matrix a second time although it is tied to the embedding.
-    """
-
-    def harmless(name: str) -> bool:
-        tied_copy = config.tie_word_embeddings and name == "lm_head.weight"
-        return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
-
-    return harmless
 
 
 def _check_tokenizer(directory: Path, config: BaseConfig) -> None:

@@ -1,19 +1,28 @@
-"""The safetensors files of a checkpoint folder, read lazily, tensor by tensor."""
+"""The weight files of a checkpoint folder, read lazily, tensor by tensor."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
+from clover_jax.models.torch_file import TorchFile
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-READABLE = ("F64", "F32", "F16", "BF16")
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TORCH_SUFFIXES = (".bin", ".pt")
+READABLE = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
 
 
 class TensorFiles:
@@ -23,7 +32,7 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path):
-        self._handles: dict[str, safe_open] = {}
+        self._handles: dict[str, safe_open | TorchFile] = {}
         self._places: dict[str, Path] = {}
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
@@ -38,13 +47,26 @@ class TensorFiles:
 
         Raises UserError for a quantised or otherwise unreadable tensor.
         """
+        self._check_type(name)
+        return self._handles[name].get_tensor(name)
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return a slice of a tensor along its first axis; raises as `read`."""
+        self._check_type(name)
+        return self._handles[name].get_slice(name)[start:stop]
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the type of a stored tensor; raises as `read`."""
+        return READABLE[self._check_type(name)]
+
+    def _check_type(self, name: str) -> str:
         stored = self._handles[name].get_slice(name).get_dtype()
         if stored not in READABLE:
             raise UserError(
                 f"{self._places[name]}: tensor {name} is stored as {stored}; "
                 f"the readable types are {', '.join(READABLE)}, so give an unquantised checkpoint"
             )
-        return self._handles[name].get_tensor(name)
+        return stored
 
     def check(
         self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool] | None = None
@@ -82,10 +104,15 @@ def _files_of(directory: Path) -> Iterable[Path]:
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
         return _shards_of(directory / INDEX)
-    if any(directory.glob("*.bin")) or any(directory.glob("*.pt")):
+    if (directory / TORCH_INDEX).is_file():
+        return _shards_of(directory / TORCH_INDEX)
+    found = sorted(path for path in directory.iterdir() if path.suffix in TORCH_SUFFIXES)
+    if directory / TORCH_SINGLE in found or len(found) == 1:
+        return [directory / TORCH_SINGLE if directory / TORCH_SINGLE in found else found[0]]
+    if found:
         raise UserError(
-            f"{directory} has PyTorch weights only; save them as {SINGLE} "
-            "(save_pretrained of transformers does)"
+            f"{directory} has {len(found)} PyTorch files and none is {TORCH_SINGLE}; "
+            f"save the weights as {SINGLE}"
         )
     raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
 
@@ -94,7 +121,11 @@ def _shards_of(index: Path) -> list[Path]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} has no weight_map from tensor names to shards")
-    shards = [index.parent / name for name in sorted(set(weight_map.values()))]
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise UserError(f"{index} lists the shard {name!r}, which is no file beside it")
+    shards = [index.parent / name for name in names]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
         raise UserError(
@@ -104,7 +135,9 @@ def _shards_of(index: Path) -> list[Path]:
     return shards
 
 
-def _open(path: Path) -> safe_open:
+def _open(path: Path) -> safe_open | TorchFile:
+    if path.suffix in TORCH_SUFFIXES:
+        return TorchFile(path)
     try:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:

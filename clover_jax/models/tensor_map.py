@@ -45,8 +45,11 @@ class Piece:
 
     def to_stored(self, leaf: np.ndarray) -> np.ndarray:
         """Return this piece of a leaf in the stored layout."""
-        part = leaf[self.index].transpose(np.argsort(self.axes))
-        return np.ascontiguousarray(part.reshape(self.shape))
+        return np.ascontiguousarray(self.unpermuted(leaf).reshape(self.shape))
+
+    def unpermuted(self, leaf: np.ndarray) -> np.ndarray:
+        """Return this piece of a leaf in the stored order, split as it is, as a view."""
+        return leaf[self.index].transpose(np.argsort(self.axes))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,7 +93,7 @@ def assemble(leaves: Iterable[Leaf], read: Callable[[str], np.ndarray], place: P
         branch = params
         for key in leaf.path[:-1]:
             branch = branch.setdefault(key, {})
-        branch[leaf.path[-1]] = place(leaf.path, _fuse(leaf, read))
+        branch[leaf.path[-1]] = place(leaf.path, fuse(leaf, read))
     return params
 
 
@@ -106,7 +109,8 @@ def take_apart(leaves: Iterable[Leaf], params: Params) -> dict[str, np.ndarray]:
     return tensors
 
 
-def _fuse(leaf: Leaf, read: Callable[[str], np.ndarray]) -> np.ndarray:
+def fuse(leaf: Leaf, read: Callable[[str], np.ndarray]) -> np.ndarray:
+    """Return one leaf, made of its stored pieces."""
     first, *others = leaf.pieces
     part = first.to_ours(read(first.name))
     if not others:

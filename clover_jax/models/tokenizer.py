@@ -42,8 +42,8 @@ def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | N
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     """Return a hash of which token has which id, added tokens included.
 
-    It depends on no library version and on no setting that leaves the ids alone, so a draft trained
-    for a base still fits after the base's chat template was edited.
+    It depends on no library version and on no setting that leaves the ids alone. The chat template
+    has a hash of its own.
     """
     pairs = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()

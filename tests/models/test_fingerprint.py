@@ -32,7 +32,7 @@ def test_tied_embeddings_are_their_own_output_matrix(tmp_path):
     assert fingerprint(base) == fingerprint(untied)
 
 
-def test_the_tokenizer_counts_and_its_template_is_recorded(tmp_path):
+def test_the_tokenizer_and_its_template_count_where_both_sides_have_them(tmp_path):
     base = random_base(tmp_path)
     bare = fingerprint(base)
     save_byte_level(tmp_path)
@@ -44,6 +44,10 @@ def test_the_tokenizer_counts_and_its_template_is_recorded(tmp_path):
     assert chatty.chat_template is not None
     assert differences(plain, chatty) == {}
     assert differences(bare, plain) == {}, "a folder without a tokenizer may be the same base"
+    save_byte_level(tmp_path, CHAT_TEMPLATE + " ")
+    edited = fingerprint(base)
+    hashes = (chatty.chat_template, edited.chat_template)
+    assert differences(chatty, edited) == {"chat_template": hashes}
     other = dataclasses.replace(plain, tokenizer="other")
     assert differences(plain, other) == {"tokenizer": (plain.tokenizer, "other")}
 

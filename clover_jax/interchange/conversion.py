@@ -1,0 +1,75 @@
+"""One run of `convert`: a head in, the same head out in another layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+from clover_jax.interchange.layouts import NATIVE, layout_for
+from clover_jax.interchange.stored_head import StoredHead, open_head
+from clover_jax.interchange.write_head import num_units, write_foreign, write_native
+from clover_jax.models.base import BaseModel
+from clover_jax.models.stored_base import open_base
+from clover_jax.progress import progress_bar
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """What a user asks for, by the names of the command's flags."""
+
+    input: str
+    output: str
+    base: str
+    to: str
+    overwrite: bool = False
+    allow_base_mismatch: bool = False
+    draft_rope_theta: float | None = None
+    cut_vocab: bool = False
+
+
+def convert(options: ConvertOptions) -> dict[str, Any]:
+    """Convert a head and return what to report.
+
+    Nothing is at `output` unless everything went well. Raises UserError for what cannot be done.
+    """
+    output = Path(options.output).expanduser()
+    _check_output(output, options)
+    base = open_base(options.base)
+    head = open_head(
+        options.input,
+        base,
+        options.draft_rope_theta,
+        options.allow_base_mismatch,
+        options.cut_vocab,
+    )
+    write_head(output, head, options.to, base, options.input)
+    return {
+        "input": options.input,
+        "from": head.layout,
+        "to": options.to,
+        "output": str(output),
+        "drafter": head.config.kind,
+        "dtype": str(head.dtype),
+        "bytes": sum(path.stat().st_size for path in output.rglob("*") if path.is_file()),
+    }
+
+
+def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source: str) -> None:
+    """Write a head in the layout `to`, with a bar that counts tensors."""
+    layout = None if to == NATIVE else layout_for(to, head.config.kind)
+    with progress_bar(num_units(head, layout), "convert", unit="tensor") as progress:
+        if layout is None:
+            provenance = head.card.provenance | {"converted_from": source}
+            card = dataclasses.replace(head.card, provenance=provenance)
+            write_native(output, head, card, progress)
+        else:
+            write_foreign(output, head, layout, base, progress)
+
+
+def _check_output(output: Path, options: ConvertOptions) -> None:
+    if output.exists() and not options.overwrite:
+        raise UserError(f"{output} is there already; give another --output, or --overwrite")
+    if output.resolve() == Path(options.input).expanduser().resolve():
+        raise UserError(f"--output={options.output} is the input itself; give another folder")

@@ -1,0 +1,46 @@
+"""A layout in which others keep heads, as data: enough to read it, to write it, to convert it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.models.tensor_map import Leaf
+
+
+def nothing_more(config: DrafterConfig) -> dict[str, np.ndarray]:
+    """Return no further tensors."""
+    return {}
+
+
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """One format of draft heads.
+
+    name: as `convert --to` and `recognise` call it.
+    kind: the drafter whose heads it holds.
+    read_config: from the folder and a rotary base (None for the layout's own), the head's config.
+    leaves: where the stored tensors lie in the head's params.
+    config_fields: what config.json holds for a head of a base.
+    check_exportable: raises UserError for a head that readers of the layout would run differently.
+    copies: stored names of frozen copies of base matrices -> "lm_head" or "embedding".
+    more_tensors: stored tensors that follow from the config.
+    file: the name of the weights' file.
+    readable: whether heads come in by this layout as well.
+    """
+
+    name: str
+    kind: str
+    read_config: Callable[[Path, float | None], DrafterConfig]
+    leaves: Callable[[DrafterConfig], list[Leaf]]
+    config_fields: Callable[[DrafterConfig, BaseConfig], dict[str, Any]]
+    check_exportable: Callable[[DrafterConfig], None]
+    copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    more_tensors: Callable[[DrafterConfig], dict[str, np.ndarray]] = nothing_more
+    file: str = "model.safetensors"
+    readable: bool = True

@@ -1,0 +1,61 @@
+"""The table of layouts that heads can be converted from and to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from clover_jax.errors import UserError
+from clover_jax.interchange import clover2_config, eagle
+from clover_jax.interchange.clover2 import COPIES
+from clover_jax.interchange.clover2_tensors import clover2_leaves
+from clover_jax.interchange.layout import Layout
+
+NATIVE = "orbax"  # not a layout of others: our own draft directories
+
+
+def _read_clover2(directory: Path, rope_theta: float | None):
+    return clover2_config.read_config(
+        directory / "config.json", rope_theta or clover2_config.ROPE_THETA
+    )
+
+
+def _read_eagle(directory: Path, rope_theta: float | None):
+    return eagle.read_config(directory / "config.json", rope_theta)
+
+
+LAYOUTS: dict[str, Layout] = {
+    "clover2": Layout(
+        name="clover2",
+        kind="clover2",
+        read_config=_read_clover2,
+        leaves=clover2_leaves,
+        config_fields=clover2_config.config_fields,
+        check_exportable=clover2_config.check_exportable,
+        copies=dict.fromkeys(COPIES, "lm_head"),
+    ),
+    "eagle": Layout(
+        name="eagle",
+        kind="eagle",
+        read_config=_read_eagle,
+        leaves=eagle.eagle_leaves,
+        config_fields=eagle.config_fields,
+        check_exportable=eagle.check_exportable,
+        copies={eagle.EMBEDDING: "embedding"},
+    ),
+}
+
+
+def layout_for(name: str, kind: str) -> Layout:
+    """Return the layout of this name.
+
+    kind: of the head that is to be written in it.
+    Raises UserError where the layout holds heads of another kind.
+    """
+    layout = LAYOUTS[name]
+    if layout.kind != kind:
+        fitting = [NATIVE, *(other.name for other in LAYOUTS.values() if other.kind == kind)]
+        raise UserError(
+            f"--to={name} holds {layout.kind} heads, and this is a {kind} head; "
+            f"it can be written as {', '.join(fitting)}"
+        )
+    return layout

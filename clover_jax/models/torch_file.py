@@ -1,0 +1,107 @@
+"""PyTorch's weight archives, read without running what is in them.
+
+A `.bin` or `.pt` file is a zip archive with a pickle, and a pickle can hold code. It is opened by
+torch's own reader of weights only, which refuses code, after the archive was looked at: entries
+that are compressed (torch never does that) could unpack to any size.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import pickle
+import warnings
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from clover_jax.errors import UserError
+
+_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_ADVICE = "save the weights as model.safetensors (save_pretrained of transformers does)"
+
+
+class TorchFile:
+    """The tensors of one archive, by the methods of safetensors' `safe_open` that are used here."""
+
+    def __init__(self, path: Path):
+        if importlib.util.find_spec("torch") is None:
+            raise UserError(
+                f"{path} holds PyTorch weights, and torch, which reads them, is not installed; "
+                f"{_ADVICE} or install torch"
+            )
+        _check_archive(path)
+        self._tensors = _load(path)
+
+    def keys(self) -> list[str]:
+        """Return the tensors' names."""
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> TorchSlice:
+        """Return a tensor whose shape, type and rows can be asked for."""
+        return TorchSlice(self._tensors[name])
+
+    def get_tensor(self, name: str) -> np.ndarray:
+        """Return a whole tensor."""
+        return _to_numpy(self._tensors[name])
+
+
+class TorchSlice:
+    """One tensor of an archive, not yet read."""
+
+    def __init__(self, tensor: Any):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        """Return its shape."""
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Return its type by safetensors' name, or by torch's where that has none."""
+        name = str(self._tensor.dtype).removeprefix("torch.")
+        return _TYPES.get(name, name)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        return _to_numpy(self._tensor[rows])
+
+
+def _check_archive(path: Path) -> None:
+    """Raise UserError for an archive that torch would not have written."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = archive.infolist()
+    except (zipfile.BadZipFile, OSError) as error:
+        raise UserError(f"{path} is not a whole PyTorch archive ({error}); {_ADVICE}") from error
+    if sum(entry.file_size for entry in entries) > path.stat().st_size:
+        raise UserError(f"{path} would unpack to more than its size; it is no weight archive")
+    for entry in entries:
+        if entry.compress_type != zipfile.ZIP_STORED:
+            raise UserError(f"{path}: entry {entry.filename!r} is compressed; torch writes none so")
+        parts = entry.filename.replace("\\", "/").split("/")
+        if ".." in parts or entry.filename.startswith(("/", "\\")):
+            raise UserError(f"{path}: entry {entry.filename!r} leads out of the archive")
+
+
+def _load(path: Path) -> dict[str, Any]:
+    import torch
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # a foreign pickle makes torch wonder first
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UserError(f"{path} holds more or less than tensors ({reason}); {_ADVICE}") from error
+    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+        raise UserError(f"{path} must hold tensors by name, as a state_dict does; {_ADVICE}")
+    return tensors
+
+
+def _to_numpy(tensor: Any) -> np.ndarray:
+    import torch
+
+    tensor = tensor.detach().contiguous()
+    if tensor.dtype == torch.bfloat16:  # which NumPy does not have
+        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
+    return tensor.numpy().copy()  # the file is mapped to memory

@@ -1,0 +1,455 @@
+"""The convert command: exact round trips, and each way to spoil a head said in one line."""
+
+import json
+import pickle
+import zipfile
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from clover_jax import cli, convert
+from clover_jax.drafters.directory import load_draft
+from clover_jax.models import torch_file
+from clover_jax.models.loading import load_base
+from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
+from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_fallback, save_byte_level
+
+WEIGHTS = "model.safetensors"
+MLP = "clover_head_mlp.weight"
+DOWN = "layers.1.mlp.down_proj.weight"
+
+
+@pytest.fixture(scope="module")
+def reference(fixtures_dir):
+    return fixtures_dir / "clover2_reference"
+
+
+@pytest.fixture
+def command(capsys):
+    """Run the command in this process: (status, last line of stdout, stderr)."""
+
+    def run(*argv):
+        capsys.readouterr()
+        status = cli.run(convert.main, convert.define_flags, [str(a) for a in argv])
+        printed = capsys.readouterr()
+        last = printed.out.splitlines()[-1] if printed.out else None
+        return status, last and json.loads(last), printed.err
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def speaking(tmp_path_factory):
+    """A base with a tokenizer, and a native draft for it."""
+    folder = tmp_path_factory.mktemp("speaking")
+    save_tiny_base(folder / "base", template=CHAT_TEMPLATE)
+    save_tiny_draft(folder / "head", folder / "base")
+    return folder
+
+
+def assert_same_tensors(one, other):
+    one, other = load_file(one / WEIGHTS), load_file(other / WEIGHTS)
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert tensor.tobytes() == other[name].tobytes(), name
+
+
+@pytest.mark.parametrize("layout, name", [("clover2", "clover2"), ("eagle", "eagle1")])
+def test_there_and_back_again_is_exact(command, reference, tmp_path, layout, name):
+    base = f"--base={reference / 'base'}"
+    native, foreign, again = tmp_path / "native", tmp_path / "foreign", tmp_path / "again"
+    status, report, _ = command(base, f"--input={reference / name}", f"--output={native}")
+    assert status == 0
+    assert (report["from"], report["to"], report["drafter"]) == (layout, "orbax", layout)
+    assert command(base, f"--input={native}", f"--output={foreign}", f"--to={layout}")[0] == 0
+    assert_same_tensors(reference / name, foreign)
+    assert command(base, f"--input={foreign}", f"--output={again}")[0] == 0
+    loaded = load_base(str(reference / "base"))
+    one, other = (load_draft(folder, loaded) for folder in (native, again))
+    assert one.head.config == other.head.config
+    assert_trees_equal(one.params, other.params)
+
+
+def test_bfloat16_stays_bfloat16(command, reference, tmp_path):
+    head = copy_of(reference / "clover2", tmp_path / "head")
+    edit_tensors(head, lambda t: t.update({k: v.astype(ml_dtypes.bfloat16) for k, v in t.items()}))
+    base = f"--base={reference / 'base'}"
+    assert command(base, f"--input={head}", f"--output={tmp_path / 'a'}")[1]["dtype"] == "bfloat16"
+    arguments = (f"--input={tmp_path / 'a'}", f"--output={tmp_path / 'b'}", "--to=clover2")
+    assert command(base, *arguments)[0] == 0
+    assert_same_tensors(head, tmp_path / "b")
+
+
+def test_a_padded_vocabulary_is_cut_only_when_asked(command, reference, tmp_path):
+    head = copy_of(reference / "clover2", tmp_path / "head")
+
+    def pad(tensors):
+        for name in ("lm_head.weight", "clover_embed_tokens.weight"):
+            tensors[name] = np.pad(tensors[name], ((0, 32), (0, 0)))
+
+    edit_tensors(head, pad)
+    edit_json(head / "config.json", vocab_size=128)
+    arguments = (f"--base={reference / 'base'}", f"--input={head}", "--to=clover2")
+    status, _, error = command(*arguments, f"--output={tmp_path / 'out'}")
+    assert (status, "where the last 32 rows are padding, --cut_vocab" in error) == (2, True)
+    assert command(*arguments, f"--output={tmp_path / 'out'}", "--cut_vocab")[0] == 0
+    assert_same_tensors(reference / "clover2", tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["vocab_size"] == 96
+
+
+def as_torch_archive(head, **changes):
+    torch = pytest.importorskip("torch")
+    tensors = load_file(head / WEIGHTS) | changes
+    (head / WEIGHTS).unlink()
+    torch.save({k: torch.tensor(v) for k, v in tensors.items()}, head / "pytorch_model.bin")
+
+
+@pytest.mark.parity
+def test_pytorch_weights_are_read(command, reference, tmp_path):
+    head = copy_of(reference / "clover2", tmp_path / "head")
+    as_torch_archive(head)
+    arguments = (f"--base={reference / 'base'}", f"--input={head}", "--to=clover2")
+    assert command(*arguments, f"--output={tmp_path / 'out'}")[0] == 0
+    assert_same_tensors(reference / "clover2", tmp_path / "out")
+
+
+def test_without_torch_an_error_says_how_to_get_safetensors(
+    command, reference, tmp_path, monkeypatch
+):
+    head = copy_of(reference / "clover2", tmp_path / "head")
+    (head / WEIGHTS).rename(head / "pytorch_model.bin")
+    monkeypatch.setattr(torch_file.importlib.util, "find_spec", lambda name: None)
+    arguments = (f"--base={reference / 'base'}", f"--input={head}", f"--output={tmp_path / 'out'}")
+    status, _, error = command(*arguments)
+    assert status == 2
+    assert "torch, which reads them, is not installed; save the weights as model.safetens" in error
+
+
+def test_what_is_there_is_replaced_only_when_asked(command, reference, tmp_path):
+    arguments = (f"--base={reference / 'base'}", f"--input={reference / 'clover2'}")
+    (tmp_path / "out").mkdir()
+    status, _, error = command(*arguments, f"--output={tmp_path / 'out'}")
+    assert (status, "is there already; give another --output, or --overwrite" in error) == (2, True)
+    assert command(*arguments, f"--output={tmp_path / 'out'}", "--overwrite")[0] == 0
+    assert (tmp_path / "out" / "draft.json").is_file()
+
+
+def test_a_missing_flag_is_named(command):
+    assert command("--output=x")[2] == "clover_jax.convert: --input is missing; give the folder\n"
+
+
+# Ways to spoil a head. Each takes a folder with `head`, `base` and perhaps `other`.
+
+
+def tensors(edit):
+    return lambda folder: edit_tensors(folder / "head", edit)
+
+
+def config(**changes):
+    return lambda folder: edit_json(folder / "head" / "config.json", **changes)
+
+
+def card(**changes):
+    return lambda folder: edit_json(folder / "head" / "draft.json", **changes)
+
+
+def base_config(**changes):
+    return lambda folder: edit_json(folder / "base" / "config.json", **changes)
+
+
+def text(name, value):
+    return lambda folder: (folder / name).write_text(value)
+
+
+def cut_file(name, size):
+    def spoil(folder):
+        path = folder / name
+        path.write_bytes(path.read_bytes()[:size])
+
+    return spoil
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def set_value(name, value, index=(0, 0)):
+    def edit(stored):
+        stored[name][index[: stored[name].ndim]] = value
+
+    return tensors(edit)
+
+
+def cast(name, dtype):
+    return tensors(lambda stored: stored.update({name: stored[name].astype(dtype)}))
+
+
+def other_lm_head(folder):
+    edit_tensors(folder / "base", lambda stored: stored["lm_head.weight"].__iadd__(0.5))
+
+
+def index_with(name):
+    def spoil(folder):
+        head = folder / "head"
+        (head / WEIGHTS).rename(folder / "elsewhere.safetensors")
+        index = {"weight_map": {MLP: name}}
+        (head / (WEIGHTS + ".index.json")).write_text(json.dumps(index))
+
+    return spoil
+
+
+def header_of(text):
+    """A safetensors file with this header and no values."""
+
+    def spoil(folder):
+        data = text.encode()
+        (folder / "head" / WEIGHTS).write_bytes(len(data).to_bytes(8, "little") + data)
+
+    return spoil
+
+
+class RunsCode:
+    """Leaves a file behind when it is unpickled."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("was_executed"),))
+
+
+def torch_archive(write):
+    def spoil(folder):
+        (folder / "head" / WEIGHTS).unlink()
+        write(folder / "head" / "pytorch_model.bin")
+
+    return spoil
+
+
+def zipped(entries, compression=zipfile.ZIP_STORED):
+    def write(path):
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            for name, data in entries.items():
+                archive.writestr(name, data)
+
+    return torch_archive(write)
+
+
+def orbax_data(folder):
+    return max(
+        (folder / "head" / "params").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size
+    )
+
+
+def flip_a_byte(folder):
+    path = orbax_data(folder)
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+CLOVER2 = {
+    "tensor missing": (tensors(lambda t: t.pop(MLP)), "lacks tensor clover_head_mlp.weight"),
+    "two tensors missing": (
+        tensors(lambda t: (t.pop(MLP), t.pop(DOWN))),
+        "lacks tensors layers.1.mlp.down_proj.weight, clover_head_mlp.weight",
+    ),
+    "copy of the output matrix missing": (
+        tensors(lambda t: t.pop("lm_head.weight")),
+        "lacks tensor lm_head.weight",
+    ),
+    "extra tensor": (
+        tensors(lambda t: t.update(more=np.zeros(2, np.float32))),
+        "has tensor more, which its config.json does not ask for",
+    ),
+    "transposed": (
+        tensors(lambda t: t.update({DOWN: np.ascontiguousarray(t[DOWN].T)})),
+        f"tensor {DOWN} has shape",
+    ),
+    "one row short": (
+        tensors(lambda t: t.update({MLP: t[MLP][:-1]})),
+        "tensor clover_head_mlp.weight has shape (31, 32); config.json asks for (32, 32)",
+    ),
+    "bias of another rank": (
+        tensors(lambda t: t.update({"clover_head_mlp.bias": np.zeros((1, 32), np.float32)})),
+        "clover_head_mlp.bias has shape (1, 32)",
+    ),
+    "integers": (cast(MLP, np.int32), f"tensor {MLP} is stored as I32; the readable types"),
+    "eight bits": (cast(DOWN, np.int8), f"tensor {DOWN} is stored as I8"),
+    "mixed types": (cast(MLP, np.float16), f"tensor {MLP} is stored as float16,"),
+    "NaN": (set_value(MLP, np.nan), f"tensor {MLP} holds values that are not finite"),
+    "infinity": (set_value(DOWN, np.inf), f"tensor {DOWN} holds values that are not finite"),
+    "NaN in a norm": (set_value("clover_norm.weight", np.nan), "tensor clover_norm.weight holds"),
+    "NaN in the output matrix": (set_value("lm_head.weight", np.nan), "lm_head.weight differs fr"),
+    "other embedding": (set_value("clover_embed_tokens.weight", 9.0, (3, 0)), "(first in row 3)"),
+    "base with another lm_head": (other_lm_head, "lm_head.weight differs from the output matrix"),
+    "config of a wider base": (config(hidden_size=64), "the head's hidden_size is 64, that of"),
+    "config of another vocabulary": (config(vocab_size=64), "the head's vocab_size is 64, that"),
+    "more vocabulary": (config(vocab_size=128), "vocab_size is 128, that of the base"),
+    "more layers than tensors": (
+        config(clover={"num_heads": 5, "num_layers": 3}),
+        "lacks tensors layers.2.",
+    ),
+    "fewer layers than tensors": (
+        config(clover={"num_heads": 5, "num_layers": 1}),
+        "has tensors layers.1.",
+    ),
+    "no positions": (config(clover={"num_heads": 0, "num_layers": 2}), "clover.num_heads must be"),
+    "heads that do not divide": (config(num_attention_heads=5), "must be divisible by num_att"),
+    "other head count": (config(num_key_value_heads=4), "k_proj.weight has shape"),
+    "not a number": (config(intermediate_size="big"), "intermediate_size must be a positive"),
+    "another activation": (config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
+    "config gone": (remove("head/config.json"), "nor config.json (others' layouts)"),
+    "config cut": (cut_file("head/config.json", 40), "config.json is not JSON"),
+    "config a list": (text("head/config.json", "[1]"), "must hold a JSON object, not a list"),
+    "config not UTF-8": (
+        lambda folder: (folder / "head/config.json").write_bytes(b'{"a": "\xff"}'),
+        "config.json is not JSON",
+    ),
+    "config nested without end": (
+        text("head/config.json", '{"a":' + "[" * 200_000),
+        "config.json is not JSON that can be read: it is nested too deeply",
+    ),
+    "no layout at all": (config(clover=...), "is an official Clover-2 head without the"),
+    "weights gone": (remove(f"head/{WEIGHTS}"), "has no weights"),
+    "weights cut": (cut_file(f"head/{WEIGHTS}", 20_000), "is not a whole safetensors file"),
+    "header cut": (cut_file(f"head/{WEIGHTS}", 5), "is not a whole safetensors file"),
+    "weights are text": (text(f"head/{WEIGHTS}", "hello"), "is not a whole safetensors file"),
+    "header of a terabyte": (
+        lambda folder: (folder / "head" / WEIGHTS).write_bytes(b"\xff" * 64),
+        "is not a whole safetensors file",
+    ),
+    "header that is no JSON": (header_of("{]"), "is not a whole safetensors file"),
+    "offsets beyond the file": (
+        header_of('{"a":{"dtype":"F32","shape":[9],"data_offsets":[0,36]}}'),
+        "is not a whole safetensors file",
+    ),
+    "shard elsewhere": (
+        index_with("../elsewhere.safetensors"),
+        "lists the shard '../elsewhere.safetensors', which is no file beside it",
+    ),
+    "shard by an absolute path": (index_with("/etc/passwd"), "lists the shard '/etc/passwd'"),
+    "shard missing": (index_with("model-2.safetensors"), "lacks shard model-2.safetensors"),
+    "index without a map": (
+        lambda folder: (
+            (folder / "head" / WEIGHTS).unlink(),
+            (folder / "head" / (WEIGHTS + ".index.json")).write_text("{}"),
+        ),
+        "has no weight_map",
+    ),
+    "base of another architecture": (
+        base_config(architectures=["GPT2LMHeadModel"]),
+        "architecture GPT2LMHeadModel is not supported",
+    ),
+    "base without weights": (remove(f"base/{WEIGHTS}"), "lacks shard"),
+    "base cut": (cut_file(f"base/{WEIGHTS}", 9000), "base/model.safetensors is not a whole"),
+    "base with fewer layers": (base_config(num_hidden_layers=2), "base has tensors model.layers.2"),
+    "base config broken": (cut_file("base/config.json", 25), "base/config.json is not JSON"),
+}
+TORCH = {
+    "pickle with code": (
+        zipped({"archive/data.pkl": pickle.dumps(RunsCode()), "archive/version": "3\n"}),
+        "pytorch_model.bin holds more or less than tensors",
+    ),
+    "bare pickle with code": (
+        torch_archive(lambda path: path.write_bytes(pickle.dumps(RunsCode()))),
+        "pytorch_model.bin is not a whole PyTorch archive",
+    ),
+    "zip bomb": (
+        zipped({"archive/data.pkl": b"\0" * 50_000_000}, zipfile.ZIP_DEFLATED),
+        "pytorch_model.bin would unpack to more than its size",
+    ),
+    "compressed entries": (
+        zipped({"a/data.pkl": bytes(range(250))}, zipfile.ZIP_LZMA),
+        "entry 'a/data.pkl' is compressed",
+    ),
+    "path tricks": (
+        zipped({"archive/../../escaped": b"x"}),
+        "entry 'archive/../../escaped' leads out of the archive",
+    ),
+    "absolute path": (zipped({"/escaped": b"x"}), "entry '/escaped' leads out of the archive"),
+    "archive cut": (
+        lambda folder: (
+            zipped({"archive/data.pkl": b"x" * 500})(folder),
+            cut_file("head/pytorch_model.bin", 300)(folder),
+        ),
+        "pytorch_model.bin is not a whole PyTorch archive",
+    ),
+    "archive without tensors": (zipped({"readme": b"x"}), "pytorch_model.bin holds more or less"),
+}
+NATIVE = {
+    "card gone": (remove("head/draft.json"), "is no draft: it has neither draft.json"),
+    "card cut": (cut_file("head/draft.json", 99), "draft.json is not JSON"),
+    "card of the future": (card(format_version=2), "draft.json has format_version 2; this"),
+    "card without a drafter": (card(drafter=...), "draft.json has no 'drafter' object"),
+    "unknown drafter": (card(drafter={"kind": "clover9"}), "drafter 'clover9' is unknown; the"),
+    "unknown field": (
+        lambda folder: edit_json(
+            folder / "head" / "draft.json",
+            drafter=json.loads((folder / "head/draft.json").read_text())["drafter"] | {"w": 1},
+        ),
+        "Clover2Config has no field 'w'",
+    ),
+    "files not listed": (card(files=...), "draft.json does not list the files of params/"),
+    "a byte flipped": (flip_a_byte, "has changed since it was written; copy it again"),
+    "a file gone": (lambda folder: orbax_data(folder).unlink(), "is missing; was the draft copied"),
+    "another tokenizer": (
+        lambda folder: save_byte_fallback(folder / "base"),
+        "tokenizer",
+    ),
+    "another chat template": (
+        lambda folder: save_byte_level(folder / "base", CHAT_TEMPLATE + "!"),
+        "was trained for another base than",
+    ),
+    "another lm_head": (other_lm_head, "lm_head "),
+    "a base of another depth": (
+        lambda folder: edit_json(
+            folder / "head" / "draft.json",
+            base=json.loads((folder / "head/draft.json").read_text())["base"] | {"num_layers": 9},
+        ),
+        "num_layers 9 against 2",
+    ),
+}
+
+
+def assert_refused(command, folder, message):
+    before = sorted(path.name for path in folder.iterdir())
+    argv = (f"--base={folder / 'base'}", f"--input={folder / 'head'}", f"--output={folder / 'out'}")
+    status, report, error = command(*argv)
+    assert (status, report) == (2, None)
+    assert error.startswith("clover_jax.convert: ")
+    assert error.count("\n") == 1
+    assert message in error
+    assert sorted(path.name for path in folder.iterdir()) == before
+    assert not Path("was_executed").exists()
+
+
+@pytest.mark.parametrize("corruption", CLOVER2)
+def test_a_spoilt_clover2_head(command, reference, tmp_path, monkeypatch, corruption):
+    spoil, message = CLOVER2[corruption]
+    copy_of(reference / "clover2", tmp_path / "head")
+    copy_of(reference / "base", tmp_path / "base")
+    spoil(tmp_path)
+    assert_refused(command, tmp_path, message)
+
+
+@pytest.mark.parity
+@pytest.mark.parametrize("corruption", TORCH)
+def test_a_spoilt_archive(command, reference, tmp_path, monkeypatch, corruption):
+    spoil, message = TORCH[corruption]
+    copy_of(reference / "clover2", tmp_path / "head")
+    copy_of(reference / "base", tmp_path / "base")
+    spoil(tmp_path)
+    monkeypatch.chdir(tmp_path)
+    assert_refused(command, tmp_path, message)
+
+
+@pytest.mark.parametrize("corruption", NATIVE)
+def test_a_spoilt_draft_directory(command, speaking, tmp_path, corruption):
+    spoil, message = NATIVE[corruption]
+    copy_of(speaking / "head", tmp_path / "head")
+    copy_of(speaking / "base", tmp_path / "base")
+    spoil(tmp_path)
+    assert_refused(command, tmp_path, message)
