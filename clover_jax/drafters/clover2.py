@@ -8,11 +8,14 @@ noted. At position t, with h_t the base's state before its final norm and E the 
     u^0 = head_norm(W_0 s^0 + b_0)                        lm_head u^0 proposes x_{t+2}
     s^i = AttentionDecoder2(s^{i-1}, E[x_{t+1+i}])        the regressive connection
     u^i = head_norm(W_1 [s^i ; E[x_{t+1+i}]] + b_1)       lm_head u^i proposes x_{t+2+i}
+
+Options leave out or reorder parts, as in the paper's ablation; see `Clover2Config`.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -21,21 +24,33 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
+from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
+from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
 from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, after, init_cache, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
 from clover_jax.models.layers import RMSNorm
 
 NOISE = 0.01  # width of the release's uniform initialisation noise
+ORDERS = ("decoder_first", "block_first")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Clover2Config(DrafterConfig):
-    """A Clover-2 head. num_augmenting_layers: depth of the Augmenting Block (release: 2)."""
+    """A Clover-2 head; what is not the default is one of the paper's ablations.
+
+    num_augmenting_layers: depth of the Augmenting Block (release: 2).
+    order: "decoder_first": Attention Decoder 1 comes before the Augmenting Block, which so knows
+        x_{t+1}; "block_first": after it, as in Clover.
+    output_projector: False leaves out W_0 and W_1: u^i = head_norm(s^i).
+    """
 
     kind: str = "clover2"
     num_augmenting_layers: int = 2
+    order: str = "decoder_first"
+    output_projector: bool = True
 
     def __post_init__(self):
         if self.num_positions < 1 or self.num_augmenting_layers < 1:
@@ -43,14 +58,11 @@ class Clover2Config(DrafterConfig):
                 f"num_positions ({self.num_positions}) and num_augmenting_layers "
                 f"({self.num_augmenting_layers}) must be at least 1"
             )
+        if self.order not in ORDERS:
+            raise ValueError(f"order {self.order!r} is not one of {', '.join(ORDERS)}")
         if self.draft_to_target is not None:
             raise ValueError("Clover-2 drafts over the base's whole vocabulary: no draft_to_target")
-        if self.layer.num_heads * self.layer.head_dim != self.layer.hidden_size:
-            raise ValueError(
-                f"Clover-2's Attention Decoders split hidden_size ({self.layer.hidden_size}) in "
-                f"heads: num_heads ({self.layer.num_heads}) x head_dim ({self.layer.head_dim}) "
-                "must equal it"
-            )
+        check_heads(self.layer)
 
 
 @struct.dataclass
@@ -58,57 +70,12 @@ class Clover2State:
     """The recurrent state of W branches.
 
     state: [B, W, D] s^i.
-    token: [B, W, D] embedding of the token that led here; unused at the root.
+    projected: [B, W, D] the lower half of W_1 times the embedding of the token that led here;
+        unused at the root.
     """
 
     state: Float[Array, "B W D"]
-    token: Float[Array, "B W D"]
-
-
-class AttentionDecoder(nn.Module):
-    """x + one attention step from x (query) to a single token embedding e (key and value).
-
-    With one key per query a softmax would be constant: the weight of a head is the cosine
-    similarity of its query and key, as in the release (the paper's figure has no formula).
-    """
-
-    config: LayerConfig
-
-    def setup(self):
-        cfg = self.config
-        heads, width = (cfg.num_heads, cfg.head_dim), cfg.hidden_size
-        placeholder = nn.initializers.normal(0.02)  # init_from_base gives the method's own
-        self.norm = RMSNorm(cfg.rms_norm_eps)
-        self.query = self.param("query", placeholder, (width, *heads))
-        self.query_bias = self.param("query_bias", nn.initializers.zeros, heads)
-        self.key_value = self.param("key_value", placeholder, (width, 2, *heads))
-        self.key_value_bias = self.param("key_value_bias", nn.initializers.zeros, (2, *heads))
-
-    def __call__(
-        self, x: Float[Array, "*b D"], embedded: Float[Array, "*b D"]
-    ) -> Float[Array, "*b D"]:
-        """Mix the embedded token into x."""
-        query = jnp.einsum("...d,dnh->...nh", self.norm(x), self.query) + self.query_bias
-        both = jnp.einsum("...d,dcnh->...cnh", embedded, self.key_value) + self.key_value_bias
-        key, value = both[..., 0, :, :], both[..., 1, :, :]
-        # Back to the params' dtype: one float32 factor would make all that follows float32.
-        weight = cosine_similarity(query, key, self.config.rms_norm_eps).astype(value.dtype)
-        return x + (weight[..., None] * value).reshape(x.shape)
-
-
-def cosine_similarity(
-    query: Float[Array, "*b N H"], key: Float[Array, "*b N H"], eps: float
-) -> Float[Array, "*b N"]:
-    """Return q.k / (max(|q|, eps) max(|k|, eps)), each norm clamped by itself."""
-    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    similarity = _unit(query, eps) * _unit(key, eps)
-    return similarity.sum(axis=-1)
-
-
-def _unit(x: Array, eps: float) -> Array:
-    square = jnp.sum(x * x, axis=-1, keepdims=True)
-    # The clamp acts on the square, so that the gradient at x = 0 is 0 and not NaN.
-    return x * jax.lax.rsqrt(jnp.maximum(square, eps * eps))
+    projected: Float[Array, "B W D"]
 
 
 class Clover2(nn.Module):
@@ -123,12 +90,13 @@ class Clover2(nn.Module):
         self.attention_decoder_1 = AttentionDecoder(cfg.layer)
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
-        self.projector_0 = self.param("projector_0", matrix, (width, width))
-        self.projector_0_bias = self.param("projector_0_bias", zeros, (width,))
         self.attention_decoder_2 = AttentionDecoder(cfg.layer)
-        self.projector_1 = self.param("projector_1", matrix, (2, width, width))
-        self.projector_1_bias = self.param("projector_1_bias", zeros, (width,))
         self.head_norm = RMSNorm(cfg.layer.rms_norm_eps)
+        if cfg.output_projector:
+            self.projector_0 = self.param("projector_0", matrix, (width, width))
+            self.projector_0_bias = self.param("projector_0_bias", zeros, (width,))
+            self.projector_1 = self.param("projector_1", matrix, (2, width, width))
+            self.projector_1_bias = self.param("projector_1_bias", zeros, (width,))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         """Return the Augmenting Block's cache."""
@@ -149,13 +117,11 @@ class Clover2(nn.Module):
         batch, size = next_tokens.shape
         positions = start[:, None] + jnp.arange(size)
         # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
-        z, fresh = self._trunk(
-            frozen, features, next_tokens, positions, causal_mask(batch, size), cache, start
-        )
-        last = jnp.maximum(count - 1, 0)[:, None, None]
-        root = jnp.take_along_axis(z, last, axis=1)
+        mask = causal_mask(batch, size)
+        z, fresh = self._trunk(frozen, features, next_tokens, positions, mask, cache, start)
+        root = take_last(z, count)
         cache = write_rows(cache, fresh, after(start, root))
-        return Clover2State(state=root, token=jnp.zeros_like(root)), cache
+        return Clover2State(state=root, projected=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W V"]:
         """Return the logits of the tokens after each branch."""
@@ -173,7 +139,10 @@ class Clover2(nn.Module):
         """Feed a drafted token back: the regressive connection."""
         above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
         embedded = embed(frozen, token)
-        return Clover2State(state=self.attention_decoder_2(above, embedded), token=embedded)
+        return Clover2State(
+            state=self.attention_decoder_2(above, embedded),
+            projected=self._project_token(embedded),
+        )
 
     def train_forward(
         self,
@@ -185,18 +154,24 @@ class Clover2(nn.Module):
         rng: Array | None = None,
     ) -> Float[Array, "P B S D"]:
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
-        following = [embed(frozen, shift_left(tokens, i + 1)) for i in range(self.num_positions)]
         mask = packed_mask(segment_ids)
         z, _ = self._trunk(frozen, features, shift_left(tokens, 1), positions, mask, None, None)
-        branch = Clover2State(state=z, token=following[0])
+        # One position trains no regressive connection, but a deeper tree needs its params.
+        count = max(self.num_positions, 2) if self.is_initializing() else self.num_positions
+        # What depends on the token alone is computed once; every position shifts it further.
+        embedded = embed(frozen, extend(tokens, count))
+        key_value = self.attention_decoder_2.read(embedded)
+        projected = self._project_token(embedded)
+        branch = Clover2State(state=z, projected=jnp.zeros_like(z))
         outputs = [self._output(branch, 0)]
-        for depth in range(1, self.num_positions):
-            state = self.attention_decoder_2(branch.state, following[depth])
-            branch = Clover2State(state=state, token=following[depth])
+        for depth in range(1, count):
+            following = functools.partial(window, start=depth + 1, size=tokens.shape[1])
+            branch = Clover2State(
+                state=self.attention_decoder_2.mix(branch.state, following(key_value)),
+                projected=following(projected),
+            )
             outputs.append(self._output(branch, depth))
-        if self.is_initializing() and self.num_positions == 1:
-            self.attention_decoder_2(z, following[0])  # not trained, but a deeper tree needs it
-        return jnp.stack(outputs)
+        return jnp.stack(outputs[: self.num_positions])
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
@@ -210,39 +185,35 @@ class Clover2(nn.Module):
         return self.config.num_positions
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
-        x = self.attention_decoder_1(features, embed(frozen, next_tokens))
-        fresh = []
-        for index, layer in enumerate(self.augmenting):
-            x, rows = layer(x, positions, mask, None if cache is None else cache[index], length)
-            fresh.append(rows)
-        return self.trunk_norm(x), tuple(fresh)
+        """Return s^0 and the Augmenting Block's fresh keys and values."""
+        embedded, layers = embed(frozen, next_tokens), self.augmenting
+        if self.config.order == "decoder_first":
+            a = self.attention_decoder_1(features, embedded)
+            z, fresh = augment(layers, a, positions, mask, cache, length)
+            return self.trunk_norm(z), fresh
+        z, fresh = augment(layers, features, positions, mask, cache, length)
+        return self.attention_decoder_1(self.trunk_norm(z), embedded), fresh
+
+    def _project_token(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        if not self.config.output_projector:
+            return jnp.zeros_like(embedded)
+        return embedded @ self.projector_1[1]
 
     def _output(self, branch: Clover2State, depth: int) -> Float[Array, "B W D"]:
-        if depth == 0:
-            x = branch.state @ self.projector_0 + self.projector_0_bias
-        else:
-            x = branch.state @ self.projector_1[0] + branch.token @ self.projector_1[1]
-            x = x + self.projector_1_bias
+        x = branch.state
+        if self.config.output_projector and depth == 0:
+            x = x @ self.projector_0 + self.projector_0_bias
+        elif self.config.output_projector:
+            x = x @ self.projector_1[0] + branch.projected + self.projector_1_bias
         return self.head_norm(x)
-
-
-def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
-    """Return the tokens' rows of lm_head, Clover-2's token embedding."""
-    return jnp.take(frozen.lm_head, tokens, axis=0, mode="clip")
-
-
-def shift_left(tokens: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
-    """Shift so that slot t holds x_{t+by}, with 0 beyond the end.
-
-    Example: [[5, 6, 7]] shifted by 1 is [[6, 7, 0]].
-    """
-    return jnp.pad(tokens[:, by:], ((0, 0), (0, min(by, tokens.shape[1]))))
 
 
 def make_config(
     base: BaseConfig,
     num_positions: int = 5,
     num_augmenting_layers: int = 2,
+    order: str = "decoder_first",
+    output_projector: bool = True,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> Clover2Config:
@@ -256,6 +227,8 @@ def make_config(
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         num_augmenting_layers=num_augmenting_layers,
+        order=order,
+        output_projector=output_projector,
         loss=loss or LossSpec(regression=10.0, soft_ce=1.0, decay=0.7),
     )
 
@@ -269,32 +242,20 @@ def init_from_base(
     Norms before the outputs take the base's final norm; queries, keys and projectors start as
     the identity, values at zero, all plus U(0, 0.01); biases start at 0.
     """
-    layers = [name for name in base_params if name.startswith("layers_")]
-    last = max(int(name.removeprefix("layers_")) for name in layers)
+    identity = jnp.eye(config.layer.hidden_size)
     final_norm = base_params["final_norm"]
-    layer = config.layer
-    width, heads = layer.hidden_size, (layer.num_heads, layer.head_dim)
-    identity = jnp.eye(width)
     keys = iter(jax.random.split(rng, 6))
 
     def noisy(matrix: Array) -> Array:
         return matrix + jax.random.uniform(next(keys), matrix.shape, maxval=NOISE)
 
-    def attention_decoder(old: Params) -> Params:
-        query = noisy(identity).reshape(width, *heads)
+    new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers)
+    for name in ("attention_decoder_1", "attention_decoder_2"):
+        query = noisy(identity)
         key_value = noisy(jnp.stack([identity, jnp.zeros_like(identity)], axis=1))
-        new = {"query": query, "key_value": key_value.reshape(width, 2, *heads)}
-        return {**old, **new}
-
-    new: dict[str, Any] = {
-        f"augmenting_{i}": base_params[f"layers_{last}"]
-        for i in range(config.num_augmenting_layers)
-    }
-    new |= {name: attention_decoder(params[name]) for name in _ATTENTION_DECODERS}
+        new[name] = with_matrices(config.layer, params[name], query, key_value)
     new |= {"trunk_norm": final_norm, "head_norm": final_norm}
-    new["projector_0"] = noisy(identity)
-    new["projector_1"] = noisy(jnp.stack([identity, jnp.zeros_like(identity)]))
+    if config.output_projector:
+        new["projector_0"] = noisy(identity)
+        new["projector_1"] = noisy(jnp.stack([identity, jnp.zeros_like(identity)]))
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
-
-
-_ATTENTION_DECODERS = ("attention_decoder_1", "attention_decoder_2")

@@ -95,6 +95,11 @@ def check_exportable(config: Clover2Config) -> None:
             f"official Clover-2 layout always use {ROPE_THETA:g} and would draft badly with it; "
             "train the head with --draft_rope_theta=10000 to export it"
         )
+    if config.order != "decoder_first" or not config.output_projector:
+        raise UserError(
+            f"this head has order {config.order!r} and output_projector {config.output_projector}, "
+            "but the official Clover-2 layout holds heads with 'decoder_first' and True only"
+        )
     if layer.qkv_bias != layer.output_bias:
         raise UserError(
             f"the official Clover-2 layout has one attention_bias for all projections, but this "

@@ -113,6 +113,14 @@ def test_a_head_of_another_family_is_not_written(tmp_path, folder, base, changes
     assert not (tmp_path / "w").exists()
 
 
+@pytest.mark.parametrize("change", [{"order": "block_first"}, {"output_projector": False}])
+def test_an_ablated_head_is_not_written(tmp_path, folder, base, change):
+    config, params = read_clover2(folder, base)
+    other = dataclasses.replace(config, **change)
+    with pytest.raises(UserError, match="official Clover-2 layout holds heads with 'decoder_fir"):
+        write_clover2(tmp_path / "written", other, params, base)
+
+
 def test_a_bfloat16_file_fits_a_float32_base(folder, base):
     def to_bfloat16(tensors):
         tensors.update({name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()})

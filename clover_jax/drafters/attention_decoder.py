@@ -1,0 +1,99 @@
+"""Clover's Attention Decoder: one attention step from a state to a single token embedding."""
+
+from __future__ import annotations
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Float, Params
+from clover_jax.config import LayerConfig
+from clover_jax.models.layers import RMSNorm
+
+
+class AttentionDecoder(nn.Module):
+    """x + one attention step from x (query) to a single token embedding e (key and value).
+
+    With one key per query a softmax would be constant: the weight of a head is the cosine
+    similarity of its query and key, as in Clover-2's release (the papers' figures have no formula).
+
+    bias: whether query, key and value have one. silu: whether the step's result goes through it.
+    """
+
+    config: LayerConfig
+    bias: bool = True
+    silu: bool = False
+
+    def setup(self):
+        cfg = self.config
+        heads, width = (cfg.num_heads, cfg.head_dim), cfg.hidden_size
+        placeholder = nn.initializers.normal(0.02)  # init_from_base gives the method's own
+        self.norm = RMSNorm(cfg.rms_norm_eps)
+        self.query = self.param("query", placeholder, (width, *heads))
+        self.key_value = self.param("key_value", placeholder, (width, 2, *heads))
+        if self.bias:
+            self.query_bias = self.param("query_bias", nn.initializers.zeros, heads)
+            self.key_value_bias = self.param("key_value_bias", nn.initializers.zeros, (2, *heads))
+
+    def __call__(
+        self, x: Float[Array, "*b D"], embedded: Float[Array, "*b D"]
+    ) -> Float[Array, "*b D"]:
+        """Mix the embedded token into x."""
+        return self.mix(x, self.read(embedded))
+
+    def read(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b 2 N H"]:
+        """Return a token's keys and values, which depend on nothing else."""
+        both = jnp.einsum("...d,dcnh->...cnh", embedded, self.key_value)
+        return both + self.key_value_bias if self.bias else both
+
+    def mix(
+        self, x: Float[Array, "*b D"], key_value: Float[Array, "*b 2 N H"]
+    ) -> Float[Array, "*b D"]:
+        """Mix what `read` returned into x."""
+        query = jnp.einsum("...d,dnh->...nh", self.norm(x), self.query)
+        if self.bias:
+            query = query + self.query_bias
+        key, value = key_value[..., 0, :, :], key_value[..., 1, :, :]
+        # Back to the params' dtype: one float32 factor would make all that follows float32.
+        weight = cosine_similarity(query, key, self.config.rms_norm_eps).astype(value.dtype)
+        mixed = (weight[..., None] * value).reshape(x.shape)
+        return x + (jax.nn.silu(mixed) if self.silu else mixed)
+
+
+def cosine_similarity(
+    query: Float[Array, "*b N H"], key: Float[Array, "*b N H"], eps: float
+) -> Float[Array, "*b N"]:
+    """Return q.k / (max(|q|, eps) max(|k|, eps)), each norm clamped by itself, in float32."""
+    query, key = query.astype(jnp.float32), key.astype(jnp.float32)
+    return (unit(query, eps) * unit(key, eps)).sum(axis=-1)
+
+
+def unit(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
+    """Scale the last axis to length 1; vectors shorter than eps are divided by eps."""
+    square = jnp.sum(x * x, axis=-1, keepdims=True)
+    # The clamp acts on the square, so that the gradient at x = 0 is 0 and not NaN.
+    return x * jax.lax.rsqrt(jnp.maximum(square, eps * eps))
+
+
+def check_heads(config: LayerConfig) -> None:
+    """Raise ValueError where the width does not split into the Attention Decoder's heads."""
+    if config.num_heads * config.head_dim != config.hidden_size:
+        raise ValueError(
+            f"Attention Decoders split hidden_size ({config.hidden_size}) in heads: num_heads "
+            f"({config.num_heads}) x head_dim ({config.head_dim}) must equal it"
+        )
+
+
+def with_matrices(
+    config: LayerConfig,
+    params: Params,
+    query: Float[Array, "D D"],
+    key_value: Float[Array, "D 2 D"],
+) -> Params:
+    """Return an Attention Decoder's params with these matrices, given as [in, out]."""
+    width, heads = config.hidden_size, (config.num_heads, config.head_dim)
+    return {
+        **params,
+        "query": query.reshape(width, *heads),
+        "key_value": key_value.reshape(width, 2, *heads),
+    }

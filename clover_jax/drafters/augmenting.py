@@ -1,0 +1,40 @@
+"""Clover's Augmenting Block: decoder layers of the base's shape over the whole prefix."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.models.cache import Cache
+from clover_jax.models.decoder import DecoderLayer
+
+
+def augment(
+    layers: Sequence[DecoderLayer],
+    x: Float[Array, "B A D"],
+    positions: Int[Array, "B A"],
+    mask: Bool[Array, "B A A"],
+    cache: Cache | None,
+    length: Int[Array, " B"] | None,
+) -> tuple[Float[Array, "B A D"], Cache]:
+    """Run the layers one after another; return their output and their fresh keys and values."""
+    fresh = []
+    for index, layer in enumerate(layers):
+        x, rows = layer(x, positions, mask, None if cache is None else cache[index], length)
+        fresh.append(rows)
+    return x, tuple(fresh)
+
+
+def take_last(x: Float[Array, "B A D"], count: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
+    """Return the last of the first count[b] positions of each row."""
+    last = jnp.maximum(count - 1, 0)[:, None, None]
+    return jnp.take_along_axis(x, last, axis=1)
+
+
+def from_last_layer(base_params: Params, num_layers: int) -> Params:
+    """Return augmenting_0 .. as copies of the base's last layer."""
+    layers = [name for name in base_params if name.startswith("layers_")]
+    last = max(int(name.removeprefix("layers_")) for name in layers)
+    return {f"augmenting_{i}": base_params[f"layers_{last}"] for i in range(num_layers)}

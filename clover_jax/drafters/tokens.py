@@ -1,0 +1,35 @@
+"""Token embeddings of draft heads, and shifting along the text for teacher forcing."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.drafters.drafter import Frozen
+
+
+def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+    """Return the tokens' rows of lm_head, the token embedding of the Clover heads."""
+    return jnp.take(frozen.lm_head, tokens, axis=0, mode="clip")
+
+
+def shift_left(tokens: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
+    """Shift so that slot t holds x_{t+by}, with 0 beyond the end.
+
+    Example: [[5, 6, 7]] shifted by 1 is [[6, 7, 0]].
+    """
+    return jnp.pad(tokens[:, by:], ((0, 0), (0, min(by, tokens.shape[1]))))
+
+
+def extend(tokens: Int[Array, "B S"], by: int) -> Int[Array, "B S+by"]:
+    """Append `by` zeros to each row, for `window` to reach beyond the end."""
+    return jnp.pad(tokens, ((0, 0), (0, by)))
+
+
+def window(x: Array, start: int, size: int) -> Array:
+    """Return [B, size, ...], slot t holding x[:, t + start].
+
+    What is computed from extended tokens, once for each, is so shifted along the text:
+    `window(f(extend(tokens, by)), by, S)` equals `f(shift_left(tokens, by))`.
+    """
+    return x[:, start : start + size]
