@@ -10,6 +10,7 @@ the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
 
 each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
 1 in Clover-2's release.
+H counts the pairs whose target has a next token in its own document; a document's last has none.
 
 P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
@@ -30,7 +31,7 @@ from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.decoder import project
-from clover_jax.training.pairs import CompactTargets, compact_targets, pair_mask
+from clover_jax.training.pairs import CompactTargets, compact_targets, labelled_targets, pair_mask
 
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
 
@@ -56,6 +57,14 @@ class _Static(NamedTuple):
     chunk: int
 
 
+class _Terms(NamedTuple):
+    """Something of each of the three terms; where it is of all positions, [P] each."""
+
+    regression: Array
+    soft_ce: Array
+    hard_ce: Array
+
+
 @struct.dataclass
 class _Operands:
     """What the loss reads and never differentiates.
@@ -64,7 +73,8 @@ class _Operands:
     states:      [N, D] the base's g.
     next_tokens: [N] the token that follows each target.
     mask:        [P, N] pairs that count, by target index.
-    scale:       [P] decay^i / (pairs + divisor_offset).
+    has_next:    [N] whether that token belongs to the target's document.
+    scale:       R, S and H's decay^i / (pairs + divisor_offset).
     """
 
     params: Params
@@ -72,7 +82,8 @@ class _Operands:
     states: Float[Array, "N D"]
     next_tokens: Int[Array, " N"]
     mask: Bool[Array, "P N"]
-    scale: Float[Array, " P"]
+    has_next: Bool[Array, " N"]
+    scale: _Terms
     targets: CompactTargets
 
 
@@ -85,6 +96,7 @@ class _Chunk:
     teacher:     [C, V] softmax(lm_head g).
     next_tokens: [C]
     mask:        [P, C]
+    has_next:    [C]
     """
 
     hidden: Float[Array, "P C D"]
@@ -92,14 +104,13 @@ class _Chunk:
     teacher: Float[Array, "C V"]
     next_tokens: Int[Array, " C"]
     mask: Bool[Array, "P C"]
+    has_next: Bool[Array, " C"]
 
 
 class _Sums(NamedTuple):
     """Sums over counted pairs, [P] each (or [] for one position)."""
 
-    regression: Array
-    soft_ce: Array
-    hard_ce: Array
+    terms: _Terms
     hits: Array
 
 
@@ -134,8 +145,11 @@ def distillation_loss(
     """
     num_positions, rows, size, width = hidden.shape
     mask = pair_mask(batch.segment_ids, batch.loss_mask, num_positions)
+    has_next = labelled_targets(batch.segment_ids)
     pairs = mask.sum(axis=(1, 2))
-    divisor = pairs + head.config.loss.divisor_offset
+    labelled = (mask & has_next).sum(axis=(1, 2))
+    offset = head.config.loss.divisor_offset
+    divisors = _Terms(pairs + offset, pairs + offset, labelled + offset)
     decay = head.config.loss.decay ** jnp.arange(num_positions)
     owned, others = split_output_params(head, params)
     operands = _Operands(
@@ -144,15 +158,15 @@ def distillation_loss(
         states=target_states.reshape(rows * size, width),
         next_tokens=jnp.roll(batch.tokens, -1, axis=1).reshape(-1),
         mask=mask.reshape(num_positions, -1),
-        scale=decay / divisor,
+        has_next=has_next.reshape(-1),
+        scale=jax.tree.map(lambda divisor: decay / divisor, divisors),
         targets=compact_targets(mask),
     )
     static = _Static(head, min(chunk, rows * size))
     loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
+    means = jax.tree.map(jnp.divide, sums.terms, divisors)
     return loss, LossMetrics(
-        regression=sums.regression / divisor,
-        soft_ce=sums.soft_ce / divisor,
-        hard_ce=sums.hard_ce / divisor,
+        **means._asdict(),
         accuracy=sums.hits / jnp.maximum(pairs, 1),
         pairs=pairs,
     )
@@ -180,7 +194,7 @@ def _chunked_loss(
         return jax.tree.map(jnp.add, sums, _stack(parts))
 
     sums = jax.lax.fori_loop(0, _num_chunks(static, operands), body, _zero_sums(hidden.shape[0]))
-    return _weigh(static.head, operands, sums), sums
+    return _weigh(static.head, operands.scale, sums.terms), sums
 
 
 def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands: _Operands):
@@ -214,7 +228,7 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
         d_owned=jax.tree.map(jnp.zeros_like, owned),
     )
     end = jax.lax.fori_loop(0, _num_chunks(static, operands), body, start)
-    value = (_weigh(static.head, operands, end.sums), end.sums)
+    value = (_weigh(static.head, operands.scale, end.sums.terms), end.sums)
     return value, (end.d_owned, _to_sources(end.d_hidden, operands, hidden.shape))
 
 
@@ -247,6 +261,7 @@ def _take_chunk(static: _Static, hidden: Array, operands: _Operands, number: Arr
         teacher=jax.nn.softmax(project(operands.frozen.lm_head, states)),
         next_tokens=operands.next_tokens[index],
         mask=operands.mask[:, index] & (slots < operands.targets.count),
+        has_next=operands.has_next[index],
     )
 
 
@@ -261,27 +276,30 @@ def _position_loss(
     log_total = jax.nn.logsumexp(logits, axis=-1)
     is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[:, None]
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
-    terms = _Sums(
-        regression=smooth_l1(u, chunk.states).mean(axis=-1),
-        soft_ce=log_total - (chunk.teacher * logits).sum(axis=-1),
-        hard_ce=log_total - jnp.where(is_next, logits, 0).sum(axis=-1),
-        hits=jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top,
+    mask = chunk.mask[position]
+    terms = _Terms(
+        regression=_masked_sum(mask, smooth_l1(u, chunk.states).mean(axis=-1)),
+        soft_ce=_masked_sum(mask, log_total - (chunk.teacher * logits).sum(axis=-1)),
+        hard_ce=_masked_sum(
+            mask & chunk.has_next, log_total - jnp.where(is_next, logits, 0).sum(axis=-1)
+        ),
     )
-    sums = jax.tree.map(lambda term: jnp.where(chunk.mask[position], term, 0.0).sum(), terms)
-    weighted = _combine(head, sums) * operands.scale[position]
-    return weighted, jax.lax.stop_gradient(sums)
+    hits = jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top
+    sums = _Sums(terms, _masked_sum(mask, hits))
+    scale = jax.tree.map(lambda of_all: of_all[position], operands.scale)
+    return _weigh(head, scale, terms), jax.lax.stop_gradient(sums)
 
 
-def _combine(head: DraftHead, sums: _Sums) -> Array:
-    """Weigh the terms; one of weight 0 costs no gradient."""
+def _masked_sum(mask: Array, values: Array) -> Array:
+    return jnp.where(mask, values, 0.0).sum()
+
+
+def _weigh(head: DraftHead, scale: _Terms, sums: _Terms) -> Array:
+    """Return the loss of these sums; a term of weight 0 costs no gradient."""
     spec = head.config.loss
-    weights = (spec.regression, spec.soft_ce, spec.hard_ce)
-    terms = (sums.regression, sums.soft_ce, sums.hard_ce)
-    return sum((w * term for w, term in zip(weights, terms, strict=True) if w), jnp.zeros(()))
-
-
-def _weigh(head: DraftHead, operands: _Operands, sums: _Sums) -> Array:
-    return (_combine(head, sums) * operands.scale).sum()
+    weights = _Terms(spec.regression, spec.soft_ce, spec.hard_ce)
+    parts = zip(weights, scale, sums, strict=True)
+    return sum(((w * s * term).sum() for w, s, term in parts if w), jnp.zeros(()))
 
 
 def _to_sources(by_slot: Array, operands: _Operands, shape: tuple[int, ...]) -> Array:
@@ -305,7 +323,8 @@ def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"
 
 
 def _zero_sums(num_positions: int) -> _Sums:
-    return _Sums(*[jnp.zeros(num_positions)] * 4)
+    zeros = jnp.zeros(num_positions)
+    return _Sums(_Terms(zeros, zeros, zeros), zeros)
 
 
 def _stack(parts: list[_Sums]) -> _Sums:

@@ -34,6 +34,15 @@ def pair_mask(
     return jnp.stack(masks)
 
 
+def labelled_targets(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
+    """Return [b, tau] True where x_{tau+1}, what a head should say at tau, is of the same document.
+
+    Example: segment_ids [[1, 1, 2, 0]] give [[T, F, F, F]].
+    """
+    following = jnp.pad(segment_ids[:, 1:], ((0, 0), (0, 1)))
+    return (following == segment_ids) & (segment_ids > 0)
+
+
 def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
     """Slot tau holds x[tau - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
     size = x.shape[1]

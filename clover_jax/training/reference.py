@@ -44,8 +44,11 @@ def plain_loss(
             "soft_ce": -(p * log_q).sum(axis=-1),
             "hard_ce": -jnp.take_along_axis(log_q, following[..., None], axis=-1)[..., 0],
         }
+        after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]  # of the token to be told
+        labelled = mask * (after == segment[:, target])
         for name, values in per_pair.items():
-            terms[name].append((values * mask).sum() / (mask.sum() + spec.divisor_offset))
+            counted = labelled if name == "hard_ce" else mask
+            terms[name].append((values * counted).sum() / (counted.sum() + spec.divisor_offset))
             total += spec.decay**i * getattr(spec, name) * terms[name][-1]
         hits = (logits.argmax(axis=-1) == p.argmax(axis=-1)) * mask
         terms["accuracy"].append(hits.sum() / jnp.maximum(mask.sum(), 1))

@@ -86,6 +86,23 @@ def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk):
     assert jnp.abs(plain_gradient).max() > 1e-3
 
 
+def test_the_cross_entropy_to_the_text_ends_with_the_document():
+    head, params = random_head()
+    head = with_loss(head, LossSpec(hard_ce=1.0))
+    batch = random_batch(rows=1)
+    frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
+    second = int(np.flatnonzero(batch.segment_ids[0] == 2)[0])
+    # Where a document begins anew, the token is nobody's to predict.
+    other = batch.replace(tokens=batch.tokens.at[0, second].add(1))
+
+    def loss(batch):
+        return distillation_loss(head, params, frozen, hidden, states, batch)[0]
+
+    assert loss(other) == loss(batch)
+    within = batch.replace(tokens=batch.tokens.at[0, second + 2].add(1))
+    assert loss(within) != loss(batch)
+
+
 def test_a_drafters_own_output_matrices_get_their_gradient():
     batch = random_batch()
     frozen, hidden, states = random_states(random_base(), batch, num_positions=3)
@@ -109,12 +126,14 @@ def test_a_drafters_own_output_matrices_get_their_gradient():
 
 def test_packed_documents_lose_as_much_as_the_same_documents_unpacked():
     head, params = random_head()
+    head = with_loss(head, ALL_TERMS)
     packed = random_batch(rows=2, size=24, seed=3)
     unpacked = unpack(packed)
     total, parts = loss_of(head, params, packed)
     apart, parts_apart = loss_of(head, params, unpacked)
     np.testing.assert_array_equal(parts.pairs, parts_apart.pairs)
     np.testing.assert_allclose(parts.soft_ce, parts_apart.soft_ce, rtol=1e-5)
+    np.testing.assert_allclose(parts.hard_ce, parts_apart.hard_ce, rtol=1e-5)
     np.testing.assert_allclose(total, apart, rtol=1e-5)
 
 

@@ -1,7 +1,7 @@
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.training.pairs import compact_targets, pair_mask
+from clover_jax.training.pairs import compact_targets, labelled_targets, pair_mask
 
 
 def test_pair_mask_gives_the_docstrings_example():
@@ -22,6 +22,11 @@ def test_a_pair_counts_by_the_mask_of_the_position_before_its_target():
 def test_padding_has_no_pairs():
     mask = pair_mask(jnp.zeros((2, 6), jnp.int32), jnp.ones((2, 6), bool), num_positions=2)
     assert not mask.any()
+
+
+def test_labelled_targets_gives_the_docstrings_example():
+    labelled = labelled_targets(jnp.array([[1, 1, 2, 0]]))
+    np.testing.assert_array_equal(labelled, [[True, False, False, False]])
 
 
 def test_compact_targets_gives_the_docstrings_example():
