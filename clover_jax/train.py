@@ -50,8 +50,13 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     whole("warmup_steps", 100, "steps over which the rate rises to its peak")
     number("weight_decay", 0.01, "AdamW's weight decay")
     number("clip_value", 0.5, "gradient values are clipped to this; 0: never")
+    text(
+        "drafter_options",
+        None,
+        "what this kind of head can be told, as name=value,...; an unknown name lists them",
+    )
     whole("num_positions", None, "draft positions to train [the method's]", least=1)
-    whole("num_augmenting_layers", None, "layers of the Augmenting Block [the method's]", least=1)
+    whole("num_augmenting_layers", None, "layers of the Augmenting Block [the method's]")
     number("draft_rope_theta", None, "rotary base of the head [the base model's]", least=1.0)
     number("regression_weight", None, "weight of the regression loss [the method's]")
     number("soft_ce_weight", None, "weight of the cross-entropy to the base [the method's]")
@@ -64,7 +69,12 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     text("eval_prompts", None, "prompts to decode [the base's own, else from held-out data]")
     whole("eval_num_prompts", 16, "prompts to decode at most", least=1)
     whole("eval_max_new_tokens", 64, "tokens to decode for each prompt", least=2)
-    text("tree", "paper25", "the token tree to decode with; recorded in the draft")
+    text(
+        "tree",
+        None,
+        "the token tree to decode with; recorded in the draft [paper25, or clover4 where the head "
+        "is too shallow for it]",
+    )
 
 
 def main(flags: absl_flags.FlagValues) -> int:

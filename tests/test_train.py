@@ -91,6 +91,11 @@ def test_sigterm_saves_and_exits_with_status_0(data, tmp_path):
         ({"steps": 0}, "steps"),
         ({"mesh": "data=2"}, "--mesh=data=2: train uses one device"),
         ({"learning_rate": 0}, "learning_rate"),
+        ({"drafter_options": "colour=red"}, "a clover2 head has no option 'colour'; the options a"),
+        (
+            {"drafter": "clover", "tree": "paper25"},
+            "tree 'paper25' is 5 deep; this clover head drafts at most 2 tokens",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters import registry
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.models.shapes import SHAPES
@@ -26,6 +27,22 @@ TINY = BaseConfig(
     max_position_embeddings=1024,
 )
 
+# What holds for every drafter is tested on these: name -> (kind, options of its make_config).
+DRAFTERS = {
+    "clover2": ("clover2", {}),
+    "clover2-ablated": (
+        "clover2",
+        {"order": "block_first", "output_projector": False, "num_augmenting_layers": 1},
+    ),
+    "clover": ("clover", {}),
+    "clover-mlp": ("clover", {"regressive_block": "mlp"}),
+    "clover-bare": ("clover", {"regressive_block": "none", "num_augmenting_layers": 0}),
+    "medusa": ("medusa", {}),
+    "medusa-shared": ("medusa", {"own_output": False}),
+}
+
+SMALL_TREE = TreeConfig("small", ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
+
 LLAMA3_8B = SHAPES["llama3-8b"]
 
 
@@ -36,10 +53,22 @@ def random_base(config: BaseConfig = TINY, seed: int = 0):
 
 
 @functools.cache
-def random_head(config: BaseConfig = TINY, kind: str = "clover2", seed: int = 1):
-    """Return a head and its params, initialised from `random_base(config)`."""
-    head = registry.head(registry.config_for_base(kind, config))
+def random_head(config: BaseConfig = TINY, name: str = "clover2", seed: int = 1):
+    """Return one of DRAFTERS for a base, and its params, initialised from `random_base(config)`."""
+    kind, options = DRAFTERS[name]
+    head = registry.head(registry.config_for_base(kind, config, **options))
     return head, registry.init_params(head, random_base(config), jax.random.key(seed))
+
+
+def lively_params(config: BaseConfig = TINY, name: str = "clover2", seed: int = 1):
+    """Return a head's params with noise, so that nothing is at the zero that it starts from."""
+    leaves, structure = jax.tree.flatten(random_head(config, name)[1])
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+    noisy = [
+        leaf + 0.1 * jax.random.normal(key, leaf.shape)
+        for key, leaf in zip(keys, leaves, strict=True)
+    ]
+    return jax.tree.unflatten(structure, noisy)
 
 
 def _init(config: BaseConfig, key):

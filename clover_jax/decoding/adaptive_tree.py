@@ -18,7 +18,7 @@ class AdaptiveTree(JsonConfig):
 
     rule: "dynamic" or "clover4", see draft_adaptive.py.
     nodes: drafted nodes at most; T - 1.
-    depth: levels at most.
+    depth: levels at most; clover4 stops earlier where the head cannot go as deep.
     width: nodes expanded on a level at most.
     """
 
@@ -56,6 +56,11 @@ class AdaptiveTree(JsonConfig):
     def num_ranks(self) -> int:
         """Children of one node that are looked at."""
         return self.width
+
+    def levels_within(self, max_depth: int | None) -> int:
+        """Return how deep the tree goes with a head that drafts `max_depth` tokens (None: any)."""
+        cut = self.rule == "clover4" and max_depth is not None
+        return min(self.depth, max_depth) if cut else self.depth
 
     @property
     def pool_size(self) -> int:

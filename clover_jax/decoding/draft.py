@@ -75,9 +75,9 @@ def draft(
     tokens, drafts = [root[:, None]], []
     for depth, level in enumerate(tree.levels()):
         logits = _apply(head, params, "propose", frozen, state, depth)
-        # A head whose proposal is the same for every branch returns a single one.
-        logits = jnp.broadcast_to(logits, (batch, width, logits.shape[-1]))
         candidates = _to_target(head, choose(logits, int(level.rank.max()) + 1, depth))
+        # A head whose proposal is the same for every branch returns a single one.
+        candidates = _for_branches(candidates, width)
         tokens.append(candidates.ids[:, level.parent, level.rank])
         drafts.append(candidates.drafts)
         width = level.expanded.size
@@ -117,6 +117,11 @@ def sample_children(
         return Children(chosen, DraftDistributions(ids, jax.nn.softmax(warped, axis=-1)))
 
     return choose
+
+
+def _for_branches(children: Children, width: int) -> Children:
+    """Give every leaf [B, W or 1, ...] its W."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x, (x.shape[0], width, *x.shape[2:])), children)
 
 
 def _apply(head: DraftHead, params: Params, method: str, *arguments: Any) -> Any:

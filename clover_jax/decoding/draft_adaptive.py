@@ -89,7 +89,7 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
     parents = jnp.zeros((batch, tree.nodes), jnp.int32)
     score, slots = jnp.zeros((batch, 1)), jnp.zeros((batch, 1), jnp.int32)
     used = jnp.zeros((batch, 1), jnp.int32)
-    num_levels = min(tree.depth, grower.head.config.num_positions)
+    num_levels = tree.levels_within(grower.head.config.max_depth)
     for depth in range(num_levels):
         brood = grower.children(state, score, depth)
         before = jnp.cumsum(brood.share, axis=-1) - brood.share

@@ -27,6 +27,7 @@ from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.decoding.verify import tree_logits, verify
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.errors import UserError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,26 +48,10 @@ class StepConfig:
                 f"tree {self.tree.name!r} has {self.tree.num_nodes} nodes and there is "
                 f"{'no' if self.head is None else 'a'} draft head: nodes need a head"
             )
-        deepest = self.head.config.max_depth if self.head else None
-        if deepest is not None and self.tree.depth > deepest:
-            raise ValueError(
-                f"tree {self.tree.name!r} is {self.tree.depth} deep; a {self.head.config.kind} "
-                f"head drafts at most {deepest} tokens"
-            )
-
         if self.head is not None:
-            self._check_width()
+            check_tree(self.head, self.tree)
         if self.sampling.draft_sampling == "sampled":
             self._check_draws()
-
-    def _check_width(self) -> None:
-        table = self.head.config.draft_to_target
-        vocabulary = self.head.config.vocab_size if table is None else len(table)
-        if self.tree.num_ranks > vocabulary:
-            raise ValueError(
-                f"tree {self.tree.name!r} looks at {self.tree.num_ranks} children of a node and "
-                f"the draft's vocabulary has {vocabulary} tokens"
-            )
 
     def _check_draws(self) -> None:
         if isinstance(self.tree, AdaptiveTree):
@@ -85,6 +70,25 @@ class StepConfig:
     def features(self) -> tuple[str, ...]:
         """The base activations that the head reads."""
         return self.head.config.features if self.head else ()
+
+
+def check_tree(head: DraftHead, tree: TreeConfig | AdaptiveTree) -> None:
+    """Raise UserError for a tree that the head cannot draft: too deep, or too wide."""
+    config, table = head.config, head.config.draft_to_target
+    depth = tree.levels_within(config.max_depth) if isinstance(tree, AdaptiveTree) else tree.depth
+    if config.max_depth is not None and depth > config.max_depth:
+        raise UserError(
+            f"tree {tree.name!r} is {depth} deep; this {config.kind} head drafts at most "
+            f"{config.max_depth} tokens, one for each position it was trained for: use "
+            f"clover4, chain:{config.max_depth} or dynamic:NODES:{config.max_depth}, or train more "
+            "positions"
+        )
+    vocabulary = config.vocab_size if table is None else len(table)
+    if tree.num_ranks > vocabulary:
+        raise UserError(
+            f"tree {tree.name!r} looks at {tree.num_ranks} children of a node and the draft's "
+            f"vocabulary has {vocabulary} tokens"
+        )
 
 
 @struct.dataclass

@@ -162,6 +162,14 @@ def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
     )
 
 
+def default_tree(max_depth: int | None) -> str:
+    """Return the tree for a head that drafts at most `max_depth` tokens (None: any number).
+
+    paper25 where it fits, else clover4, which goes no deeper than the head.
+    """
+    return "paper25" if max_depth is None or max_depth >= 5 else "clover4"
+
+
 def _read_tree(name: str, path: Path) -> TreeConfig:
     try:
         paths = json.loads(path.read_text())

@@ -103,11 +103,10 @@ class DrafterKind(Protocol):
     """What a drafter's file offers to the registry."""
 
     def make_config(self, base: BaseConfig, **options: Any) -> DrafterConfig:
-        """Return the head's config for a base, with the method's defaults."""
-        ...
+        """Return the head's config for a base, with the method's defaults.
 
-    def make_module(self, config: DrafterConfig) -> Drafter:
-        """Return the linen module."""
+        A parameter annotated str, int, float or bool can be set with `train --drafter_options`.
+        """
         ...
 
     def init_from_base(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib
+import inspect
 from typing import Any
 
 import jax
@@ -17,6 +18,8 @@ from clover_jax.errors import UserError
 # name -> (file of this package, config class, module class)
 DRAFTERS = {
     "clover2": ("clover2", "Clover2Config", "Clover2"),
+    "clover": ("clover", "CloverConfig", "Clover"),
+    "medusa": ("medusa", "MedusaConfig", "Medusa"),
     "eagle": ("eagle", "EagleConfig", "Eagle"),
 }
 
@@ -36,8 +39,23 @@ def _module_of(kind: str):
 
 
 def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfig:
-    """Return the config of a head of this kind for a base; options are the kind's own."""
-    return _module_of(kind).make_config(base, **options)
+    """Return the config of a head of this kind for a base; options are the kind's own.
+
+    Raises UserError for an option that the kind does not have, ValueError for a bad value.
+    """
+    make_config = _module_of(kind).make_config
+    _, *known = inspect.signature(make_config).parameters
+    for name in options:
+        if name not in known:
+            raise UserError(f"a {kind} head has no option {name}; its options: {', '.join(known)}")
+    return make_config(base, **options)
+
+
+def plain_options(kind: str) -> dict[str, type]:
+    """Return the options of a kind that a user may set by name: name -> str, int, float or bool."""
+    parameters = inspect.signature(_module_of(kind).make_config, eval_str=True).parameters
+    types = {name: parameter.annotation for name, parameter in parameters.items()}
+    return {name: hint for name, hint in types.items() if hint in (str, int, float, bool)}
 
 
 def config_from_dict(values: dict[str, Any]) -> DrafterConfig:

@@ -15,7 +15,7 @@ from clover_jax.array_types import Params
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
 from clover_jax.drafters.directory import Draft, load_draft
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
@@ -26,7 +26,6 @@ from clover_jax.models.tokenizer import load_tokenizer
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-DEFAULT_TREE = "paper25"
 NO_DRAFT = "none"
 
 
@@ -91,7 +90,7 @@ def load_models(
     """Load what the names stand for.
 
     base, draft: as `load_base` and `load_draft` take them; the draft "none" is plain decoding.
-    tree: a tree's name; None takes the one that the draft was measured with, else paper25.
+    tree: a tree's name; None takes the one that the draft was measured with, else `default_tree`.
     Raises UserError for what is missing, broken or does not fit together.
     """
     chosen = parse_tree(tree) if tree else None  # before anything large is read
@@ -129,7 +128,7 @@ def with_draft(
     """Return models that share the base and decode with a draft; see `load_models`."""
     dtype = plain.base.params["embedding"].dtype
     head = load_draft(draft, plain.base, dtype, allow_base_mismatch, draft_rope_theta)
-    chosen = parse_tree(tree or head.tree or DEFAULT_TREE)
+    chosen = parse_tree(tree or head.tree or default_tree(head.head.config.max_depth))
     return dataclasses.replace(plain, draft=head, tree=chosen)
 
 

@@ -21,7 +21,7 @@ class DraftWriter:
 
     def __init__(self, workdir: Path, settings: TrainSettings, parts: Parts):
         """Take what is the same for every step of a run."""
-        self._workdir, self._parts, self._tree = workdir, parts, settings.tree
+        self._workdir, self._parts = workdir, parts
         self._provenance = {
             "command": "train",
             "flags": settings.to_dict(),
@@ -49,7 +49,7 @@ class DraftWriter:
                 directory,
                 self._parts.head.config,
                 params,
-                self._tree,
+                self._parts.tree.name,
                 self._parts.base_fingerprint,
                 provenance,
             )

@@ -46,6 +46,7 @@ class TrainSettings(JsonConfig):
     warmup_steps: int = 100
     weight_decay: float = 0.01
     clip_value: float = 0.5
+    drafter_options: str | None = None
     num_positions: int | None = None
     num_augmenting_layers: int | None = None
     draft_rope_theta: float | None = None
@@ -60,7 +61,7 @@ class TrainSettings(JsonConfig):
     eval_prompts: str | None = None
     eval_num_prompts: int = 16
     eval_max_new_tokens: int = 64
-    tree: str = "paper25"
+    tree: str | None = None
 
     def loss(self, default: LossSpec) -> LossSpec:
         """Return the method's loss with the weights that were given."""

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from clover_jax.config import RopeConfig
 from clover_jax.data.pipeline import PipelineConfig
 from clover_jax.data.readers import Records, read_records
 from clover_jax.data.records import data_hash
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.step import check_tree
+from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.dtypes import resolve_dtype
@@ -21,6 +23,7 @@ from clover_jax.models.loading import load_base
 from clover_jax.models.shapes import shape_notice
 from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.progress import passing_note
+from clover_jax.training.drafter_options import parse_drafter_options
 from clover_jax.training.evaluation import DecodingEvaluator, evaluation_prompts
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
 class Parts(NamedTuple):
     """What a run is made of.
 
+    tree: what the head is decoded with.
     evaluator: None when nothing is to be measured.
     data_hash: the identity of the training records.
     """
@@ -44,6 +48,7 @@ class Parts(NamedTuple):
     head: DraftHead
     optimizer: OptimizerConfig
     pipeline: PipelineConfig
+    tree: TreeConfig | AdaptiveTree
     evaluator: DecodingEvaluator | None
 
     @property
@@ -57,7 +62,7 @@ def load_parts(settings: TrainSettings) -> Parts:
 
     Raises UserError for whatever cannot work.
     """
-    tree = parse_tree(settings.tree)
+    tree = parse_tree(settings.tree) if settings.tree else None  # before anything large is read
     optimizer = optimizer_config(settings)
     with passing_note(f"loading {settings.base}"):
         base = load_base(settings.base, resolve_dtype(settings.dtype))
@@ -65,6 +70,8 @@ def load_parts(settings: TrainSettings) -> Parts:
     if notice := shape_notice(settings.base):
         print(notice, file=sys.stderr, flush=True)
     head = make_head(settings, base)
+    tree = tree or parse_tree(default_tree(head.config.max_depth))
+    check_tree(head, tree)
     pipeline = pipeline_config(settings, base, head)
     with passing_note(f"reading {settings.data}"):
         records = read_records(settings.data)
@@ -83,6 +90,7 @@ def load_parts(settings: TrainSettings) -> Parts:
         head=head,
         optimizer=optimizer,
         pipeline=pipeline,
+        tree=tree,
         evaluator=evaluator,
     )
 
@@ -92,20 +100,19 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
 
     Raises UserError for a setting that this kind of drafter does not have or cannot take.
     """
-    options: dict[str, Any] = {
-        "num_positions": settings.num_positions,
-        "num_augmenting_layers": settings.num_augmenting_layers,
-    }
+    options = parse_drafter_options(settings.drafter_options or "", settings.drafter)
+    for name in ("num_positions", "num_augmenting_layers"):
+        if getattr(settings, name) is not None:
+            if name in options:
+                raise UserError(f"give --{name} or {name} in --drafter_options, not both")
+            options[name] = getattr(settings, name)
     if settings.draft_rope_theta is not None:
         options["rope"] = RopeConfig(theta=settings.draft_rope_theta)
-    options = {name: value for name, value in options.items() if value is not None}
     try:
         config = registry.config_for_base(settings.drafter, base.config, **options)
         config = dataclasses.replace(config, loss=settings.loss(config.loss))
-    except TypeError as error:
+    except UserError as error:
         raise UserError(f"--drafter={settings.drafter}: {error}") from error
-    except UserError:
-        raise
     except ValueError as error:
         raise UserError(str(error)) from error
     return registry.head(config)

@@ -8,7 +8,15 @@ import pytest
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.reference import plain_greedy, speculative_greedy
 from clover_jax.decoding.tree import TreeConfig, parse_tree
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import (
+    DRAFTERS,
+    SMALL_TREE,
+    TINY,
+    lively_params,
+    random_base,
+    random_head,
+    random_prompts,
+)
 
 NEW_TOKENS = 24
 
@@ -61,6 +69,32 @@ def test_speculative_text_equals_plain_text(tree, batch_size):
     assert accepted.max() >= min(tree.depth, 4)
     assert accepted.min() == 0
     assert all(1 + sum(a + 1 for a in row.accepted) >= len(row.output_ids) for row in rows)
+
+
+def drafter_case(name, tree):
+    usual = {"clover": ("small",), "medusa": ("paper25",), "clover-bare": ("clover4",)}
+    marks = () if tree in usual.get(name, ()) else pytest.mark.slow
+    return pytest.param(name, tree, marks=marks, id=f"{name}-{tree}")
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        drafter_case(name, tree)
+        for name in DRAFTERS
+        for tree in ("small", "clover4", "dynamic:9:3", "chain:3", "paper25")
+        if tree != "paper25" or DRAFTERS[name][0] != "clover"  # of three positions
+    ],
+)
+def test_every_drafters_text_equals_plain_text(name, tree):
+    tree = SMALL_TREE if tree == "small" else parse_tree(tree)
+    engine = Engine(TINY, random_head(name=name)[0], tree, batch_size=8)
+    prompts, params = PROMPTS[:24], lively_params(name=name)
+    rows = engine.generate(random_base(), params, prompts, NEW_TOKENS)
+    assert [row.output_ids for row in rows] == plain_texts()[: len(prompts)]
+    accepted = np.concatenate([row.accepted for row in rows])
+    assert accepted.max() >= 1
+    assert accepted.min() == 0
 
 
 def test_the_fast_path_accepts_what_the_slow_judge_accepts():

@@ -19,10 +19,10 @@ from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.sampling import RowSampling, SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
-from tests.tiny_models import random_base, random_head
+from tests.tiny_models import DRAFTERS, SMALL_TREE, random_base, random_head
 
 BASE = BaseConfig(
     vocab_size=5,
@@ -35,7 +35,6 @@ BASE = BaseConfig(
 )
 PROMPT = (1, 3, 0)
 SAMPLES, LENGTH = 20_000, 4
-SMALL_TREE = TreeConfig("small", ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 
 @functools.cache
@@ -67,9 +66,9 @@ def exact(temperature: float, top_p: float) -> np.ndarray:
     return probability
 
 
-def sample(tree, draft_sampling, temperature, top_p) -> np.ndarray:
+def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.ndarray:
     """Return SAMPLES texts of LENGTH tokens, decoded speculatively."""
-    head, draft_params = random_head(BASE) if tree.num_nodes else (None, {})
+    head, draft_params = random_head(BASE, drafter) if tree.num_nodes else (None, {})
     sampling = SamplingConfig("lossless", draft_sampling, truncate=top_p < 1)
     config = StepConfig(BASE, head, tree, sampling)
     weights = Weights(peaked_params(), draft_params)
@@ -114,30 +113,33 @@ def p_value(texts: np.ndarray, probability: np.ndarray) -> float:
     return stats.chisquare(observed[possible], expected[possible]).pvalue
 
 
-def case(name, draft_sampling, temperature, top_p, *marks):
-    tree = SMALL_TREE if name == "small" else parse_tree(name)
-    return pytest.param(
-        tree, draft_sampling, temperature, top_p, marks=marks, id=f"{name}-{draft_sampling}-{top_p}"
-    )
-
-
+TREES = {"none": parse_tree("none"), "chain:3": parse_tree("chain:3"), "small": SMALL_TREE}
+HOT, CUT = (1.0, 1.0), (0.7, 0.9)  # temperature and top_p
+USUAL = [  # the others of the product are slow
+    ("clover2", "none", "topk", CUT),
+    ("clover2", "chain:3", "sampled", HOT),
+    ("clover2", "small", "topk", CUT),
+    ("clover2", "small", "sampled", CUT),
+    ("clover2", "small", "sampled", HOT),
+    ("clover", "small", "sampled", CUT),
+    ("medusa", "small", "sampled", HOT),
+    ("medusa", "chain:3", "topk", CUT),
+]
+PRODUCT = itertools.product(DRAFTERS, ["chain:3", "small"], ["topk", "sampled"], [HOT, CUT])
 CASES = [
-    case("none", "topk", 0.7, 0.9),
-    case("chain:3", "sampled", 1.0, 1.0),
-    case("small", "topk", 0.7, 0.9),
-    case("small", "sampled", 0.7, 0.9),
-    case("small", "sampled", 1.0, 1.0),
-    case("chain:3", "topk", 1.0, 1.0, pytest.mark.slow),
-    case("chain:3", "topk", 0.7, 0.9, pytest.mark.slow),
-    case("chain:3", "sampled", 0.7, 0.9, pytest.mark.slow),
-    case("small", "topk", 1.0, 1.0, pytest.mark.slow),
+    *(pytest.param(*case, id="-".join(map(str, case))) for case in USUAL),
+    *(
+        pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow)
+        for case in PRODUCT
+        if case not in USUAL
+    ),
 ]
 
 
-@pytest.mark.parametrize(("tree", "draft_sampling", "temperature", "top_p"), CASES)
-def test_texts_are_distributed_as_plain_sampling(tree, draft_sampling, temperature, top_p):
-    texts = sample(tree, draft_sampling, temperature, top_p)
-    assert p_value(texts, exact(temperature, top_p)) > 1e-3
+@pytest.mark.parametrize(("drafter", "tree", "draft_sampling", "warping"), CASES)
+def test_texts_are_distributed_as_plain_sampling(drafter, tree, draft_sampling, warping):
+    texts = sample(TREES[tree], draft_sampling, *warping, drafter)
+    assert p_value(texts, exact(*warping)) > 1e-3
 
 
 def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
@@ -146,11 +148,19 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
     assert p_value(texts, exact(1.0, 1.0)) > 1e-3
 
 
-@pytest.mark.parametrize("fault", ["q_kept", "p_kept"])
-def test_a_broken_verifier_is_seen(monkeypatch, fault):
+@pytest.mark.parametrize(
+    ("drafter", "fault"),
+    [
+        ("clover2", "q_kept"),
+        ("clover2", "p_kept"),
+        pytest.param("clover", "p_kept", marks=pytest.mark.slow),
+        pytest.param("medusa", "p_kept", marks=pytest.mark.slow),
+    ],
+)
+def test_a_broken_verifier_is_seen(monkeypatch, drafter, fault):
     if fault == "q_kept":  # q is not renormalised after a rejection
         monkeypatch.setattr(lossless, "_without_token", lambda q, taken: jnp.where(taken, 0, q))
     else:  # the rejected token's surplus is not taken out of p
         monkeypatch.setattr(lossless, "_without_q", lambda left, q: left)
-    texts = sample(SMALL_TREE, "sampled", 1.0, 1.0)
+    texts = sample(SMALL_TREE, "sampled", 1.0, 1.0, drafter)
     assert p_value(texts, exact(1.0, 1.0)) < 1e-6

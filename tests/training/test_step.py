@@ -32,7 +32,8 @@ def compiled():
 
 
 def fresh_state(seed=0):
-    return jax.jit(lambda base: init_state(tiny_config(), base, seed))(random_base())
+    config = tiny_config()
+    return jax.jit(lambda base: init_state(config, base, seed))(random_base())
 
 
 def test_the_second_step_compiles_nothing(compiled):

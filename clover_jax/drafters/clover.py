@@ -1,0 +1,269 @@
+"""Clover: heads that see the tokens drafted before them, on an Augmenting Block.
+
+Source: Clover (arXiv 2405.00263), its text and figure; no code was released, so "ours" marks a
+reading of our own. At position t, with h_t the base's state before its final norm, lm_head and
+final_norm the base's, and E the rows of lm_head scaled to length 1:
+
+    z_t = AugmentingBlock(h_0 .. h_t)                 a decoder layer over the whole prefix
+    h^0 = AttentionDecoder(z_t, E[x_{t+1}])           the regressive connection begins
+    h^i = AttentionDecoder(h^{i-1}, E[x_{t+1+i}])     same weights at every position
+    u^i = final_norm(h^i + SiLU(W_i h^i + b_i))       lm_head u^i proposes x_{t+2+i}
+
+(The paper counts heads from 1: its head i + 1 is position i here, its h^0 our z.) The Attention
+Decoder adds SiLU(cosine-weighted value), without biases; that its one key is weighed by a cosine
+as in Clover-2, and that final_norm comes last, are ours.
+
+Every position has its own W_i, so a head drafts no deeper than the positions it was trained for.
+
+The paper's ablation removes, one after the other: the Attention Decoder, whose place an MLP on
+[h ; e] takes; the regressive connection; the Augmenting Block. What is left is Medusa on h, with
+the final norm after the residual block instead of before it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
+from clover_jax.drafters.attention_decoder import (
+    AttentionDecoder,
+    check_heads,
+    unit,
+    with_matrices,
+)
+from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.residual_heads import ResidualHeads
+from clover_jax.drafters.tokens import embed, extend, window
+from clover_jax.models.cache import Cache, after, init_cache, write_rows
+from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
+from clover_jax.models.layers import RMSNorm, matrix_init, rms_norm
+
+NOISE = 0.01  # standard deviation of the initialisation noise; ours, the paper gives none
+REGRESSIVE_BLOCKS = ("attention_decoder", "mlp", "none")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CloverConfig(DrafterConfig):
+    """A Clover head; what is not the default is one of the paper's ablations.
+
+    regressive_block: what mixes a drafted token into the state, one of REGRESSIVE_BLOCKS; "none"
+        has no regressive connection: every position reads z_t.
+    num_augmenting_layers: depth of the Augmenting Block; 0 leaves it out: z_t = h_t.
+    """
+
+    kind: str = "clover"
+    num_positions: int = 3
+    regressive_block: str = "attention_decoder"
+    num_augmenting_layers: int = 1
+
+    def __post_init__(self):
+        if self.num_positions < 1 or self.num_augmenting_layers < 0:
+            raise ValueError(
+                f"num_positions ({self.num_positions}) must be at least 1 and "
+                f"num_augmenting_layers ({self.num_augmenting_layers}) at least 0"
+            )
+        if self.max_depth != self.num_positions:
+            raise ValueError(
+                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): "
+                "every position of Clover has an MLP of its own"
+            )
+        if self.regressive_block not in REGRESSIVE_BLOCKS:
+            raise ValueError(
+                f"regressive_block {self.regressive_block!r} is not one of "
+                f"{', '.join(REGRESSIVE_BLOCKS)}"
+            )
+        if self.draft_to_target is not None:
+            raise ValueError("Clover drafts over the base's whole vocabulary: no draft_to_target")
+        if self.regressive_block == "attention_decoder":
+            check_heads(self.layer)
+
+
+@struct.dataclass
+class CloverState:
+    """What a branch knows.
+
+    state: [B, W, D] h^i; [B, 1, D] z at all levels where there is no regressive connection.
+    """
+
+    state: Float[Array, "B W D"]
+
+
+class RegressiveMLP(nn.Module):
+    """x + W_out SiLU(W_in [norm(x) ; e]): of the Attention Decoder's size, without its attention.
+
+    The paper says only that an MLP takes the decoder's place; its form is ours.
+    """
+
+    config: LayerConfig
+
+    def setup(self):
+        width = self.config.hidden_size
+        self.norm = RMSNorm(self.config.rms_norm_eps)
+        self.inward = self.param("inward", matrix_init(2 * width), (2, width, width))
+        self.outward = self.param("outward", matrix_init(width), (width, width))
+
+    def read(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Return the token's part of the hidden layer."""
+        return embedded @ self.inward[1]
+
+    def mix(self, x: Float[Array, "*b D"], token: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Mix what `read` returned into x."""
+        return x + jax.nn.silu(self.norm(x) @ self.inward[0] + token) @ self.outward
+
+
+class Clover(nn.Module):
+    """The Clover head; see the module's docstring for the equations."""
+
+    config: CloverConfig
+
+    def setup(self):
+        cfg = self.config
+        self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
+        if cfg.regressive_block == "attention_decoder":
+            self.regressive = AttentionDecoder(cfg.layer, bias=False, silu=True)
+        elif cfg.regressive_block == "mlp":
+            self.regressive = RegressiveMLP(cfg.layer)
+        else:
+            self.regressive = None
+        self.heads = ResidualHeads(cfg.num_positions, cfg.layer.hidden_size)
+
+    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+        """Return the Augmenting Block's cache."""
+        return init_cache(
+            self.config.layer, self.config.num_augmenting_layers, batch, length, dtype
+        )
+
+    def absorb(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B A F"],
+        next_tokens: Int[Array, "B A"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        cache: Cache,
+    ) -> tuple[CloverState, Cache]:
+        """Run the Augmenting Block over accepted positions; see the contract."""
+        batch, size = next_tokens.shape
+        positions = start[:, None] + jnp.arange(size)
+        # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
+        mask = causal_mask(batch, size)
+        z, fresh = augment(self.augmenting, features, positions, mask, cache, start)
+        last = take_last(z, count)
+        cache = write_rows(cache, fresh, after(start, last))
+        if self.regressive is None:
+            return CloverState(last), cache
+        token = jnp.take_along_axis(next_tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)
+        return CloverState(self._follow(frozen, last, token)), cache
+
+    def propose(self, frozen: Frozen, state: CloverState, depth: int) -> Float[Array, "B W V"]:
+        """Return the logits of the tokens after each branch."""
+        return self.logits(frozen, self._output(frozen, state.state, depth), depth)
+
+    def advance(
+        self,
+        frozen: Frozen,
+        state: CloverState,
+        cache: Cache,
+        parent: Int[Array, "B W"],
+        token: Int[Array, "B W"],
+        depth: int,
+    ) -> CloverState:
+        """Feed a drafted token back: the regressive connection."""
+        if self.regressive is None:
+            return state
+        above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
+        return CloverState(self._follow(frozen, above, token))
+
+    def train_forward(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B S F"],
+        tokens: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        rng: Array | None = None,
+    ) -> Float[Array, "P B S D"]:
+        """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
+        mask = packed_mask(segment_ids)
+        state, _ = augment(self.augmenting, features, positions, mask, None, None)
+        count, size = self.config.num_positions, tokens.shape[1]
+        if self.regressive is not None:
+            # It depends on the token alone: computed once, shifted further at every position.
+            read = self._read(frozen, extend(tokens, count))
+        outputs = []
+        for depth in range(count):
+            if self.regressive is not None:
+                state = self.regressive.mix(state, window(read, depth + 1, size))
+            outputs.append(self._output(frozen, state, depth))
+        return jnp.stack(outputs)
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
+    ) -> Float[Array, "*b V"]:
+        """Return lm_head u; the base's matrix at every position."""
+        return project(frozen.lm_head, hidden)
+
+    def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
+        return self.regressive.mix(state, self._read(frozen, token))
+
+    def _read(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Array:
+        rows = embed(frozen, tokens)
+        direction = unit(rows.astype(jnp.float32), self.config.layer.rms_norm_eps)
+        return self.regressive.read(direction.astype(rows.dtype))
+
+    def _output(self, frozen: Frozen, state: Array, position: int) -> Array:
+        eps = self.config.layer.rms_norm_eps
+        return rms_norm(self.heads(state, position), frozen.final_norm, eps)
+
+
+def make_config(
+    base: BaseConfig,
+    num_positions: int = 3,
+    num_augmenting_layers: int = 1,
+    regressive_block: str = "attention_decoder",
+    rope: RopeConfig | None = None,
+    loss: LossSpec | None = None,
+) -> CloverConfig:
+    """Return the head's config for a base; the rotary base is the base's own unless given.
+
+    The loss defaults to cross-entropy to the text, weighted 0.8^i.
+    """
+    layer = dataclasses.replace(base.layer, rope=rope or base.rope)
+    return CloverConfig(
+        layer=layer,
+        vocab_size=base.vocab_size,
+        num_positions=num_positions,
+        max_depth=num_positions,
+        num_augmenting_layers=num_augmenting_layers,
+        regressive_block=regressive_block,
+        loss=loss or LossSpec(hard_ce=1.0, decay=0.8),
+    )
+
+
+def init_from_base(config: CloverConfig, params: Params, base_params: Params, rng: Array) -> Params:
+    """Initialise so that the head starts as its Augmenting Block, a copy of the base's last layer.
+
+    Queries and keys are the identity plus Gaussian noise, values zero; likewise the MLP in the
+    decoder's place. Residual blocks start at zero.
+    """
+    new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers)
+    new["heads"] = jax.tree.map(jnp.zeros_like, params["heads"])
+    identity = jnp.eye(config.layer.hidden_size)
+    zero = jnp.zeros_like(identity)
+    both = jnp.stack([identity, identity])
+    query, key = both + NOISE * jax.random.normal(rng, both.shape)
+    if config.regressive_block == "attention_decoder":
+        key_value = jnp.stack([key, zero], axis=1)
+        new["regressive"] = with_matrices(config.layer, params["regressive"], query, key_value)
+    elif config.regressive_block == "mlp":
+        inward = jnp.stack([query, key])
+        new["regressive"] = params["regressive"] | {"inward": inward, "outward": zero}
+    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})

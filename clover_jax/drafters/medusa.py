@@ -1,0 +1,152 @@
+"""Medusa: independent heads on the base's last state; the baseline of the Clover paper.
+
+Source: Medusa (arXiv 2401.10774). With g_t the base's state after its final norm:
+
+    u^i = g_t + SiLU(W_i g_t + b_i)       W_i = b_i = 0 at the start
+    lm_head_i u^i proposes x_{t+2+i}      an output matrix per position, or the base's for all
+
+No head sees x_{t+1} or another head's choice, so all branches of a level have the same proposal.
+There is one head for each position, so no draft goes deeper than it was trained for.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.config import BaseConfig, DrafterConfig, LossSpec
+from clover_jax.drafters.augmenting import take_last
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.residual_heads import ResidualHeads
+from clover_jax.models.cache import Cache
+from clover_jax.models.decoder import project
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class MedusaConfig(DrafterConfig):
+    """Medusa's heads. own_output: an output matrix for each, not the base's for all."""
+
+    kind: str = "medusa"
+    features: tuple[str, ...] = ("post_norm",)
+    own_output: bool = True
+
+    def __post_init__(self):
+        if self.num_positions < 1:
+            raise ValueError(f"num_positions ({self.num_positions}) must be at least 1")
+        if self.max_depth != self.num_positions:
+            raise ValueError(
+                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): "
+                "Medusa has one head for each position"
+            )
+        if self.draft_to_target is not None:
+            raise ValueError("Medusa drafts over the base's whole vocabulary: no draft_to_target")
+
+
+@struct.dataclass
+class MedusaState:
+    """What every head reads, the same on all levels. state: [B, 1, D] g at the last position."""
+
+    state: Float[Array, "B 1 D"]
+
+
+class Medusa(nn.Module):
+    """The heads; see the module's docstring for the equations."""
+
+    config: MedusaConfig
+
+    def setup(self):
+        cfg = self.config
+        shape = (cfg.vocab_size, cfg.layer.hidden_size)
+        self.heads = ResidualHeads(cfg.num_positions, cfg.layer.hidden_size)
+        # One param each: the loss of a position then touches no other's matrix.
+        self.matrices = [
+            self.param(name, nn.initializers.normal(0.02), shape) for name in self.output_params
+        ]
+
+    @property
+    def output_params(self) -> tuple[str, ...]:
+        """Names of the params that `logits` reads."""
+        cfg = self.config
+        return tuple(f"lm_head_{i}" for i in range(cfg.num_positions if cfg.own_output else 0))
+
+    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+        """Return no cache."""
+        return ()
+
+    def absorb(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B A F"],
+        next_tokens: Int[Array, "B A"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        cache: Cache,
+    ) -> tuple[MedusaState, Cache]:
+        """Keep the last position's features."""
+        return MedusaState(take_last(features, count)), cache
+
+    def propose(self, frozen: Frozen, state: MedusaState, depth: int) -> Float[Array, "B 1 V"]:
+        """Return the logits that all branches of this level share."""
+        return self.logits(frozen, self.heads(state.state, depth), depth)
+
+    def advance(
+        self,
+        frozen: Frozen,
+        state: MedusaState,
+        cache: Cache,
+        parent: Int[Array, "B W"],
+        token: Int[Array, "B W"],
+        depth: int,
+    ) -> MedusaState:
+        """Return the state as it is: no head reads a drafted token."""
+        return state
+
+    def train_forward(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B S F"],
+        tokens: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        rng: Array | None = None,
+    ) -> Float[Array, "P B S D"]:
+        """Return u^i of every position of the text."""
+        return jnp.stack([self.heads(features, i) for i in range(self.config.num_positions)])
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
+    ) -> Float[Array, "*b V"]:
+        """Return lm_head_i u^i."""
+        return project(self.matrices[position] if self.matrices else frozen.lm_head, hidden)
+
+
+def make_config(
+    base: BaseConfig,
+    num_positions: int = 5,
+    own_output: bool = True,
+    loss: LossSpec | None = None,
+) -> MedusaConfig:
+    """Return the config of heads for a base; the loss defaults to cross-entropy to the text."""
+    return MedusaConfig(
+        layer=base.layer,
+        vocab_size=base.vocab_size,
+        num_positions=num_positions,
+        max_depth=num_positions,
+        own_output=own_output,
+        loss=loss or LossSpec(hard_ce=1.0, decay=0.8),
+    )
+
+
+def init_from_base(config: MedusaConfig, params: Params, base_params: Params, rng: Array) -> Params:
+    """Start as the base: residual blocks at zero, output matrices as its lm_head."""
+    lm_head = base_params.get("lm_head", base_params["embedding"])
+    zeros = jax.tree.map(jnp.zeros_like, params["heads"])
+    matrices = {
+        name: lm_head.astype(leaf.dtype) for name, leaf in params.items() if name != "heads"
+    }
+    return {"heads": zeros, **matrices}

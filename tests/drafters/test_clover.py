@@ -1,0 +1,126 @@
+"""Clover against its equations, and what its ablations leave."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.drafters.attention_decoder import AttentionDecoder
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.tokens import extend, shift_left, window
+from clover_jax.models.decoder import DecoderLayer, causal_mask
+from clover_jax.models.layers import rms_norm
+from tests.tiny_models import TINY, lively_params, random_base, random_head
+
+SIZE = 9
+
+
+def train_forward(name, params, features, tokens):
+    head, _ = random_head(name=name)
+    positions = jnp.broadcast_to(jnp.arange(SIZE), tokens.shape)
+    arguments = (frozen_from_base(random_base()), features, tokens)
+    arguments += (jnp.ones_like(tokens), positions, None)
+    return head.module.apply({"params": params}, *arguments, method="train_forward")
+
+
+def random_text(seed=0):
+    keys = jax.random.split(jax.random.key(seed))
+    features = 2 * jax.random.normal(keys[0], (2, SIZE, TINY.hidden_size))
+    return features, jax.random.randint(keys[1], (2, SIZE), 0, TINY.vocab_size)
+
+
+def silu(x):
+    return x / (1 + np.exp(-x))
+
+
+def normed(x, scale):
+    return scale * x / np.sqrt((x * x).mean() + TINY.rms_norm_eps)
+
+
+def test_clover_follows_its_equations_one_position_and_one_attention_head_after_another():
+    features, tokens = random_text()
+    params = jax.tree.map(np.asarray, lively_params(name="clover"))
+    found = train_forward("clover", params, features, tokens)
+    positions, mask = jnp.arange(SIZE)[None].repeat(2, 0), causal_mask(2, SIZE)
+    layer = {"params": params["augmenting_0"]}
+    z = np.asarray(DecoderLayer(TINY.layer).apply(layer, features, positions, mask)[0])
+    frozen, decoder = frozen_from_base(random_base()), params["regressive"]
+    lm_head = np.asarray(frozen.lm_head)
+    for b, t in [(0, 0), (1, 3), (0, SIZE - 4)]:
+        h = z[b, t]
+        for i in range(3):
+            e = lm_head[tokens[b, t + 1 + i]]
+            e = e / np.linalg.norm(e)
+            parts = []
+            for n in range(TINY.num_heads):
+                q = normed(h, decoder["norm"]["scale"]) @ decoder["query"][:, n]
+                k, v = e @ decoder["key_value"][:, 0, n], e @ decoder["key_value"][:, 1, n]
+                parts.append(q @ k / (np.linalg.norm(q) * np.linalg.norm(k)) * v)
+            h = h + silu(np.concatenate(parts))
+            u = h + silu(h @ params["heads"]["weight"][i] + params["heads"]["bias"][i])
+            expected = normed(u, np.asarray(frozen.final_norm))
+            np.testing.assert_allclose(found[i, b, t], expected, atol=1e-4)
+
+
+def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final_norm():
+    features, tokens = random_text()
+    params = lively_params(name="clover-bare")
+    assert set(params) == {"heads"}
+    medusa, _ = random_head(name="medusa-shared")
+    positions = {
+        i: medusa.module.apply(
+            {"params": _five(params)},
+            None,
+            features,
+            tokens,
+            tokens,
+            tokens,
+            method="train_forward",
+        )[i]
+        for i in range(3)
+    }
+    bare = train_forward("clover-bare", params, features, tokens)
+    scale = random_base()["final_norm"]["scale"]
+    for i, u in positions.items():
+        np.testing.assert_allclose(bare[i], rms_norm(u, scale, TINY.rms_norm_eps), atol=1e-5)
+
+
+def _five(params):
+    """Give Clover's three residual blocks the two more that Medusa has."""
+    return {"heads": jax.tree.map(lambda x: jnp.concatenate([x, x[:2]]), params["heads"])}
+
+
+def test_medusa_starts_as_the_base_itself():
+    head, params = random_head(name="medusa")
+    features, tokens = random_text()
+    hidden = head.module.apply(
+        {"params": params}, None, features, tokens, tokens, tokens, method="train_forward"
+    )
+    frozen = frozen_from_base(random_base())
+    np.testing.assert_array_equal(hidden, jnp.broadcast_to(features, hidden.shape))
+    for i in range(5):
+        logits = head.module.apply({"params": params}, frozen, features, i, method="logits")
+        np.testing.assert_allclose(logits, features @ frozen.lm_head.T, atol=1e-5)
+
+
+def test_clover_starts_as_its_augmenting_block():
+    features, tokens = random_text()
+    params = random_head(name="clover")[1]
+    found = train_forward("clover", params, features, tokens)
+    positions = jnp.arange(SIZE)[None].repeat(2, 0)
+    layer = {"params": random_base()["layers_2"]}
+    z, _ = DecoderLayer(TINY.layer).apply(layer, features, positions, causal_mask(2, SIZE))
+    scale = random_base()["final_norm"]["scale"]
+    expected = rms_norm(z, scale, TINY.rms_norm_eps)
+    np.testing.assert_allclose(found, jnp.broadcast_to(expected, found.shape), atol=1e-5)
+
+
+def test_an_attention_decoder_without_bias_has_none():
+    x = jnp.ones((1, TINY.hidden_size))
+    params = AttentionDecoder(TINY.layer, bias=False).init(jax.random.key(0), x, x)["params"]
+    assert set(params) == {"norm", "query", "key_value"}
+
+
+def test_shift_left_and_its_window_give_the_docstrings_examples():
+    tokens = jnp.array([[5, 6, 7]])
+    np.testing.assert_array_equal(shift_left(tokens, 1), [[6, 7, 0]])
+    np.testing.assert_array_equal(window(extend(tokens, 2), 2, 3), shift_left(tokens, 2))

@@ -1,0 +1,186 @@
+"""What the contract promises, for every drafter of `tiny_models.DRAFTERS`."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.config import LossSpec
+from clover_jax.data.batch import Batch
+from clover_jax.decoding.state import empty_state
+from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
+from clover_jax.decoding.tree import default_tree, parse_tree
+from clover_jax.drafters import registry
+from clover_jax.drafters.directory import load_draft, save_draft
+from clover_jax.drafters.drafter import frozen_from_base, select_features
+from clover_jax.errors import UserError
+from clover_jax.models.base import BaseModel
+from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.models.fingerprint import fingerprint
+from clover_jax.models.shapes import base_shapes, cast_shapes
+from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.step import TrainStepConfig, head_loss, init_state, make_train_step
+from clover_jax.training.teacher import online_teacher
+from tests.tiny_models import (
+    DRAFTERS,
+    LLAMA3_8B,
+    TINY,
+    lively_params,
+    random_base,
+    random_head,
+)
+from tests.training.training_data import random_batch
+
+every_drafter = pytest.mark.parametrize("name", DRAFTERS)
+SIZE = 14
+FAST = OptimizerConfig(10, 5e-3, 0)
+
+
+def made_of(name, base):
+    kind, options = DRAFTERS[name]
+    return registry.head(registry.config_for_base(kind, base, **options))
+
+
+def text_features(head):
+    """Return tokens [1, S] and what the base gives the head to read at each."""
+    tokens = jax.random.randint(jax.random.key(3), (1, SIZE), 0, TINY.vocab_size)
+    positions = jnp.arange(SIZE)[None]
+    mask = causal_mask(1, SIZE)
+    hidden = Decoder(TINY).apply({"params": random_base()}, tokens, positions, mask).hidden
+    return tokens, select_features(hidden, head.config.features)
+
+
+@every_drafter
+def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
+    head, _ = random_head(name=name)
+    params, frozen = lively_params(name=name), frozen_from_base(random_base())
+    tokens, features = text_features(head)
+
+    def apply(method, *arguments):
+        return head.module.apply({"params": params}, frozen, *arguments, method=method)
+
+    ones, positions = jnp.ones_like(tokens), jnp.arange(SIZE)[None]
+    trained = apply("train_forward", features, tokens, ones, positions, None)
+    # The prompt comes in two pieces, the second one ragged.
+    first, count = 5, 3
+    cache = head.module.init_cache(1, SIZE, jnp.float32)
+    read, following = features[:, :first], tokens[:, 1 : first + 1]
+    start = jnp.zeros(1, jnp.int32)
+    _, cache = apply("absorb", read, following, start, start + first, cache)
+    read, following = features[:, first : first + 5], tokens[:, first + 1 : first + 6]
+    state, cache = apply("absorb", read, following, start + first, start + count, cache)
+    last = first + count - 1
+    for depth in range(len(trained)):
+        proposed = apply("propose", state, depth)
+        expected = apply("logits", trained[depth, :, last], depth)
+        np.testing.assert_allclose(proposed[:, 0], expected, atol=1e-4, err_msg=f"depth {depth}")
+        token = tokens[:, last + 2 + depth][:, None]
+        parent = jnp.zeros((1, 1), jnp.int32)
+        state = apply("advance", state, cache, parent, token, depth + 1)
+
+
+@functools.cache
+def compiled_loss(name):
+    """Return a function from a head's params to its loss on one batch and the gradient."""
+    head, _ = random_head(name=name)
+    config = TrainStepConfig(TINY, head, FAST, 16)
+
+    def loss(params, base_params, teacher, batch):
+        return head_loss(config, params, base_params, teacher, batch, jax.random.key(0))[0]
+
+    compiled, batch = jax.jit(jax.value_and_grad(loss)), random_batch()
+    teacher = online_teacher(TINY, random_base(), head.config.features, batch)
+    return lambda params: compiled(params, random_base(), teacher, batch)
+
+
+@every_drafter
+def test_a_gradient_reaches_every_parameter(name):
+    _, gradient = compiled_loss(name)(lively_params(name=name))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
+        assert jnp.isfinite(leaf).all()
+        assert leaf.any(), f"{jax.tree_util.keystr(path)} gets no gradient"
+
+
+@every_drafter
+def test_training_on_one_batch_lowers_its_loss(name):
+    params, losses = random_head(name=name)[1], []
+    for _ in range(30):
+        loss, gradient = compiled_loss(name)(params)
+        losses.append(float(loss))
+        params = jax.tree.map(lambda x, g: x - 0.01 * jnp.sign(g), params, gradient)
+    assert losses[-1] < 0.95 * losses[0]
+
+
+@every_drafter
+def test_a_draft_directory_gives_the_same_head_back(name, tmp_path):
+    base = BaseModel(config=TINY, params=random_base(), directory=tmp_path, source="random")
+    head, params = random_head(name=name)
+    save_draft(tmp_path / "head", head.config, params, None, fingerprint(base), {})
+    draft = load_draft(tmp_path / "head", base)
+    assert draft.head.config == head.config
+    jax.tree.map(np.testing.assert_array_equal, draft.params, params)
+
+
+@every_drafter
+def test_it_trains_and_drafts_on_accelerators_at_the_size_of_llama_3_8b(name):
+    base, dtype, rows, size = LLAMA3_8B, jnp.bfloat16, 4, 2048
+    head, base_params = made_of(name, LLAMA3_8B), base_shapes(LLAMA3_8B, dtype)
+    config = TrainStepConfig(base, head, FAST)
+    state = jax.eval_shape(lambda base: init_state(config, base, 0), base_params)
+    ids = jax.ShapeDtypeStruct((rows, size), jnp.int32)
+    batch = Batch(ids, ids, ids, jax.ShapeDtypeStruct((rows, size), bool))
+    make_train_step(config).trace(state, base_params, batch).lower(
+        lowering_platforms=("tpu", "cuda")
+    )
+    tree = parse_tree(default_tree(head.config.max_depth))
+    weights = Weights(base_params, cast_shapes(state.params, dtype))
+    state = jax.eval_shape(lambda: empty_state(base, head, tree, rows, size, 8, dtype))
+    step = jax.jit(lambda *x: speculate_and_verify(StepConfig(base, head, tree), *x))
+    step.trace(weights, state).lower(lowering_platforms=("tpu", "cuda"))
+
+
+@pytest.mark.parametrize(
+    "name", [name for name, (kind, _) in DRAFTERS.items() if kind != "clover2"]
+)
+def test_a_head_per_position_goes_no_deeper(name):
+    head, _ = random_head(name=name)
+    deepest = head.config.num_positions
+    message = (
+        f"tree 'chain:{deepest + 1}' is {deepest + 1} deep; this {head.config.kind} head drafts at "
+        f"most {deepest} tokens.*use clover4, chain:{deepest} or dynamic:NODES:{deepest}"
+    )
+    with pytest.raises(UserError, match=message):
+        StepConfig(TINY, head, parse_tree(f"chain:{deepest + 1}"))
+    StepConfig(TINY, head, parse_tree(f"chain:{deepest}"))
+    StepConfig(TINY, head, parse_tree(default_tree(deepest)))
+
+
+def test_what_a_kind_cannot_be_told_is_named_with_what_it_can():
+    message = "a medusa head has no option rope; its options: num_positions, own_output, loss"
+    with pytest.raises(UserError, match=message):
+        registry.config_for_base("medusa", TINY, rope=None)
+
+
+@pytest.mark.parametrize(
+    "kind, options, message",
+    [
+        ("clover", {"regressive_block": "gru"}, "'gru' is not one of attention_decoder, mlp, none"),
+        ("clover", {"num_positions": 0}, r"num_positions \(0\) must be at least 1 and num_aug"),
+        ("clover", {"num_augmenting_layers": -1}, r"num_augmenting_layers \(-1\) at least 0"),
+        ("clover2", {"order": "last"}, "order 'last' is not one of decoder_first, block_first"),
+        ("medusa", {"num_positions": 0}, r"num_positions \(0\) must be at least 1"),
+    ],
+)
+def test_impossible_heads_are_refused(kind, options, message):
+    with pytest.raises(ValueError, match=message):
+        registry.config_for_base(kind, TINY, **options)
+
+
+@pytest.mark.parametrize("name", ["clover", "medusa"])
+def test_a_card_that_promises_a_deeper_draft_is_refused(name):
+    config = random_head(name=name)[0].config
+    with pytest.raises(ValueError, match=r"max_depth \(9\) must be num_positions"):
+        dataclasses.replace(config, max_depth=9, loss=LossSpec())

@@ -1,0 +1,89 @@
+import dataclasses
+
+import pytest
+
+from clover_jax.errors import UserError
+from clover_jax.models.base import BaseModel
+from clover_jax.training.drafter_options import parse_drafter_options
+from clover_jax.training.settings import TrainSettings
+from clover_jax.training.setup import make_head
+from tests.tiny_models import TINY
+
+
+@pytest.fixture
+def base(tmp_path):
+    return BaseModel(config=TINY, params={}, directory=tmp_path, source="tiny")
+
+
+def config_of(base, **settings):
+    return make_head(TrainSettings(**settings), base).config
+
+
+def test_parse_drafter_options_gives_the_docstrings_example():
+    options = parse_drafter_options("order=block_first,output_projector=false", "clover2")
+    assert options == {"order": "block_first", "output_projector": False}
+
+
+def test_options_have_the_types_that_the_kind_declares():
+    text = " num_positions=4, regressive_block=mlp,"
+    assert parse_drafter_options(text, "clover") == {"num_positions": 4, "regressive_block": "mlp"}
+    assert parse_drafter_options("", "clover") == {}
+
+
+@pytest.mark.parametrize(
+    "text, kind, message",
+    [
+        (
+            "depth=3",
+            "medusa",
+            "a medusa head has no option 'depth'; the options are num_positions=",
+        ),
+        ("rope=1", "clover", "a clover head has no option 'rope'; the options are num_positions=I"),
+        ("own_output", "medusa", "'own_output' is not written name=value"),
+        ("own_output=1", "medusa", "own_output must be true or false, not '1'"),
+        ("num_positions=two", "clover", "num_positions must be int, not 'two'"),
+        ("order=a,order=b", "clover2", "order is given twice"),
+    ],
+)
+def test_a_mistake_is_answered_with_the_options(text, kind, message):
+    with pytest.raises(UserError, match=f"--drafter_options={text}: {message}"):
+        parse_drafter_options(text, kind)
+
+
+def test_flags_and_options_make_the_head(base):
+    config = config_of(
+        base,
+        drafter="clover",
+        drafter_options="regressive_block=none",
+        num_augmenting_layers=0,
+        num_positions=2,
+        hard_ce_weight=0.5,
+        soft_ce_weight=0.25,
+    )
+    assert (config.regressive_block, config.num_augmenting_layers) == ("none", 0)
+    assert (config.num_positions, config.max_depth) == (2, 2)
+    assert dataclasses.astuple(config.loss) == (0.0, 0.25, 0.5, 0.8)
+
+
+@pytest.mark.parametrize(
+    "settings, message",
+    [
+        (
+            {"drafter": "medusa", "num_augmenting_layers": 1},
+            "--drafter=medusa: a medusa head has no option num_augmenting_layers; its options: num",
+        ),
+        (
+            {"drafter": "medusa", "draft_rope_theta": 1e4},
+            "--drafter=medusa: .* no option rope; its",
+        ),
+        (
+            {"num_positions": 3, "drafter_options": "num_positions=4"},
+            "give --num_positions or num_positions in --drafter_options, not both",
+        ),
+        ({"drafter": "clover", "drafter_options": "regressive_block=x"}, "'x' is not one of"),
+        ({"num_augmenting_layers": 0}, r"num_augmenting_layers \(0\) must be at least 1"),
+    ],
+)
+def test_a_setting_that_the_head_cannot_take_is_refused(base, settings, message):
+    with pytest.raises(UserError, match=message):
+        config_of(base, **settings)
