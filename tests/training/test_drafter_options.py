@@ -1,5 +1,3 @@
-import dataclasses
-
 import pytest
 
 from clover_jax.errors import UserError
@@ -62,7 +60,7 @@ def test_flags_and_options_make_the_head(base):
     )
     assert (config.regressive_block, config.num_augmenting_layers) == ("none", 0)
     assert (config.num_positions, config.max_depth) == (2, 2)
-    assert dataclasses.astuple(config.loss) == (0.0, 0.25, 0.5, 0.8)
+    assert (config.loss.soft_ce, config.loss.hard_ce, config.loss.decay) == (0.25, 0.5, 0.8)
 
 
 @pytest.mark.parametrize(
