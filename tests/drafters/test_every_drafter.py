@@ -45,42 +45,57 @@ def made_of(name, base):
     return registry.head(registry.config_for_base(kind, base, **options))
 
 
-def text_features(head):
-    """Return tokens [1, S] and what the base gives the head to read at each."""
+@functools.cache
+def text_and_states():
+    """Return tokens [1, S] and the base's activations at each."""
     tokens = jax.random.randint(jax.random.key(3), (1, SIZE), 0, TINY.vocab_size)
     positions = jnp.arange(SIZE)[None]
-    mask = causal_mask(1, SIZE)
-    hidden = Decoder(TINY).apply({"params": random_base()}, tokens, positions, mask).hidden
-    return tokens, select_features(hidden, head.config.features)
+    forward = jax.jit(Decoder(TINY).apply)
+    output = forward({"params": random_base()}, tokens, positions, causal_mask(1, SIZE))
+    return tokens, output.hidden
 
 
 @every_drafter
 def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
     head, _ = random_head(name=name)
-    params, frozen = lively_params(name=name), frozen_from_base(random_base())
-    tokens, features = text_features(head)
-
-    def apply(method, *arguments):
-        return head.module.apply({"params": params}, frozen, *arguments, method=method)
-
-    ones, positions = jnp.ones_like(tokens), jnp.arange(SIZE)[None]
-    trained = apply("train_forward", features, tokens, ones, positions, None)
-    # The prompt comes in two pieces, the second one ragged.
-    first, count = 5, 3
-    cache = head.module.init_cache(1, SIZE, jnp.float32)
-    read, following = features[:, :first], tokens[:, 1 : first + 1]
-    start = jnp.zeros(1, jnp.int32)
-    _, cache = apply("absorb", read, following, start, start + first, cache)
-    read, following = features[:, first : first + 5], tokens[:, first + 1 : first + 6]
-    state, cache = apply("absorb", read, following, start + first, start + count, cache)
+    tokens, hidden = text_and_states()
+    frozen, features = (
+        frozen_from_base(random_base()),
+        select_features(hidden, head.config.features),
+    )
+    first, count = 5, 3  # the prompt comes in two pieces, the second one ragged
     last = first + count - 1
-    for depth in range(len(trained)):
-        proposed = apply("propose", state, depth)
-        expected = apply("logits", trained[depth, :, last], depth)
-        np.testing.assert_allclose(proposed[:, 0], expected, atol=1e-4, err_msg=f"depth {depth}")
-        token = tokens[:, last + 2 + depth][:, None]
-        parent = jnp.zeros((1, 1), jnp.int32)
-        state = apply("advance", state, cache, parent, token, depth + 1)
+
+    @jax.jit
+    def trained(params, tokens, features):
+        apply = functools.partial(head.module.apply, {"params": params}, frozen)
+        ones, positions = jnp.ones_like(tokens), jnp.arange(SIZE)[None]
+        states = apply(features, tokens, ones, positions, None, method="train_forward")
+        return [apply(u[:, last], i, method="logits") for i, u in enumerate(states)]
+
+    @jax.jit
+    def drafted(params, tokens, features):
+        apply = functools.partial(head.module.apply, {"params": params}, frozen)
+        start, parent = jnp.zeros(1, jnp.int32), jnp.zeros((1, 1), jnp.int32)
+        cache = head.module.init_cache(1, SIZE, jnp.float32)
+        for begin, size, valid in [(0, first, first), (first, 5, count)]:
+            read, following = (
+                x[:, i : i + size] for x, i in ((features, begin), (tokens, begin + 1))
+            )
+            state, cache = apply(
+                read, following, start + begin, start + valid, cache, method="absorb"
+            )
+        proposals = []
+        for depth in range(head.config.num_positions):
+            proposals.append(apply(state, depth, method="propose")[:, 0])
+            token = tokens[:, last + 2 + depth][:, None]
+            state = apply(state, cache, parent, token, depth + 1, method="advance")
+        return proposals
+
+    arguments = (lively_params(name=name), tokens, features)
+    pairs = zip(drafted(*arguments), trained(*arguments), strict=True)
+    for depth, (found, expected) in enumerate(pairs):
+        np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"depth {depth}")
 
 
 @functools.cache
