@@ -17,7 +17,7 @@ def to_json(value: Any) -> str:
     NumPy and JAX scalars and arrays become numbers and lists, paths strings, and what is not finite
     null, since JSON has no NaN.
     """
-    return json.dumps(_plain(value), ensure_ascii=False, allow_nan=False)
+    return json.dumps(plain_values(value), ensure_ascii=False, allow_nan=False)
 
 
 def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
@@ -56,15 +56,16 @@ def keep_rows(path: str | os.PathLike, wanted: Callable[[dict[str, Any]], bool])
                 file.write(to_json(row) + "\n")
 
 
-def _plain(value: Any) -> Any:
+def plain_values(value: Any) -> Any:
+    """Return `value` with JSON's types only; see `to_json`."""
     if isinstance(value, dict):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [plain_values(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
     if hasattr(value, "tolist"):
-        return _plain(value.tolist())
+        return plain_values(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):
         return None
     return value

@@ -192,9 +192,7 @@ class Engine:
                 if request is None:
                     break
                 started[slot] = time.perf_counter()
-                state = self._room_for(state, request, base_params)
-                row = self._prefill_row(weights, request, state.tokens.shape[1], state)
-                state = self._insert(state, slot, row)
+                state = self._fill(weights, state, slot, request)
                 slots[slot] = Generation(request.index, list(request.prompt_ids))
             if all(row is None for row in slots):
                 return
@@ -208,6 +206,16 @@ class Engine:
                         slots[slot] = None
                         if after.finish[slot] == RUNNING:  # the consumer stopped it
                             state = self._clear(state, slot)
+
+    def prefilled(
+        self, base_params: Params, draft_params: Params, requests: Sequence[Request]
+    ) -> DecodeState:
+        """Return a state whose first slots hold these requests, each with its first token."""
+        weights = Weights(base_params, draft_params if draft_params is not None else {})
+        state = None
+        for slot, request in enumerate(requests):
+            state = self._fill(weights, state, slot, request)
+        return state
 
     def check(self, request: Request) -> None:
         """Raise UserError for a request that cannot be decoded by this base."""
@@ -249,6 +257,14 @@ class Engine:
     def _limit(self, request: Request) -> int:
         context = self.config.base.max_position_embeddings
         return min(len(request.prompt_ids) + request.max_new_tokens, context)
+
+    def _fill(
+        self, weights: Weights, state: DecodeState | None, slot: int, request: Request
+    ) -> DecodeState:
+        """Prefill a request into a slot; without a state make one."""
+        state = self._room_for(state, request, weights.base)
+        row = self._prefill_row(weights, request, state.tokens.shape[1], state)
+        return self._insert(state, slot, row)
 
     def _room_for(
         self, state: DecodeState | None, request: Request, base_params: Params

@@ -1,0 +1,1 @@
+"""Measuring drafts against plain decoding: rows, times, figures, reports, plots."""

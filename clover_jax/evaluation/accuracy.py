@@ -1,0 +1,165 @@
+"""Top-k accuracy by position: teacher forced, on the text that plain decoding emitted.
+
+Position i of the head at text position t proposes x_{t+2+i}. A pair (t, i) counts when decoding
+could have made it: x_{t+1} is an emitted token, and so is x_{t+2+i}. It is a top-k hit when the
+base's own argmax there is among the head's k most probable tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Array, Int, Params
+from clover_jax.config import BaseConfig
+from clover_jax.data.batch import Batch
+from clover_jax.decoding.engine import bucket
+from clover_jax.decoding.top_k import argmax, top_k
+from clover_jax.drafters.drafter import Frozen, frozen_from_base
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.evaluation.methods import Method
+from clover_jax.models.decoder import project
+from clover_jax.training.teacher import online_teacher
+
+TOP = (1, 3, 5)
+_POSITIONS_AT_ONCE = 2048  # rows of a batch x their length
+_TARGETS_AT_ONCE = 128  # whose logits exist at a time
+
+
+class Text(NamedTuple):
+    """A prompt and what plain decoding emitted after it."""
+
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+    @property
+    def size(self) -> int:
+        """Tokens in all."""
+        return len(self.prompt_ids) + len(self.output_ids)
+
+
+class Hits(NamedTuple):
+    """Of one text or several.
+
+    pairs: [P] pairs that count. hits: [3, P] those whose target is among the best TOP.
+    """
+
+    pairs: np.ndarray
+    hits: np.ndarray
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the shares for a report."""
+        shares = np.where(self.pairs > 0, self.hits / np.maximum(self.pairs, 1), np.nan)
+        return {
+            "pairs": self.pairs.tolist(),
+            **{f"top_{k}": shares[i].tolist() for i, k in enumerate(TOP)},
+        }
+
+
+def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]:
+    """Yield the number of each text and its hits; texts of one length go together."""
+    base, head = method.models.base, method.models.draft.head
+    program = jax.jit(functools.partial(count_hits, base.config, head))
+    longest = max((len(text.output_ids) for text in texts), default=1)
+    num_targets = -(-longest // _TARGETS_AT_ONCE) * _TARGETS_AT_ONCE
+    by_size: dict[int, list[int]] = {}
+    for number, text in enumerate(texts):
+        by_size.setdefault(bucket(text.size), []).append(number)
+    for size, numbers in by_size.items():
+        rows = max(1, _POSITIONS_AT_ONCE // size)
+        for start in range(0, len(numbers), rows):
+            group = numbers[start : start + rows]
+            batch, first, end = _pack([texts[number] for number in group], rows, size)
+            counted = program(
+                base.params, method.models.draft_params, batch, first, end, np.zeros(num_targets)
+            )
+            pairs, hits = jax.device_get(counted)
+            for row, number in enumerate(group):
+                yield number, Hits(pairs[row], hits[row])
+
+
+def total(found: Sequence[Hits]) -> Hits:
+    """Add up."""
+    return Hits(sum(one.pairs for one in found), sum(one.hits for one in found))
+
+
+def _pack(texts: Sequence[Text], rows: int, size: int) -> tuple[Batch, np.ndarray, np.ndarray]:
+    """Return a batch with a text a row, where its emitted tokens begin, and where it ends."""
+    tokens = np.zeros((rows, size), np.int32)
+    first, end = np.ones(rows, np.int32), np.zeros(rows, np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : text.size] = [*text.prompt_ids, *text.output_ids]
+        first[row], end[row] = len(text.prompt_ids), text.size
+    slots = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
+    segments = (slots < end[:, None]).astype(np.int32)
+    return Batch(tokens, segments, slots, segments > 0), first, end
+
+
+def count_hits(
+    base: BaseConfig,
+    head: DraftHead,
+    base_params: Params,
+    params: Params,
+    batch: Batch,
+    first: Int[Array, " B"],
+    end: Int[Array, " B"],
+    slots: Array,
+) -> tuple[Int[Array, "B P"], Int[Array, "B K P"]]:
+    """Return the counted pairs and the hits of every row of a batch.
+
+    first, end: where a row's emitted tokens begin and where it ends. slots: [O], at least as many
+        as a row has emitted tokens; only its length matters.
+    """
+    frozen = frozen_from_base(base_params)
+    teacher = online_teacher(base, base_params, head.config.features, batch)
+    hidden = head.module.apply(
+        {"params": params},
+        frozen,
+        teacher.features,
+        batch.tokens,
+        batch.segment_ids,
+        batch.positions,
+        None,
+        method="train_forward",
+    )
+    # Target index tau = t + 1 + i: the base's state there gives the token at tau + 1.
+    target = first[:, None] + jnp.arange(slots.shape[0])
+    wanted = _in_chunks(
+        lambda states: argmax(project(frozen.lm_head, states)), _rows(teacher.states, target)
+    )
+    pairs, hits = [], []
+    for i in range(hidden.shape[0]):
+        source = target - 1 - i
+        counts = (source + 1 >= first[:, None]) & (target + 1 < end[:, None])
+        ids = _in_chunks(
+            lambda u, i=i: _best_ids(head, params, frozen, u, i), _rows(hidden[i], source)
+        )
+        found = (ids == wanted[..., None]) & counts[..., None]
+        pairs.append(counts.sum(axis=1))
+        hits.append(jnp.stack([found[..., :k].any(-1).sum(axis=1) for k in TOP], axis=1))
+    return jnp.stack(pairs, axis=-1), jnp.stack(hits, axis=-1)
+
+
+def _best_ids(head: DraftHead, params: Params, frozen: Frozen, u: Array, i: int) -> Array:
+    """Return the ids of the most probable tokens of position i, in the base's vocabulary."""
+    logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
+    ids = top_k(logits, max(TOP)).ids
+    table = head.config.draft_to_target
+    return ids if table is None else jnp.asarray(table)[ids]
+
+
+def _rows(x: Array, index: Int[Array, "B O"]) -> Array:
+    """Take [B, O, D] of [B, S, D]; an index outside gives some row."""
+    return jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1)[..., None], axis=1)
+
+
+def _in_chunks(function: Any, x: Array) -> Array:
+    """Apply a function of [n, D] to [B, O, D], a chunk of targets at a time."""
+    chunks = x.reshape(-1, _TARGETS_AT_ONCE, x.shape[-1])
+    result = jax.lax.map(function, chunks)
+    return result.reshape(*x.shape[:2], *result.shape[2:])

@@ -1,0 +1,91 @@
+"""Whether a method's text is that of plain decoding, and where it first is not."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from clover_jax.evaluation.rows import turns_of
+
+NEAR_TIE, MISMATCH = "near-tie", "mismatch"
+
+
+@dataclasses.dataclass(frozen=True)
+class Divergence:
+    """The first token at which a row differs from plain decoding's.
+
+    index: of the row in its file. turn: number of the answer. position: of the token in it.
+    expected, found: plain decoding's token and the other; None where the text had ended.
+    gap: by how much plain decoding preferred its token. threshold: how much such preferences of
+        plain decoding itself depend on the batch size. kind: NEAR_TIE or MISMATCH.
+    """
+
+    index: int
+    turn: int
+    position: int
+    expected: int | None
+    found: int | None
+    gap: float | None = None
+    threshold: float | None = None
+    kind: str = MISMATCH
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """A row beside plain decoding's: equal, or where they part; neither where one has no text."""
+
+    is_compared: bool
+    divergence: Divergence | None = None
+
+
+def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> Comparison:
+    """Compare the texts of two output rows, turn by turn up to the first difference.
+
+    (What follows it has another context, so it says nothing more.)
+    """
+    pairs = list(zip(turns_of(row), turns_of(vanilla), strict=False))
+    for number, (mine, plain) in enumerate(pairs):
+        position = first_difference(mine.output_ids, plain.output_ids)
+        if position is not None:
+            return Comparison(
+                True,
+                Divergence(
+                    row["index"],
+                    number,
+                    position,
+                    _at(plain.output_ids, position),
+                    _at(mine.output_ids, position),
+                ),
+            )
+    return Comparison(bool(pairs))
+
+
+def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
+    """Return the first index at which two sequences differ; None where they are equal.
+
+    Example: [5, 6] and [5, 6, 7] differ at 2.
+    """
+    for index, (a, b) in enumerate(zip(one, other, strict=False)):
+        if a != b:
+            return index
+    return None if len(one) == len(other) else min(len(one), len(other))
+
+
+def summarize(
+    comparisons: Sequence[Comparison], divergences: Sequence[Divergence]
+) -> dict[str, Any]:
+    """Return the counts for a report; `divergences` are those of `comparisons`, classified."""
+    compared = sum(comparison.is_compared for comparison in comparisons)
+    near_ties = sum(found.kind == NEAR_TIE for found in divergences)
+    return {
+        "compared": compared,
+        "equal": compared - len(divergences),
+        "near_ties": near_ties,
+        "mismatches": len(divergences) - near_ties,
+        "not_compared": len(comparisons) - compared,
+    }
+
+
+def _at(ids: Sequence[int], position: int) -> int | None:
+    return ids[position] if position < len(ids) else None

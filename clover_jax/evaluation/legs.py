@@ -1,0 +1,136 @@
+"""Times: one leg is one pass of one method over one task; DIR/legs.jsonl keeps them.
+
+Within a repeat the methods take turns, so that what slows the machine down meets all of them. A
+throughput is tokens / wall seconds, prefill and the host's work included, the same count for all.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import statistics
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from clover_jax.jsonl import append_row, keep_rows, read_rows
+
+LEGS = "legs.jsonl"
+
+
+class LegKey(NamedTuple):
+    """Which leg: what tells it from every other one."""
+
+    batch_size: int
+    task: str
+    repeat: int
+    method: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Leg:
+    """One timed pass.
+
+    seconds: wall time, compilation taken out. compile_seconds: what was taken out.
+    rows_changed: rows whose tokens differ from those of the method's first pass.
+    session: which start of the command measured it, from 0.
+    """
+
+    batch_size: int
+    task: str
+    repeat: int
+    method: str
+    rows: int
+    tokens: int
+    seconds: float
+    compile_seconds: float
+    rows_changed: int
+    session: int
+
+    @property
+    def key(self) -> LegKey:
+        """Which leg it is."""
+        return LegKey(self.batch_size, self.task, self.repeat, self.method)
+
+
+class LegJournal:
+    """The legs that are done, those of earlier sessions included."""
+
+    def __init__(self, directory: Path, overwrite: bool):
+        """Read DIR/legs.jsonl; start anew with `overwrite`."""
+        self._path = directory / LEGS
+        if overwrite:
+            self._path.unlink(missing_ok=True)
+        keep_rows(self._path, lambda row: True)  # a torn last line goes
+        rows = read_rows(self._path) if self._path.exists() else ()
+        self._legs = {leg.key: leg for leg in (Leg(**row) for row in rows)}
+        self.session = max((leg.session for leg in self._legs.values()), default=-1) + 1
+
+    def __contains__(self, key: LegKey) -> bool:
+        return key in self._legs
+
+    def add(self, leg: Leg) -> None:
+        """Note a leg that has just ended."""
+        append_row(self._path, dataclasses.asdict(leg))
+        self._legs[leg.key] = leg
+
+    def select(self, **wanted: Any) -> list[Leg]:
+        """Return the legs whose attributes are these."""
+        return [
+            leg
+            for leg in self._legs.values()
+            if all(getattr(leg, name) == value for name, value in wanted.items())
+        ]
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """A figure that was measured several times."""
+
+    median: float
+    least: float
+    most: float
+    repeats: tuple[float, ...]
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> Spread | None:
+        """Return the spread of some values; None of none."""
+        if not values:
+            return None
+        return cls(statistics.median(values), min(values), max(values), tuple(values))
+
+
+def throughputs(legs: Iterable[Leg]) -> dict[int, float]:
+    """Return repeat -> tokens per second over all legs of that repeat."""
+    tokens: dict[int, int] = {}
+    seconds: dict[int, float] = {}
+    for leg in legs:
+        tokens[leg.repeat] = tokens.get(leg.repeat, 0) + leg.tokens
+        seconds[leg.repeat] = seconds.get(leg.repeat, 0.0) + leg.seconds
+    return {repeat: tokens[repeat] / seconds[repeat] for repeat in tokens if seconds[repeat] > 0}
+
+
+def speed(legs: Sequence[Leg], vanilla: Sequence[Leg]) -> dict[str, Any]:
+    """Return a method's tokens per second and its speed-up, repeat by repeat, for a report."""
+    mine, plain = throughputs(legs), throughputs(vanilla)
+    ratios = [mine[repeat] / plain[repeat] for repeat in sorted(mine) if plain.get(repeat)]
+    figures = {
+        "tokens_per_second": Spread.of([mine[repeat] for repeat in sorted(mine)]),
+        "speedup": Spread.of(ratios),
+    }
+    return {
+        **{name: value and dataclasses.asdict(value) for name, value in figures.items()},
+        "seconds": sum(leg.seconds for leg in legs),
+        "rows_changed": sum(leg.rows_changed for leg in legs),
+    }
+
+
+def split_turns(legs: Iterable[Leg]) -> list[dict[str, Any]]:
+    """Return which turns were not measured side by side: their legs are of several sessions."""
+    sessions: dict[tuple[int, str, int], set[int]] = {}
+    for leg in legs:
+        sessions.setdefault((leg.batch_size, leg.task, leg.repeat), set()).add(leg.session)
+    return [
+        {"batch_size": size, "task": task, "repeat": repeat}
+        for (size, task, repeat), found in sessions.items()
+        if len(found) > 1
+    ]

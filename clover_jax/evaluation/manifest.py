@@ -1,0 +1,74 @@
+"""What a report was measured with: settings, versions, machine, revision, hashes."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from clover_jax.evaluation.methods import Method
+from clover_jax.training.provenance import git_revision, versions
+
+
+def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, Any]) -> dict:
+    """Return the manifest of a run.
+
+    flags: every flag's value. prompts: their file, hash and count.
+    """
+    vanilla = methods[0].models
+    identity = vanilla.identity()
+    return {
+        "command": "evaluate",
+        "flags": flags,
+        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "git_revision": git_revision(),
+        "versions": versions(),
+        "hardware": hardware(),
+        "dtype": identity["dtype"],
+        "base": {"source": vanilla.base.source, "hash": identity["base_hash"]},
+        "prompts": prompts,
+        "drafts": {method.name: _draft(method) for method in methods[1:]},
+    }
+
+
+def hardware() -> dict[str, Any]:
+    """Return what the run used."""
+    device = jax.devices()[0]
+    return {
+        "backend": jax.default_backend(),
+        "device": device.device_kind,
+        "num_devices": jax.device_count(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+    }
+
+
+def _draft(method: Method) -> dict[str, Any]:
+    draft, identity = method.models.draft, method.models.identity()
+    provenance = draft.provenance
+    return {
+        "source": draft.source,
+        "kind": draft.head.config.kind,
+        "hash": identity["draft_hash"],
+        "tree": method.models.tree.name,
+        "tree_hash": identity["tree_hash"],
+        "nodes": method.models.tree.num_nodes,
+        "steps": provenance.get("steps"),
+        "git_revision": provenance.get("git_revision"),
+        "data_hash": provenance.get("data_hash"),
+    }
+
+
+def _processor() -> str:
+    """Return the processor's name where the system says it (Linux)."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()

@@ -1,0 +1,257 @@
+"""The report as a page: tables that open in any viewer of Markdown, and the plots."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clover_jax.evaluation.options import VANILLA
+
+NONE = "-"
+
+
+def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
+    """Return the page; `plots` are the pictures, in a folder beside it."""
+    drafts = [name for name in report["methods"] if name != VANILLA]
+    parts = ["# Evaluation", _summary(report), "## Overall", _overall(report)]
+    if drafts:
+        parts += ["## By task", *_by_task(report)]
+        parts += ["## By position", *(_positions(name, report) for name in drafts)]
+        parts += ["## Accepted drafted tokens", *(_acceptance(name, report) for name in drafts)]
+        parts += ["## Equality with plain decoding", _equality(report)]
+    if len(report["batch_sizes"]) > 1:
+        parts += ["## By batch size", _batch_sizes(report)]
+    parts += ["## Time of a step", _steps(report)]
+    if plots:
+        parts += [
+            "## Plots",
+            *(f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots),
+        ]
+    parts += ["## Definitions", _DEFINITIONS, "## Manifest", _manifest(report["manifest"])]
+    return "\n\n".join(parts) + "\n"
+
+
+def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    """Return a Markdown table."""
+    lines = [header, ["---"] * len(header), *rows]
+    return "\n".join(f"| {' | '.join(map(str, line))} |" for line in lines)
+
+
+def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
+    """Return a number with so many digits after the point; a dash for none."""
+    return NONE if value is None else f"{value:.{digits}f}{suffix}"
+
+
+def spread(value: Mapping[str, Any] | None, digits: int = 2, suffix: str = "") -> str:
+    """Return "median (least .. most)" of a figure that was measured several times."""
+    if value is None:
+        return NONE
+    if len(value["repeats"]) < 2:
+        return number(value["median"], digits, suffix)
+    least, most = number(value["least"], digits), number(value["most"], digits)
+    return f"{number(value['median'], digits, suffix)} ({least} .. {most})"
+
+
+def _summary(report: Mapping[str, Any]) -> str:
+    plain, manifest = report["methods"][VANILLA]["overall"], report["manifest"]
+    lines = [
+        f"{plain['rows']} rows, {plain['turns']} answers, {plain['tokens']} tokens of plain "
+        f"decoding; base {manifest['base']['source']}, {manifest['dtype']}; batch size "
+        f"{report['batch_sizes'][0]}; {report['repeats']} repeats, the methods in turns; "
+        f"{manifest['hardware']['device']} ({manifest['hardware']['processor']}).",
+        f"Rows that failed: {plain['failed']}; left out as longer than the context: "
+        f"{plain['skipped']}; cut on the left to fit it: {plain['truncated']}.",
+    ]
+    lines += [f"**Problem: {problem}.**" for problem in report["problems"]]
+    if len(report["sessions"]) > 1:
+        lines.append(
+            f"The command was stopped and resumed: times are of {len(report['sessions'])} "
+            f"sessions, and in {len(report['split_turns'])} turns the methods were not measured "
+            "side by side."
+        )
+    return "\n\n".join(lines)
+
+
+def _overall(report: Mapping[str, Any]) -> str:
+    speeds = report["speed"][str(report["batch_sizes"][0])]
+    rows = []
+    for name, cells in report["methods"].items():
+        cell, measured = cells["overall"], speeds[name]["overall"]
+        draft = report["manifest"]["drafts"].get(name, {})
+        rows.append(
+            [
+                name,
+                f"{draft.get('tree', 'none')} ({draft.get('nodes', 0)})",
+                number(cell["tau"]),
+                number(cell["extra_tokens"]),
+                spread(measured["tokens_per_second"], 0),
+                spread(measured["speedup"], 2, "x"),
+                _equal(cell),
+            ]
+        )
+    header = ["method", "tree (nodes)", "tau", "extra tokens a step", "tokens/s", "speed-up"]
+    return table([*header, "rows equal to vanilla"], rows)
+
+
+def _equal(cell: Mapping[str, Any]) -> str:
+    equality = cell.get("equality")
+    return NONE if equality is None else f"{equality['equal']} of {equality['compared']}"
+
+
+def _by_task(report: Mapping[str, Any]) -> Iterable[str]:
+    speeds = report["speed"][str(report["batch_sizes"][0])]
+    header = ["task", "rows", "failed", "skipped", "truncated", "tau", "extra tokens a step"]
+    header += ["tokens/s", "speed-up", "rows equal"]
+    for name, cells in report["methods"].items():
+        yield f"### {name}"
+        rows = []
+        for task in report["tasks"]:
+            cell, measured = cells["tasks"][task], speeds[name]["tasks"][task]
+            rows.append(
+                [
+                    task,
+                    *(cell[key] for key in ("rows", "failed", "skipped", "truncated")),
+                    number(cell["tau"]),
+                    number(cell["extra_tokens"]),
+                    spread(measured["tokens_per_second"], 0),
+                    spread(measured["speedup"], 2, "x"),
+                    _equal(cell),
+                ]
+            )
+        yield table(header, rows)
+
+
+def _positions(name: str, report: Mapping[str, Any]) -> str:
+    cell = report["methods"][name]["overall"]
+    accuracy = cell["accuracy"] or {}
+    columns = {
+        "joint hit rate": cell["hit_rate"],
+        "conditional hit rate": cell["conditional_hit_rate"],
+        "top-1 accuracy": accuracy.get("top_1", []),
+        "top-3 accuracy": accuracy.get("top_3", []),
+        "top-5 accuracy": accuracy.get("top_5", []),
+    }
+    count = max(map(len, columns.values()), default=0)
+    rows = [
+        [i, *(number(values[i], 3) if i < len(values) else NONE for values in columns.values())]
+        for i in range(count)
+    ]
+    return f"### {name}\n\n" + table(["position", *columns], rows)
+
+
+def _acceptance(name: str, report: Mapping[str, Any]) -> str:
+    cell = report["methods"][name]["overall"]
+    forwards = max(cell["target_forwards"], 1)
+    lengths = table(
+        ["accepted", "forwards", "share"],
+        [
+            [k, count, number(100 * count / forwards, 1, " %")]
+            for k, count in enumerate(cell["accepted_histogram"])
+        ],
+    )
+    contexts = table(
+        ["tokens before the step", "forwards", "mean accepted"],
+        [
+            [f"{one['from']} .. {one['to'] - 1}", one["forwards"], number(one["mean_accepted"])]
+            for one in cell["by_context"]
+        ],
+    )
+    counters = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
+    names = ", ".join(f"`{counter}` {cell[counter]}" for counter in counters)
+    per_position = f"`num_accepted_tokens_per_pos` {cell['num_accepted_tokens_per_pos']}"
+    return "\n\n".join([f"### {name}", lengths, contexts, f"{names}, {per_position}"])
+
+
+def _equality(report: Mapping[str, Any]) -> str:
+    keys = ("compared", "equal", "near_ties", "mismatches", "not_compared")
+    drafts = {name: cells for name, cells in report["methods"].items() if name != VANILLA}
+    rows = [
+        [name, *(cells["overall"]["equality"][key] for key in keys)]
+        for name, cells in drafts.items()
+    ]
+    parts = [table(["draft", *(key.replace("_", " ") for key in keys)], rows)]
+    if not report["is_equality_expected"]:
+        parts.append("With these settings a draft need not emit plain decoding's very tokens.")
+    found = [(name, one) for name in drafts for one in report["divergences"][name]]
+    if found:
+        columns = ("index", "turn", "position", "expected", "found")
+        parts.append(
+            table(
+                ["draft", *columns, "gap", "threshold", "kind"],
+                [
+                    [name, *(NONE if one[key] is None else one[key] for key in columns)]
+                    + [_tiny(one["gap"]), _tiny(one["threshold"]), one["kind"]]
+                    for name, one in found
+                ],
+            )
+        )
+    return "\n\n".join(parts)
+
+
+def _tiny(value: float | None) -> str:
+    return NONE if value is None else f"{value:.2g}"
+
+
+def _batch_sizes(report: Mapping[str, Any]) -> str:
+    names = list(report["methods"])
+    rows = []
+    for size in sorted(report["batch_sizes"]):
+        speeds = report["speed"][str(size)]
+        cells = [speeds[name]["overall"] for name in names]
+        rows.append(
+            [
+                size,
+                *(spread(cell["tokens_per_second"], 0) for cell in cells),
+                *(spread(cell["speedup"], 2, "x") for cell in cells[1:]),
+            ]
+        )
+    header = [f"{name} tokens/s" for name in names] + [f"{name} speed-up" for name in names[1:]]
+    return table(["batch size", *header], rows)
+
+
+def _steps(report: Mapping[str, Any]) -> str:
+    rows = []
+    for name, cells in report["methods"].items():
+        step = cells["step"]
+        if step:
+            shares = [number(100 * step[f"{part}_share"], 0, " %") for part in _PARTS]
+            cost = number(step["break_even_tau"], 2)
+            rows.append([name, number(1000 * step["step"], 3), *shares, cost])
+    header = ["method", "step, ms", "draft (absorb included)", "verify", "accept, commit, rest"]
+    return f"Measured: {report['step_timing']}.\n\n" + table([*header, "break-even tau"], rows)
+
+
+_PARTS = ("draft", "verify", "rest")
+
+_DEFINITIONS = """\
+- tau: emitted tokens / forwards of the base, bonus token included, prefill's own token and forward
+  left out. Extra tokens a step: tau - 1.
+- Joint hit rate of position i: forwards that accepted positions 0..i / forwards; conditional: the
+  same among the forwards that accepted 0..i-1.
+- Top-k accuracy of position i: teacher forced on plain decoding's text, the base's argmax is among
+  the draft's k most probable tokens.
+- tokens/s: all tokens / wall time, prefill and the host's work included, compilation not. Speed-up:
+  ratio of tokens/s to that of plain decoding in the same turn; the median of the repeats, with the
+  least and the most.
+- Near-tie: the text left that of plain decoding where its two tokens are closer than plain decoding
+  itself moves between batch 1 and the run's batch; any other difference is a mismatch.
+- Break-even tau: what a step costs in steps of plain decoding; above it a draft saves time."""
+
+
+def _manifest(manifest: Mapping[str, Any]) -> str:
+    hardware = manifest["hardware"]
+    rows = [
+        ["finished at", manifest["finished_at"]],
+        ["git revision", manifest["git_revision"]],
+        ["versions", ", ".join(f"{name} {value}" for name, value in manifest["versions"].items())],
+        ["hardware", ", ".join(f"{name} {value}" for name, value in hardware.items())],
+        ["base", f"{manifest['base']['source']}, {manifest['base']['hash']}"],
+        ["prompts", f"{manifest['prompts']['source']}, {manifest['prompts']['hash']}"],
+        *(
+            [f"draft {name}", f"{one['kind']}, {one['source']}, step {one['steps']}, {one['hash']}"]
+            for name, one in manifest["drafts"].items()
+        ),
+        ["flags", " ".join(f"--{name}={value}" for name, value in manifest["flags"].items())],
+    ]
+    return table(["what", "value"], rows)

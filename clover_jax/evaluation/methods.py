@@ -1,0 +1,77 @@
+"""What is measured: plain decoding and every draft, on one loaded base."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+
+import jax.numpy as jnp
+
+from clover_jax.decoding.engine import Engine, Request, bucket
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.generation.models import Models, load_plain, with_draft
+
+
+@dataclasses.dataclass(frozen=True)
+class Method:
+    """Plain decoding or a draft.
+
+    name: VANILLA or the draft's. source: where the draft was found; None for plain decoding.
+    """
+
+    name: str
+    models: Models
+    source: str | None = None
+
+    @property
+    def depth(self) -> int:
+        """Drafted tokens on the longest path; 0 for plain decoding."""
+        return self.models.tree.depth
+
+
+def load_methods(options: Options, dtype: jnp.dtype) -> list[Method]:
+    """Load the base once, then every draft; plain decoding comes first.
+
+    Raises UserError for what is missing, broken or does not fit the base.
+    """
+    plain = load_plain(options.base, dtype)
+    methods = [Method(VANILLA, plain)]
+    for choice in options.draft_choices:
+        models = with_draft(
+            plain,
+            choice.source,
+            choice.tree,
+            allow_base_mismatch=options.allow_base_mismatch,
+            draft_rope_theta=options.draft_rope_theta,
+        )
+        methods.append(Method(choice.name, models, choice.source))
+    return methods
+
+
+def make_engines(
+    methods: Sequence[Method], sampling: SamplingConfig, seed: int, batch_size: int
+) -> dict[str, Engine]:
+    """Return an engine for each method; nothing compiles yet."""
+    return {method.name: method.models.engine(batch_size, sampling, seed) for method in methods}
+
+
+def warm_up(method: Method, engine: Engine, longest: int) -> None:
+    """Compile every program that rows of up to `longest` positions may need.
+
+    Buffers come in buckets: one pass in each, and one that grows through all of them.
+    """
+    context, depth = engine.config.base.max_position_embeddings, method.depth
+    requests, size = [], bucket(1)
+    while True:
+        # A prompt of one token whose limit fills the bucket.
+        limit = min(size - depth, context)
+        requests.append(Request(len(requests), [0], max(limit - 1, 1)))
+        if size >= bucket(min(longest, context) + depth):
+            break
+        size *= 2
+    for passing in [*([request] for request in requests), requests]:
+        for progress in engine.stream(
+            method.models.base.params, method.models.draft_params, passing
+        ):
+            progress.stop()

@@ -1,0 +1,144 @@
+"""Telling a near-tie from a mismatch where a draft's text leaves that of plain decoding.
+
+In low precision the same tokens round differently in another batch or tree, and two tokens of
+almost the same score can change places. How much that is, plain decoding itself shows: it is fed
+the same text alone and in a batch, and the largest change of a top-two margin is the threshold. A
+divergence at a smaller gap is a near-tie; at a larger one the text is not plain decoding's.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.decoding.engine import Engine, Request, bucket
+from clover_jax.decoding.sampling import TOKEN, gumbel, warp
+from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.step import StepConfig, Weights
+from clover_jax.decoding.top_k import top_k
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.verify import tree_logits, verify
+from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Divergence
+from clover_jax.evaluation.methods import Method
+from clover_jax.models.cache import write_rows
+
+
+class Case(NamedTuple):
+    """A divergence with what plain decoding emitted there.
+
+    request: of plain decoding's turn. output_ids: what it emitted.
+    """
+
+    divergence: Divergence
+    request: Request
+    output_ids: list[int]
+
+
+class Margins(NamedTuple):
+    """Of plain decoding at every emitted token.
+
+    margin: [B, O] best score less second best. gap: [B, O] best score less that of another token.
+    """
+
+    margin: Array
+    gap: Array
+
+
+def classify(
+    cases: Sequence[Case], vanilla: Method, alone: Engine, batched: Engine
+) -> list[Divergence]:
+    """Return the divergences with gap, threshold and kind.
+
+    alone, batched: engines of plain decoding with one slot and with those of the run.
+    """
+    if not cases:
+        return []
+    size = batched.batch_size
+    groups = [list(cases[start : start + size]) for start in range(0, len(cases), size)]
+    together = [_margins(group, vanilla, batched) for group in groups]
+    single = [_margins([case], vanilla, alone) for case in cases]
+    margin = np.concatenate([m.margin[: len(g)] for m, g in zip(together, groups, strict=True)])
+    gap = np.concatenate([m.gap[: len(g)] for m, g in zip(together, groups, strict=True)])
+    lengths = [len(case.output_ids) for case in cases]
+    threshold = max(
+        float(np.abs(margin[i, :length] - single[i].margin[0, :length]).max())
+        for i, length in enumerate(lengths)
+    )
+    return [
+        _classified(case.divergence, float(gap[i, case.divergence.position]), threshold)
+        if case.divergence.position < lengths[i]
+        else dataclasses.replace(case.divergence, threshold=threshold)
+        for i, case in enumerate(cases)
+    ]
+
+
+def _classified(found: Divergence, gap: float, threshold: float) -> Divergence:
+    kind = NEAR_TIE if found.found is not None and gap <= threshold else MISMATCH
+    return dataclasses.replace(found, gap=gap, threshold=threshold, kind=kind)
+
+
+def _margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
+    """Feed plain decoding its own text; [B, O] with O padded to the length of the longest."""
+    params = vanilla.models.base.params
+    state = engine.prefilled(params, None, [case.request for case in cases])
+    longest = bucket(max(len(case.output_ids) for case in cases))
+    fed = np.zeros((engine.batch_size, longest), np.int32)
+    other = np.zeros((engine.batch_size, longest), np.int32)
+    for row, case in enumerate(cases):
+        # From the prompt's last token on, so that the first emitted one has a margin too.
+        text = [case.request.prompt_ids[-1], *case.output_ids[:-1]]
+        fed[row, : len(text)] = text
+        if case.divergence.found is not None and case.divergence.position < longest:
+            other[row, case.divergence.position] = case.divergence.found
+    program = jax.jit(functools.partial(forced_margins, engine.config))
+    margins = program(Weights(params, {}), state, jnp.asarray(fed), jnp.asarray(other))
+    return jax.device_get(margins)
+
+
+def forced_margins(
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    fed: Int[Array, "B O"],
+    other: Int[Array, "B O"],
+) -> Margins:
+    """Decode plainly, one token at a step, with the given tokens in the place of its own.
+
+    state: after prefill. fed: the prompt's last token and the emitted ones but the last.
+    other: the token of each step whose gap to the best is wanted.
+    """
+    first = state.length - 1
+    room = state.tokens.shape[1] - 1
+
+    def step(cache, inputs):
+        number, token, rival = inputs
+        length = jnp.minimum(first + number, room)
+        tree = TokenTree(token[:, None], jnp.full((1, 1), -1))
+        output = verify(config.base, weights.base, tree, 0, cache, length)
+        scores = _scores(config, state, tree_logits(weights.base, output), length + 1)
+        best = top_k(scores, 2).values
+        rival_score = jnp.take_along_axis(scores, rival[:, None], axis=-1)[:, 0]
+        margins = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
+        return write_rows(cache, output.fresh, length), margins
+
+    numbers = jnp.arange(fed.shape[1])
+    _, margins = jax.lax.scan(step, state.cache, (numbers, fed.T, other.T))
+    return jax.tree.map(lambda x: x.T, margins)
+
+
+def _scores(
+    config: StepConfig, state: DecodeState, logits: Float[Array, "B 1 V"], position: Array
+) -> Float[Array, "B V"]:
+    """Return what the next token is the argmax of: logits, or warped logits with noise."""
+    if config.sampling.verify == "greedy":
+        return logits[:, 0]
+    warped = warp(logits, state.sampling, config.sampling.truncate)
+    noise = gumbel(state.sampling, position[:, None], TOKEN, logits.shape[-1])
+    return (warped + noise)[:, 0]

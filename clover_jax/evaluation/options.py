@@ -1,0 +1,108 @@
+"""What a user asks `evaluate` for, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from clover_jax.errors import UserError
+
+VANILLA = "vanilla"  # plain decoding, measured beside every draft
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # it names a file
+
+
+@dataclasses.dataclass(frozen=True)
+class DraftChoice:
+    """A draft to measure.
+
+    name: in reports and of its row file. source: as `load_draft` takes it. tree: its name; None
+    for the draft's own.
+    """
+
+    name: str
+    source: str
+    tree: str | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """What a user asks for, by the names of the command's flags.
+
+    limit_prompts: rows of each task at most; None takes all.
+    """
+
+    base: str
+    drafts: str | None
+    tree: str | None
+    prompts: str | None
+    output: str
+    dtype: str
+    mesh: str | None
+    batch_size: int
+    batch_sizes: str | None
+    repeats: int
+    limit_prompts: int | None
+    seed: int
+    overwrite: bool
+    allow_base_mismatch: bool
+    draft_rope_theta: float | None
+
+    def __post_init__(self):
+        if self.mesh is not None:
+            raise UserError(f"--mesh={self.mesh}: evaluate uses one device for now; leave it out")
+        _ = self.all_batch_sizes, self.draft_choices  # raise now
+
+    @property
+    def draft_choices(self) -> list[DraftChoice]:
+        """The drafts, in the order in which they were given."""
+        return parse_drafts(self.drafts or "", self.tree)
+
+    @property
+    def all_batch_sizes(self) -> list[int]:
+        """`batch_size` first, then the others of `batch_sizes`."""
+        sizes = [self.batch_size]
+        for word in (self.batch_sizes or "").split(","):
+            if word.strip() and not (word.strip().isdecimal() and int(word) > 0):
+                raise UserError(
+                    f"--batch_sizes={self.batch_sizes}: {word.strip()!r} is no batch size; write "
+                    "whole numbers from 1, such as 1,4,8"
+                )
+            if word.strip() and int(word) not in sizes:
+                sizes.append(int(word))
+        return sizes
+
+
+def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
+    """Return the drafts of "NAME=DIR,NAME=DIR", with the trees of "TREE" or "NAME=TREE,...".
+
+    Example: "a=x,b=y" with the trees "b=chain:4" gives a=x with its own tree and b=y with chain:4.
+    Raises UserError for what cannot be read.
+    """
+    sources: dict[str, str] = {}
+    for item in filter(None, map(str.strip, drafts.split(","))):
+        name, equals, source = item.partition("=")
+        if not (equals and source and _NAME.fullmatch(name)):
+            raise UserError(
+                f"--drafts: {item!r} should be NAME=DIR, with a name of letters, digits and ._+-"
+            )
+        if name == VANILLA:
+            raise UserError(f"--drafts: the name {VANILLA!r} stands for plain decoding")
+        if name in sources:
+            raise UserError(f"--drafts: the name {name!r} is given twice; each draft needs its own")
+        sources[name] = source
+    trees = parse_trees(tree, list(sources))
+    return [DraftChoice(name, source, trees[name]) for name, source in sources.items()]
+
+
+def parse_trees(tree: str | None, names: list[str]) -> dict[str, str | None]:
+    """Return each draft's tree: one for all, or those of "NAME=TREE,NAME=TREE"."""
+    if tree is None or "=" not in tree:
+        return dict.fromkeys(names, tree)
+    trees: dict[str, str | None] = dict.fromkeys(names)
+    for item in tree.split(","):
+        name, _, value = item.strip().partition("=")
+        if name not in trees or not value:
+            known = ", ".join(names) or "none"
+            raise UserError(f"--tree: {item!r} should be NAME=TREE; the drafts are {known}")
+        trees[name] = value
+    return trees

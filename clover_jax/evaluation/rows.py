@@ -1,0 +1,65 @@
+"""Rows of rows/NAME.jsonl: those of `generate`, and what each forward proposed and accepted."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+from clover_jax.generation.row_stream import RowEvent
+
+
+class TurnRow(NamedTuple):
+    """One answer of an output row.
+
+    accepted, proposed, ranks: of each forward of the base, the drafted tokens that it accepted, how
+        many it verified, and of each accepted one how many of its siblings come before it.
+    num_cut: prompt tokens for which the context had no room.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    accepted: list[int]
+    proposed: list[int]
+    ranks: list[list[int]]
+    num_cut: int
+
+
+class RowMaker:
+    """Makes output rows of events; one for each pass over prompts."""
+
+    def __init__(self):
+        """Start with no rows on their way."""
+        self._forwards: dict[int, dict[str, list]] = {}
+
+    def take(self, event: RowEvent) -> dict[str, Any] | None:
+        """Take in an event; return the output row if it ended one, its index that of the prompt."""
+        if event.turn_ended:
+            columns = self._forwards.setdefault(event.job.prompt.index, _empty_columns())
+            # A stop string cuts forwards with the tokens that they gave.
+            count = len(event.job.turns[-1].accepted)
+            columns["proposed"].append(event.generation.proposed[:count])
+            columns["ranks"].append(event.generation.ranks[:count])
+            columns["num_cut"].append(event.job.num_cut[-1])
+        if event.row is None:
+            return None
+        columns = self._forwards.pop(event.row["index"], _empty_columns())
+        if "output_ids" not in event.row:
+            return event.row
+        if event.job.prompt.num_turns == 1:
+            columns = {name: values[0] for name, values in columns.items()}
+        return {**event.row, **columns}
+
+
+def _empty_columns() -> dict[str, list]:
+    return {"proposed": [], "ranks": [], "num_cut": []}
+
+
+def turns_of(row: dict[str, Any]) -> Iterator[TurnRow]:
+    """Yield every turn of an output row; nothing for one that failed or was skipped."""
+    if "output_ids" not in row:
+        return
+    columns = [row[name] for name in TurnRow._fields]
+    if isinstance(row["finish_reason"], list):
+        yield from (TurnRow(*turn) for turn in zip(*columns, strict=True))
+    else:
+        yield TurnRow(*columns)

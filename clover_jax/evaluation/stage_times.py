@@ -1,0 +1,126 @@
+"""How a step's time divides: its parts compiled and timed alone, at the shapes of the run.
+
+A part runs many times within one compiled loop, each time on what the last gave, so that neither
+starting it from the host nor the compiler's hoisting falsifies it. What the whole step takes beyond
+drafting and verifying is accepting, committing, and what overlaps badly.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array
+from clover_jax.decoding.engine import Engine, Request
+from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, decode_chunk
+from clover_jax.decoding.top_k import argmax
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.verify import tree_logits, verify
+from clover_jax.evaluation.methods import Method
+
+METHOD = (
+    "the whole step, drafting and verifying each compiled and run alone, in a loop on the device, "
+    "at the run's batch size on its first prompts, in turns; of each the fastest of 7"
+)
+_STEPS, _REPEATS = 8, 7
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one step with a full batch, and of its parts; draft is 0 for plain decoding."""
+
+    batch_size: int
+    context: int
+    step: float
+    draft: float
+    verify: float
+
+    def to_dict(self, plain: StageTimes) -> dict[str, Any]:
+        """Return seconds, shares, and the cost of a step in steps of plain decoding."""
+        rest = max(self.step - self.draft - self.verify, 0.0)
+        total = self.draft + self.verify + rest
+        return {
+            **dataclasses.asdict(self),
+            "rest": rest,
+            "draft_share": self.draft / total,
+            "verify_share": self.verify / total,
+            "rest_share": rest / total,
+            # A draft gains time where its tau exceeds this.
+            "break_even_tau": self.step / plain.step,
+        }
+
+
+def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> StageTimes:
+    """Time a step of the engine and its parts, with its slots full."""
+    weights = Weights(method.models.base.params, method.models.draft_params or {})
+    slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
+    slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
+    parts = {"step": _steps, "verify": _verifications}
+    if engine.config.head is not None:
+        parts["draft"] = _drafts
+    programs, states, times = {}, {}, {name: [] for name in parts}
+    for name, part in parts.items():
+        programs[name] = jax.jit(functools.partial(part, engine.config), donate_argnums=1)
+        state = engine.prefilled(weights.base, method.models.draft_params, slots)
+        # No row ends meanwhile: where it would, what is written is cut off, which costs the same.
+        states[name] = state.replace(limit=state.limit + (1 << 20))
+    for _ in range(_REPEATS + 1):
+        for name, program in programs.items():
+            started = time.perf_counter()
+            states[name], result = program(weights, states[name])
+            jax.block_until_ready((states[name], result))
+            times[name].append(time.perf_counter() - started)
+    fastest = {name: min(found[1:]) / _STEPS for name, found in times.items()}  # the first compiles
+    return StageTimes(
+        batch_size=engine.batch_size,
+        context=max(len(request.prompt_ids) for request in slots) + 1,
+        **{"draft": 0.0, **fastest},
+    )
+
+
+def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
+    """Run steps; every call starts from the same place in the text."""
+    new, record = decode_chunk(config, _STEPS, weights, state)
+    return state.replace(cache=new.cache, draft_cache=new.draft_cache), record.emitted.sum()
+
+
+def _drafts(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
+    def body(carry, _):
+        state, root = carry
+        state, drafted = absorb_and_draft(config, weights, state, root)
+        return (state, jnp.maximum(drafted.tree.tokens[:, -1], 0)), None
+
+    root = _root(state)
+    (state, last), _ = jax.lax.scan(body, (state, root), length=_STEPS)
+    return state, last
+
+
+def _verifications(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, Array]:
+    root, depth = _root(state), config.tree.depth
+    tree = TokenTree(root[:, None], jnp.full((1, 1), -1))
+    if config.head is not None:
+        _, drafted = absorb_and_draft(config, weights, state, root)
+        tree = drafted.tree
+
+    def body(tokens, _):
+        length = state.length
+        output = verify(
+            config.base, weights.base, tree.replace(tokens=tokens), depth, state.cache, length
+        )
+        return argmax(tree_logits(weights.base, output)), None
+
+    tokens, _ = jax.lax.scan(body, tree.tokens, length=_STEPS)
+    return state, tokens
+
+
+def _root(state: DecodeState) -> Array:
+    return jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
