@@ -78,8 +78,9 @@ class RowFile:
         self._place = {prompt.index: place for place, prompt in enumerate(plan.prompts)}
         self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
         self.rows: dict[int, dict[str, Any]] = {}
+        self._tallies = {task: Tally(method.depth) for task in plan.tasks}
         for row in read_rows(writer.path):
-            self.rows[row["row"]] = row
+            self._keep(row)
 
     def add(self, row: dict[str, Any]) -> bool:
         """Take an output row; return whether its tokens differ from those it had before."""
@@ -88,7 +89,7 @@ class RowFile:
         if before is not None:
             return [t.output_ids for t in turns_of(before)] != [t.output_ids for t in turns_of(row)]
         placed = {**row, "index": self._place[number], "row": number, "task": self._task[number]}
-        self.rows[number] = placed
+        self._keep(placed)
         self._writer.append(placed)
         return False
 
@@ -98,11 +99,16 @@ class RowFile:
 
     def tally(self, task: str | None = None) -> Tally:
         """Return the sums over the rows that are there, of one task or of all."""
+        if task is not None:
+            return self._tallies[task]
         tally = Tally(self._method.depth)
         for row in self.rows.values():
-            if task in (None, row["task"]):
-                tally.add(row)
+            tally.add(row)
         return tally
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.rows[row["row"]] = row
+        self._tallies[row["task"]].add(row)
 
 
 @contextlib.contextmanager

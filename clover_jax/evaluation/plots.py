@@ -76,14 +76,16 @@ def save(name: str, draw: Callable[[], Figure], folder: Path) -> Path:
     return folder / f"{name}.png"
 
 
-def new_figure(columns: int = 1, width: float = _WIDTH) -> tuple[Figure, Sequence[Axes]]:
-    """Return a figure with some axes side by side; no window is ever opened."""
+def new_figure(
+    columns: int = 1, rows: int = 1, width: float = _WIDTH
+) -> tuple[Figure, Sequence[Axes]]:
+    """Return a figure and its axes, row by row; no window is ever opened."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=(width, _HEIGHT), layout="constrained")
+    figure = Figure(figsize=(width, _HEIGHT * rows), layout="constrained")
     FigureCanvasAgg(figure)
-    return figure, figure.subplots(1, columns, squeeze=False)[0]
+    return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
 def grouped_bars(
@@ -112,7 +114,7 @@ def grouped_bars(
             yerr=error,
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
-    axes.set_xticks(range(len(groups)), groups)
+    axes.set_xticks(range(len(groups)), [_folded(group) for group in groups])
     axes.grid(axis="y", alpha=0.3)
 
 
@@ -187,9 +189,9 @@ def _by_context(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     axes.set(
         xlabel="tokens of context before the forward",
         ylabel="drafted tokens accepted, mean",
-        ylim=(0, None),
     )
-    axes.margins(y=0.1)
+    axes.margins(y=0.15)
+    axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     label_lines(axes, ends)
     return figure
@@ -199,7 +201,7 @@ def _speedup_by_task(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure
     speeds = report["speed"][str(report["batch_sizes"][0])]
     tasks = list(report["tasks"])
     groups = ["overall", *tasks] if len(tasks) > 1 else tasks
-    figure, (axes,) = new_figure(width=max(_WIDTH, 1.1 * len(groups)))
+    figure, (axes,) = new_figure(width=max(_WIDTH, 1.25 * len(groups)))
     heights, errors = {}, {}
     for name in drafts:
         found = [speeds[name]["overall"], *(speeds[name]["tasks"][task] for task in tasks)]
@@ -210,7 +212,7 @@ def _speedup_by_task(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure
             (one["median"] - one["least"], one["most"] - one["median"]) if one else (0.0, 0.0)
             for one in found
         ]
-    grouped_bars(axes, [_folded(group) for group in groups], heights, errors)
+    grouped_bars(axes, groups, heights, errors)
     _vanilla_line(axes)
     axes.set_ylabel(f"speed-up over plain decoding, x\n(batch size {report['batch_sizes'][0]})")
     _legend(axes)
@@ -230,6 +232,7 @@ def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> 
         ends |= {name: points[-1]} if points else {}
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set(xlabel="rows decoded at once", ylabel="speed-up over plain decoding, x")
+    axes.margins(y=0.15)
     axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
     _vanilla_line(axes)
@@ -245,8 +248,10 @@ def _tau_by_step(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
         points = [(row["step"], row["tau"]) for row in rows]
         _line(axes, points, number)
         ends |= {name: points[-1]} if points else {}
-    axes.set(xlabel="training step", ylabel="tau on the prompts of training", ylim=(1, None))
-    axes.margins(y=0.1)
+    axes.set(xlabel="training step", ylabel="tau measured in training")
+    axes.margins(y=0.15)
+    axes.set_ylim(1, None)
+    axes.set_xlim(0, None)
     axes.grid(alpha=0.3)
     label_lines(axes, ends)
     return figure

@@ -1,0 +1,100 @@
+"""Where texts part, and whether that is a near-tie: judged by plain decoding's own margins."""
+
+import dataclasses
+
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.decoding.engine import Request
+from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.evaluation import near_ties
+from clover_jax.evaluation.equality import (
+    MISMATCH,
+    NEAR_TIE,
+    Divergence,
+    compare_rows,
+    first_difference,
+    summarize,
+)
+from clover_jax.evaluation.methods import Method
+from clover_jax.generation.models import Models
+from clover_jax.models.base import BaseModel
+from tests.tiny_models import TINY, random_base, random_prompts
+
+
+def row(*outputs, index=3):
+    turns = [list(output) for output in outputs]
+    names = ("prompt_ids", "accepted", "proposed", "ranks", "num_cut", "finish_reason")
+    columns = {name: [[] for _ in turns] for name in names}
+    return {"index": index, "output_ids": turns, **columns}
+
+
+def test_the_example():
+    assert first_difference([5, 6], [5, 6, 7]) == 2
+    assert first_difference([5, 6], [5, 6]) is None
+
+
+def test_the_first_difference_of_a_row_counts():
+    found = compare_rows(row([1, 2], [3, 4, 9]), row([1, 2], [3, 5, 8]))
+    assert found.divergence == Divergence(3, turn=1, position=1, expected=5, found=4)
+    ended = compare_rows(row([1]), row([1, 2])).divergence
+    assert (ended.expected, ended.found) == (2, None)
+
+
+def test_a_row_without_text_is_not_compared():
+    failed = {"index": 0, "error": "bad"}
+    comparisons = [compare_rows(failed, row([1])), compare_rows(row([1]), row([1]))]
+    assert summarize(comparisons, []) == {
+        "compared": 1,
+        "equal": 1,
+        "near_ties": 0,
+        "mismatches": 0,
+        "not_compared": 1,
+    }
+
+
+@pytest.fixture(scope="module")
+def twins(tmp_path_factory):
+    """Plain decoding of a base in which tokens 2i and 2i + 1 have the same score."""
+    params = dict(random_base())
+    head = params["lm_head"]
+    params["lm_head"] = jnp.repeat(head[::2], 2, axis=0)
+    base = BaseModel(TINY, params, tmp_path_factory.mktemp("base"), "random")
+    return Method("vanilla", Models(base, None, None, TreeConfig.root_only()))
+
+
+def classified(method, sampling, request, choose):
+    """Decode plainly and classify a divergence at token 5, where `choose` was found instead."""
+    alone, batched = (method.models.engine(size, sampling) for size in (1, 2))
+    (done,) = [p.row for p in batched.stream(method.models.base.params, None, [request]) if p.done]
+    expected = done.output_ids[5]
+    divergence = Divergence(0, 0, 5, expected, choose(expected))
+    case = near_ties.Case(divergence, request, done.output_ids)
+    (found,) = near_ties.classify([case], method, alone, batched)
+    return found
+
+
+def test_another_token_of_the_same_score_is_a_near_tie_and_any_other_a_mismatch(twins):
+    request = Request(0, random_prompts(1, seed=2)[0], 8)
+    tie = classified(twins, GREEDY, request, lambda token: token ^ 1)
+    assert (tie.kind, tie.gap) == (NEAR_TIE, 0)
+    other = classified(twins, GREEDY, request, lambda token: (token + 2) % 96)
+    assert other.kind == MISMATCH
+    assert other.gap > other.threshold >= 0
+    assert other.threshold < 1e-3  # float32: plain decoding hardly depends on its batch
+    assert classified(twins, GREEDY, request, lambda token: None).kind == MISMATCH
+
+
+def test_a_sampled_token_was_the_best_of_its_noisy_scores(twins):
+    # With noise of their own the twins differ, so only the very token has no gap.
+    request = Request(0, random_prompts(1, seed=2)[0], 8, temperature=1.0, seed=4)
+    sampling = SamplingConfig("lossless")
+    same = classified(twins, sampling, request, lambda token: token)
+    assert same.gap == 0
+    assert classified(twins, sampling, request, lambda token: token ^ 1).gap > 0
+
+
+def test_nothing_to_classify_costs_nothing(twins):
+    assert near_ties.classify([], twins, None, None) == []
+    assert dataclasses.replace(Divergence(0, 0, 0, 1, 2)).kind == MISMATCH
