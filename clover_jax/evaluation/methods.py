@@ -50,10 +50,16 @@ def load_methods(options: Options, dtype: jnp.dtype) -> list[Method]:
 
 
 def make_engines(
-    methods: Sequence[Method], sampling: SamplingConfig, seed: int, batch_size: int
-) -> dict[str, Engine]:
-    """Return an engine for each method; nothing compiles yet."""
-    return {method.name: method.models.engine(batch_size, sampling, seed) for method in methods}
+    methods: Sequence[Method], sampling: SamplingConfig, seed: int, batch_sizes: Sequence[int]
+) -> dict[int, dict[str, Engine]]:
+    """Return batch size -> an engine for each method by name; nothing compiles yet.
+
+    Raises UserError where a tree does not suit its head or the rules of sampling.
+    """
+    return {
+        size: {method.name: method.models.engine(size, sampling, seed) for method in methods}
+        for size in batch_sizes
+    }
 
 
 def warm_up(method: Method, engine: Engine, longest: int) -> None:

@@ -31,14 +31,15 @@ from clover_jax.models.cache import write_rows
 
 
 class Case(NamedTuple):
-    """A divergence with what plain decoding emitted there.
+    """A turn of plain decoding, and where a draft left it.
 
-    request: of plain decoding's turn. output_ids: what it emitted.
+    request: of the turn. output_ids: what plain decoding emitted. divergence: None for a turn that
+    only tells how much margins depend on the batch.
     """
 
-    divergence: Divergence
     request: Request
     output_ids: list[int]
+    divergence: Divergence | None = None
 
 
 class Margins(NamedTuple):
@@ -54,7 +55,7 @@ class Margins(NamedTuple):
 def classify(
     cases: Sequence[Case], vanilla: Method, alone: Engine, batched: Engine
 ) -> list[Divergence]:
-    """Return the divergences with gap, threshold and kind.
+    """Return the divergences of the cases with gap, threshold and kind.
 
     alone, batched: engines of plain decoding with one slot and with those of the run.
     """
@@ -72,15 +73,18 @@ def classify(
         for i, length in enumerate(lengths)
     )
     return [
-        _classified(case.divergence, float(gap[i, case.divergence.position]), threshold)
-        if case.divergence.position < lengths[i]
-        else dataclasses.replace(case.divergence, threshold=threshold)
+        _classified(case.divergence, gap[i, : lengths[i]], threshold)
         for i, case in enumerate(cases)
+        if case.divergence is not None
     ]
 
 
-def _classified(found: Divergence, gap: float, threshold: float) -> Divergence:
-    kind = NEAR_TIE if found.found is not None and gap <= threshold else MISMATCH
+def _classified(found: Divergence, gaps: np.ndarray, threshold: float) -> Divergence:
+    """Return a divergence with its kind; one after the end of either text has no gap."""
+    if found.found is None or found.position >= len(gaps):
+        return dataclasses.replace(found, threshold=threshold, kind=MISMATCH)
+    gap = float(gaps[found.position])
+    kind = NEAR_TIE if gap <= threshold else MISMATCH
     return dataclasses.replace(found, gap=gap, threshold=threshold, kind=kind)
 
 
@@ -95,8 +99,9 @@ def _margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
         # From the prompt's last token on, so that the first emitted one has a margin too.
         text = [case.request.prompt_ids[-1], *case.output_ids[:-1]]
         fed[row, : len(text)] = text
-        if case.divergence.found is not None and case.divergence.position < longest:
-            other[row, case.divergence.position] = case.divergence.found
+        found = case.divergence
+        if found is not None and found.found is not None and found.position < longest:
+            other[row, found.position] = found.found
     program = jax.jit(functools.partial(forced_margins, engine.config))
     margins = program(Weights(params, {}), state, jnp.asarray(fed), jnp.asarray(other))
     return jax.device_get(margins)

@@ -15,7 +15,7 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.equality import compare_rows
 from clover_jax.evaluation.legs import Leg, LegJournal, LegKey, speed
-from clover_jax.evaluation.methods import Method, make_engines, warm_up
+from clover_jax.evaluation.methods import Method, warm_up
 from clover_jax.evaluation.options import VANILLA
 from clover_jax.evaluation.rows import RowMaker, turns_of
 from clover_jax.evaluation.tally import Tally
@@ -137,12 +137,14 @@ class Passes:
     def __init__(
         self,
         methods: Sequence[Method],
+        engines: Mapping[int, Mapping[str, Engine]],
         plan: Plan,
         files: Mapping[str, RowFile],
         journal: LegJournal,
     ):
         """Take what is open; nothing runs yet."""
         self._methods = {method.name: method for method in methods}
+        self._engines = engines
         self._plan, self._files, self._journal = plan, files, journal
 
     @property
@@ -161,20 +163,16 @@ class Passes:
             for batch_size in self._plan.batch_sizes:
                 keys = [key for key in todo if key.batch_size == batch_size]
                 if keys:
-                    engines = self._warm_engines(batch_size)
+                    self._warm_up(batch_size)
                     with self._bar(batch_size, keys) as bar:
-                        self._run_legs(keys, engines, compiling, bar)
+                        self._run_legs(keys, compiling, bar)
 
-    def _warm_engines(self, batch_size: int) -> dict[str, Engine]:
+    def _warm_up(self, batch_size: int) -> None:
         """Compile all programs, before the bar begins to reckon how long the rest takes."""
-        plan = self._plan
-        methods = list(self._methods.values())
-        engines = make_engines(methods, plan.sampling, plan.seed, batch_size)
-        for method in methods:
-            note = f"compiling for {method.name}, batch size {batch_size}"
+        for name, method in self._methods.items():
+            note = f"compiling for {name}, batch size {batch_size}"
             with passing_note(note), memory_advice(batch_size):
-                warm_up(method, engines[method.name], plan.longest)
-        return engines
+                warm_up(method, self._engines[batch_size][name], self._plan.longest)
 
     def _bar(self, batch_size: int, keys: Sequence[LegKey]) -> Progress:
         def rows(keys: Iterable[LegKey]) -> int:
@@ -187,24 +185,23 @@ class Passes:
     def _run_legs(
         self,
         keys: Sequence[LegKey],
-        engines: Mapping[str, Engine],
         compiling: CompileClock,
         bar: Progress,
     ) -> None:
         for number, key in enumerate(keys):
-            self._run_leg(key, engines[key.method], compiling, bar)
+            self._run_leg(key, compiling, bar)
             if number + 1 == len(keys) or keys[number + 1].task != key.task:
                 bar.write(self._task_line(key.batch_size, key.task))
 
     def _run_leg(
         self,
         key: LegKey,
-        engine: Engine,
         compiling: CompileClock,
         bar: Progress,
     ) -> None:
         name = key.method
         prompts, file = self._plan.tasks[key.task], self._files[name]
+        engine = self._engines[key.batch_size][name]
         stream = RowStream(engine, self._methods[name].models, prompts, self._plan.settings)
         maker, tokens, changed = RowMaker(), 0, 0
         started, compiled_before = time.perf_counter(), compiling.seconds

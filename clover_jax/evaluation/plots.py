@@ -6,6 +6,7 @@ copy tells them apart.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -118,24 +119,36 @@ def grouped_bars(
     axes.grid(axis="y", alpha=0.3)
 
 
-def label_lines(axes: Axes, ends: Mapping[str, tuple[float, float]]) -> None:
-    """Write each line's name at its right end, moved apart where two would touch."""
-    if not ends:
-        return
+def label_lines(axes: Axes, drafts: Sequence[str], ends: Mapping[str, tuple[float, float]]) -> None:
+    """Write the name of each draft that has a line at its right end, apart from the others."""
     low, high = axes.get_ylim()
-    gap, last = (high - low) * 0.07, float("-inf")
-    numbers = {name: number for number, name in enumerate(ends)}
-    for name, (x, y) in sorted(ends.items(), key=lambda item: item[1][1]):
-        last = max(y, last + gap)
+    heights = spread_out([y for _, y in ends.values()], (high - low) * 0.07, high)
+    for name, height in zip(ends, heights, strict=True):
         axes.annotate(
             name,
-            (x, last),
+            (ends[name][0], height),
             xytext=(8, 0),
             textcoords="offset points",
             va="center",
-            color=look(numbers[name]).colour,
+            color=look(drafts.index(name)).colour,
             annotation_clip=False,
         )
+
+
+def spread_out(heights: Sequence[float], gap: float, ceiling: float) -> list[float]:
+    """Return heights in the same order at least `gap` apart, moved up where there is room.
+
+    Example: heights [5, 5, 1], a gap of 2 and a ceiling of 6 give [4, 6, 1].
+    """
+    order = sorted(range(len(heights)), key=lambda i: heights[i])
+    placed = list(heights)
+    for below, above in itertools.pairwise(order):
+        placed[above] = max(placed[above], placed[below] + gap)
+    top = ceiling
+    for i in reversed(order):
+        placed[i] = min(placed[i], top)
+        top = placed[i] - gap
+    return placed
 
 
 def _hit_rate(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
@@ -151,10 +164,11 @@ def _hit_rate(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
             points = [(i, rate) for i, rate in enumerate(rates) if rate is not None]
             _line(axes, points, number)
             ends |= {name: points[-1]} if points else {}
-        axes.set(title=title, xlabel="draft position i", ylim=(0, 1.02))
+        axes.set_title(title, pad=10)
+        axes.set(xlabel="draft position i", ylim=(0, 1.02))
         axes.set_xticks(range(_depth(report, drafts)))
         axes.grid(alpha=0.3)
-        label_lines(axes, ends)
+        label_lines(axes, drafts, ends)
     panels[0].set_ylabel("share of forwards")
     return figure
 
@@ -193,7 +207,7 @@ def _by_context(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     axes.margins(y=0.15)
     axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
-    label_lines(axes, ends)
+    label_lines(axes, drafts, ends)
     return figure
 
 
@@ -232,11 +246,12 @@ def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> 
         ends |= {name: points[-1]} if points else {}
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
     axes.set(xlabel="rows decoded at once", ylabel="speed-up over plain decoding, x")
+    axes.axhline(1, color="black", linewidth=1, linestyle=":")
+    axes.annotate("plain decoding", (0, 1), xytext=(0, 3), textcoords="offset points", fontsize=8)
     axes.margins(y=0.15)
     axes.set_ylim(0, None)
     axes.grid(alpha=0.3)
-    _vanilla_line(axes)
-    label_lines(axes, ends)
+    label_lines(axes, drafts, ends)
     return figure
 
 
@@ -253,7 +268,7 @@ def _tau_by_step(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     axes.set_ylim(1, None)
     axes.set_xlim(0, None)
     axes.grid(alpha=0.3)
-    label_lines(axes, ends)
+    label_lines(axes, drafts, ends)
     return figure
 
 

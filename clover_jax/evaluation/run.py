@@ -33,6 +33,11 @@ from clover_jax.generation.run import SHIPPED_PROMPTS, exact_matmuls
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.progress import passing_note, progress_bar
 
+# How much margins depend on the batch is seen in a batch of some size, and on some more rows than
+# those that differ.
+_LEAST_BATCH = 8
+_EQUAL_ROWS = 16
+
 
 def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -> dict[str, Any]:
     """Measure what is asked for, write the report and return its key figures.
@@ -52,10 +57,12 @@ def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -
             prompts = read_prompts_and_mistakes(source)
         plan = _plan(options, settings, methods[0].models, prompts, source)
         _notice(plan, methods[0].models)
+        # Before anything is written: a tree may not suit its head.
+        engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes)
         with open_rows(directory, methods, plan, options.base, options.overwrite) as files:
             journal = LegJournal(directory, options.overwrite)
-            _decode(methods, plan, files, journal)
-            measured = _measure(methods, plan, files, journal)
+            _decode(methods, engines, plan, files, journal)
+            measured = _measure(methods, engines[plan.batch_sizes[0]], plan, files, journal)
             about = {
                 "source": source,
                 "hash": prompts_hash(plan.prompts),
@@ -121,9 +128,13 @@ def _notice(plan: Plan, models: Models) -> None:
 
 
 def _decode(
-    methods: Sequence[Method], plan: Plan, files: Mapping[str, RowFile], journal: LegJournal
+    methods: Sequence[Method],
+    engines: Mapping[int, Mapping[str, Engine]],
+    plan: Plan,
+    files: Mapping[str, RowFile],
+    journal: LegJournal,
 ) -> None:
-    passes = Passes(methods, plan, files, journal)
+    passes = Passes(methods, engines, plan, files, journal)
     sizes = {key: len(plan.tasks[key.task]) for key in plan.legs(methods)}
     done = sum(sizes.values()) - sum(sizes[key] for key in passes.todo)
     if any(file.rows for file in files.values()):
@@ -137,11 +148,14 @@ def _decode(
 
 
 def _measure(
-    methods: Sequence[Method], plan: Plan, files: Mapping[str, RowFile], journal: LegJournal
+    methods: Sequence[Method],
+    engines: Mapping[str, Engine],
+    plan: Plan,
+    files: Mapping[str, RowFile],
+    journal: LegJournal,
 ) -> Measured:
     """Measure what needs no clock of its own: equality, accuracy, and the parts of a step."""
     vanilla, *drafts = methods
-    engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes[0])
     requests = {prompt.index: prompt for prompt in plan.prompts}
     comparisons, divergences, hits = {}, {}, {}
     total = len(drafts) * len(plan.prompts)
@@ -153,7 +167,7 @@ def _measure(
             }
             bar.show(f"{method.name} beside plain decoding")
             divergences[method.name] = _classify(
-                comparisons[method.name], plain, plan, requests, vanilla, engines[vanilla.name]
+                comparisons[method.name], plain, plan, requests, vanilla
             )
             hits[method.name] = _accuracy(method, plain, bar)
     with passing_note("timing the parts of a step"):
@@ -190,17 +204,21 @@ def _classify(
     plan: Plan,
     prompts: Mapping[int, Prompt | BadPrompt],
     vanilla: Method,
-    engine: Engine,
 ) -> dict[int, Divergence]:
     """Return row -> its divergence with its kind, for the rows that have one."""
     found = {number: one.divergence for number, one in comparisons.items() if one.divergence}
+    if not found:
+        return {}
+    equal = [n for n, one in comparisons.items() if one.is_compared and n not in found]
     cases = []
-    for number, divergence in found.items():
-        turn = list(turns_of(plain[number]))[divergence.turn]
+    for number in [*found, *equal[:_EQUAL_ROWS]]:
+        divergence = found.get(number)
+        turn = list(turns_of(plain[number]))[divergence.turn if divergence else 0]
         request = _request(prompts[number], turn.prompt_ids, plan)
-        cases.append(near_ties.Case(divergence, request, turn.output_ids))
-    alone = vanilla.models.engine(1, plan.sampling, plan.seed)
-    classified = near_ties.classify(cases, vanilla, alone, engine)
+        cases.append(near_ties.Case(request, turn.output_ids, divergence))
+    sizes = (1, max(plan.batch_sizes[0], _LEAST_BATCH))
+    alone, batched = (vanilla.models.engine(size, plan.sampling, plan.seed) for size in sizes)
+    classified = near_ties.classify(cases, vanilla, alone, batched)
     return dict(zip(found, classified, strict=True))
 
 

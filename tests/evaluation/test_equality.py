@@ -70,7 +70,7 @@ def classified(method, sampling, request, choose):
     (done,) = [p.row for p in batched.stream(method.models.base.params, None, [request]) if p.done]
     expected = done.output_ids[5]
     divergence = Divergence(0, 0, 5, expected, choose(expected))
-    case = near_ties.Case(divergence, request, done.output_ids)
+    case = near_ties.Case(request, done.output_ids, divergence)
     (found,) = near_ties.classify([case], method, alone, batched)
     return found
 
