@@ -31,6 +31,10 @@ def define_flags(flags):
     define("float", "draft_rope_theta", None, "rotary base for a layout that does not say it")
     define("bool", "allow_base_mismatch", False, "convert a draft of another base")
     define("bool", "cut_vocab", False, "leave out rows beyond the base's vocabulary (padding)")
+    define("bool", "verify", False, "decode with both heads; fail where accepted lengths differ")
+    define("string", "prompts", None, "prompts to verify with [those that came with the base]")
+    define("integer", "num_prompts", 8, "prompts to verify with, at most", lower_bound=1)
+    define("integer", "max_new_tokens", 64, "tokens to decode for each of them", lower_bound=2)
     define("bool", "overwrite", False, "replace what is at --output")
     cli.define_common_flags(flags)
 
@@ -44,8 +48,19 @@ def main(flags) -> int:
         if not flags[name].value:
             raise UserError(f"--{name} is missing; give the folder")
     names = [field for field in ConvertOptions.__dataclass_fields__ if field in flags]
-    cli.report(convert(ConvertOptions(**{name: flags[name].value for name in names})))
-    return cli.STATUS_OK
+    report = convert(ConvertOptions(**{name: flags[name].value for name in names}))
+    if flags.verify:
+        print(_verdict(report), file=sys.stderr, flush=True)
+    cli.report(report)
+    return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
+
+
+def _verdict(report: dict) -> str:
+    taus = f"tau {report['tau_source']:.3f} before and {report['tau_result']:.3f} after"
+    count = len(report["differing"])
+    if not count:
+        return f"{taus}: the same accepted lengths on all {report['prompts']} prompts"
+    return f"{taus}: {count} of {report['prompts']} prompts differ, so nothing was written"
 
 
 if __name__ == "__main__":

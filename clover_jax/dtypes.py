@@ -1,4 +1,6 @@
-"""The dtype that a command computes in."""
+"""The dtype that a command computes in, and that float32 means float32."""
+
+import contextlib
 
 import jax
 import jax.numpy as jnp
@@ -9,3 +11,10 @@ def resolve_dtype(name: str) -> jnp.dtype:
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
+
+
+def exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
+    """Return a context in which float32 means float32, on accelerators too."""
+    if dtype == "float32":
+        return jax.default_matmul_precision("highest")
+    return contextlib.nullcontext()

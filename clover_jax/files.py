@@ -48,10 +48,28 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
             for name in names:
                 _sync(Path(folder, name))
             _sync(Path(folder))
-        _put_in_place(unfinished, path)
-        _sync(path.parent)
+        put_in_place(unfinished, path)
     finally:
         _remove(unfinished)
+
+
+@contextlib.contextmanager
+def scratch_directory(path: str | os.PathLike) -> Iterator[Path]:
+    """Yield an empty folder beside `path`, on the same disk; it is gone afterwards."""
+    folder = _unfinished(Path(path), "scratch.")
+    _remove(folder)
+    folder.mkdir(parents=True)
+    try:
+        yield folder
+    finally:
+        _remove(folder)
+
+
+def put_in_place(new: Path, path: Path) -> None:
+    """Move a whole file or folder to `path`, in one step where the system can; delete the old."""
+    _put_in_place(new, path)
+    _sync(path.parent)
+    _remove(new)
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:

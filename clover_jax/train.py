@@ -81,14 +81,14 @@ def main(flags: absl_flags.FlagValues) -> int:
     """Train and report."""
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: train uses one device so far; leave --mesh out")
-    from clover_jax.training.run import run_training
+    from clover_jax import api
     from clover_jax.training.settings import TrainSettings
 
     names = [field.name for field in dataclasses.fields(TrainSettings)]
-    settings = TrainSettings(**{name: flags[name].value for name in names})
+    settings = {name: flags[name].value for name in names}
     workdir = cli.workdir_of(flags, "train")
     with cli.sigterm_as_event() as stop:
-        report = run_training(settings, workdir, stop)
+        report = api.train(workdir, stop=stop, **settings)
     print(_summary(report))
     cli.report(report)
     return 0

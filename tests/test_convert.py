@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from clover_jax import cli, convert
 from clover_jax.drafters.directory import load_draft
+from clover_jax.interchange import conversion
 from clover_jax.models import torch_file
 from clover_jax.models.loading import load_base
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
@@ -141,6 +142,46 @@ def test_what_is_there_is_replaced_only_when_asked(command, reference, tmp_path)
 
 def test_a_missing_flag_is_named(command):
     assert command("--output=x")[2] == "clover_jax.convert: --input is missing; give the folder\n"
+
+
+def test_verifying_decodes_with_both_and_prints_both_taus(command, speaking, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
+    arguments = (f"--base={speaking / 'base'}", f"--prompts={prompts}", "--max_new_tokens=40")
+    native = (f"--input={speaking / 'head'}", f"--output={tmp_path / 'out'}", "--to=clover2")
+    status, report, error = command(*arguments, *native, "--verify")
+    assert status == 0
+    assert report["tau_source"] == report["tau_result"] > 1
+    assert (report["prompts"], report["differing"]) == (3, [])
+    assert "the same accepted lengths on all 3 prompts" in error
+    assert (tmp_path / "out" / WEIGHTS).is_file()
+
+
+def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path, monkeypatch):
+    """Spoil what was written, as a wrong layout would."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
+    write = conversion.write_head
+
+    def write_wrongly(staged, *rest):
+        write(staged, *rest)
+        edit_tensors(staged, lambda stored: stored[MLP].__imul__(-1))
+
+    monkeypatch.setattr(conversion, "write_head", write_wrongly)
+    status, report, error = command(
+        f"--base={speaking / 'base'}",
+        f"--prompts={prompts}",
+        "--max_new_tokens=40",
+        f"--input={speaking / 'head'}",
+        f"--output={tmp_path / 'out'}",
+        "--to=clover2",
+        "--verify",
+    )
+    assert status == 1
+    assert report["differing"]
+    assert report["tau_result"] < report["tau_source"]
+    assert "prompts differ, so nothing was written" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
 # Ways to spoil a head. Each takes a folder with `head`, `base` and perhaps `other`.

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from clover_jax.drafters.params_folder import file_hashes
 from clover_jax.models.tensor_map import Path as LeafPath
+from clover_jax.models.tensor_map import nested
 
 CHUNK_BYTES = 2**22  # what storage encodes and decodes at once
 
@@ -51,8 +52,8 @@ def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, 
 
     Returns relative file name -> SHA-256, as `save_params` does.
     """
-    tree = _nested(leaves)
-    save_args = _nested(dict.fromkeys(leaves, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)))
+    tree = nested(leaves)
+    save_args = nested(dict.fromkeys(leaves, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)))
     registry = ocp.type_handlers.create_type_handler_registry(
         (LazyLeaf, _LazyHandler()),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # without it orbax complains
@@ -65,8 +66,8 @@ def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, 
 
 def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
     """Return one leaf as it is stored."""
-    item = _nested({path: 0})
-    wanted = _nested({path: ocp.RestoreArgs(restore_type=np.ndarray)})
+    item = nested({path: 0})
+    wanted = nested({path: ocp.RestoreArgs(restore_type=np.ndarray)})
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=wanted, partial_restore=True)
         value: Any = checkpointer.restore(folder.absolute(), args=arguments)
@@ -106,14 +107,3 @@ class _LazyHandler(ocp.type_handlers.NumpyHandler):
             )
             part = tuple(slice(start, end) for start, end in zip(corner, ends, strict=True))
             await store[part].write(value[part])
-
-
-def _nested(leaves: Mapping[LeafPath, Any]) -> dict[str, Any]:
-    """Return {("a", "b"): x} as {"a": {"b": x}}."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        branch = tree
-        for key in path[:-1]:
-            branch = branch.setdefault(key, {})
-        branch[path[-1]] = value
-    return tree

@@ -22,7 +22,7 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     text_prompt,
 )
-from clover_jax.dtypes import resolve_dtype
+from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
@@ -86,13 +86,6 @@ def _read(options: Options) -> list[Prompt | BadPrompt] | None:
         return None
     path = Path(options.prompts).expanduser()
     return read_prompts(path) if options.strict else read_prompts_and_mistakes(path)
-
-
-def exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """Return a context in which float32 means float32, on accelerators too."""
-    if dtype == "float32":
-        return jax.default_matmul_precision("highest")
-    return contextlib.nullcontext()
 
 
 def _open_sink(

@@ -6,9 +6,13 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
+from clover_jax.files import put_in_place, scratch_directory
+from clover_jax.generation.models import load_plain
 from clover_jax.interchange.layouts import NATIVE, layout_for
 from clover_jax.interchange.stored_head import StoredHead, open_head
+from clover_jax.interchange.verification import Verification, held_out_prompts, verify
 from clover_jax.interchange.write_head import num_units, write_foreign, write_native
 from clover_jax.models.base import BaseModel
 from clover_jax.models.stored_base import open_base
@@ -27,10 +31,15 @@ class ConvertOptions:
     allow_base_mismatch: bool = False
     draft_rope_theta: float | None = None
     cut_vocab: bool = False
+    verify: bool = False
+    prompts: str | None = None
+    num_prompts: int = 8
+    max_new_tokens: int = 64
+    dtype: str = "auto"
 
 
 def convert(options: ConvertOptions) -> dict[str, Any]:
-    """Convert a head and return what to report.
+    """Convert a head and return what to report; with `verify`, whether it decodes as before.
 
     Nothing is at `output` unless everything went well. Raises UserError for what cannot be done.
     """
@@ -44,16 +53,41 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
         options.allow_base_mismatch,
         options.cut_vocab,
     )
-    write_head(output, head, options.to, base, options.input)
-    return {
+    report = {
         "input": options.input,
         "from": head.layout,
         "to": options.to,
         "output": str(output),
         "drafter": head.config.kind,
         "dtype": str(head.dtype),
-        "bytes": sum(path.stat().st_size for path in output.rglob("*") if path.is_file()),
     }
+    if not options.verify:
+        write_head(output, head, options.to, base, options.input)
+        return report | {"bytes": _num_bytes(output)}
+    with scratch_directory(output) as scratch:
+        staged = scratch / "head"
+        write_head(staged, head, options.to, base, options.input)
+        verification = _verify(options, base, head, staged)
+        report |= {"bytes": _num_bytes(staged)} | verification.to_dict()
+        if verification.differing:
+            return report | {"output": None}
+        put_in_place(staged, output)
+    return report
+
+
+def _verify(
+    options: ConvertOptions, base: BaseModel, source: StoredHead, staged: Path
+) -> Verification:
+    result = open_head(
+        str(staged), base, allow_base_mismatch=options.allow_base_mismatch, layout=options.to
+    )
+    models = load_plain(options.base, resolve_dtype(options.dtype))
+    prompts = held_out_prompts(models, options.prompts, options.num_prompts)
+    return verify(models, source, result, prompts, options.max_new_tokens)
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
 
 
 def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source: str) -> None:

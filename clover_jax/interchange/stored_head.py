@@ -65,10 +65,12 @@ def open_head(
     rope_theta: float | None = None,
     allow_base_mismatch: bool = False,
     cut_vocab: bool = False,
+    layout: str | None = None,
 ) -> StoredHead:
     """Find a head and check all of it but the values; the arguments are those of `load_draft`.
 
     cut_vocab: leave out the rows by which a foreign head's vocabulary is longer than the base's.
+    layout: whose it is, where that is known; else it is recognised.
     Raises UserError naming whatever is missing, broken or does not fit.
     """
     directory = find_directory(source)
@@ -85,7 +87,7 @@ def open_head(
             f"{directory} is no draft: it has neither draft.json (a draft directory or a workdir "
             "with one) nor config.json (others' layouts)"
         )
-    layout = LAYOUTS[recognise(directory)]
+    layout = LAYOUTS[layout or recognise(directory)]
     config = layout.read_config(directory, rope_theta)
     fitted = _fit_vocabulary(config, base, directory, cut_vocab)
     check_widths(fitted, base, directory)

@@ -8,7 +8,8 @@ permutation of axes. Nothing else happens to a value, so writing is exactly read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
 
 import jax
 import numpy as np
@@ -88,13 +89,18 @@ def assemble(leaves: Iterable[Leaf], read: Callable[[str], np.ndarray], place: P
     place: puts a finished leaf on its device (or its shards). Each is released before the next
         one is read, so that the host holds one leaf at a time beside the result.
     """
-    params: Params = {}
-    for leaf in leaves:
-        branch = params
-        for key in leaf.path[:-1]:
+    return nested({leaf.path: place(leaf.path, fuse(leaf, read)) for leaf in leaves})
+
+
+def nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
+    """Return the tree of leaves by path: {("a", "b"): x} gives {"a": {"b": x}}."""
+    tree: dict[str, Any] = {}
+    for path, value in leaves.items():
+        branch = tree
+        for key in path[:-1]:
             branch = branch.setdefault(key, {})
-        branch[leaf.path[-1]] = place(leaf.path, fuse(leaf, read))
-    return params
+        branch[path[-1]] = value
+    return tree
 
 
 def take_apart(leaves: Iterable[Leaf], params: Params) -> dict[str, np.ndarray]:

@@ -1,0 +1,164 @@
+"""The library for notebooks and programs: load a base, train and load a draft, generate.
+
+    from clover_jax import api
+
+    models = api.load_base("builtin:tiny")
+    for piece in api.generate(models, "def area(", max_new_tokens=16):
+        print(piece.text, end="")
+    print(f"\\n{piece.tokens} tokens, {piece.finish_reason}")
+
+With a draft the same text comes in fewer forwards, `piece.tau` tokens at each:
+
+    api.train("runs/clover2", steps=1000, data="builtin:python")
+    models = api.load_draft(models, "runs/clover2")
+
+The commands are made of these functions. What a user can get wrong raises `UserError`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from clover_jax.data.prompts import Prompt, parse_prompt
+from clover_jax.decoding.engine import Engine
+from clover_jax.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.errors import UserError
+from clover_jax.generation.models import Models, load_plain, with_draft
+from clover_jax.generation.row_stream import RowEvent, RowStream
+from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.generation.text_pieces import TextPieces
+from clover_jax.training.run import run_training
+from clover_jax.training.settings import TrainSettings
+
+__all__ = ["Piece", "UserError", "generate", "load_base", "load_draft", "train"]
+
+PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Piece:
+    """Some more of a text, and figures of all of it so far.
+
+    text: what is new; "" while nothing is settled, or without a tokenizer.
+    ids: the new tokens.
+    tokens: tokens so far. forwards: the base's forwards after the prompt's own.
+    tau: tokens per forward, the first token left out; None before the first forward.
+    finish_reason: "eos", "stop" or "length" in the last piece, else None.
+    """
+
+    text: str
+    ids: list[int]
+    tokens: int
+    forwards: int
+    tau: float | None
+    finish_reason: str | None = None
+
+
+def load_base(source: str = "builtin:tiny", dtype: str = "auto") -> Models:
+    """Load a base and its tokenizer, for plain decoding.
+
+    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`) or "builtin:tiny".
+    dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
+    """
+    return load_plain(source, resolve_dtype(dtype))
+
+
+def load_draft(
+    models: Models,
+    source: str | Path,
+    tree: str | None = None,
+    *,
+    allow_base_mismatch: bool = False,
+    draft_rope_theta: float | None = None,
+) -> Models:
+    """Return models that share the base and decode with a draft.
+
+    source: a draft directory, a training workdir, or a folder or hub id in an official layout.
+    tree: as `generate --tree` takes it; by default the draft's own, else paper25.
+    """
+    return with_draft(
+        models,
+        str(source),
+        tree,
+        allow_base_mismatch=allow_base_mismatch,
+        draft_rope_theta=draft_rope_theta,
+    )
+
+
+def generate(
+    models: Models, prompt: PromptLike, *, seed: int = 0, **settings: Any
+) -> Iterator[Piece]:
+    """Decode one prompt and yield its text as it comes.
+
+    prompt: text, token ids, or messages ({"role", "content"}) for the chat template.
+    settings: fields of `GenerationSettings`: max_new_tokens, temperature, top_k, top_p, stop, ...
+    A second call with the same models and kind of settings compiles nothing.
+    """
+    row = as_prompt(prompt)
+    chosen = GenerationSettings(**settings)
+    stream = open_stream(models, [row], chosen, batch_size=1, seed=seed)
+    pieces, num_seen = TextPieces(models.tokenizer), 0
+    for event in exactly(models, stream):
+        turn = event.generation
+        ids, num_seen = turn.output_ids[num_seen:], len(turn.output_ids)
+        reason = event.job.turns[-1].finish_reason if event.turn_ended else None
+        text = pieces.take(event)
+        yield Piece(text, ids, num_seen, turn.target_forwards, turn.tau, reason)
+
+
+def train(
+    workdir: str | Path, *, stop: threading.Event | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Train a draft head in `workdir`, or go on where an earlier call stopped; return the report.
+
+    stop: when set, the run saves a checkpoint after its current step and returns.
+    settings: fields of `TrainSettings`, which are the flags of `python -m clover_jax.train`.
+    """
+    chosen = TrainSettings(**settings)
+    return run_training(chosen, Path(workdir).expanduser(), stop or threading.Event())
+
+
+def as_prompt(prompt: PromptLike) -> Prompt:
+    """Return the prompt row that stands for text, token ids or messages."""
+    if isinstance(prompt, str):
+        return parse_prompt({"prompt": prompt}, index=0, source="prompt")
+    rows = list(prompt)
+    key = "messages" if rows and isinstance(rows[0], Mapping) else "prompt_ids"
+    return parse_prompt({key: rows}, index=0, source="prompt")
+
+
+def open_stream(
+    models: Models,
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings,
+    *,
+    batch_size: int,
+    seed: int = 0,
+) -> RowStream:
+    """Return the events of decoding all prompts; one that fails raises."""
+    sampling = sampling_for(settings, prompts)
+    head = models.draft.head if models.draft else None
+    engine = _engine(models.base.config, head, models.tree, sampling, seed, batch_size)
+    return RowStream(engine, models, prompts, settings, strict=True)
+
+
+def exactly(models: Models, stream: RowStream) -> Iterator[RowEvent]:
+    """Iterate with float32 that means float32, leaving the caller's own setting alone."""
+    events, dtype = iter(stream), str(models.base.params["embedding"].dtype)
+    while True:
+        with exact_matmuls(dtype):
+            event = next(events, None)
+        if event is None:
+            return
+        yield event
+
+
+@functools.lru_cache(maxsize=8)
+def _engine(base, head, tree, sampling, seed: int, batch_size: int) -> Engine:
+    """Return an engine, whose programs are compiled once for all calls that ask for the same."""
+    return Engine(base, head, tree, sampling, seed=seed, batch_size=batch_size)

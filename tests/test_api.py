@@ -1,0 +1,82 @@
+"""The library's front door: its docstring's example runs, and texts are those of the commands."""
+
+import json
+
+import pytest
+
+from clover_jax import api
+from clover_jax.errors import UserError
+from clover_jax.models.tokenizer import decode_text
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A random base and a draft for it."""
+    folder = tmp_path_factory.mktemp("models")
+    save_tiny_base(folder / "base")
+    save_tiny_draft(folder / "draft", folder / "base")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def models(folder):
+    return api.load_base(str(folder / "base"))
+
+
+def test_the_example_of_the_docstring_runs(capsys, tmp_path, monkeypatch):
+    lines = api.__doc__.splitlines()
+    program = "\n".join(line[4:] for line in lines if line.startswith("    "))
+    assert program.count("api.") == 4
+    monkeypatch.chdir(tmp_path)
+    scope = {}
+    text = "for word in words: count[word] += 1  # and so on " * 20
+    (tmp_path / "some.jsonl").write_text(
+        "".join(json.dumps({"text": text}) + "\n" for _ in range(40))
+    )
+    # The same call for seconds in place of minutes.
+    program = program.replace("steps=1000", "steps=2, seq_len=32, batch_size=2")
+    exec(program.replace("builtin:python", "some.jsonl"), scope)
+    assert capsys.readouterr().out.splitlines()[-1] == "16 tokens, length"
+    assert scope["models"].draft.provenance["steps"] == 2
+
+
+def all_ids(pieces):
+    return [id_ for piece in pieces for id_ in piece.ids]
+
+
+def test_pieces_join_to_the_text_and_figures_add_up(models):
+    pieces = list(api.generate(models, "def f(", max_new_tokens=20))
+    ids = all_ids(pieces)
+    prompt = models.tokenizer("def f(").input_ids
+    assert "".join(piece.text for piece in pieces) == decode_text(models.tokenizer, ids, prompt)
+    assert (pieces[-1].tokens, pieces[-1].forwards, pieces[-1].tau) == (20, 19, 1.0)
+    assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_a_draft_gives_the_same_text_in_fewer_forwards(models, folder):
+    plain = list(api.generate(models, [5, 6, 7], max_new_tokens=24))
+    drafting = api.load_draft(models, folder / "draft")
+    drafted = list(api.generate(drafting, [5, 6, 7], max_new_tokens=24))
+    assert all_ids(drafted) == all_ids(plain)
+    assert drafted[-1].forwards < plain[-1].forwards
+    assert drafted[-1].tau == 23 / drafted[-1].forwards
+
+
+def test_a_stop_string_ends_the_text_before_itself(models):
+    whole = "".join(p.text for p in api.generate(models, "def f(", max_new_tokens=20))
+    stop = whole[4:6]
+    cut = list(api.generate(models, "def f(", max_new_tokens=20, stop=(stop,)))
+    assert "".join(piece.text for piece in cut) == whole[: whole.index(stop)]
+    assert cut[-1].finish_reason == "stop"
+
+
+def test_mistakes_are_user_errors(models):
+    with pytest.raises(UserError, match="prompt_ids must be a list of token ids, at least one"):
+        list(api.generate(models, []))
+    with pytest.raises(UserError, match="is neither a folder, nor a hub id"):
+        api.load_draft(models, "no such/folder/here")
+
+
+def test_importing_the_package_loads_nothing(run_python):
+    run_python("import clover_jax, sys; assert 'jax' not in sys.modules; clover_jax.api.generate")
