@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
-from clover_jax.data.records import Conversation, Record, Text, TokenRow
+from clover_jax.data.records import Conversation, Record, Text, TokenRow, TokenTurns, Turn
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -18,10 +19,12 @@ class Encoded(NamedTuple):
 
     tokens:    [n] int32.
     loss_mask: [n] bool, True on the assistant's tokens (all tokens of plain text).
+    hidden: name -> [n, ..] what a cached teacher knows of each token; None for an online one.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
+    hidden: Mapping[str, np.ndarray] | None = None
 
 
 class Span(NamedTuple):
@@ -43,7 +46,9 @@ def encode_record(
     renders a conversation's beginning differently once the answer follows.
     """
     if isinstance(record, TokenRow):
-        encoded = _encode_ids(record)
+        encoded = _encode_turns(((record.prompt_ids, record.output_ids),))
+    elif isinstance(record, TokenTurns):
+        encoded = _encode_turns(record.turns)
     elif tokenizer is None:
         raise UserError(
             f"{record.source}: the base has no tokenizer files; give rows of prompt_ids and "
@@ -82,29 +87,77 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
 
     An answer's span begins where a generation prompt would end and ends with its end-of-turn
     marker; white space that the template puts after that is not the assistant's.
+    Raises UserError for a template that does not say where an answer begins.
     """
     messages = [{"role": role, "content": content} for role, content in record.messages]
-    spans = []
+    text = _apply_template(record, tokenizer, messages, False)
+    spans: list[Span] = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
-            asked = _apply_template(record, tokenizer, messages[:index], True)
-            answered = _apply_template(record, tokenizer, messages[: index + 1], False)
-            if not answered.startswith(asked):
-                raise UserError(
-                    f"{record.source}: the base's chat template renders the conversation before "
-                    f"answer {len(spans) + 1} differently once the answer follows, so its tokens "
-                    "cannot be told apart; give rows of prompt_ids and output_ids"
-                )
-            content = message["content"]
-            end = len(answered.rstrip()) if not content.endswith((" ", "\n")) else len(answered)
-            spans.append(Span(len(asked), end))
-    text = _apply_template(record, tokenizer, messages, False)
-    if spans and not text.startswith(answered):
-        raise UserError(
-            f"{record.source}: the base's chat template renders an answer differently once more "
-            "follows; give rows of prompt_ids and output_ids"
-        )
+            answer = _Answer(record, tokenizer, messages[: index + 1], len(spans) + 1)
+            spans.append(answer.span_in(text))
     return text, spans
+
+
+class _Answer:
+    """One answer, rendered as the last message of its conversation, and what led to it.
+
+    asked: the text that the base continues: all before the answer, with the generation prompt.
+    answered: the text that ends with the answer and its end-of-turn marker.
+    """
+
+    def __init__(
+        self,
+        record: Conversation,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: list[dict[str, str]],
+        number: int,
+    ):
+        self._source, self._number = record.source, number
+        self._content = messages[-1]["content"]
+        self.asked = _apply_template(record, tokenizer, messages[:-1], True)
+        self.answered = _apply_template(record, tokenizer, messages, False)
+        if not self.answered.startswith(self.asked):
+            self._refuse(
+                f"renders the conversation before answer {number} differently once the answer "
+                "follows, so its tokens cannot be told apart"
+            )
+        before = self._rest[: self._rest.rfind(self._content.strip())]
+        unasked = _apply_template(record, tokenizer, messages[:-1], False)
+        if before.strip() and self.asked == unasked:
+            self._refuse(
+                f"has no assistant marker: it puts {before.strip()!r} before answer {number}, but "
+                "adds nothing where an answer is asked for (add_generation_prompt)"
+            )
+
+    @property
+    def _rest(self) -> str:
+        return self.answered[len(self.asked) :]
+
+    def span_in(self, text: str) -> Span:
+        """Return where the answer lies in the whole conversation's text."""
+        # White space after the answer is the template's, unless the answer itself ends so.
+        own = self.answered
+        own = own if own.endswith(self._content) else own.rstrip()
+        if text.startswith(own):
+            return Span(len(self.asked), len(own))
+        return self._span_in_rewritten(text)
+
+    def _span_in_rewritten(self, text: str) -> Span:
+        """Find the answer where the template drops a thinking block from what lies in the past."""
+        content = self._content.strip()
+        start, begins = len(self.asked), text.find(content, len(self.asked))
+        if not text.startswith(self.asked) or begins < 0 or text[start:begins].strip():
+            self._refuse("renders an answer differently once more follows")
+        marker = self._rest[self._rest.rfind(content) + len(content) :].rstrip()
+        end = begins + len(content)
+        return Span(start, end + len(marker) if text.startswith(marker, end) else end)
+
+    def _refuse(self, reason: str) -> NoReturn:
+        raise UserError(
+            f"{self._source}: the base's chat template {reason}; give another --chat_template, or "
+            "rows of prompt_ids and output_ids"
+        )
 
 
 def _apply_template(
@@ -148,9 +201,11 @@ def _encode_text(record: Text, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     return _with_eos(encoded, tokenizer, True) if record.ends else encoded
 
 
-def _encode_ids(record: TokenRow) -> Encoded:
-    tokens = np.array([*record.prompt_ids, *record.output_ids], np.int32)
-    return Encoded(tokens, np.arange(len(tokens)) >= len(record.prompt_ids))
+def _encode_turns(turns: tuple[Turn, ...]) -> Encoded:
+    tokens = [token for context, answer in turns for token in (*context, *answer)]
+    sizes = [len(part) for turn in turns for part in turn]
+    counts = np.resize([False, True], len(sizes))
+    return Encoded(np.array(tokens, np.int32), np.repeat(counts, sizes))
 
 
 def _with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, counts: bool) -> Encoded:

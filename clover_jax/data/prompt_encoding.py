@@ -61,10 +61,8 @@ def template_notice(
 
 
 def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
-    if prompt.messages is not None:
-        return [dict(message) for message in prompt.messages]
-    messages = []
-    for index, turn in enumerate(prompt.turns[: len(answers) + 1]):
+    messages = [dict(message) for message in prompt.messages or ()]
+    for index, turn in enumerate((prompt.turns or ())[: len(answers) + 1]):
         messages.append({"role": "user", "content": turn})
         messages += [{"role": "assistant", "content": text} for text in answers[index : index + 1]]
     return messages

@@ -20,7 +20,8 @@ _FORMS = ("prompt", "question", "prompt_ids", "messages", "turns")
 class Prompt:
     """One row of a prompts file.
 
-    Exactly one of text, prompt_ids, messages and turns is set. `text` and `prompt_ids` are
+    Exactly one of text, prompt_ids, messages and turns is set, but for turns that follow messages
+    (a system's). `text` and `prompt_ids` are
     continued as they are; `messages` and `turns` are a conversation, put through the chat template.
 
     Attributes:

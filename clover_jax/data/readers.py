@@ -10,7 +10,7 @@ import lzma
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from clover_jax.data.corpus import builtin_documents
 from clover_jax.data.records import Record, Text, parse_row, split_by_hash
@@ -31,9 +31,9 @@ def read_records(spec: str) -> Records:
     """Read training data.
 
     spec: paths separated by commas: text files (one document each), .jsonl files (also .gz, .xz;
-        one record a row, see `records.parse_row`), folders (all such files below), globs; or
-        "builtin:python", the Python standard library, whose held-out modules are the built-in
-        base's too.
+        one record a row, see `records.parse_row`), .json files that hold a list of such rows,
+        folders (all such files below), globs; or "builtin:python", the Python standard library,
+        whose held-out modules are the built-in base's too.
     Raises UserError for a path without data or a row that cannot be understood, naming it.
     """
     train: list[Record] = []
@@ -79,6 +79,12 @@ def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
                 yield from _read_jsonl(path, file)
                 return
             text = file.read().decode("utf-8")
+            if name.endswith(".json"):
+                rows = _json_rows(text)
+                for number, row in enumerate(rows or ()):
+                    yield from parse_row(row, f"{path}[{number}]")
+                if rows is not None:
+                    return
     except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
         raise UserError(f"{path}: not a whole {path.suffix} file ({error})") from None
     except UnicodeDecodeError as error:
@@ -87,6 +93,16 @@ def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
         return  # a picture or an archive in a folder of texts
     if text.strip():
         yield Text(str(path), text)
+
+
+def _json_rows(text: str) -> list[dict[str, Any]] | None:
+    """Return the rows of a JSON file that is a list of objects; None for one that is a text."""
+    try:
+        value = json.loads(text)
+    except ValueError:
+        return None
+    is_rows = isinstance(value, list) and all(isinstance(row, dict) for row in value)
+    return value if is_rows else None
 
 
 def _read_jsonl(path: Path, file: io.BufferedIOBase) -> Iterator[Record]:

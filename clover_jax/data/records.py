@@ -14,7 +14,17 @@ HELDOUT_FRACTION = 0.05
 # Fewer records than this are all trained on: a hash could hold out most of a handful.
 MIN_RECORDS_FOR_HELDOUT = 20
 
-_SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "system": "system"}
+_SHAREGPT_ROLES = {
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "chatgpt": "assistant",
+    "assistant": "assistant",
+    "bing": "assistant",
+    "bard": "assistant",
+    "system": "system",
+    "tool": "tool",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +61,19 @@ class TokenRow:
     output_ids: tuple[int, ...]
 
 
-Record = Text | Conversation | TokenRow
+# What the base reads before it answers (of a later turn only what came since), and its answer.
+Turn = tuple[tuple[int, ...], tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenTurns:
+    """A conversation of several answers as token ids; the base is imitated on the answers."""
+
+    source: str
+    turns: tuple[Turn, ...]
+
+
+Record = Text | Conversation | TokenRow | TokenTurns
 
 
 def parse_row(row: Any, source: str) -> list[Record]:
@@ -89,12 +111,30 @@ def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
     prompts, outputs = row["prompt_ids"], row["output_ids"]
     if not (outputs and isinstance(outputs[0], list)):
         prompts, outputs = [prompts], [outputs]
-    records = []
+    turns = []
     for prompt, output in zip(prompts, outputs, strict=True):
         if not all(isinstance(token, int) and token >= 0 for token in [*prompt, *output]):
             raise UserError(f"{source}: prompt_ids and output_ids must be lists of token ids")
-        records.append(TokenRow(source, tuple(prompt), tuple(output)))
-    return records
+        turns.append((tuple(prompt), tuple(output)))
+    joined = join_turns(turns)
+    if joined is None:
+        return [TokenRow(source, *turn) for turn in turns]
+    return [TokenTurns(source, joined) if len(joined) > 1 else TokenRow(source, *joined[0])]
+
+
+def join_turns(turns: Sequence[Turn]) -> tuple[Turn, ...] | None:
+    """Return turns of which each holds only what is new to it; None where one rewrites the past.
+
+    Example: ((1,), (2,)), ((1, 2, 3), (4,)) gives ((1,), (2,)), ((3,), (4,)).
+    """
+    joined: list[Turn] = []
+    read: tuple[int, ...] = ()
+    for prompt, output in turns:
+        if prompt[: len(read)] != read:
+            return None
+        joined.append((prompt[len(read) :], output))
+        read = prompt + output
+    return tuple(joined)
 
 
 def _messages(pairs: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:

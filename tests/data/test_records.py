@@ -6,6 +6,7 @@ from clover_jax.data.records import (
     Conversation,
     Text,
     TokenRow,
+    TokenTurns,
     content_hash,
     cut_text,
     data_hash,
@@ -38,9 +39,14 @@ def test_each_form_of_row_is_understood(row, expected):
     assert parse_row(row, "f:1") == [expected]
 
 
-def test_a_row_of_several_turns_gives_a_record_for_each():
+def test_turns_that_follow_each_other_are_one_record():
     row = {"index": 0, "prompt_ids": [[1], [1, 2, 3]], "output_ids": [[2], [4]], "text": ["", ""]}
-    assert parse_row(row, "f") == [TokenRow("f", (1,), (2,)), TokenRow("f", (1, 2, 3), (4,))]
+    assert parse_row(row, "f") == [TokenTurns("f", (((1,), (2,)), ((3,), (4,))))]
+
+
+def test_a_turn_that_rewrites_the_past_is_a_record_of_its_own():
+    row = {"index": 0, "prompt_ids": [[1], [1, 9, 3]], "output_ids": [[2], [4]]}
+    assert parse_row(row, "f") == [TokenRow("f", (1,), (2,)), TokenRow("f", (1, 9, 3), (4,))]
 
 
 def test_a_row_that_reports_an_error_holds_nothing():
