@@ -2,12 +2,15 @@
 
 import contextlib
 import ctypes
+import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from clover_jax.errors import UserError
 
 _AT_FDCWD = -100  # Linux: paths are relative to the working directory
 _RENAME_EXCHANGE = 2
@@ -81,6 +84,22 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None]:
+    """Keep a second process of the same work out of `folder`.
+
+    Raises UserError, "another run `what_it_does` in FOLDER; ... give another `flag`".
+    """
+    with (folder / "lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(
+                f"another run {what_it_does} in {folder}; wait for it or give another {flag}"
+            ) from None
+        yield
 
 
 def _unfinished(path: Path, infix: str = "") -> Path:

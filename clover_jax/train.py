@@ -4,7 +4,7 @@
 
 Training data (--data): text files, folders or globs of them, .jsonl (also .gz, .xz) with rows of
 prompt and response, messages, text, or the prompt_ids and output_ids that `generate --output`
-writes; builtin:python is the Python standard library of this machine.
+writes; a folder that `prepare` made; builtin:python is the Python standard library of this machine.
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
 best/ (the best by measured tau). The same command goes on where it was stopped; a finished workdir
@@ -39,10 +39,12 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     absl_flags.DEFINE_enum(
         "teacher",
         "online",
-        ["online"],
-        "where the base's activations come from: online runs it in every step",
+        ["online", "cached"],
+        "where the base's activations come from: online runs it in every step, cached reads what "
+        "`prepare --features` has put into --data",
         flag_values=flags,
     )
+    text("chat_template", None, "a Jinja file, or vicuna or baichuan2 [the base's own]")
     whole("steps", 1000, "optimiser steps", least=1)
     whole("batch_size", 8, "rows of a batch", least=1)
     whole("seq_len", 512, "tokens of a row; documents are packed into rows", least=2)
@@ -62,6 +64,12 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     number("soft_ce_weight", None, "weight of the cross-entropy to the base [the method's]")
     number("hard_ce_weight", None, "weight of the cross-entropy to the text [the method's]")
     number("position_decay", None, "position i weighs this to the power of i [the method's]")
+    absl_flags.DEFINE_bool(
+        "label_mask",
+        False,
+        "leave out of the loss what the base's own choice would not have reached",
+        flag_values=flags,
+    )
     whole("loss_chunk", 512, "positions whose logits exist at a time", least=1)
     whole("log_every", 10, "steps between rows of metrics.jsonl", least=1)
     whole("checkpoint_every", 500, "steps between checkpoints; 0: only at the end")

@@ -16,9 +16,12 @@ class Batch:
     positions:   [B, S] position within the document.
     loss_mask:   [B, S] True on the tokens that the base is to be imitated on: those of the
         assistant, or all tokens of plain text.
+    hidden: name -> [B, S, D] the base's activations, where they were computed beforehand; None
+        where the base is run for them.
     """
 
     tokens: Int[Array, "B S"]
     segment_ids: Int[Array, "B S"]
     positions: Int[Array, "B S"]
     loss_mask: Bool[Array, "B S"]
+    hidden: dict[str, Array] | None = None

@@ -1,6 +1,6 @@
-"""The grain pipeline: records -> shuffled -> tokenised -> cut -> packed -> batches, for ever.
+"""The grain pipeline: samples -> shuffled -> cut -> packed -> batches, for ever.
 
-Deterministic in (records, settings, seed); its iterator's state is small JSON and exact, so that a
+Deterministic in (samples, settings, seed); its iterator's state is small JSON and exact, so that a
 resumed run sees the very batches that an uninterrupted one would have seen.
 """
 
@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import grain
 import numpy as np
@@ -21,14 +20,9 @@ from grain.experimental import (
 )
 
 from clover_jax.data.batch import Batch
-from clover_jax.data.chat import Encoded, encode_record
-from clover_jax.data.records import Record, Text, cut_text
+from clover_jax.data.chat import Encoded
+from clover_jax.data.samples import Samples
 
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-# Sections of long texts are shuffled apart: a batch should not come from one document.
-CHARS_PER_TOKEN = 3
 # Rows that are packed together: more leave less padding.
 BATCHES_PER_PACK = 4
 PREFETCHED_BATCHES = 2
@@ -50,32 +44,30 @@ class PipelineConfig:
             )
 
 
-def make_pipeline(
-    records: Sequence[Record],
-    tokenizer: PreTrainedTokenizerBase | None,
-    vocab_size: int,
-    config: PipelineConfig,
-) -> grain.IterDataset[Batch]:
+def make_pipeline(samples: Samples, config: PipelineConfig) -> grain.IterDataset[Batch]:
     """Return the endless dataset of batches; `iter` of it gives a checkpointable iterator."""
-    sections = _sections(records, CHARS_PER_TOKEN * config.seq_len)
-    encode = functools.partial(encode_record, tokenizer=tokenizer, vocab_size=vocab_size)
     dataset = (
-        grain.MapDataset.source(sections)
+        grain.MapDataset.source(samples)
         .seed(config.seed)
         .shuffle()
         .repeat()
-        .map(encode)
-        # Tokenising is far faster than training: one thread ahead is plenty.
-        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
+        # Tokenising is far faster than training: one thread ahead is plenty. Activations are large.
+        .to_iter_dataset(
+            grain.ReadOptions(num_threads=1, prefetch_buffer_size=8 if samples.hidden_names else 64)
+        )
     )
     dataset = FlatMapIterDataset(dataset, CutInPieces(config.seq_len))
+    lengths = {"tokens": config.seq_len, "loss_mask": config.seq_len}
     dataset = FirstFitPackIterDataset(
         dataset,
-        length_struct={"tokens": config.seq_len, "loss_mask": config.seq_len},
+        length_struct=lengths | dict.fromkeys(samples.hidden_names, config.seq_len),
+        # These lie where the tokens lie: their segments need no arrays of their own.
+        meta_features=samples.hidden_names,
         num_packing_bins=BATCHES_PER_PACK * config.batch_size,
         seed=config.seed,
     )
-    dataset = dataset.batch(config.batch_size, drop_remainder=True).map(as_batch)
+    dataset = dataset.batch(config.batch_size, drop_remainder=True)
+    dataset = dataset.map(functools.partial(as_batch, hidden_names=samples.hidden_names))
     return ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=PREFETCHED_BATCHES)
 
 
@@ -96,23 +88,18 @@ class CutInPieces(FlatMapTransform):
             end = start + self.seq_len
             # The mask of a piece's last token never counts: its target lies beyond.
             if element.loss_mask[start : min(end, len(element.tokens)) - 1].any():
-                piece = element.tokens[start:end], element.loss_mask[start:end]
-                pieces.append({"tokens": piece[0], "loss_mask": piece[1]})
+                whole = {"tokens": element.tokens, "loss_mask": element.loss_mask}
+                whole |= element.hidden or {}
+                pieces.append({name: array[start:end] for name, array in whole.items()})
         return pieces
 
 
-def as_batch(packed: dict[str, Any]) -> Batch:
+def as_batch(packed: dict[str, Any], hidden_names: tuple[str, ...] = ()) -> Batch:
     """Name the packer's arrays as a Batch."""
     return Batch(
         tokens=packed["tokens"],
         segment_ids=packed["tokens_segment_ids"],
         positions=packed["tokens_positions"],
         loss_mask=packed["loss_mask"].astype(bool),
+        hidden={name: packed[name] for name in hidden_names} or None,
     )
-
-
-def _sections(records: Sequence[Record], max_chars: int) -> list[Record]:
-    sections: list[Record] = []
-    for record in records:
-        sections += cut_text(record, max_chars) if isinstance(record, Text) else [record]
-    return sections

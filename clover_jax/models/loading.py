@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -13,7 +14,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
 from clover_jax.models.families import read_checkpoint
-from clover_jax.models.shapes import is_shape, random_base
+from clover_jax.models.shapes import is_shape, random_base, shape_config
 from clover_jax.models.sources import find_directory
 from clover_jax.models.tensor_files import TensorFiles
 from clover_jax.models.tensor_map import Place, assemble, stored_shapes
@@ -44,6 +45,21 @@ def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None =
 
     params = assemble(checkpoint.leaves, read, place or place_as(dtype))
     return BaseModel(config=config, params=params, directory=directory, source=source)
+
+
+class BaseDescription(NamedTuple):
+    """A base without its weights. directory: where its tokenizer is, if it has one."""
+
+    config: BaseConfig
+    directory: Path
+
+
+def describe_base(source: str) -> BaseDescription:
+    """Return what is known of a base before its weights are read; raises as `load_base` does."""
+    if is_shape(source):
+        return BaseDescription(shape_config(source), Path(source))
+    directory = find_directory(source)
+    return BaseDescription(read_checkpoint(directory).config, directory)
 
 
 def place_as(dtype: jnp.dtype) -> Place:

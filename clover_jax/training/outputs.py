@@ -25,7 +25,7 @@ class DraftWriter:
         self._provenance = {
             "command": "train",
             "flags": settings.to_dict(),
-            "data_hash": parts.data_hash,
+            "data_hash": parts.data.hash,
             "git_revision": git_revision(),
             "versions": versions(),
         }

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +11,7 @@ import jax
 
 from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
-from clover_jax.errors import UserError
-from clover_jax.files import write_json
+from clover_jax.files import only_process_in, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.progress import Progress, progress_bar
@@ -37,7 +34,7 @@ def run_training(settings: TrainSettings, workdir: Path, stop: threading.Event) 
     Raises UserError for whatever cannot work, before anything is trained.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    with _only_run_in(workdir):
+    with only_process_in(workdir, "is training", "--workdir"):
         finished = _finished_report(workdir, settings)
         if finished is not None and recorded_settings(workdir) == settings:
             return finished
@@ -52,9 +49,7 @@ def _train(
     config = TrainStepConfig(
         parts.base.config, parts.head, parts.optimizer, loss_chunk=settings.loss_chunk
     )
-    dataset = make_pipeline(
-        parts.records.train, parts.tokenizer, parts.base.config.vocab_size, parts.pipeline
-    )
+    dataset = make_pipeline(parts.data.samples, parts.pipeline)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir / CHECKPOINTS)))
         batches = stack.enter_context(contextlib.closing(iter(dataset)))
@@ -161,16 +156,3 @@ def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) 
     if finished:
         write_json(workdir / RESULT, report)
     return report
-
-
-@contextlib.contextmanager
-def _only_run_in(workdir: Path) -> Iterator[None]:
-    """Keep a second run out of the same workdir."""
-    with (workdir / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise UserError(
-                f"another run is training in {workdir}; wait for it or give another --workdir"
-            ) from None
-        yield

@@ -39,6 +39,7 @@ class TrainSettings(JsonConfig):
     drafter: str = "clover2"
     data: str = "builtin:python"
     teacher: str = "online"
+    chat_template: str | None = None
     steps: int = 1000
     batch_size: int = 8
     seq_len: int = 512
@@ -54,6 +55,7 @@ class TrainSettings(JsonConfig):
     soft_ce_weight: float | None = None
     hard_ce_weight: float | None = None
     position_decay: float | None = None
+    label_mask: bool = False
     loss_chunk: int = 512
     log_every: int = 10
     checkpoint_every: int = 500
@@ -70,6 +72,7 @@ class TrainSettings(JsonConfig):
             "soft_ce": self.soft_ce_weight,
             "hard_ce": self.hard_ce_weight,
             "decay": self.position_decay,
+            "label_mask": self.label_mask or None,
         }
         return dataclasses.replace(default, **{k: v for k, v in given.items() if v is not None})
 

@@ -7,9 +7,9 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from clover_jax.config import RopeConfig
+from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.pipeline import PipelineConfig
-from clover_jax.data.readers import Records, read_records
-from clover_jax.data.records import data_hash
+from clover_jax.data.training_data import TrainingData, load_training_data
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.step import check_tree
 from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
@@ -18,7 +18,7 @@ from clover_jax.drafters.registry import DraftHead
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import BaseFingerprint, fingerprint
+from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
 from clover_jax.models.loading import load_base
 from clover_jax.models.shapes import shape_notice
 from clover_jax.models.tokenizer import load_tokenizer
@@ -27,6 +27,7 @@ from clover_jax.training.drafter_options import parse_drafter_options
 from clover_jax.training.evaluation import DecodingEvaluator, evaluation_prompts
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
+from clover_jax.training.teacher import stored_names
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -37,14 +38,12 @@ class Parts(NamedTuple):
 
     tree: what the head is decoded with.
     evaluator: None when nothing is to be measured.
-    data_hash: the identity of the training records.
     """
 
     base: BaseModel
     base_fingerprint: BaseFingerprint
     tokenizer: PreTrainedTokenizerBase | None
-    records: Records
-    data_hash: str
+    data: TrainingData
     head: DraftHead
     optimizer: OptimizerConfig
     pipeline: PipelineConfig
@@ -54,7 +53,7 @@ class Parts(NamedTuple):
     @property
     def identity(self) -> dict[str, str]:
         """Flag name -> hash of what it names."""
-        return {"base": self.base_fingerprint.lm_head, "data": self.data_hash}
+        return {"base": self.base_fingerprint.lm_head, "data": self.data.hash}
 
 
 def load_parts(settings: TrainSettings) -> Parts:
@@ -66,7 +65,8 @@ def load_parts(settings: TrainSettings) -> Parts:
     optimizer = optimizer_config(settings)
     with passing_note(f"loading {settings.base}"):
         base = load_base(settings.base, resolve_dtype(settings.dtype))
-        tokenizer = load_tokenizer(base.directory)
+        tokenizer = with_chat_template(load_tokenizer(base.directory), settings.chat_template)
+    base_fingerprint = fingerprint(base)
     if notice := shape_notice(settings.base):
         print(notice, file=sys.stderr, flush=True)
     head = make_head(settings, base)
@@ -74,25 +74,53 @@ def load_parts(settings: TrainSettings) -> Parts:
     check_tree(head, tree)
     pipeline = pipeline_config(settings, base, head)
     with passing_note(f"reading {settings.data}"):
-        records = read_records(settings.data)
+        data = open_data(settings, base, base_fingerprint, tokenizer, head)
     evaluator = None
     if settings.eval_every:
         prompts = evaluation_prompts(
-            settings.eval_prompts, records.heldout, base, tokenizer, settings.eval_num_prompts
+            settings.eval_prompts, data.heldout, base, tokenizer, settings.eval_num_prompts
         )
         evaluator = DecodingEvaluator(base, head, tree, prompts, settings.eval_max_new_tokens)
     return Parts(
         base=base,
-        base_fingerprint=fingerprint(base),
+        base_fingerprint=base_fingerprint,
         tokenizer=tokenizer,
-        records=records,
-        data_hash=data_hash(records.train),
+        data=data,
         head=head,
         optimizer=optimizer,
         pipeline=pipeline,
         tree=tree,
         evaluator=evaluator,
     )
+
+
+def open_data(
+    settings: TrainSettings,
+    base: BaseModel,
+    base_fingerprint: BaseFingerprint,
+    tokenizer: PreTrainedTokenizerBase | None,
+    head: DraftHead,
+) -> TrainingData:
+    """Return the data, with activations where the teacher is a cached one.
+
+    Raises UserError where they are missing or another base's.
+    """
+    names = stored_names(head.config.features) if settings.teacher == "cached" else ()
+    data = load_training_data(
+        settings.data, tokenizer, base.config.vocab_size, settings.seq_len, names
+    )
+    if names:
+        theirs = BaseFingerprint.from_dict(data.samples.hidden_made_from["base"])
+        found = differences(theirs, base_fingerprint)
+        if found:
+            listed = ", ".join(
+                f"{name} {str(a)[:12]} against {str(b)[:12]}" for name, (a, b) in found.items()
+            )
+            raise UserError(
+                f"the activations in {settings.data} are of another base than {base.source}: "
+                f"{listed}; give the base they were made with, or --teacher=online"
+            )
+    return data
 
 
 def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:

@@ -18,7 +18,7 @@ from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
-from clover_jax.training.teacher import TeacherOutput, online_teacher
+from clover_jax.training.teacher import TeacherOutput, teach
 
 
 @struct.dataclass
@@ -109,7 +109,7 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Make one optimiser step; jitted by `make_train_step`."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    teacher = online_teacher(config.base, base_params, config.head.config.features, batch)
+    teacher = teach(config.base, base_params, config.head.config.features, batch)
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     (loss, positions), gradient = differentiate(
         config, state.params, base_params, teacher, batch, key

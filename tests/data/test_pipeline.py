@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from clover_jax.data.chat import Encoded
 from clover_jax.data.pipeline import CutInPieces, PipelineConfig, make_pipeline
 from clover_jax.data.records import TokenRow
+from clover_jax.data.samples import RecordSamples
 from clover_jax.errors import UserError
 
 CONFIG = PipelineConfig(batch_size=3, seq_len=16, seed=0)
@@ -27,7 +28,9 @@ def counting_rows(count=30, seed=0):
 
 @contextlib.contextmanager
 def pipeline(rows, config=CONFIG):
-    with contextlib.closing(iter(make_pipeline(rows, None, 100_000, config))) as batches:
+    with contextlib.closing(
+        iter(make_pipeline(RecordSamples(rows, None, 100_000, config.seq_len), config))
+    ) as batches:
         yield batches
 
 

@@ -18,6 +18,7 @@ import pytest
 from clover_jax import checkpoint
 from clover_jax.drafters.directory import load_draft
 from clover_jax.errors import UserError
+from clover_jax.files import only_process_in
 from clover_jax.models.loading import load_base
 from clover_jax.training import outputs, run, trainer
 from clover_jax.training.run import run_training
@@ -244,7 +245,10 @@ def test_the_same_data_elsewhere_is_accepted(whole_run, data, tmp_path):
 
 
 def test_a_second_run_in_the_same_workdir_is_refused(data, tmp_path):
-    with run._only_run_in(tmp_path), pytest.raises(UserError, match="another run is training"):
+    with (
+        only_process_in(tmp_path, "is training", "--workdir"),
+        pytest.raises(UserError, match="another run is training"),
+    ):
         run_training(settings(data), tmp_path, threading.Event())
 
 

@@ -1,0 +1,102 @@
+"""A folder that `prepare` made: tokenised samples, perhaps a teacher's activations beside them.
+
+DIR/train.json    manifest of the training samples, shards train-00000.array_record ...
+DIR/heldout.json  the same for those that are never trained on
+DIR/hidden.json   manifest of activations: record i belongs to training sample i
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clover_jax.data.chat import Encoded
+from clover_jax.data.records import TokenRow
+from clover_jax.data.shards import ShardReader, pack
+from clover_jax.errors import UserError
+
+TRAIN, HELDOUT, HIDDEN = "train.json", "heldout.json", "hidden.json"
+MAX_HELDOUT_READ = 1000
+
+
+def is_prepared(spec: str) -> bool:
+    """Return whether --data names a folder that `prepare` made."""
+    return Path(spec).expanduser().joinpath(TRAIN).is_file()
+
+
+def pack_sample(sample: Encoded) -> bytes:
+    """Return a sample's record."""
+    return pack({"tokens": sample.tokens, "loss_mask": sample.loss_mask})
+
+
+class PreparedSamples:
+    """Training samples of a prepared folder, with the activations that are asked for."""
+
+    def __init__(self, directory: Path, hidden_names: tuple[str, ...] = ()):
+        """Open the folder; raises UserError for what is missing, unfinished or not whole."""
+        if hidden_names and not (directory / HIDDEN).is_file():
+            raise UserError(
+                f"{directory} has no cached activations; repeat its `prepare` with "
+                f"--features={','.join(hidden_names)}, or train with --teacher=online"
+            )
+        self.directory, self.hidden_names = directory, hidden_names
+        self._samples = ShardReader(directory / TRAIN)
+        self._hidden = ShardReader(directory / HIDDEN) if hidden_names else None
+        if self._hidden is not None:
+            self._check_hidden()
+
+    @property
+    def made_from(self) -> Mapping[str, Any]:
+        """What the samples depend on."""
+        return self._samples.manifest["made_from"]
+
+    @property
+    def hidden_made_from(self) -> Mapping[str, Any]:
+        """What the activations depend on."""
+        return self._hidden.manifest["made_from"]
+
+    def _check_hidden(self) -> None:
+        there = self.hidden_made_from
+        missing = sorted(set(self.hidden_names) - set(there["names"]))
+        if missing:
+            raise UserError(
+                f"{self.directory} has the activations {', '.join(there['names'])}, but not "
+                f"{', '.join(missing)}, which the head is trained on; prepare it with "
+                f"--features={','.join(self.hidden_names)} --overwrite"
+            )
+        differing = [n for n in ("data_hash", "seq_len") if there[n] != self.made_from[n]]
+        if differing or len(self._hidden) != len(self._samples):
+            raise UserError(
+                f"{self.directory / HIDDEN} belongs to other samples than {TRAIN}; repeat the "
+                "`prepare` that made them, with --overwrite"
+            )
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> Encoded:
+        """Read a sample; raises UserError where its bytes have changed."""
+        sample = self._samples[index]
+        hidden = None
+        if self._hidden is not None:
+            record = self._hidden[index]
+            hidden = {name: record[name] for name in self.hidden_names}
+        return Encoded(sample["tokens"], sample["loss_mask"], hidden)
+
+
+def heldout_rows(directory: Path) -> list[TokenRow]:
+    """Return the held-out samples, each cut in what comes before its first answer and the rest."""
+    samples = ShardReader(directory / HELDOUT)
+    return [
+        _as_row(f"{directory / HELDOUT}:{index}", samples[index])
+        for index in range(min(len(samples), MAX_HELDOUT_READ))
+    ]
+
+
+def _as_row(source: str, sample: Mapping[str, np.ndarray]) -> TokenRow:
+    tokens, mask = sample["tokens"].tolist(), sample["loss_mask"]
+    answer = int(mask.argmax()) if mask.any() else len(tokens)
+    return TokenRow(source, tuple(tokens[:answer]), tuple(tokens[answer:]))

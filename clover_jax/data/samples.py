@@ -1,0 +1,61 @@
+"""Training samples by number, tokenised as they are asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from clover_jax.data.chat import Encoded, encode_record
+from clover_jax.data.records import Record, Text, cut_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Sections of long texts are shuffled apart: a batch should not come from one document.
+CHARS_PER_TOKEN = 3
+
+
+class Samples(Protocol):
+    """Random access to samples; what the pipeline reads.
+
+    hidden_names: the activations that every sample brings along, none for an online teacher.
+    """
+
+    hidden_names: tuple[str, ...]
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+
+    def __getitem__(self, index: int) -> Encoded:
+        """Return sample `index`."""
+
+
+class RecordSamples:
+    """Samples of records, in their order; long texts give one for each section."""
+
+    hidden_names = ()
+
+    def __init__(
+        self,
+        records: Sequence[Record],
+        tokenizer: PreTrainedTokenizerBase | None,
+        vocab_size: int,
+        seq_len: int,
+    ):
+        """Cut texts for rows of `seq_len` tokens; nothing is tokenised yet."""
+        self.sections = _sections(records, CHARS_PER_TOKEN * seq_len)
+        self._tokenizer, self._vocab_size = tokenizer, vocab_size
+
+    def __len__(self) -> int:
+        return len(self.sections)
+
+    def __getitem__(self, index: int) -> Encoded:
+        """Tokenise; raises UserError as `encode_record` does."""
+        return encode_record(self.sections[index], self._tokenizer, self._vocab_size)
+
+
+def _sections(records: Sequence[Record], max_chars: int) -> list[Record]:
+    sections: list[Record] = []
+    for record in records:
+        sections += cut_text(record, max_chars) if isinstance(record, Text) else [record]
+    return sections

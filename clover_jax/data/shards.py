@@ -1,0 +1,207 @@
+"""Records in numbered ArrayRecord files with a manifest: written so that a killed run goes on.
+
+A shard is written under another name, synced and renamed; then it is listed in the manifest, whose
+"complete" turns true after the last one. What a shard holds is a function of what the manifest says
+it was made from, so the same command goes on behind the last listed shard, and another is refused.
+
+Each record is one safetensors blob, which says names, dtypes and shapes by itself. ArrayRecord
+keeps a hash of every record, and checks it when the record is read.
+"""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import safetensors
+import safetensors.numpy
+
+from clover_jax.errors import UserError
+from clover_jax.files import atomic_file, write_json
+from clover_jax.json_files import read_json_object
+
+FORMAT_VERSION = 1
+Arrays = dict[str, np.ndarray]
+
+_DTYPES = {
+    "BF16": ml_dtypes.bfloat16,
+    "F32": np.float32,
+    "I32": np.int32,
+    "BOOL": np.bool_,
+}
+
+
+class ShardWriter:
+    """The shards of one manifest, in the making."""
+
+    def __init__(self, directory: Path, manifest: str, made_from: Mapping[str, Any]):
+        """Begin, or go on where an earlier run stopped.
+
+        manifest: the manifest's file name; its stem begins the shards' names.
+        made_from: what the records depend on, as JSON values.
+        Raises UserError where the manifest there was made from something else.
+        """
+        self.directory, self.path = directory, directory / manifest
+        self._stem = self.path.stem
+        self._manifest: dict[str, Any] = {
+            "format_version": FORMAT_VERSION,
+            "complete": False,
+            "made_from": dict(made_from),
+            "shards": [],
+        }
+        directory.mkdir(parents=True, exist_ok=True)
+        if self.path.exists():
+            self._take_up(read_json_object(self.path))
+        for left_behind in directory.glob(f".{self._stem}-*.unfinished"):
+            left_behind.unlink()
+        write_json(self.path, self._manifest)
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether nothing is left to write."""
+        return self._manifest["complete"]
+
+    @property
+    def shards(self) -> list[dict[str, Any]]:
+        """What is said of the shards that are there."""
+        return self._manifest["shards"]
+
+    @property
+    def num_records(self) -> int:
+        """Records in the shards that are there."""
+        return sum(shard["records"] for shard in self.shards)
+
+    def write(self, records: Sequence[bytes], **facts: Any) -> None:
+        """Write one shard; `facts` are kept beside its name."""
+        from array_record.python.array_record_module import ArrayRecordWriter
+
+        name = f"{self._stem}-{len(self.shards):05}.array_record"
+        with atomic_file(self.directory / name) as unfinished:
+            # One record a group, so that any one can be read alone; vectors do not compress.
+            writer = ArrayRecordWriter(str(unfinished), "group_size:1,uncompressed")
+            for record in records:
+                writer.write(record)
+            writer.close()
+        size = (self.directory / name).stat().st_size
+        shard = {"file": name, "records": len(records), "bytes": size, **facts}
+        self._manifest["shards"].append(shard)
+        write_json(self.path, self._manifest)
+
+    def finish(self, **facts: Any) -> dict[str, Any]:
+        """Declare that all is there and return the manifest, with `facts` added."""
+        totals = {name: sum(s[name] for s in self.shards) for name in ("records", "bytes")}
+        self._manifest |= {"complete": True, **totals, **facts}
+        write_json(self.path, self._manifest)
+        return self._manifest
+
+    def _take_up(self, found: dict[str, Any]) -> None:
+        _check_version(found, self.path)
+        wanted = self._manifest["made_from"]
+        for name in sorted({*wanted, *found["made_from"]}):
+            before = found["made_from"].get(name)
+            if before != wanted.get(name):
+                raise UserError(
+                    f"{self.path} was made with another {name} ({before!r}, not "
+                    f"{wanted.get(name)!r}); give another --output, or --overwrite to start anew"
+                )
+        self._manifest = found
+        whole = list(itertools.takewhile(lambda s: _damage(self.directory, s) is None, self.shards))
+        if len(whole) < len(self.shards):
+            self._manifest |= {"complete": False, "shards": whole}
+
+
+class ShardReader:
+    """Random access to the records of a complete manifest."""
+
+    def __init__(self, path: Path):
+        """Open the manifest at `path`.
+
+        Raises UserError where it is missing, unfinished, or a shard is not as it was written.
+        """
+        self.path, self.manifest = path, read_json_object(path)
+        _check_version(self.manifest, path)
+        if not self.manifest["complete"]:
+            raise UserError(f"{path.parent} is not complete; repeat the `prepare` that makes it")
+        for shard in self.manifest["shards"]:
+            damage = _damage(path.parent, shard)
+            if damage:
+                raise UserError(f"{damage}; repeat the `prepare` that made it, which mends it")
+        self._ends = list(itertools.accumulate(s["records"] for s in self.manifest["shards"]))
+        self._source = _open_shards([path.parent / s["file"] for s in self.manifest["shards"]])
+
+    def __len__(self) -> int:
+        return self._ends[-1] if self._ends else 0
+
+    def __getitem__(self, index: int) -> Arrays:
+        """Return a record's arrays; raises UserError where its bytes have changed."""
+        try:
+            return unpack(self._source[index])
+        except (RuntimeError, ValueError, safetensors.SafetensorError) as error:
+            shard = self.manifest["shards"][bisect.bisect_right(self._ends, index)]["file"]
+            reason = str(error).splitlines()[0]
+            raise UserError(
+                f"{self.path.parent / shard}: record {index} is damaged ({reason}); delete that "
+                "file and repeat the `prepare` that made it"
+            ) from error
+
+
+def pack(arrays: Mapping[str, np.ndarray]) -> bytes:
+    """Return the bytes of a record."""
+    return safetensors.numpy.save({n: np.ascontiguousarray(a) for n, a in arrays.items()})
+
+
+def unpack(record: bytes) -> Arrays:
+    """Return a record's arrays; bfloat16 among them, which the library's own reader lacks."""
+    return {
+        name: np.frombuffer(tensor["data"], _DTYPES[tensor["dtype"]]).reshape(tensor["shape"])
+        for name, tensor in safetensors.deserialize(record)
+    }
+
+
+def in_shards(records: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]:
+    """Group records in order until `max_bytes` are reached.
+
+    Example: sizes 3, 3, 3 with max_bytes 5 give two shards, of 2 records and of 1.
+    """
+    shard, size = [], 0
+    for record in records:
+        shard.append(record)
+        size += len(record)
+        if size >= max_bytes:
+            yield shard
+            shard, size = [], 0
+    if shard:
+        yield shard
+
+
+def _open_shards(paths: list[Path]) -> Any:
+    try:
+        from grain.sources import ArrayRecordDataSource
+    except ImportError as error:
+        raise UserError(
+            f"prepared data need the package array_record, which this platform lacks ({error}); "
+            "train on the raw files"
+        ) from error
+    return ArrayRecordDataSource([str(path) for path in paths])
+
+
+def _check_version(manifest: dict[str, Any], path: Path) -> None:
+    version = manifest.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format_version {version!r}; this program reads {FORMAT_VERSION}"
+        )
+
+
+def _damage(directory: Path, shard: dict[str, Any]) -> str | None:
+    """Say what is wrong with a shard's file, by its size alone; None for nothing."""
+    path = directory / shard["file"]
+    if not path.is_file():
+        return f"{path} is missing"
+    size = path.stat().st_size
+    return None if size == shard["bytes"] else f"{path} has {size} bytes, not {shard['bytes']}"

@@ -1,0 +1,95 @@
+"""What --data names, ready to train on: raw files, or a folder that `prepare` made."""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from clover_jax.data.prepared import PreparedSamples, heldout_rows, is_prepared
+from clover_jax.data.readers import read_records
+from clover_jax.data.records import Record, data_hash
+from clover_jax.data.sample_checks import DEFAULT_MAX_CUT, look_at
+from clover_jax.data.samples import RecordSamples, Samples
+from clover_jax.errors import UserError
+from clover_jax.models.tokenizer import tokenizer_hash
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class TrainingData(NamedTuple):
+    """Data of a run.
+
+    samples: to train on.
+    heldout: records that are never trained on.
+    hash: the identity of what is trained on, the same raw and prepared.
+    """
+
+    samples: Samples
+    heldout: Sequence[Record]
+    hash: str
+
+
+def load_training_data(
+    spec: str,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    seq_len: int,
+    hidden_names: tuple[str, ...] = (),
+) -> TrainingData:
+    """Open the data.
+
+    hidden_names: activations that the samples must bring along.
+    Raises UserError for data that cannot be understood, teach nothing, or are of another tokenizer.
+    """
+    if is_prepared(spec):
+        return _load_prepared(Path(spec).expanduser(), tokenizer, seq_len, hidden_names)
+    if hidden_names:
+        raise UserError(
+            f"--data={spec} has no cached activations; make them with `prepare --features=...` and "
+            "give its --output as --data"
+        )
+    records = read_records(spec)
+    samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len)
+    counts = look_at(samples, seq_len)
+    counts.check(seq_len, max_cut=1.0)
+    if counts.cut > DEFAULT_MAX_CUT * counts.conversations:
+        print(
+            f"about {100 * counts.cut // counts.conversations} % of the conversations are longer "
+            f"than --seq_len={seq_len} and are cut: later pieces do not see the earlier ones",
+            file=sys.stderr,
+            flush=True,
+        )
+    return TrainingData(samples, records.heldout, data_hash(records.train))
+
+
+def _load_prepared(
+    directory: Path,
+    tokenizer: PreTrainedTokenizerBase | None,
+    seq_len: int,
+    hidden_names: tuple[str, ...],
+) -> TrainingData:
+    samples = PreparedSamples(directory, hidden_names)
+    made_from = samples.made_from
+    ours = tokenizer_hash(tokenizer) if tokenizer is not None else None
+    theirs = made_from["tokenizer"]
+    if theirs != ours and None not in (theirs, ours):
+        raise UserError(
+            f"{directory} was prepared with another tokenizer than the base's: {theirs[:12]} "
+            f"against {ours[:12]}; give the base that it was prepared for, or prepare it again"
+        )
+    if made_from["seq_len"] != seq_len:
+        raise UserError(
+            f"{directory} was prepared with --seq_len={made_from['seq_len']}, not {seq_len}; give "
+            "that, or prepare the data again"
+        )
+    return TrainingData(samples, heldout_rows(directory), made_from["data_hash"])
+
+
+def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Return a hash of the chat template's text; None without one."""
+    template = tokenizer.chat_template if tokenizer is not None else None
+    return hashlib.sha256(str(template).encode()).hexdigest() if template else None

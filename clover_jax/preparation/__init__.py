@@ -1,0 +1,1 @@
+"""From conversations to prepared folders: previewed, regenerated, tokenised, features cached."""

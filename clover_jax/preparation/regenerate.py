@@ -1,0 +1,135 @@
+"""Self-distillation: replace the answers in training data by those that the base gives itself."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.prompts import Prompt, prompts_hash
+from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
+from clover_jax.dtypes import resolve_dtype
+from clover_jax.errors import UserError
+from clover_jax.generation.figures import Figures
+from clover_jax.generation.models import Models, load_models
+from clover_jax.generation.output import decode_with_bar
+from clover_jax.generation.row_stream import RowStream
+from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.jsonl import read_rows
+from clover_jax.preparation.options import PrepareOptions
+from clover_jax.progress import passing_note, progress_bar
+from clover_jax.row_writer import RowWriter
+
+REGENERATED = "regenerated.jsonl"
+
+
+class Regenerated(NamedTuple):
+    """The records with new answers, and the figures of their decoding for the report."""
+
+    records: list[Record]
+    figures: dict[str, Any]
+
+
+def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerated:
+    """Answer every conversation anew, answer by answer; go on where an earlier run stopped.
+
+    The rows are kept in OUTPUT/regenerated.jsonl, as `generate` writes them.
+    Raises UserError for text, which has no answers, and where no row could be decoded.
+    """
+    prompts = [_prompt(index, record) for index, record in enumerate(records)]
+    models = _load(options)
+    settings = GenerationSettings(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        context_overflow="skip",
+    )
+    path, figures = options.output / REGENERATED, Figures()
+    depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
+    depends_on["chat_template"] = options.chat_template
+    with RowWriter(
+        path,
+        settings=depends_on,
+        prompts_hash=prompts_hash(prompts),
+        overwrite=options.overwrite,
+    ) as rows:
+        for row in read_rows(path):
+            figures.add(row)
+        _decode(models, prompts[rows.finished :], settings, options, rows, figures)
+    return Regenerated(_read(path), figures.to_dict())
+
+
+def _load(options: PrepareOptions) -> Models:
+    with passing_note(f"loading {options.base}"):
+        models = load_models(
+            options.base,
+            options.draft,
+            options.tree,
+            resolve_dtype(options.dtype),
+            allow_base_mismatch=options.allow_base_mismatch,
+        )
+    tokenizer = with_chat_template(models.tokenizer, options.chat_template)
+    return dataclasses.replace(models, tokenizer=tokenizer)
+
+
+def _decode(
+    models: Models,
+    prompts: Sequence[Prompt],
+    settings: GenerationSettings,
+    options: PrepareOptions,
+    rows: RowWriter,
+    figures: Figures,
+) -> None:
+    if not prompts:
+        return
+    engine = models.engine(
+        batch_size=min(options.batch_size, len(prompts)),
+        sampling=sampling_for(settings, prompts),
+        seed=options.seed,
+    )
+    stream = RowStream(engine, models, prompts, settings)
+    total = rows.finished + len(prompts)
+    with progress_bar(total, "regenerate", "row", initial=rows.finished) as bar:
+        decode_with_bar(stream, rows, figures, bar)
+
+
+def _read(path: Path) -> list[Record]:
+    answered = (row for row in read_rows(path) if "output_ids" in row)
+    records = [
+        record for row in answered for record in parse_row(row, f"{path}:{row['index'] + 1}")
+    ]
+    if not records:
+        raise UserError(f"{path}: no row could be decoded; its rows say why")
+    return records
+
+
+def _prompt(index: int, record: Record) -> Prompt:
+    """Return what the base is asked: the user's turns, or the ids before the first answer."""
+    if isinstance(record, Text):
+        raise UserError(
+            f"{record.source}: plain text has no answers to regenerate; give conversations, or "
+            "leave out --regenerate"
+        )
+    if isinstance(record, Conversation):
+        return _conversation_prompt(index, record)
+    ids = record.prompt_ids if isinstance(record, TokenRow) else record.turns[0][0]
+    return Prompt(index, record.source, prompt_ids=ids)
+
+
+def _conversation_prompt(index: int, record: Conversation) -> Prompt:
+    """Return system messages and the user's turns.
+
+    Messages of one side in a row are one turn; an answer before the first question is left out.
+    """
+    system = [content for role, content in record.messages if role == "system"]
+    others = [message for message in record.messages if message[0] != "system"]
+    runs = itertools.groupby(others, key=lambda message: message[0] == "assistant")
+    turns = ["\n".join(content for _, content in run) for is_answer, run in runs if not is_answer]
+    if not turns:
+        raise UserError(f"{record.source}: nobody asks anything, so there is nothing to answer")
+    messages = tuple({"role": "system", "content": content} for content in system)
+    return Prompt(index, record.source, messages=messages or None, turns=tuple(turns))

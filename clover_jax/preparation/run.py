@@ -1,0 +1,108 @@
+"""One run of `prepare`: read, preview or regenerate, tokenise, cache activations."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN
+from clover_jax.data.readers import Records, read_records
+from clover_jax.data.records import Conversation
+from clover_jax.data.sample_checks import look_at
+from clover_jax.data.samples import RecordSamples
+from clover_jax.dtypes import resolve_dtype
+from clover_jax.errors import UserError
+from clover_jax.files import only_process_in
+from clover_jax.models.loading import describe_base, load_base
+from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.preparation.features import feature_names, write_features
+from clover_jax.preparation.options import PrepareOptions
+from clover_jax.preparation.preview import show_samples
+from clover_jax.preparation.regenerate import regenerate
+from clover_jax.preparation.samples import Reading, write_samples
+from clover_jax.progress import passing_note
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+def run_prepare(options: PrepareOptions) -> dict[str, Any]:
+    """Do what is asked for, or what an earlier run has left of it; return the report.
+
+    Raises UserError for whatever cannot work.
+    """
+    config, directory = describe_base(options.base)
+    if options.seq_len > config.max_position_embeddings:
+        raise UserError(
+            f"--seq_len={options.seq_len} is longer than the base's context, "
+            f"{config.max_position_embeddings}"
+        )
+    names = feature_names(options.features, config)
+    tokenizer = with_chat_template(load_tokenizer(directory), options.chat_template)
+    reading = Reading(tokenizer, config.vocab_size)
+    with passing_note(f"reading {options.data}"):
+        records = read_records(options.data)
+    if notice := template_notice(records, tokenizer):
+        print(notice, file=sys.stderr, flush=True)
+    if options.preview:
+        return _preview(records, reading, options)
+    options.output.mkdir(parents=True, exist_ok=True)
+    with only_process_in(options.output, "is preparing", "--output"):
+        if options.overwrite:
+            _remove_prepared(options.output)
+        return _prepare(records, reading, names, options)
+
+
+def template_notice(records: Records, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
+    """Return what to tell a user whose conversations meet a base without a chat template."""
+    count = sum(isinstance(record, Conversation) for record in records.train)
+    if not count or tokenizer is None or tokenizer.chat_template is not None:
+        return None
+    return (
+        f"the base has no chat template: messages of {count} conversations are joined by newlines, "
+        "and nothing says who speaks; --chat_template=FILE gives one"
+    )
+
+
+def _prepare(
+    records: Records, reading: Reading, names: tuple[str, ...], options: PrepareOptions
+) -> dict[str, Any]:
+    report: dict[str, Any] = {"output": str(options.output)}
+    if options.regenerate:
+        regenerated = regenerate(records.train, options)
+        records = records._replace(train=regenerated.records)
+        report["regenerated"] = regenerated.figures
+    # A look at some finds out in a second what reading all would find out in the end.
+    samples = RecordSamples(records.train, *reading, options.seq_len)
+    look_at(samples, options.seq_len).check(options.seq_len, options.max_truncated)
+    manifest = write_samples(records, reading, options)
+    report |= {
+        **manifest["counts"],
+        "heldout": len(records.heldout),
+        "bytes": manifest["bytes"],
+        "data_hash": manifest["made_from"]["data_hash"],
+    }
+    if names:
+        with passing_note(f"loading {options.base}"):
+            base = load_base(options.base, resolve_dtype(options.dtype))
+        hidden = write_features(base, names, manifest["counts"]["tokens"], options)
+        report |= {"features": list(names), "feature_bytes": hidden["bytes"]}
+    return report
+
+
+def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
+    samples = RecordSamples(records.train, *reading, options.seq_len)
+    show_samples(samples, options.preview_samples, reading.tokenizer, sys.stdout)
+    counts = look_at(samples, options.seq_len)
+    counts.check(options.seq_len, options.max_truncated)
+    return {"looked_at": counts.to_dict(), "samples": len(samples)}
+
+
+def _remove_prepared(directory: Path) -> None:
+    """Delete what `prepare` wrote and nothing else; manifests first."""
+    for name in (HIDDEN, TRAIN, HELDOUT):
+        (directory / name).unlink(missing_ok=True)
+        for shard in directory.glob(f"{Path(name).stem}-*.array_record"):
+            shard.unlink()

@@ -1,0 +1,140 @@
+import json
+
+import numpy as np
+import pytest
+
+from clover_jax.data.chat import encode_record
+from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.records import Conversation, TokenRow
+from clover_jax.data.sample_checks import look_at
+from clover_jax.data.samples import RecordSamples
+from clover_jax.errors import UserError
+from clover_jax.models.tokenizer import load_tokenizer
+from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
+
+ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))
+# As Qwen3: a thinking block before the last answer only, which later turns leave out.
+THINKING = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if loop.last and m['role'] == 'assistant' %}(think)\n{% endif %}"
+    "{{ m['content'] }}</s>\n{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def tokenizer_with(folder, template):
+    return load_tokenizer(save_byte_level(folder, template))
+
+
+def masked_text(encoded, tokenizer):
+    return tokenizer.decode(encoded.tokens[encoded.loss_mask])
+
+
+def rows(*sizes):
+    return [TokenRow("f", (1,), tuple(range(2, size + 1))) for size in sizes]
+
+
+def look(records, seq_len=8, **limits):
+    counts = look_at(RecordSamples(records, None, 100, seq_len), seq_len)
+    counts.check(seq_len, limits.get("max_cut", 0.05))
+    return counts
+
+
+def test_samples_are_counted():
+    counts = look(rows(8, 5))
+    assert (counts.tokens, counts.counted, counts.longest, counts.cut) == (13, 11, 8, 0)
+
+
+def test_data_without_a_token_to_learn_are_refused():
+    records = [Conversation("f", (("user", "hi"),))] * 3
+    samples = RecordSamples([TokenRow("f", (1, 2), ())] * len(records), None, 10, 8)
+    with pytest.raises(UserError, match="none of the 6 tokens in 3 samples is an assistant's"):
+        look_at(samples, 8).check(8, 0.05)
+
+
+def test_all_data_are_looked_at_before_they_are_called_useless():
+    records = [TokenRow("f", (1, 2), ())] * 199 + [TokenRow("f", (1,), (2,))]
+    counts = look_at(RecordSamples(records, None, 10, 8), 8, count=4)
+    assert counts.counted == 1
+
+
+def test_too_many_long_conversations_are_refused_with_the_longest_named():
+    message = r"2 of 4 conversations \(50 %\) are longer than --seq_len=8 .*longest has 30 tokens"
+    with pytest.raises(UserError, match=message):
+        look(rows(8, 9, 30, 4))
+    assert look(rows(8, 9, 30, 4), max_cut=0.5).cut == 2
+
+
+def test_a_template_that_leaves_the_answer_out_is_refused(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}{{ m['content'] }}{% endif %}"
+        "{% endfor %}"
+    )
+    tokenizer = tokenizer_with(tmp_path, template)
+    with pytest.raises(UserError, match="all zero although the assistant says something"):
+        look_at(RecordSamples([Conversation("f", ASK)], tokenizer, 300, 64), 64)
+
+
+def test_a_template_without_assistant_markers_is_refused(tmp_path):
+    template = "{% for m in messages %}[{{ m['role'] }}]{{ m['content'] }}{% endfor %}"
+    tokenizer = tokenizer_with(tmp_path, template)
+    with pytest.raises(UserError, match=r"no assistant marker: it puts '\[assistant\]' before"):
+        encode_record(Conversation("f", ASK), tokenizer, 300)
+
+
+def test_a_template_whose_user_turn_ends_with_the_marker_is_fine(tmp_path):
+    template = (
+        "{% for m in messages %}{% if m['role'] == 'user' %}[I]{{ m['content'] }}[/I]"
+        "{% else %} {{ m['content'] }}</s>{% endif %}{% endfor %}"
+    )
+    tokenizer = tokenizer_with(tmp_path, template)
+    encoded = encode_record(Conversation("f", ASK), tokenizer, 300)
+    assert masked_text(encoded, tokenizer) == " he had it</s> be</s>"
+
+
+def test_a_thinking_block_that_the_past_loses_is_understood(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, THINKING)
+    encoded = encode_record(Conversation("f", ASK), tokenizer, 300)
+    assert tokenizer.decode(encoded.tokens) == (
+        "<user>the hat</s>\n<assistant>he had it</s>\n<user>the</s>\n<assistant>(think)\nbe</s>\n"
+    )
+    assert masked_text(encoded, tokenizer) == "he had it</s>(think)\nbe</s>"
+
+
+@pytest.mark.parametrize("name", ["vicuna", "baichuan2"])
+def test_shipped_templates_count_the_answers_and_their_eos(tmp_path, name):
+    tokenizer = with_chat_template(tokenizer_with(tmp_path, None), name)
+    encoded = encode_record(Conversation("f", ASK), tokenizer, 300)
+    assert masked_text(encoded, tokenizer).replace(" ", "") == "hehadit</s>be</s>"
+
+
+def test_the_vicuna_template_renders_as_the_model_was_tuned(tmp_path):
+    tokenizer = with_chat_template(tokenizer_with(tmp_path, None), "vicuna")
+    messages = [{"role": role, "content": content} for role, content in ASK[:3]]
+    text = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
+    assert text.startswith("<s>A chat between a curious user and an artificial intelligence")
+    assert text.endswith("USER: the hat ASSISTANT: he had it</s> USER: the ASSISTANT:")
+
+
+def test_a_template_file_is_read_and_a_missing_one_refused(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, None)
+    path = tmp_path / "mine.jinja"
+    path.write_text(CHAT_TEMPLATE + "\n")
+    assert with_chat_template(tokenizer, str(path)).chat_template == CHAT_TEMPLATE
+    with pytest.raises(UserError, match="no such file, and none of baichuan2, vicuna"):
+        with_chat_template(tokenizer, "alpaca")
+    with pytest.raises(UserError, match="no tokenizer files"):
+        with_chat_template(None, "vicuna")
+
+
+def test_a_json_list_holds_rows(tmp_path):
+    from clover_jax.data.readers import read_records
+
+    path = tmp_path / "share.json"
+    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
+    path.write_text(json.dumps([{"id": "a", "conversations": turns}]))
+    (record,) = read_records(str(path)).train
+    assert record.messages == (("user", "hi"), ("assistant", "ho"))
+    assert record.source == f"{path}[0]"
+    path.write_text('{"text": "an object is a text"}')
+    assert np.size(read_records(str(path)).train[0].text)
