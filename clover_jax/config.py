@@ -170,6 +170,7 @@ class LossSpec(JsonConfig):
     soft_ce: weight of the cross-entropy to the base's distribution.
     hard_ce: weight of the cross-entropy to the true token.
     divisor_offset: each sum over pairs is divided by their number plus this.
+    label_mask: leave out pairs that the base's own choice would not have reached.
     """
 
     regression: float = 0.0
@@ -177,6 +178,7 @@ class LossSpec(JsonConfig):
     hard_ce: float = 0.0
     decay: float = 1.0
     divisor_offset: float = 1.0
+    label_mask: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

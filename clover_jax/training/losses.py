@@ -31,6 +31,7 @@ from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.decoder import project
+from clover_jax.training.label_mask import likely_next
 from clover_jax.training.pairs import CompactTargets, compact_targets, labelled_targets, pair_mask
 
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
@@ -144,7 +145,10 @@ def distillation_loss(
     chunk: targets per chunk.
     """
     num_positions, rows, size, width = hidden.shape
-    mask = pair_mask(batch.segment_ids, batch.loss_mask, num_positions)
+    likely = None
+    if head.config.loss.label_mask:
+        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk)
+    mask = pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
     has_next = labelled_targets(batch.segment_ids)
     pairs = mask.sum(axis=(1, 2))
     labelled = (mask & has_next).sum(axis=(1, 2))

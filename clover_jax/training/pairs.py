@@ -14,9 +14,15 @@ from clover_jax.array_types import Array, Bool, Int
 
 
 def pair_mask(
-    segment_ids: Int[Array, "B S"], loss_mask: Bool[Array, "B S"], num_positions: int
+    segment_ids: Int[Array, "B S"],
+    loss_mask: Bool[Array, "B S"],
+    num_positions: int,
+    likely: Bool[Array, "B S"] | None = None,
 ) -> Bool[Array, "P B S"]:
     """Return [i, b, tau] True where the pair (tau - 1 - i, i) counts.
+
+    likely: [b, s] whether x_{s+1} is a token that the base may choose at s; where given, it must
+        hold at tau-1-i .. tau-1 (`label_mask.py`).
 
     It does when m_{tau-1} is set and tau - 1 - i and tau lie in one document. (m_{t+i} of the
     release is m_{tau-1}: the mask does not depend on i. That a document's last position never
@@ -27,10 +33,12 @@ def pair_mask(
     """
     size = segment_ids.shape[1]
     counted = _shift_right(loss_mask, 1)
-    masks = []
+    masks, reached = [], True
     for i in range(num_positions):
         source = _shift_right(segment_ids, i + 1)[:, :size]
-        masks.append(counted & (source == segment_ids) & (segment_ids > 0))
+        if likely is not None:
+            reached = reached & _shift_right(likely, i + 1)
+        masks.append(counted & (source == segment_ids) & (segment_ids > 0) & reached)
     return jnp.stack(masks)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Float, Params
+from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
@@ -31,7 +31,12 @@ def plain_loss(
         source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
         segment = batch.segment_ids
         together = (segment[:, source] == segment[:, target]) & (segment[:, source] > 0)
-        mask = (batch.loss_mask[:, i : size - 1] & together).astype(jnp.float32)
+        valid = batch.loss_mask[:, i : size - 1] & together
+        if spec.label_mask:
+            likely = plain_likely(frozen.lm_head, target_states, batch.tokens)
+            for j in range(i + 1):
+                valid &= likely[:, j : size - 1 - i + j]
+        mask = valid.astype(jnp.float32)
         u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
         logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
         log_q = jax.nn.log_softmax(logits)
@@ -54,3 +59,16 @@ def plain_loss(
         terms["accuracy"].append(hits.sum() / jnp.maximum(mask.sum(), 1))
         terms["pairs"].append(mask.sum())
     return total, {name: jnp.stack(values) for name, values in terms.items()}
+
+
+def plain_likely(
+    lm_head: Float[Array, "V D"], states: Float[Array, "B S D"], tokens: Int[Array, "B S"]
+) -> Bool[Array, "B S"]:
+    """Return [b, s] whether x_{s+1} lies in A_s, from the whole distribution, sorted."""
+    p = jax.nn.softmax(jnp.einsum("btd,vd->btv", states, lm_head))
+    order = jnp.argsort(-p, axis=-1)
+    descending = jnp.take_along_axis(p, order, axis=-1)
+    preceding = jnp.cumsum(descending, axis=-1) - descending
+    is_next = order == jnp.roll(tokens, -1, axis=1)[..., None]
+    rank = is_next.argmax(axis=-1)
+    return (rank < 8) & ((preceding * is_next).sum(axis=-1) <= 0.8)
