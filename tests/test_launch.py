@@ -1,0 +1,128 @@
+"""The scripts in launch/, as far as they run without a cluster."""
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+import yaml
+
+from tests.conftest import REPOSITORY
+
+FLAGS = ("--flagfile=experiments/clover2.flags", "--data=a file.jsonl", '--workdir=runs/"x"')
+
+
+def launch(script, *arguments, **variables):
+    environment = {"PATH": os.environ["PATH"], "HOME": os.environ.get("HOME", "/")}
+    return subprocess.run(
+        [REPOSITORY / "launch" / script, *arguments],
+        env=environment | variables,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def dry_run(script, *arguments, **variables):
+    finished = launch(script, *arguments, DRY_RUN="1", **variables)
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def executable(path, text):
+    path.write_text(f"#!/usr/bin/env bash\n{text}\n")
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize("script", ["slurm", "gke_jobset", "tpu_vm"])
+def test_a_script_without_arguments_says_what_it_needs(script):
+    finished = launch(script)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith(f"launch/{script}: ")
+    assert not finished.stdout
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_the_slurm_job_runs_train_and_requeues_itself_until_it_is_finished(tmp_path, finished):
+    """The very batch script, with srun running its command and a train that says how it ended."""
+    said = '{"finished": true}' if finished else '{"finished": false}'
+    executable(tmp_path / "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
+    executable(tmp_path / "scontrol", f'echo "$@" >{tmp_path}/requeued')
+    executable(tmp_path / "python", f"printf '%s\\n' \"$@\" >{tmp_path}/arguments; echo '{said}'")
+    script = dry_run("slurm", *FLAGS, NODES="2", PYTHON=str(tmp_path / "python"))
+    assert "#SBATCH --nodes=2" in script
+    assert "#SBATCH --signal=TERM@" in script
+    job = script.replace(f"cd '{REPOSITORY}'", f"cd '{tmp_path}'")
+    assert job != script
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
+    subprocess.run(["bash", "-c", job], env=environment, check=True, capture_output=True)
+    assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "clover_jax.train", *FLAGS]
+    assert (tmp_path / "requeued").exists() != finished
+
+
+def container(**variables):
+    manifest = yaml.safe_load(
+        dry_run("gke_jobset", *FLAGS, IMAGE="registry/clover", BUCKET="bucket", **variables)
+    )
+    job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
+    return job, job["template"]["spec"]["containers"][0]
+
+
+def test_the_jobset_has_a_pod_for_every_host():
+    job, pod = container(HOSTS="2", TOPOLOGY="2x4")
+    assert job["parallelism"] == job["completions"] == 2
+    assert job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x4"
+    assert pod["args"][1:] == ["/data/runs/clover", *FLAGS]
+
+
+@pytest.mark.parametrize("finished", [True, False])
+def test_a_pod_succeeds_only_when_all_steps_are_done(tmp_path, finished):
+    """The pod's very command; a train that was stopped ends with status 0 too."""
+    _, pod = container(WORKDIR=str(tmp_path))
+    result = f"touch {tmp_path}/result.json" if finished else "true"
+    executable(tmp_path / "python", f"printf '%s\\n' \"$@\" >{tmp_path}/arguments; {result}")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run([*pod["command"], *pod["args"]], env=environment, check=False)
+    assert (ended.returncode == 0) == finished
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments == ["-m", "clover_jax.train", f"--workdir={tmp_path}", *FLAGS]
+
+
+def test_a_pod_hands_sigterm_on_and_waits_for_the_checkpoint(tmp_path):
+    _, pod = container(WORKDIR=str(tmp_path))
+    train = (
+        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
+        f"pathlib.Path('{tmp_path}/started').write_text('')\n"
+        f"stop.wait(); pathlib.Path('{tmp_path}/saved').touch()"
+    )
+    (tmp_path / "train.py").write_text(train)
+    os.mkfifo(tmp_path / "started")
+    executable(tmp_path / "python", f"exec {sys.executable} {tmp_path}/train.py")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen([*pod["command"], *pod["args"]], env=environment) as process:
+        (tmp_path / "started").read_text()  # a pipe: waits until the child listens
+        process.terminate()
+        assert process.wait(60) != 0
+    assert (tmp_path / "saved").exists()
+
+
+def test_the_tpu_vm_steps_print_gcloud_commands():
+    assert "--accelerator-type=v5litepod-16" in dry_run("tpu_vm", "create")
+    assert "--spot" not in dry_run("tpu_vm", "create", SPOT="")
+    assert "scp" in dry_run("tpu_vm", "install")
+    train = dry_run("tpu_vm", "train", *FLAGS)
+    assert "--worker=all" in train
+    # What reaches the hosts, unquoted once as their shells will do it.
+    (command,) = [
+        word
+        for word in subprocess.run(
+            ["bash", "-c", f"printf '%s\\0' {train}"], capture_output=True, text=True, check=True
+        ).stdout.split("\0")
+        if word.startswith("--command=")
+    ]
+    shell = command.removeprefix("--command=").replace(".venv/bin/python", "printf '%s\\n'")
+    shell = shell.replace("cd clover && JAX_COORDINATOR_ADDRESS=auto ", "")
+    said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
+    assert said.splitlines() == ["-m", "clover_jax.train", *FLAGS]
