@@ -48,8 +48,12 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     whole("steps", 1000, "optimiser steps", least=1)
     whole("batch_size", 8, "rows of a batch", least=1)
     whole("seq_len", 512, "tokens of a row; documents are packed into rows", least=2)
-    number("learning_rate", 1e-3, "peak learning rate; it falls linearly to 0 at the last step")
+    number("learning_rate", 1e-3, "peak learning rate; it falls to 0 at the last step")
     whole("warmup_steps", 100, "steps over which the rate rises to its peak")
+    absl_flags.DEFINE_enum(
+        "schedule", "linear", ["linear", "cosine"], "how the rate falls", flag_values=flags
+    )
+    number("adam_b2", 0.95, "AdamW's decay of squared gradients")
     number("weight_decay", 0.01, "AdamW's weight decay")
     number("clip_value", 0.5, "gradient values are clipped to this; 0: never")
     text(

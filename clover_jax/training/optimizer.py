@@ -8,12 +8,19 @@ import optax
 
 from clover_jax.config import JsonConfig
 
+# name -> (peak, steps) -> a fall from the peak to 0.
+SCHEDULES = {
+    "linear": lambda peak, steps: optax.linear_schedule(peak, 0.0, steps),
+    "cosine": optax.cosine_decay_schedule,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(JsonConfig):
     """Settings of the optimiser; the defaults are the release's but for `steps`.
 
     steps: optimiser steps, warm-up included; the rate falls to 0 at the last.
+    schedule: how it falls, one of SCHEDULES.
     clip_value: gradient values are clipped to [-clip_value, clip_value]; 0: not at all.
     """
 
@@ -25,6 +32,7 @@ class OptimizerConfig(JsonConfig):
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip_value: float = 0.5
+    schedule: str = "linear"
 
     def __post_init__(self):
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
@@ -34,17 +42,19 @@ class OptimizerConfig(JsonConfig):
             )
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate ({self.learning_rate}) must be positive")
+        if self.schedule not in SCHEDULES:
+            raise ValueError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Return count -> rate: linear from 0 over the warm-up, then linear to 0 at the last step.
+    """Return count -> rate: linear from 0 over the warm-up, then falling to 0 after the last step.
 
     The first step has rate 1 / warmup_steps of the peak: a step of rate 0 would be a step lost.
     Example: 4 steps, 2 of warm-up, peak 1 give 0.5, 1, 2/3, 1/3.
     """
     warmup, decay = config.warmup_steps, config.steps - config.warmup_steps
     rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
-    fall = optax.linear_schedule(config.learning_rate, 0.0, decay + 1)
+    fall = SCHEDULES[config.schedule](config.learning_rate, decay + 1)
     return optax.join_schedules([lambda count: rise(count + 1), lambda n: fall(n + 1)], [warmup])
 
 

@@ -45,6 +45,8 @@ class TrainSettings(JsonConfig):
     seq_len: int = 512
     learning_rate: float = 1e-3
     warmup_steps: int = 100
+    schedule: str = "linear"
+    adam_b2: float = 0.95
     weight_decay: float = 0.01
     clip_value: float = 0.5
     drafter_options: str | None = None

@@ -156,6 +156,8 @@ def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
             steps=settings.steps,
             learning_rate=settings.learning_rate,
             warmup_steps=min(settings.warmup_steps, settings.steps),
+            schedule=settings.schedule,
+            b2=settings.adam_b2,
             weight_decay=settings.weight_decay,
             clip_value=settings.clip_value,
         )

@@ -32,3 +32,16 @@ def test_gradient_values_are_clipped():
 def test_a_warm_up_longer_than_the_run_is_refused():
     with pytest.raises(ValueError, match=r"warmup_steps \(20\) must lie between 0 and"):
         OptimizerConfig(steps=10, warmup_steps=20)
+
+
+def test_a_cosine_falls_slowly_at_first_and_to_0_after_the_last_step():
+    config = OptimizerConfig(steps=5, learning_rate=1.0, warmup_steps=1, schedule="cosine")
+    schedule = make_schedule(config)
+    rates = [float(schedule(count)) for count in range(6)]
+    expected = [1.0, *(0.5 * (1 + np.cos(np.pi * step / 5)) for step in range(1, 6))]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="schedule 'step' is not one of linear, cosine"):
+        OptimizerConfig(steps=5, warmup_steps=0, schedule="step")
