@@ -26,7 +26,7 @@ class AttentionDecoder(nn.Module):
 
     def setup(self):
         cfg = self.config
-        heads, width = (cfg.num_heads, cfg.head_dim), cfg.hidden_size
+        heads, width = split_width(cfg), cfg.hidden_size
         placeholder = nn.initializers.normal(0.02)  # init_from_base gives the method's own
         self.norm = RMSNorm(cfg.rms_norm_eps)
         self.query = self.param("query", placeholder, (width, *heads))
@@ -75,12 +75,21 @@ def unit(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
     return x * jax.lax.rsqrt(jnp.maximum(square, eps * eps))
 
 
+def split_width(config: LayerConfig) -> tuple[int, int]:
+    """Return (N, H): how an Attention Decoder splits the width D, with heads as wide as the base's.
+
+    There are as many as the base has, but for bases whose attention is wider than they are:
+    Qwen3-0.6B has 16 heads of 128 over a width of 1024, which makes 8 here.
+    """
+    return config.hidden_size // config.head_dim, config.head_dim
+
+
 def check_heads(config: LayerConfig) -> None:
     """Raise ValueError where the width does not split into the Attention Decoder's heads."""
-    if config.num_heads * config.head_dim != config.hidden_size:
+    if config.hidden_size % config.head_dim:
         raise ValueError(
-            f"Attention Decoders split hidden_size ({config.hidden_size}) in heads: num_heads "
-            f"({config.num_heads}) x head_dim ({config.head_dim}) must equal it"
+            f"Attention Decoders split hidden_size ({config.hidden_size}) in heads: head_dim "
+            f"({config.head_dim}) must divide it"
         )
 
 
@@ -91,7 +100,7 @@ def with_matrices(
     key_value: Float[Array, "D 2 D"],
 ) -> Params:
     """Return an Attention Decoder's params with these matrices, given as [in, out]."""
-    width, heads = config.hidden_size, (config.num_heads, config.head_dim)
+    width, heads = config.hidden_size, split_width(config)
     return {
         **params,
         "query": query.reshape(width, *heads),

@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-from clover_jax.config import BaseConfig, LossSpec, RopeConfig
+from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
 from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
@@ -30,6 +30,7 @@ def read_config(path: Path, rope_theta: float = ROPE_THETA) -> Clover2Config:
                 f"{path}: clover.{name} must be a positive whole number, not {clover.get(name)!r}"
             )
     llama = parse_llama_config(values, path)
+    _check_widths(llama.layer)
     scale = clover.get("heads_coefficient", 1.0)
     loss = LossSpec(
         regression=10.0 * scale, soft_ce=scale, decay=clover.get("decay_coefficient", 0.7)
@@ -89,6 +90,7 @@ def check_exportable(config: Clover2Config) -> None:
                 f"this head has {name}, as its base has, but the official Clover-2 layout holds "
                 "heads of Llama's layers only"
             )
+    _check_widths(layer)
     if rope != RopeConfig(theta=ROPE_THETA):
         raise UserError(
             f"this head rotates with base {rope.theta:g} (type {rope.kind}), but readers of the "
@@ -104,4 +106,12 @@ def check_exportable(config: Clover2Config) -> None:
         raise UserError(
             f"the official Clover-2 layout has one attention_bias for all projections, but this "
             f"head has qkv_bias {layer.qkv_bias} and output_bias {layer.output_bias}"
+        )
+
+
+def _check_widths(layer: LayerConfig) -> None:
+    if layer.num_heads * layer.head_dim != layer.hidden_size:
+        raise UserError(
+            f"the official Clover-2 layout splits the width ({layer.hidden_size}) in num_heads "
+            f"({layer.num_heads}) parts, which is not this head's head_dim ({layer.head_dim})"
         )
