@@ -5,15 +5,18 @@ import pickle
 import zipfile
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from clover_jax import cli, convert
-from clover_jax.drafters.directory import load_draft
+from clover_jax.drafters import registry
+from clover_jax.drafters.directory import load_draft, save_draft
 from clover_jax.interchange import conversion
 from clover_jax.models import torch_file
+from clover_jax.models.fingerprint import fingerprint
 from clover_jax.models.loading import load_base
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
@@ -74,6 +77,48 @@ def test_there_and_back_again_is_exact(command, reference, tmp_path, layout, nam
     one, other = (load_draft(folder, loaded) for folder in (native, again))
     assert one.head.config == other.head.config
     assert_trees_equal(one.params, other.params)
+
+
+@pytest.mark.parametrize("layout", ["medusa", "medusa_vllm"])
+def test_medusas_heads_go_out_and_come_back(command, speaking, tmp_path, layout):
+    base, drafts = load_base(str(speaking / "base")), [tmp_path / "draft", tmp_path / "again"]
+    head_config = registry.config_for_base("medusa", base.config, num_positions=3)
+    params = registry.init_params(registry.head(head_config), base.params, jax.random.key(0))
+    leaves, structure = jax.tree.flatten(params)
+    leaves = [jax.random.normal(jax.random.key(i), x.shape) for i, x in enumerate(leaves)]
+    params = jax.tree.unflatten(structure, leaves)
+    save_draft(drafts[0], head_config, params, "clover4", fingerprint(base), {})
+    given, foreign = f"--base={speaking / 'base'}", tmp_path / "foreign"
+    assert command(given, f"--input={drafts[0]}", f"--output={foreign}", f"--to={layout}")[0] == 0
+    assert command(given, f"--input={foreign}", f"--output={drafts[1]}")[1]["from"] == layout
+    for draft in (load_draft(drafts[1], base), load_draft(foreign, base)):
+        assert draft.head.config == head_config
+        assert_trees_equal(draft.params, params)
+    stored = load_file(next(foreign.glob("*.safetensors")))
+    first = "0.0.linear.weight" if layout == "medusa" else "blocks.0.layers.0.weight"
+    # x @ W here, W x there.
+    np.testing.assert_array_equal(stored[first], np.asarray(params["heads"]["weight"][0]).T)
+
+
+def test_an_eagle_head_goes_out_for_speculators(command, reference, tmp_path):
+    base = f"--base={reference / 'base'}"
+    given = (base, f"--input={reference / 'eagle1'}", f"--output={tmp_path / 'out'}")
+    assert command(*given, "--to=speculators")[0] == 0
+    assert_same_tensors(reference / "eagle1", tmp_path / "out")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["speculators_config"]["algorithm"] == "eagle"
+    assert values["transformer_layer_config"]["num_attention_heads"] == 4
+    loaded = load_base(str(reference / "base"))
+    one, other = load_draft(reference / "eagle1", loaded), load_draft(tmp_path / "out", loaded)
+    assert one.head.config == other.head.config
+
+
+def test_a_layout_of_another_kind_of_head_is_refused(command, reference, tmp_path):
+    base = f"--base={reference / 'base'}"
+    given = (base, f"--input={reference / 'eagle1'}", f"--output={tmp_path / 'out'}")
+    status, _, error = command(*given, "--to=medusa")
+    assert (status, list(tmp_path.iterdir())) == (2, [])
+    assert "--to=medusa holds medusa heads, and this is a eagle head; it can be written as" in error
 
 
 def test_bfloat16_stays_bfloat16(command, reference, tmp_path):

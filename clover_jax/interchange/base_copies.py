@@ -12,6 +12,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
 
 _CHECKED_ROWS = 4096
+MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
 
 
 def check_widths(config: DrafterConfig, base: BaseModel, directory: Path) -> None:

@@ -86,7 +86,13 @@ def read_config(path: Path, rope_theta: float | None = None) -> EagleConfig:
 
     Raises UserError for what is missing or cannot be.
     """
-    values = read_json_object(path)
+    return parse_config(read_json_object(path), path, rope_theta)
+
+
+def parse_config(
+    values: dict[str, Any], path: Path, rope_theta: float | None = None
+) -> EagleConfig:
+    """Turn the fields of a head's config into ours; raises as `read_config`."""
     llama = parse_llama_config(values, path)
     layers = values["num_hidden_layers"]
     if layers != 1:

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.models.base import BaseModel
 from clover_jax.models.tensor_map import Leaf
 
 
@@ -24,23 +25,22 @@ class Layout:
 
     name: as `convert --to` and `recognise` call it.
     kind: the drafter whose heads it holds.
-    read_config: from the folder and a rotary base (None for the layout's own), the head's config.
+    read_config: from the folder, a rotary base (None for the layout's own) and the base's config,
+        the head's config.
     leaves: where the stored tensors lie in the head's params.
     config_fields: what config.json holds for a head of a base.
     check_exportable: raises UserError for a head that readers of the layout would run differently.
     copies: stored names of frozen copies of base matrices -> "lm_head" or "embedding".
     more_tensors: stored tensors that follow from the config.
     file: the name of the weights' file.
-    readable: whether heads come in by this layout as well.
     """
 
     name: str
     kind: str
-    read_config: Callable[[Path, float | None], DrafterConfig]
+    read_config: Callable[[Path, float | None, BaseConfig], DrafterConfig]
     leaves: Callable[[DrafterConfig], list[Leaf]]
-    config_fields: Callable[[DrafterConfig, BaseConfig], dict[str, Any]]
+    config_fields: Callable[[DrafterConfig, BaseModel], dict[str, Any]]
     check_exportable: Callable[[DrafterConfig], None]
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more_tensors: Callable[[DrafterConfig], dict[str, np.ndarray]] = nothing_more
     file: str = "model.safetensors"
-    readable: bool = True

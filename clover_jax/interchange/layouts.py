@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.interchange import clover2_config, eagle
+from clover_jax.interchange import clover2_config, eagle, medusa, speculators
 from clover_jax.interchange.clover2 import COPIES
 from clover_jax.interchange.clover2_tensors import clover2_leaves
 from clover_jax.interchange.layout import Layout
@@ -13,13 +14,13 @@ from clover_jax.interchange.layout import Layout
 NATIVE = "orbax"  # not a layout of others: our own draft directories
 
 
-def _read_clover2(directory: Path, rope_theta: float | None):
+def _read_clover2(directory: Path, rope_theta: float | None, base: BaseConfig):
     return clover2_config.read_config(
         directory / "config.json", rope_theta or clover2_config.ROPE_THETA
     )
 
 
-def _read_eagle(directory: Path, rope_theta: float | None):
+def _read_eagle(directory: Path, rope_theta: float | None, base: BaseConfig):
     return eagle.read_config(directory / "config.json", rope_theta)
 
 
@@ -29,7 +30,7 @@ LAYOUTS: dict[str, Layout] = {
         kind="clover2",
         read_config=_read_clover2,
         leaves=clover2_leaves,
-        config_fields=clover2_config.config_fields,
+        config_fields=lambda config, base: clover2_config.config_fields(config, base.config),
         check_exportable=clover2_config.check_exportable,
         copies=dict.fromkeys(COPIES, "lm_head"),
     ),
@@ -38,10 +39,13 @@ LAYOUTS: dict[str, Layout] = {
         kind="eagle",
         read_config=_read_eagle,
         leaves=eagle.eagle_leaves,
-        config_fields=eagle.config_fields,
+        config_fields=lambda config, base: eagle.config_fields(config, base.config),
         check_exportable=eagle.check_exportable,
         copies={eagle.EMBEDDING: "embedding"},
     ),
+    "medusa": medusa.ORIGINAL,
+    "medusa_vllm": medusa.VLLM,
+    "speculators": speculators.LAYOUT,
 }
 
 

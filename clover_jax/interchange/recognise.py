@@ -10,17 +10,24 @@ from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
 from clover_jax.models.tensor_files import TensorFiles
 
-CLOVER2, EAGLE = "clover2", "eagle"
+CLOVER2, EAGLE, SPECULATORS = "clover2", "eagle", "speculators"
+MEDUSA, MEDUSA_VLLM = "medusa", "medusa_vllm"
 
 
 def recognise(directory: Path) -> str:
-    """Return the name of a layout that can be read: "clover2" or "eagle".
+    """Return the name of a layout that can be read, one of those above.
 
     Raises UserError that says what the folder is otherwise.
     """
     values = read_json_object(directory / "config.json")
     if "clover" in values:
         return CLOVER2
+    if "speculators_model_type" in values:
+        return SPECULATORS
+    if "medusa_num_heads" in values:
+        return MEDUSA
+    if values.get("model_type") == "medusa":
+        return MEDUSA_VLLM
     names = TensorFiles(directory).shapes
     if "fc.weight" in names and not _is_eagle3(values, names):
         return EAGLE
@@ -28,7 +35,7 @@ def recognise(directory: Path) -> str:
         if matches(values, names):
             raise UserError(
                 f"{directory} is {description}, which cannot be read as a draft; "
-                "native draft folders and the official layouts of Clover-2 and EAGLE can"
+                "native draft folders and the official layouts of Clover-2, EAGLE and Medusa can"
             )
     raise UserError(
         f"{directory} is in no known draft layout: its config.json has no "
@@ -47,8 +54,5 @@ _UNREADABLE: dict[str, Matches] = {
         lambda values, names: "clover_head_mlp.weight" in names
     ),
     "an EAGLE-3 head": _is_eagle3,
-    "a Medusa head": lambda values, names: (
-        "medusa_num_heads" in values or values.get("model_type") == "medusa"
-    ),
     "a base model": lambda values, names: "model.embed_tokens.weight" in names,
 }

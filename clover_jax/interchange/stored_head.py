@@ -21,7 +21,7 @@ from clover_jax.drafters.directory import (
 from clover_jax.drafters.params_folder import check_folder
 from clover_jax.drafters.params_stream import read_leaf
 from clover_jax.errors import UserError
-from clover_jax.interchange.base_copies import check_copy, check_widths
+from clover_jax.interchange.base_copies import MATRIX_NAMES, check_copy, check_widths
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.layouts import LAYOUTS, NATIVE
 from clover_jax.interchange.recognise import recognise
@@ -33,8 +33,6 @@ from clover_jax.models.stored_base import StoredMatrix
 from clover_jax.models.tensor_files import TensorFiles
 from clover_jax.models.tensor_map import Path as LeafPath
 from clover_jax.models.tensor_map import fuse, stored_shapes
-
-MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -88,7 +86,7 @@ def open_head(
             "with one) nor config.json (others' layouts)"
         )
     layout = LAYOUTS[layout or recognise(directory)]
-    config = layout.read_config(directory, rope_theta)
+    config = layout.read_config(directory, rope_theta, base.config)
     fitted = _fit_vocabulary(config, base, directory, cut_vocab)
     check_widths(fitted, base, directory)
     return _open_foreign(directory, layout, config, fitted, base, allow_base_mismatch)

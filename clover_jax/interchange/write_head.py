@@ -52,7 +52,7 @@ def write_foreign(
         StreamedTensor(name, value.dtype, value.shape, iter([value]))
         for name, value in layout.more_tensors(head.config).items()
     ]
-    fields = layout.config_fields(head.config, base.config)
+    fields = layout.config_fields(head.config, base)
     with atomic_directory(directory) as unfinished:
         for _ in write_safetensors(unfinished / layout.file, tensors):
             progress.update()

@@ -104,6 +104,9 @@ def _files_of(directory: Path) -> Iterable[Path]:
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
         return _shards_of(directory / INDEX)
+    others = list(directory.glob("*.safetensors"))
+    if len(others) == 1:  # a head's own name for it, such as medusa_lm_head.safetensors
+        return others
     if (directory / TORCH_INDEX).is_file():
         return _shards_of(directory / TORCH_INDEX)
     found = sorted(path for path in directory.iterdir() if path.suffix in TORCH_SUFFIXES)

@@ -1,0 +1,145 @@
+"""Medusa's heads in the original layout and in vLLM's: a residual block and a matrix each.
+
+Sources: Medusa's repository and vLLM's reader. Both may stack several residual blocks; the method,
+and what is read here, has one. The original's config says neither widths nor vocabulary, so these
+are the base's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from clover_jax.config import BaseConfig
+from clover_jax.drafters.medusa import MedusaConfig, make_config
+from clover_jax.errors import UserError
+from clover_jax.interchange.layout import Layout
+from clover_jax.json_files import read_json_object
+from clover_jax.models.base import BaseModel
+from clover_jax.models.tensor_map import Leaf, Piece, whole
+
+ORIGINAL_FILE = "medusa_lm_head.safetensors"
+
+
+def read_original(directory: Path, rope_theta: float | None, base: BaseConfig) -> MedusaConfig:
+    """Read the original's config; heads have no rotation, so a rotary base changes nothing."""
+    path = directory / "config.json"
+    return _config(read_json_object(path), path, "medusa_num_heads", "medusa_num_layers", base)
+
+
+def read_vllm(directory: Path, rope_theta: float | None, base: BaseConfig) -> MedusaConfig:
+    """Read vLLM's config.
+
+    Raises UserError for a head of another width, or for a reduced vocabulary.
+    """
+    path = directory / "config.json"
+    values = read_json_object(path)
+    vocab_size = values.get("vocab_size", base.vocab_size)
+    if values.get("truncated_vocab_size", vocab_size) not in (None, vocab_size):
+        raise UserError(
+            f"{path}: truncated_vocab_size is {values['truncated_vocab_size']} of {vocab_size} "
+            "tokens; heads over a part of the vocabulary cannot be read"
+        )
+    if values.get("hidden_size", base.hidden_size) != base.hidden_size:
+        raise UserError(
+            f"{path}: hidden_size is {values['hidden_size']}, that of the base is "
+            f"{base.hidden_size}; give the base that the head was trained for"
+        )
+    return _config(values, path, "num_heads", "num_hidden_layers", base)
+
+
+def original_leaves(config: MedusaConfig) -> list[Leaf]:
+    """Return where `{head}.0.linear.*` and `{head}.1.weight` lie."""
+    return _leaves(config, "{}.0.linear.weight", "{}.0.linear.bias", "{}.1.weight")
+
+
+def vllm_leaves(config: MedusaConfig) -> list[Leaf]:
+    """Return where `blocks.{head}.layers.0.*` and `lm_heads.{head}.weight` lie."""
+    return _leaves(
+        config,
+        "blocks.{}.layers.0.weight",
+        "blocks.{}.layers.0.bias",
+        "lm_heads.{}.weight",
+    )
+
+
+def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
+    """Return what the original's config.json holds."""
+    return {
+        "medusa_num_heads": config.num_positions,
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": base.source,
+    }
+
+
+def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
+    """Return what vLLM's config.json holds."""
+    return {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "hidden_size": config.layer.hidden_size,
+        "vocab_size": config.vocab_size,
+        "num_heads": config.num_positions,
+        "num_hidden_layers": 1,
+        "max_paths": 64,
+        "topk": 10,
+        "truncated_vocab_size": config.vocab_size,
+        "medusa_fc_bias": True,  # the method has biases, vLLM's default has none
+        "original_lm_head": False,
+    }
+
+
+def check_exportable(config: MedusaConfig) -> None:
+    """Raise UserError for heads without output matrices of their own."""
+    if not config.own_output:
+        raise UserError(
+            "these heads use the base's output matrix, and Medusa's layouts hold one for each; "
+            "train with --drafter_options=own_output=true to export them"
+        )
+
+
+def _config(
+    values: dict[str, Any], path: Path, heads: str, layers: str, base: BaseConfig
+) -> MedusaConfig:
+    for name in (heads, layers):
+        if not isinstance(values.get(name), int) or values[name] < 1:
+            raise UserError(
+                f"{path}: {name} must be a positive whole number, not {values.get(name)!r}"
+            )
+    if values[layers] != 1:
+        raise UserError(f"{path}: {layers} is {values[layers]}; heads of 1 residual block are read")
+    return make_config(base, num_positions=values[heads])
+
+
+def _leaves(config: MedusaConfig, weight: str, bias: str, matrix: str) -> list[Leaf]:
+    positions, width = range(config.num_positions), config.layer.hidden_size
+    square, count = (width, width), config.num_positions
+    weights = tuple(Piece(weight.format(i), square, square, (1, 0), (i,)) for i in positions)
+    biases = tuple(Piece(bias.format(i), (width,), (width,), (0,), (i,)) for i in positions)
+    matrices = [
+        whole((f"lm_head_{i}",), matrix.format(i), (config.vocab_size, width)) for i in positions
+    ]
+    return [
+        Leaf(("heads", "weight"), (count, *square), weights),
+        Leaf(("heads", "bias"), (count, width), biases),
+        *matrices,
+    ]
+
+
+ORIGINAL = Layout(
+    name="medusa",
+    kind="medusa",
+    read_config=read_original,
+    leaves=original_leaves,
+    config_fields=original_fields,
+    check_exportable=check_exportable,
+    file=ORIGINAL_FILE,
+)
+VLLM = Layout(
+    name="medusa_vllm",
+    kind="medusa",
+    read_config=read_vllm,
+    leaves=vllm_leaves,
+    config_fields=vllm_fields,
+    check_exportable=check_exportable,
+)
