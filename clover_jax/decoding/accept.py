@@ -65,6 +65,21 @@ def accept_typical(
     return _longest(tree, passes, own, argmax(log_probability), depth)
 
 
+def accept_forced(
+    tree: TokenTree, logits: Float[Array, "B T V"], count: int, depth: int
+) -> Accepted:
+    """Accept exactly `count` drafted tokens, for timing: the text means nothing.
+
+    Of the paths of that length the base's most likely one is taken, so that the logits decide
+    what is committed, as they do in earnest. A tree that is less deep gives all of its depth.
+    """
+    level = node_depth(ancestor_mask(tree.parent, depth))
+    row = jnp.arange(tree.tokens.shape[0])[:, None]
+    score = logits[row, jnp.maximum(tree.parent, 0), jnp.maximum(tree.tokens, 0)]
+    passes = (level <= count) & (tree.tokens >= 0)
+    return _longest(tree, passes, score, argmax(logits), depth)
+
+
 def _longest(
     tree: TokenTree,
     passes: Bool[Array, "B T"],

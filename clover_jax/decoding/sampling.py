@@ -32,6 +32,7 @@ class SamplingConfig(JsonConfig):
     draft_sampling: "topk" children by probability, or children "sampled" without replacement.
     truncate: whether any row uses top-k or top-p, which cost a sort.
     typical_epsilon, typical_delta: Medusa's thresholds.
+    force_accept: for timing only: accept exactly this many drafted tokens, whatever they are.
     """
 
     verify: str = "greedy"
@@ -39,6 +40,7 @@ class SamplingConfig(JsonConfig):
     truncate: bool = False
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
+    force_accept: int | None = None
 
     def __post_init__(self):
         if self.verify not in VERIFICATIONS:

@@ -6,6 +6,7 @@ Nothing leaves the device within a step or within a chunk of steps; the host rea
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +14,13 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.accept import Accepted, accept_path, accept_typical, log_softmax
+from clover_jax.decoding.accept import (
+    Accepted,
+    accept_forced,
+    accept_path,
+    accept_typical,
+    log_softmax,
+)
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
@@ -28,6 +35,7 @@ from clover_jax.decoding.verify import tree_logits, verify
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
+from clover_jax.models.cache import Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,63 +107,117 @@ class Weights:
     draft: Params
 
 
+@struct.dataclass
+class Absorbed:
+    """What the head knows after it has taken in what was accepted last.
+
+    root: its state at the last accepted position, every leaf [B, 1, ...].
+    cache: its own, with these positions.
+    """
+
+    root: Any
+    cache: Cache
+
+
+@struct.dataclass
+class Verified:
+    """What one base forward says of every slot.
+
+    logits: [B, T, V] of the token after each slot.
+    fresh: keys and values of the slots.
+    features: [B, T, F] what the head will read of them.
+    """
+
+    logits: Float[Array, "B T V"]
+    fresh: Cache
+    features: Float[Array, "B T F"]
+
+
 def speculate_and_verify(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, StepRecord]:
     """Advance every running row by its accepted path and one bonus token."""
-    root = jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
+    root = roots(state)
     if config.head is None:
         drafted = Drafted(TokenTree(root[:, None], jnp.full((1, 1), -1)), None)
     else:
         state, drafted = absorb_and_draft(config, weights, state, root)
-    tree, depth = drafted.tree, config.tree.depth
     with jax.named_scope("verify"):
-        # A row that has ended must not make the others read as far as it got.
-        length = jnp.where(state.finish == RUNNING, state.length, 0)
-        output = verify(config.base, weights.base, tree, depth, state.cache, length)
-        logits = tree_logits(weights.base, output)
+        verified = verify_tree(config, weights, state, drafted.tree)
     with jax.named_scope("accept"):
-        accepted = _accept(config, state, drafted, logits)
+        accepted = accept(config, state, drafted, verified.logits)
     with jax.named_scope("commit"):
-        features = tree_features(config, output.hidden)
-        return commit(state, tree, accepted, output.fresh, features)
+        return commit(state, drafted.tree, accepted, verified.fresh, verified.features)
+
+
+def roots(state: DecodeState) -> Int[Array, " B"]:
+    """Return each row's token that was emitted last and that the base has not read yet."""
+    return jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
 
 
 def absorb_and_draft(
     config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
 ) -> tuple[DecodeState, Drafted]:
     """Let the head take in what the last step accepted, and draft a tree under `root`."""
-    head, frozen, sampling = config.head, frozen_from_base(weights.base), config.sampling
     with jax.named_scope("absorb"):
-        draft_state, draft_cache = head.module.apply(
-            {"params": weights.draft},
-            frozen,
-            state.features,
-            state.next_tokens,
-            state.length - state.count,
-            state.count,
-            state.draft_cache,
-            method="absorb",
-        )
-    arguments = (head, weights.draft, frozen, root, draft_state, draft_cache, config.tree)
+        absorbed = absorb_pending(config, weights, state)
+    state = state.replace(draft_cache=absorbed.cache)
     with jax.named_scope("draft"):
-        if isinstance(config.tree, AdaptiveTree):
-            drafted = Drafted(draft_adaptive(*arguments), None)
-        elif sampling.draft_sampling == "sampled":
-            support = max(SUPPORT, config.tree.num_ranks)
-            rows, length = state.sampling, state.length
-            choose = sample_children(rows, length, sampling.truncate, support)
-            drafted = draft(*arguments, choose)
-        else:
-            drafted = draft(*arguments, top_children)
-    return state.replace(draft_cache=draft_cache), drafted
+        return state, draft_tree(config, weights, state, root, absorbed.root)
 
 
-def _accept(
+def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
+    """Let the head take in the positions that the last step accepted."""
+    root, cache = config.head.module.apply(
+        {"params": weights.draft},
+        frozen_from_base(weights.base),
+        state.features,
+        state.next_tokens,
+        state.length - state.count,
+        state.count,
+        state.draft_cache,
+        method="absorb",
+    )
+    return Absorbed(root, cache)
+
+
+def draft_tree(
+    config: StepConfig,
+    weights: Weights,
+    state: DecodeState,
+    root: Int[Array, " B"],
+    root_state: Any,
+) -> Drafted:
+    """Grow the tree from the head's root state; `state` holds the cache that absorbing gave."""
+    frozen, sampling = frozen_from_base(weights.base), config.sampling
+    arguments = (config.head, weights.draft, frozen, root, root_state, state.draft_cache)
+    if isinstance(config.tree, AdaptiveTree):
+        return Drafted(draft_adaptive(*arguments, config.tree), None)
+    if sampling.draft_sampling == "sampled":
+        support = max(SUPPORT, config.tree.num_ranks)
+        choose = sample_children(state.sampling, state.length, sampling.truncate, support)
+        return draft(*arguments, config.tree, choose)
+    return draft(*arguments, config.tree, top_children)
+
+
+def verify_tree(
+    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
+) -> Verified:
+    """Run the base over every slot of the tree."""
+    # A row that has ended must not make the others read as far as it got.
+    length = jnp.where(state.finish == RUNNING, state.length, 0)
+    output = verify(config.base, weights.base, tree, config.tree.depth, state.cache, length)
+    logits = tree_logits(weights.base, output)
+    return Verified(logits, output.fresh, tree_features(config, output.hidden))
+
+
+def accept(
     config: StepConfig, state: DecodeState, drafted: Drafted, logits: Float[Array, "B T V"]
 ) -> Accepted:
     """Apply the verification rule that the config names."""
     sampling, tree, depth = config.sampling, drafted.tree, config.tree.depth
+    if sampling.force_accept is not None:
+        return accept_forced(tree, logits, sampling.force_accept, depth)
     if sampling.verify == "greedy":
         return accept_path(tree, argmax(logits), depth)
     if sampling.verify == "typical":
