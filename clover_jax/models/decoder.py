@@ -76,7 +76,9 @@ class SelfAttention(nn.Module):
         fresh = KeyValue(key=query_key[:, :, groups], value=fused[:, :, groups + 1])
         distance = Distance.of(cfg, positions)
         mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, distance)
-        result = jnp.einsum("bkgth,kghd->btd", mixed, out)
+        # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
+        heads_last = jnp.moveaxis(mixed, 3, 1).reshape(*x.shape[:2], -1)
+        result = jnp.einsum("btn,nd->btd", heads_last, out.reshape(-1, width))
         if cfg.output_bias:
             result = result + self.param("out_bias", nn.initializers.zeros, (width,))
         return result, fresh
@@ -170,9 +172,13 @@ def project(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Float[
     """Return logits, hidden . matrix^T, accumulated and returned in float32.
 
     The matrix is stored [V, D] so that it serves as embedding and as output without a
-    transposed copy.
+    transposed copy. Rows are flattened first: what is looked for in the logits (the largest) takes
+    them flat, and a product that keeps its batch axes comes out in another layout on TPU, to be
+    copied.
     """
-    return jnp.einsum("...d,vd->...v", hidden, matrix, preferred_element_type=jnp.float32)
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    logits = jnp.einsum("rd,vd->rv", rows, matrix, preferred_element_type=jnp.float32)
+    return logits.reshape(*hidden.shape[:-1], matrix.shape[0])
 
 
 @typed
