@@ -22,6 +22,7 @@ from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord
+from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig
 from clover_jax.decoding.state import (
@@ -149,7 +150,7 @@ class Engine:
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
         self._prefill = jax.jit(prefill, donate_argnums=1)
         chunk = functools.partial(decode_chunk, self.config, steps_per_chunk)
-        self._decode = jax.jit(chunk, donate_argnums=1)
+        self._decode = jax.jit(chunk, donate_argnums=1, compiler_options=options_here())
         self._insert = jax.jit(insert, donate_argnums=0)
         self._grow = jax.jit(grow, static_argnums=1)
         self._clear = jax.jit(clear, donate_argnums=0)
