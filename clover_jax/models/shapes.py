@@ -6,6 +6,7 @@ downloaded. Their text means nothing.
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from pathlib import Path
 
@@ -76,19 +77,21 @@ def shape_notice(source: str) -> str | None:
 
 
 def shape_config(source: str) -> BaseConfig:
-    """Return the config of `shape:NAME` or `shape:WIDTHxLAYERSxVOCABULARY`.
+    """Return the config of `shape:NAME[:LAYERS]` or `shape:WIDTHxLAYERSxVOCABULARY`.
 
-    The generic form has heads of 64 and an MLP of 8/3 of the width, rounded up to 64: 512x8x8192.
+    LAYERS: so many instead of the model's own. The generic form has heads of 64 and an MLP of 8/3
+    of the width, rounded up to 64: 512x8x8192.
     Raises UserError for an unknown name or a width that heads of 64 do not fill.
     """
-    name = source.removeprefix(PREFIX)
-    if name in SHAPES:
-        return SHAPES[name]
+    name, _, layers = source.removeprefix(PREFIX).partition(":")
+    if name in SHAPES and (not layers or (layers.isdecimal() and int(layers) > 0)):
+        config = SHAPES[name]
+        return dataclasses.replace(config, num_layers=int(layers or config.num_layers))
     sizes = _GENERIC.fullmatch(name)
     if sizes is None:
         raise UserError(
-            f"shape {name!r} is unknown; the shapes are {', '.join(SHAPES)}, or "
-            "WIDTHxLAYERSxVOCABULARY as in shape:512x8x8192"
+            f"{source!r} is unknown; the shapes are {', '.join(SHAPES)}, with fewer layers as in "
+            "shape:llama3-8b:4, or WIDTHxLAYERSxVOCABULARY as in shape:512x8x8192"
         )
     width, layers, vocabulary = map(int, sizes.groups())
     if width % 64 or min(width, layers, vocabulary) < 1:

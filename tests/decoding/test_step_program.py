@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.benchmark.hlo import Program
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
@@ -27,31 +28,15 @@ def chunk_and_shapes(base, dtype, batch=3, size=512, steps=4):
     return jax.jit(program, donate_argnums=1), weights, state
 
 
-def copies_of(shape: tuple[int, ...], program: str) -> list[str]:
-    """Return the instructions of a compiled program that copy an array of this shape."""
-    dims = ",".join(map(str, shape))
-    pattern = rf"= \w+\[{dims}\]\S* (copy|transpose|copy-start|concatenate|pad|select)\("
-    return [line.strip() for line in program.splitlines() if re.search(pattern, line)]
-
-
 def test_the_compiled_step_copies_no_cache():
     # Sizes that nothing else in the program has.
     function, weights, state = chunk_and_shapes(TINY, jnp.float32, batch=3, size=768)
     compiled = function.lower(weights, state).compile()
     shapes = {x.shape for x in jax.tree.leaves((state.cache, state.draft_cache))}
     assert shapes == {(3, 2, 768, 8)}
-    assert copies_of((3, 2, 768, 8), compiled.as_text()) == []
+    assert Program(compiled.as_text()).made((3, 2, 768, 8)) == []
     cache_bytes = sum(x.size * 4 for x in jax.tree.leaves((state.cache, state.draft_cache)))
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
-
-
-def test_a_copied_cache_would_be_seen():
-    def careless(cache):
-        return jax.lax.fori_loop(0, 4, lambda i, c: jnp.roll(c, 1, axis=2) + c, cache)
-
-    cache = jax.ShapeDtypeStruct((3, 2, 768, 8), jnp.float32)
-    text = jax.jit(careless, donate_argnums=0).lower(cache).compile().as_text()
-    assert copies_of((3, 2, 768, 8), text)
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])

@@ -36,6 +36,11 @@ def test_a_generic_shape_has_heads_of_64():
     assert (config.num_heads, config.head_dim, config.intermediate_size) == (3, 64, 512)
 
 
+def test_a_shape_may_have_fewer_layers():
+    assert shape_config("shape:llama3-8b:4").num_layers == 4
+    assert shape_config("shape:llama3-8b").num_layers == 32
+
+
 def test_random_weights_are_the_same_again_and_in_the_dtype_asked_for():
     first = load_base("shape:64x1x32", jnp.bfloat16)
     again = load_base("shape:64x1x32", jnp.bfloat16)
@@ -63,7 +68,8 @@ def test_every_leaf_can_be_placed_by_the_caller():
 @pytest.mark.parametrize(
     ("source", "said"),
     [
-        ("shape:gpt5", "shape 'gpt5' is unknown; the shapes are llama3-8b, .*shape:512x8x8192"),
+        ("shape:gpt5", "'shape:gpt5' is unknown; the shapes are llama3-8b, .*shape:512x8x8192"),
+        ("shape:llama3-8b:few", "shape:llama3-8b:few' is unknown"),
         ("shape:100x2x32", r"the width \(100\) must be a multiple of 64"),
         ("shape:0x2x32", r"the width \(0\) must be a multiple of 64, .* at least 1"),
     ],

@@ -1,0 +1,95 @@
+"""Measure a decoding step against what the hardware can do, here or for hardware that is not here.
+
+    python -m clover_jax.bench --base=shape:llama-100m --force_accept=2
+    python -m clover_jax.bench --base=shape:llama3-8b --target=tpu-v6e:2x2 --dtype=bfloat16
+
+Without --target every part of a step is timed on this machine, beside its floor: the bytes it must
+read at the measured bandwidth, or its products at the measured matrix rate. Random weights will do
+(shape:NAME, random:KIND): only shapes matter. With --sweep batch sizes and trees of several sizes
+are timed, for the table of costs and the accepted length at which speculation breaks even.
+
+With --target the step is compiled for hardware that is not here, and the compiled program is read:
+memory, bytes moved against the floor, copies of caches and weights, collectives.
+"""
+
+import sys
+
+from clover_jax import cli
+from clover_jax.errors import UserError
+
+
+def define_flags(flags):
+    """Define this command's flags."""
+    from absl import flags as absl_flags
+
+    def text(name, default, meaning):
+        absl_flags.DEFINE_string(name, default, meaning, flag_values=flags)
+
+    def whole(name, default, meaning, least):
+        absl_flags.DEFINE_integer(name, default, meaning, lower_bound=least, flag_values=flags)
+
+    text("draft", "random:clover2", "a draft, random:KIND for random weights, or none")
+    text("tree", None, "drafted tree, as in generate [the one the draft was measured with]")
+    whole("batch_size", 1, "rows decoded at once", 1)
+    whole("context", 1024, "positions already committed in every row", 1)
+    whole("rounds", 15, "turns of which the median is taken", 3)
+    whole("force_accept", None, "accept exactly this many drafted tokens; for timing only", 0)
+    absl_flags.DEFINE_bool(
+        "sweep", False, "time --batch_sizes and --nodes as well", flag_values=flags
+    )
+    absl_flags.DEFINE_list("batch_sizes", ["1", "4", "16"], "of --sweep", flag_values=flags)
+    absl_flags.DEFINE_list("nodes", ["4", "8", "16", "24", "64"], "of --sweep", flag_values=flags)
+    text("output", None, "folder for the table and the figure of --sweep")
+    text("target", None, "compile for this instead: tpu-v6e:2x2, tpu-v5e:4x4, gpu-h200")
+    text("program", None, "file for the compiled program's text, with --target")
+    cli.define_common_flags(flags)
+
+
+def main(flags) -> int:
+    """Run the command."""
+    cli.report(_measure(flags) if flags.target is None else _compile(flags))
+    return cli.STATUS_OK
+
+
+def _measure(flags) -> dict:
+    if flags.mesh is not None:
+        raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
+    from clover_jax.benchmark.measured_report import measure_and_describe
+
+    return measure_and_describe(
+        base=flags.base,
+        draft=flags.draft,
+        tree=flags.tree,
+        dtype=flags.dtype,
+        batch=flags.batch_size,
+        context=flags.context,
+        rounds=flags.rounds,
+        force_accept=flags.force_accept,
+    )
+
+
+def _compile(flags) -> dict:
+    import os
+
+    from clover_jax.benchmark.targets import parse_target, prepare_environment
+
+    target = parse_target(flags.target)
+    prepare_environment(target, os.environ)  # before JAX is imported
+    from clover_jax.benchmark.compiled_report import compile_and_describe
+
+    dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype
+    return compile_and_describe(
+        target,
+        base=flags.base,
+        draft=flags.draft,
+        tree=flags.tree,
+        dtype=dtype,
+        mesh=flags.mesh,
+        batch=flags.batch_size,
+        context=flags.context,
+        program=flags.program,
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, define_flags))

@@ -1,0 +1,1 @@
+"""Measure a decoding step, here or for hardware that is not here."""

@@ -1,0 +1,205 @@
+"""Compile the decode step for hardware that is not here and report what it will do."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import functools
+import math
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from clover_jax.array_types import PyTree
+from clover_jax.benchmark.hlo import Computation, Instruction, Program, short_source
+from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
+from clover_jax.benchmark.targets import Target, find_devices
+from clover_jax.benchmark.work import count_work
+from clover_jax.decoding.compiler_options import options_for
+from clover_jax.decoding.step import speculate_and_verify
+from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.sharding import (
+    MeshShape,
+    bytes_per_device,
+    decode_state_shardings,
+    make_mesh,
+    param_shardings,
+    parse_mesh,
+    with_shardings,
+)
+
+TOP = 8  # ops and temporaries that are named
+WORTH_NAMING = 64 * 1024  # bytes; smaller ops are latency
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler says of one step; bytes and seconds are those of one device.
+
+    floor_bytes: weights that products read, as often as they do, and the live part of the caches.
+    moved_bytes: read and written in main memory by the instructions of the program; loops over
+        the cache count as often as they run. A prefetch counts once.
+    counted_bytes: the compiler's own "bytes accessed" (prefetches twice, loops once); None where
+        it gives none.
+    estimated_seconds: sum of its cycle estimates at the chip's clock; None where it gives none.
+    cache_copies, weight_copies: instructions that write a whole cache or a whole weight anew.
+    """
+
+    target: str
+    devices: int
+    compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    weight_bytes: int
+    cache_bytes: int
+    floor_bytes: float
+    floor_seconds: float
+    moved_bytes: float
+    counted_bytes: float | None
+    estimated_seconds: float | None
+    cache_copies: list[str]
+    weight_copies: list[str]
+    collectives: list[str]
+    costly: list[str]
+    largest: list[str]
+
+    @property
+    def moved_over_floor(self) -> float:
+        """Bytes moved, in floors."""
+        return self.moved_bytes / self.floor_bytes
+
+    @property
+    def counted_over_floor(self) -> float | None:
+        """The compiler's count, in floors."""
+        return None if self.counted_bytes is None else self.counted_bytes / self.floor_bytes
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        ratios = {
+            "moved_over_floor": round(self.moved_over_floor, 3),
+            "counted_over_floor": self.counted_over_floor and round(self.counted_over_floor, 3),
+            "temporaries_over_weights": round(self.temporary_bytes / self.weight_bytes, 4),
+        }
+        return dataclasses.asdict(self) | ratios
+
+
+def compile_step(
+    subject: Subject, target: Target, mesh: str | None, batch: int, context: int
+) -> tuple[CompiledStep, str]:
+    """Compile one step of `batch` rows with `context` committed positions for the target.
+
+    mesh: as `--mesh`; None is one device. The second result is the program's text. Raises
+    UserError where the compiler is missing or the
+    mesh does not fit.
+    """
+    devices = find_devices(target)
+    shape = MeshShape() if mesh is None else parse_mesh(mesh, len(devices))
+    device_mesh = make_mesh(shape, devices)
+    size = cache_size(subject, context, room=0)
+    config, states = subject.step(), state_shapes(subject, batch, size)
+    weight_places = param_shardings(subject.weights, device_mesh)
+    state_places = decode_state_shardings(states, device_mesh)
+    weights = with_shardings(subject.weights, weight_places)
+    step = jax.jit(functools.partial(speculate_and_verify, config), donate_argnums=1)
+    with jax.set_mesh(device_mesh):
+        lowered = step.trace(weights, with_shardings(states, state_places)).lower()
+        started = time.perf_counter()
+        compiled = lowered.compile(compiler_options=options_for(target.platform))
+    seconds = time.perf_counter() - started
+    work = count_work(functools.partial(speculate_and_verify, config), weights, states)
+    caches = (states.cache, states.draft_cache)
+    cache_bytes = bytes_per_device(caches, decode_state_shardings(caches, device_mesh))
+    floor_bytes = work.weight_bytes / shape.tensor + cache_bytes * context / size
+    text = compiled.as_text()
+    program = Program(text)
+    memory = compiled.memory_analysis()
+    trips = math.ceil(context / CACHE_CHUNK)
+    result = CompiledStep(
+        target=target.name,
+        devices=shape.size,
+        compile_seconds=seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        weight_bytes=bytes_per_device(subject.weights, weight_places),
+        cache_bytes=cache_bytes,
+        floor_bytes=floor_bytes,
+        floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
+        moved_bytes=sum(
+            program.moved_bytes(*found) * _times(program, found[0], trips)
+            for found in program.instructions()
+        ),
+        counted_bytes=_cost(compiled, "bytes accessed"),
+        estimated_seconds=_estimated_seconds(program, target, trips),
+        cache_copies=_made(program, caches, decode_state_shardings(caches, device_mesh)),
+        weight_copies=_made(program, subject.weights, weight_places),
+        collectives=_listed(program.collectives()),
+        costly=_costly(program, target, trips),
+        largest=_largest(program),
+    )
+    return result, text
+
+
+def _times(program: Program, computation: Computation, trips: int) -> int:
+    """Return how often a computation runs; loops of unknown length go over the cache's chunks."""
+    return program.executed[computation.name].times(trips)
+
+
+def _cost(compiled: Any, name: str) -> float | None:
+    try:
+        costs = compiled.cost_analysis()
+    except Exception:  # not every compiler for absent devices has one
+        return None
+    return None if not costs else costs.get(name)
+
+
+def _estimated_seconds(program: Program, target: Target, trips: int) -> float | None:
+    cycles = sum(
+        i.cycles * _times(program, computation, trips) for computation, i in program.instructions()
+    )
+    return cycles / target.chip.clock if cycles and target.chip.clock else None
+
+
+def _made(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
+    """Return the instructions that write anew what has the size of one of the arrays' shards."""
+    shards = {
+        place.shard_shape(leaf.shape)
+        for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
+        if leaf.ndim > 1
+    }
+    return _listed(i for shard in sorted(shards) for i in program.made(shard))
+
+
+def _listed(instructions: Iterable[Instruction]) -> list[str]:
+    """Return each kind of instruction once, with how many there are."""
+    counts = collections.Counter(str(instruction) for instruction in instructions)
+    return [f"{count} x {name}" for name, count in counts.most_common()]
+
+
+def _costly(program: Program, target: Target, trips: int) -> list[str]:
+    """Return what costs most above the time that its bytes take.
+
+    Where the compiler estimates no cycles, what writes most to memory.
+    """
+    above: collections.Counter[str] = collections.Counter()
+    for computation, instruction in program.instructions():
+        times = _times(program, computation, trips)
+        moved = program.moved_bytes(computation, instruction)
+        where = short_source(instruction.source) or instruction.opcode
+        what = f"{instruction.opcode} {where}"
+        if target.chip.clock:
+            excess = instruction.cycles / target.chip.clock - moved / target.chip.bandwidth
+            above[what] += times * max(excess, 0.0)
+        else:
+            above[what] += times * instruction.result_bytes / target.chip.bandwidth
+    return [f"{1e6 * value:.0f} us {name}" for name, value in above.most_common(TOP)]
+
+
+def _largest(program: Program) -> list[str]:
+    found = [i for i in program.largest_results(TOP) if i.result_bytes >= WORTH_NAMING]
+    return [f"{i.result_bytes / 2**20:.1f} MiB {i}" for i in found]

@@ -1,0 +1,88 @@
+"""The words and the JSON of `bench --target`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+
+from clover_jax.benchmark.compiled import CompiledStep, compile_step
+from clover_jax.benchmark.subject import shape_subject
+from clover_jax.benchmark.targets import Target
+from clover_jax.benchmark.versions import versions
+from clover_jax.progress import passing_note
+
+GIGA = 1e9
+
+
+def compile_and_describe(
+    target: Target,
+    *,
+    base: str,
+    draft: str,
+    tree: str | None,
+    dtype: str,
+    mesh: str | None,
+    batch: int,
+    context: int,
+    program: str | None = None,
+) -> dict[str, Any]:
+    """Compile the step, print what the compiler made of it, return it as JSON values.
+
+    program: a file for the compiled program's text. Raises UserError as `compile_step` does.
+    """
+    subject = shape_subject(base, draft, tree, jnp.dtype(dtype))
+    with passing_note(f"compiling for {target.name}"):
+        compiled, text = compile_step(subject, target, mesh, batch, context)
+    if program is not None:
+        Path(program).expanduser().write_text(text)
+    settings = {
+        "base": base,
+        "draft": draft,
+        "tree": subject.tree.name,
+        "dtype": dtype,
+        "mesh": mesh,
+        "batch_size": batch,
+        "context": context,
+    }
+    for line in describe(compiled, target):
+        print(line)
+    return settings | compiled.to_dict() | {"versions": versions(target.platform)}
+
+
+def describe(compiled: CompiledStep, target: Target) -> list[str]:
+    """Return the report's lines."""
+    chip = target.chip
+    resident = (
+        compiled.argument_bytes
+        + compiled.output_bytes
+        - compiled.aliased_bytes
+        + compiled.temporary_bytes
+    )
+    share = compiled.temporary_bytes / compiled.weight_bytes
+    counted = compiled.counted_over_floor
+    estimate = compiled.estimated_seconds
+    lines = [
+        f"{target.name}, {compiled.devices} x {chip.name}: compiled in "
+        f"{compiled.compile_seconds:.0f} s",
+        f"memory a device: {resident / GIGA:.2f} of {chip.memory / GIGA:.0f} GB (weights "
+        f"{compiled.weight_bytes / GIGA:.2f}, caches {compiled.cache_bytes / GIGA:.2f}, "
+        f"temporaries {compiled.temporary_bytes / GIGA:.3f} or {share:.1%} of the weights)",
+        f"bytes moved: {compiled.moved_bytes / GIGA:.2f} GB, {compiled.moved_over_floor:.2f} x the "
+        f"floor of {compiled.floor_bytes / GIGA:.2f} GB"
+        + ("" if counted is None else f" (the compiler counts {counted:.2f} x)"),
+        f"floor {1e3 * compiled.floor_seconds:.2f} ms by the data sheet"
+        + ("" if estimate is None else f"; the compiler estimates {1e3 * estimate:.2f} ms"),
+    ]
+    groups = {
+        "copies of a cache": compiled.cache_copies,
+        "copies of a weight": compiled.weight_copies,
+        "collectives": compiled.collectives,
+        "most above the floor": compiled.costly,
+        "largest results": compiled.largest,
+    }
+    for title, found in groups.items():
+        lines.append(f"{title}: {'none' if not found else ''}".rstrip())
+        lines += [f"  {item}" for item in found]
+    return lines

@@ -1,0 +1,142 @@
+"""Time a plain and a speculative step, and all parts of the latter, in turns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
+from clover_jax.benchmark.engine_run import engine_chunk
+from clover_jax.benchmark.parts import Bench, Part, stage_parts, step_part
+from clover_jax.benchmark.subject import Subject, cache_size, running_state
+from clover_jax.benchmark.timing import WARM_UP, time_in_turns
+from clover_jax.decoding.sampling import SamplingConfig
+
+CHUNK = 8  # steps in one program of the engine
+STAGES = ("absorb", "draft", "verify", "accept", "commit")
+
+
+@dataclasses.dataclass(frozen=True)
+class Timed:
+    """A part's seconds, and the least that its work takes on this machine."""
+
+    seconds: float
+    floor: float
+
+    @property
+    def ratio(self) -> float | None:
+        """Seconds in floors; None for a part without products."""
+        return self.seconds / self.floor if self.floor else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What was timed for one batch size, context and tree.
+
+    parts: by name; "plain step", "step" and "draft" among them.
+    engine_step: seconds a step in the engine's loop. chunk_step: the same steps on the device.
+    """
+
+    ceilings: Ceilings
+    parts: dict[str, Timed]
+    engine_step: float
+    chunk_step: float
+
+    @property
+    def sum_of_parts(self) -> float:
+        """Seconds of all stages, each timed by itself."""
+        return sum(self.parts[name].seconds for name in STAGES if name in self.parts)
+
+    @property
+    def step_over_sum(self) -> float:
+        """The whole step in sums of its parts."""
+        return self.parts["step"].seconds / self.sum_of_parts
+
+    @property
+    def host_overhead(self) -> float:
+        """Share of a step in the engine that the device does not need."""
+        return self.engine_step / self.chunk_step - 1
+
+    @property
+    def break_even(self) -> float:
+        """Drafted tokens that a step must accept to be as fast as plain decoding."""
+        return self.parts["step"].seconds / self.parts["plain step"].seconds - 1
+
+    @property
+    def plain_bandwidth(self) -> float:
+        """Share of the measured bandwidth that a plain step uses."""
+        plain = self.parts["plain step"]
+        return plain.floor / plain.seconds
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values, times in milliseconds."""
+        parts = {
+            name: {
+                "ms": round(1e3 * part.seconds, 4),
+                "floor_ms": round(1e3 * part.floor, 4),
+                "over_floor": part.ratio and round(part.ratio, 3),
+            }
+            for name, part in self.parts.items()
+        }
+        return {
+            "bandwidth_gb_s": round(self.ceilings.bandwidth / 1e9, 2),
+            "matrix_gflop_s": round(self.ceilings.matrix_rate / 1e9, 1),
+            "parts": parts,
+            "plain_step_share_of_bandwidth": round(self.plain_bandwidth, 3),
+            "sum_of_parts_ms": round(1e3 * self.sum_of_parts, 4),
+            "step_over_sum_of_parts": round(self.step_over_sum, 3),
+            "engine_step_ms": round(1e3 * self.engine_step, 4),
+            "chunk_step_ms": round(1e3 * self.chunk_step, 4),
+            "host_overhead": round(self.host_overhead, 4),
+            "break_even_accepted": round(self.break_even, 3),
+        }
+
+
+def measure(
+    subject: Subject, batch: int, context: int, rounds: int, force_accept: int | None
+) -> Measurement:
+    """Time everything; force_accept: drafted tokens that every step accepts, None for what it does.
+
+    Raises UserError where the tree does not suit the head, or the context the base.
+    """
+    sampling = SamplingConfig(force_accept=force_accept)
+    # Rows of the engine's loop go on from turn to turn; half of them come before `context`.
+    room = (rounds + WARM_UP + 1) * CHUNK * (subject.tree.depth + 1)
+    size = cache_size(subject, context, room)
+    speculative = Bench(subject, running_state(subject, batch, size, context), context)
+    plain_subject = subject.plain()
+    plain = Bench(plain_subject, running_state(plain_subject, batch, size, context), context)
+    parts = {"plain step": step_part(plain)}
+    if subject.head is not None:
+        parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
+    parts["chunk"] = step_part(speculative, sampling, CHUNK)
+    runs = {name: part.run for name, part in parts.items()}
+    runs["engine"] = engine_chunk(
+        subject, sampling, batch, max(context - room // 2, 1), CHUNK, room
+    )
+    seconds = time_in_turns(runs, rounds, single=["engine"])
+    ceilings = measure_ceilings(subject.dtype)
+    timed = {name: _timed(part, seconds[name], ceilings) for name, part in parts.items()}
+    del timed["chunk"]
+    if subject.head is None:
+        timed["step"] = timed["verify"] = timed["plain step"]
+    else:
+        timed |= _levels(timed, subject.tree.depth)
+    return Measurement(ceilings, timed, seconds["engine"] / CHUNK, seconds["chunk"] / CHUNK)
+
+
+def _timed(part: Part, seconds: float, ceilings: Ceilings) -> Timed:
+    floor = ceilings.floor(part.work.weight_bytes + part.cache_bytes, part.work.flops)
+    return Timed(seconds, floor)
+
+
+def _levels(timed: Mapping[str, Timed], depth: int) -> dict[str, Timed]:
+    """Return what each level adds, and the whole draft under its own name."""
+    whole = [timed[f"draft to level {level}"] for level in range(1, depth + 1)]
+    below = [Timed(0.0, 0.0), *whole]
+    levels = {
+        f"draft level {index}": Timed(part.seconds - less.seconds, part.floor - less.floor)
+        for index, (part, less) in enumerate(zip(whole, below, strict=False), start=1)
+    }
+    return {"draft": whole[-1]} | levels

@@ -1,0 +1,169 @@
+"""What is measured: a base, a draft head, a tree, and their weights or only the shapes of them."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Params
+from clover_jax.config import BaseConfig
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.engine import bucket
+from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.state import RUNNING, DecodeState, empty_state
+from clover_jax.decoding.step import StepConfig, Weights
+from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.drafters import registry
+from clover_jax.drafters.directory import load_draft
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.errors import UserError
+from clover_jax.models.llama_config import read_base_config
+from clover_jax.models.loading import load_base
+from clover_jax.models.shapes import (
+    base_shapes,
+    cast_shapes,
+    is_shape,
+    random_params,
+    shape_config,
+)
+from clover_jax.models.sources import find_directory
+
+RANDOM = "random:"  # before a drafter's kind: a head with random weights
+NONE = "none"
+DEFAULT_TREE = "paper25"
+MAX_EOS = 8  # as in an engine
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A step without a batch size.
+
+    head: None for plain decoding, with the tree that has no nodes.
+    weights: arrays, or ShapeDtypeStructs where only shapes are wanted.
+    """
+
+    base: BaseConfig
+    head: DraftHead | None
+    tree: TreeConfig | AdaptiveTree
+    weights: Weights
+    dtype: jnp.dtype
+
+    def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
+        """Return the speculative step; raises UserError where the tree does not suit the head."""
+        try:
+            return StepConfig(self.base, self.head, self.tree, sampling)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def plain(self) -> Subject:
+        """Return the base alone."""
+        weights = Weights(self.weights.base, {})
+        return dataclasses.replace(self, head=None, tree=TreeConfig.root_only(), weights=weights)
+
+    def with_tree(self, tree: TreeConfig | AdaptiveTree) -> Subject:
+        """Return the same models with another tree."""
+        return dataclasses.replace(self, tree=tree)
+
+
+def load_subject(base: str, draft: str, tree: str | None, dtype: jnp.dtype) -> Subject:
+    """Load a base and a draft: folders as everywhere, or `shape:NAME` and `random:KIND`.
+
+    tree: None takes the one that the draft was measured with, else paper25.
+    Raises UserError for what is missing or does not fit together.
+    """
+    if draft == NONE:
+        return _plain_subject(load_base(base, dtype).params, _base_config(base), dtype)
+    model = load_base(base, dtype)
+    if draft.startswith(RANDOM):
+        head = _random_head(draft, model.config)
+        shapes = cast_shapes(registry.init_shapes(head, model.params), dtype)
+        weights = Weights(model.params, random_params(shapes, seed=1))
+        chosen = tree or DEFAULT_TREE
+    else:
+        loaded = load_draft(draft, model, dtype, allow_base_mismatch=is_shape(base))
+        head, weights = loaded.head, Weights(model.params, loaded.params)
+        chosen = tree or loaded.tree or DEFAULT_TREE
+    return Subject(model.config, head, parse_tree(chosen), weights, dtype)
+
+
+def shape_subject(base: str, draft: str, tree: str | None, dtype: jnp.dtype) -> Subject:
+    """Return the shapes alone of a base (a folder or `shape:NAME`) and of `random:KIND` or none.
+
+    Allocates nothing. Raises UserError as `load_subject` does.
+    """
+    config = _base_config(base)
+    params = base_shapes(config, dtype)
+    if draft == NONE:
+        return _plain_subject(params, config, dtype)
+    if not draft.startswith(RANDOM):
+        raise UserError(
+            f"--draft={draft}: to compile for other hardware only shapes are needed; give "
+            f"{RANDOM}KIND, such as {RANDOM}clover2, or {NONE}"
+        )
+    head = _random_head(draft, config)
+    weights = Weights(params, cast_shapes(registry.init_shapes(head, params), dtype))
+    return Subject(config, head, parse_tree(tree or DEFAULT_TREE), weights, dtype)
+
+
+def _plain_subject(params: Params, config: BaseConfig, dtype: jnp.dtype) -> Subject:
+    return Subject(config, None, TreeConfig.root_only(), Weights(params, {}), dtype)
+
+
+def _base_config(source: str) -> BaseConfig:
+    return shape_config(source) if is_shape(source) else read_base_config(find_directory(source))
+
+
+def _random_head(draft: str, base: BaseConfig) -> DraftHead:
+    kind = draft.removeprefix(RANDOM)
+    return registry.head(registry.config_for_base(kind, base))
+
+
+def cache_size(subject: Subject, context: int, room: int) -> int:
+    """Return the buffer length for `context` committed positions and `room` more.
+
+    Raises UserError where the base's context is shorter.
+    """
+    longest = subject.base.max_position_embeddings
+    if context + room > longest:
+        raise UserError(
+            f"--context={context} and {room} positions to measure in need more than {longest}, "
+            "the base's context; give a smaller --context"
+        )
+    return bucket(context + room + subject.tree.depth)
+
+
+def state_shapes(subject: Subject, batch: int, size: int) -> DecodeState:
+    """Return a decode state as ShapeDtypeStructs."""
+    base, head, tree = subject.base, subject.head, subject.tree
+    return jax.eval_shape(
+        lambda: empty_state(base, head, tree, batch, size, MAX_EOS, subject.dtype)
+    )
+
+
+def running_state(subject: Subject, batch: int, size: int, context: int) -> DecodeState:
+    """Return a state whose rows have `context` committed positions and run without end.
+
+    Caches are zero: what is read costs the same. Tokens and features are random, and all positions
+    that a step may have accepted wait for the head.
+    """
+    make = jax.jit(
+        lambda: empty_state(
+            subject.base, subject.head, subject.tree, batch, size, MAX_EOS, subject.dtype
+        )
+    )
+    state = make()
+    tokens, features = jax.random.split(jax.random.key(2))
+    vocabulary, pending = subject.base.vocab_size, state.next_tokens.shape[1]
+    full = jnp.full((batch,), context, jnp.int32)
+    return state.replace(
+        tokens=jax.random.randint(tokens, (batch, size), 0, vocabulary, jnp.int32),
+        length=full,
+        end=full + 1,
+        limit=full + size,
+        finish=jnp.full((batch,), RUNNING, jnp.int32),
+        features=jax.random.normal(features, state.features.shape, subject.dtype),
+        next_tokens=jax.random.randint(tokens, state.next_tokens.shape, 0, vocabulary, jnp.int32),
+        count=jnp.full((batch,), pending, jnp.int32),
+    )

@@ -1,0 +1,51 @@
+"""Time several functions in turns in one process, so that a slow moment hits all of them alike."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import jax
+
+Run = Callable[[], Any]  # one execution; its arrays may still be on their way
+
+ENOUGH = 0.005  # seconds that one turn should take, or the clock and the dispatch are timed
+MOST_CALLS = 64
+WARM_UP = 3
+
+
+def time_in_turns(
+    runs: Mapping[str, Run],
+    rounds: int,
+    single: Collection[str] = (),
+    clock: Callable[[], float] = time.perf_counter,
+) -> dict[str, float]:
+    """Return the median seconds of one call of each.
+
+    Every function is warmed up (and compiled) first, by WARM_UP calls. In each round every function
+    has its turn: as many calls as take a few milliseconds (one for those named in `single`), and
+    then a wait for all of their outputs.
+    """
+    calls = {name: _calls_per_turn(run, clock) for name, run in runs.items()}
+    calls |= dict.fromkeys(single, 1)
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    for _ in range(rounds):
+        for name, run in runs.items():
+            seconds[name].append(_turn(run, calls[name], clock) / calls[name])
+    return {name: statistics.median(values) for name, values in seconds.items()}
+
+
+def _calls_per_turn(run: Run, clock: Callable[[], float]) -> int:
+    jax.block_until_ready(run())
+    once = min(_turn(run, 1, clock) for _ in range(WARM_UP - 1))
+    return max(1, min(MOST_CALLS, round(ENOUGH / max(once, 1e-9))))
+
+
+def _turn(run: Run, calls: int, clock: Callable[[], float]) -> float:
+    started = clock()
+    for _ in range(calls):
+        result = run()
+    jax.block_until_ready(result)
+    return clock() - started
