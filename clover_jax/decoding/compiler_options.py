@@ -11,7 +11,14 @@ Options = dict[str, bool | int | str]
 # A product of one row with a matrix (batch 1: plain decoding, the first draft levels) is otherwise
 # turned into multiplications and sums on the vector unit: 3.4 times the time of reading the matrix,
 # by the compiler's own estimate for a v6e and lm_head of Llama 3.
-_TPU: Options = {"xla_tpu_enable_dot_strength_reduction": False}
+#
+# Over a mesh, a large product with a gathered operand is otherwise cut into windows that overlap
+# with sending. A decode step gathers a few rows only, and the windows are of its weights: lm_head
+# is laid out anew at every step.
+_TPU: Options = {
+    "xla_tpu_enable_dot_strength_reduction": False,
+    "xla_jf_spmd_threshold_for_windowed_einsum_mib": 1_000_000,
+}
 
 
 def options_for(platform: str) -> Options | None:

@@ -57,14 +57,29 @@ def write_rows(cache: Cache, rows: Cache, start: Int[Array, " B"]) -> Cache:
 
     The caller guarantees start + A <= S: dynamic_update_slice would clamp and overwrite live
     positions. A vmapped dynamic_update_slice stays in place on TPU, GPU and CPU compilers where
-    a scatter does not.
+    a scatter by indices does not. For TPU it becomes a loop over the rows, whose bookkeeping costs
+    several times the writing (the compiler's estimate), so there rows are written one by one.
     """
 
     def write(buffer: Array, new: Array) -> Array:
-        update = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, (0, s, 0)))
-        return update(buffer, new.astype(buffer.dtype), start)
+        arguments = (buffer, new.astype(buffer.dtype), start)
+        if start.shape[0] == 1:
+            return _write_at_once(*arguments)
+        return jax.lax.platform_dependent(*arguments, tpu=_write_one_by_one, default=_write_at_once)
 
     return jax.tree.map(write, cache, rows)
+
+
+def _write_at_once(buffer: Array, new: Array, start: Array) -> Array:
+    update = jax.vmap(lambda b, n, s: jax.lax.dynamic_update_slice(b, n, (0, s, 0)))
+    return update(buffer, new, start)
+
+
+def _write_one_by_one(buffer: Array, new: Array, start: Array) -> Array:
+    for row in range(start.shape[0]):
+        at = (row, 0, start[row], 0)
+        buffer = jax.lax.dynamic_update_slice(buffer, new[row : row + 1], at)
+    return buffer
 
 
 def after(start: Int[Array, " B"], result: Float[Array, "B A D"]) -> Int[Array, " B"]:
