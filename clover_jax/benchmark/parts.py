@@ -125,7 +125,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     root_state = parts["absorb"].run()[1]
     for depth in range(1, config.tree.depth + 1):
         shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
-        parts[f"draft to level {depth}"] = bench.reading(_drafting(shorter), root_state)
+        parts[f"draft to level {depth}"] = bench.reading(drafting(shorter), root_state)
     drafted = parts[f"draft to level {config.tree.depth}"].run()
 
     def verify(weights: Weights, state: DecodeState, tree: Any) -> Any:
@@ -147,7 +147,9 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     return parts
 
 
-def _drafting(config: StepConfig) -> Callable[..., Any]:
+def drafting(config: StepConfig) -> Callable[..., Any]:
+    """Return the draft stage as a function of the head's root state."""
+
     def stage(weights: Weights, state: DecodeState, root_state: Any) -> Any:
         return draft_tree(config, weights, state, roots(state), root_state)
 

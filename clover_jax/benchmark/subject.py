@@ -19,7 +19,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.directory import load_draft
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
-from clover_jax.models.llama_config import read_base_config
+from clover_jax.models.families import read_base_config
 from clover_jax.models.loading import load_base
 from clover_jax.models.shapes import (
     base_shapes,

@@ -38,6 +38,23 @@ def _llama(vocabulary, width, inner, layers, heads, kv_heads, **options) -> Base
     )
 
 
+def _qwen3(width, inner, layers, heads, **options) -> BaseConfig:
+    return BaseConfig(
+        vocab_size=151_936,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1_000_000.0),
+        max_position_embeddings=40_960,
+        query_key_norm=True,
+        **options,
+    )
+
+
 # From the config.json of each.
 SHAPES = {
     "llama3-8b": _llama(
@@ -58,6 +75,9 @@ SHAPES = {
         rope=RopeConfig(theta=1_000_000.0),
         max_position_embeddings=32_768,
     ),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32),
     # No model of this name: 125M parameters, larger than a CPU's caches and quick to make.
     "llama-100m": _llama(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
 }

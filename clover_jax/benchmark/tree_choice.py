@@ -1,0 +1,158 @@
+"""Which tree pays: from a table of costs and from how often drafted tokens are right.
+
+`choose_tree` is a pure function of both. A sample of acceptance is the text itself: at a position,
+the rank that the head gave to each of the next tokens, having been fed the ones before it. A static
+tree accepts as far as these ranks are a path of it, so samples give the accepted length of any tree
+without assuming that levels are independent.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+from typing import Any
+
+import numpy as np
+
+from clover_jax.config import JsonConfig
+from clover_jax.decoding.tree import TreeConfig
+
+MOST_NODES = 127
+Points = tuple[tuple[float, ...], ...]  # (size, seconds) pairs, sizes ascending
+
+
+@dataclasses.dataclass(frozen=True)
+class CostTable(JsonConfig):
+    """Seconds on one machine, for one base, drafter, batch size and context.
+
+    plain: a step of plain decoding, everything included.
+    verify: (tree slots, seconds) of the base's forward.
+    absorb: taking in what was accepted. first_level: proposing the root's children.
+    level: (expanded nodes, seconds) of going one level down and proposing there.
+    rest: accepting and committing.
+    """
+
+    plain: float
+    verify: Points
+    absorb: float
+    first_level: float
+    level: Points
+    rest: float
+
+    def step(self, tree: TreeConfig) -> float:
+        """Return the seconds of a speculative step with a tree."""
+        widths = [level.expanded.size for level in tree.levels()]
+        levels = sum(_between(self.level, width) for width in widths if width)
+        verify = _between(self.verify, tree.num_slots)
+        return self.absorb + self.first_level + levels + verify + self.rest
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The best tree that was found.
+
+    tree: the one without nodes where plain decoding is faster.
+    accepted: drafted tokens that a step is expected to accept.
+    seconds: of a step. speed_up: tokens a second over those of plain decoding.
+    considered: the best tree of each depth, the chosen one among them.
+    """
+
+    tree: TreeConfig
+    accepted: float
+    seconds: float
+    speed_up: float
+    considered: tuple[Choice, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return JSON values."""
+        return {
+            "nodes": self.tree.num_nodes,
+            "depth": self.tree.depth,
+            "accepted": round(self.accepted, 3),
+            "step_ms": round(1e3 * self.seconds, 4),
+            "speed_up": round(self.speed_up, 3),
+        }
+
+
+def choose_tree(costs: CostTable, ranks: np.ndarray, most_nodes: int = MOST_NODES) -> Choice:
+    """Return the static tree with the most tokens a second.
+
+    ranks: [samples, depth] rank of the true token at each level; negative where the head could not
+        have proposed it.
+    For every depth, the best tree of n nodes holds the n paths that occur most often: a path is
+    never more frequent than its beginning, so every path's beginning is in it too.
+    """
+    best = [_best_of_depth(costs, ranks, depth, most_nodes) for depth in _depths(ranks)]
+    considered = tuple(choice for choice in best if choice is not None)
+    fastest = max(considered, key=lambda choice: choice.speed_up, default=None)
+    if fastest is None or fastest.speed_up <= 1:
+        return Choice(TreeConfig.root_only(), 0.0, costs.plain, 1.0, considered)
+    return dataclasses.replace(fastest, considered=considered)
+
+
+def expected_accepted(tree: TreeConfig, ranks: np.ndarray) -> float:
+    """Return the mean number of drafted tokens of a tree that the samples accept.
+
+    Example: chain:2 and ranks [[0, 0], [0, 3], [1, 0]] accept 2, 1 and 0 tokens: 1.0.
+    """
+    counts = _path_counts(ranks, tree.depth)
+    return sum(counts[path] for path in tree.paths) / max(len(ranks), 1)
+
+
+def _depths(ranks: np.ndarray) -> range:
+    return range(1, ranks.shape[1] + 1) if len(ranks) else range(0)
+
+
+def _best_of_depth(
+    costs: CostTable, ranks: np.ndarray, depth: int, most_nodes: int
+) -> Choice | None:
+    counts = _path_counts(ranks, depth)
+    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:most_nodes]
+    best, accepted = None, 0.0
+    for size, path in enumerate(order, start=1):
+        accepted += counts[path] / len(ranks)
+        tree = TreeConfig("auto", tuple(order[:size]))
+        seconds = costs.step(tree)
+        speed_up = (1 + accepted) / seconds * costs.plain
+        if tree.depth == depth and (best is None or speed_up > best.speed_up):
+            best = Choice(tree, accepted, seconds, speed_up)
+    return best
+
+
+def _path_counts(ranks: np.ndarray, depth: int) -> collections.Counter[tuple[int, ...]]:
+    """Return how many samples begin with each path of ranks, up to a depth."""
+    counts: collections.Counter[tuple[int, ...]] = collections.Counter()
+    for row in ranks[:, :depth].tolist():
+        misses = [level for level, rank in enumerate(row) if rank < 0]
+        for length in range(1, (misses[0] if misses else len(row)) + 1):
+            counts[tuple(row[:length])] += 1
+    return counts
+
+
+def _between(points: Points, size: float) -> float:
+    """Return the seconds at a size between measured ones; beyond the last in proportion to it."""
+    sizes, seconds = zip(*points, strict=True)
+    if size > sizes[-1]:
+        return seconds[-1] * size / sizes[-1]
+    return float(np.interp(size, sizes, seconds))
+
+
+def describe_choice(choice: Choice, costs: CostTable) -> list[str]:
+    """Return a table of what was considered, and the reason in a line."""
+    lines = [f"{'depth':>5}{'nodes':>7}{'accepted':>10}{'step ms':>9}{'speed-up':>10}"]
+    for other in choice.considered:
+        lines.append(
+            f"{other.tree.depth:>5}{other.tree.num_nodes:>7}{other.accepted:>10.2f}"
+            f"{1e3 * other.seconds:>9.2f}{other.speed_up:>10.2f}"
+        )
+    if choice.tree.num_nodes == 0:
+        lines.append(
+            f"no tree pays (a plain step takes {1e3 * costs.plain:.2f} ms): plain decoding"
+        )
+    else:
+        widths = ", ".join(str(len(level.parent)) for level in choice.tree.levels())
+        lines.append(
+            f"tree auto: {choice.tree.num_nodes} nodes, {widths} by level; "
+            f"{choice.speed_up:.2f} x plain decoding is expected"
+        )
+    return lines

@@ -1,0 +1,83 @@
+"""The choice of a tree is a function of costs and samples: fixed ones here, made by hand."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from clover_jax.benchmark.tree_choice import (
+    CostTable,
+    choose_tree,
+    describe_choice,
+    expected_accepted,
+)
+from clover_jax.decoding.tree import parse_tree
+
+FREE_DRAFT = CostTable(
+    plain=1.0,
+    verify=((1, 1.0), (128, 1.0)),
+    absorb=0.0,
+    first_level=0.0,
+    level=((1, 0.0), (8, 0.0)),
+    rest=0.0,
+)
+RANKS = np.array([[0, 0, 0], [0, 0, 1], [0, 1, -1], [1, 0, 0]])
+
+
+def test_expected_accepted_of_the_docstring():
+    ranks = np.array([[0, 0], [0, 3], [1, 0]])
+    assert expected_accepted(parse_tree("chain:2"), ranks) == 1.0
+
+
+def test_where_nothing_costs_every_path_that_occurs_is_taken():
+    choice = choose_tree(FREE_DRAFT, RANKS)
+    paths = {(0,), (1,), (0, 0), (0, 1), (1, 0), (0, 0, 0), (0, 0, 1), (1, 0, 0)}
+    assert set(choice.tree.paths) == paths
+    assert choice.accepted == pytest.approx((3 + 3 + 2 + 3) / 4)
+    assert choice.accepted == pytest.approx(expected_accepted(choice.tree, RANKS))
+    assert choice.speed_up == pytest.approx(1 + choice.accepted)
+
+
+def test_dear_levels_make_a_flat_tree():
+    dear = dataclasses.replace(FREE_DRAFT, level=((1, 3.0), (8, 3.0)))
+    choice = choose_tree(dear, RANKS)
+    assert choice.tree.paths == ((0,), (1,))
+    assert choice.speed_up == pytest.approx(2.0)
+
+
+def test_dear_slots_make_a_small_tree():
+    dear = dataclasses.replace(FREE_DRAFT, verify=((1, 1.0), (2, 1.2), (3, 2.0), (128, 127.0)))
+    assert choose_tree(dear, RANKS).tree.paths == ((0,),)
+
+
+def test_where_no_tree_pays_decoding_is_plain():
+    dear = dataclasses.replace(FREE_DRAFT, absorb=5.0)
+    choice = choose_tree(dear, RANKS)
+    assert (choice.tree.num_nodes, choice.speed_up) == (0, 1.0)
+    assert len(choice.considered) == 3
+    assert describe_choice(choice, dear)[-1].startswith("no tree pays (a plain step takes 1000")
+
+
+def test_without_samples_decoding_is_plain():
+    choice = choose_tree(FREE_DRAFT, np.zeros((0, 3), int))
+    assert (choice.tree.num_nodes, choice.considered) == (0, ())
+
+
+def test_the_most_nodes_bound_the_tree():
+    assert choose_tree(FREE_DRAFT, RANKS, most_nodes=3).tree.num_nodes == 3
+
+
+def test_the_table_names_every_depth_and_the_choice():
+    lines = describe_choice(choose_tree(FREE_DRAFT, RANKS), FREE_DRAFT)
+    assert [line.split()[:2] for line in lines[1:4]] == [["1", "2"], ["2", "5"], ["3", "8"]]
+    assert lines[-1] == "tree auto: 8 nodes, 2, 3, 3 by level; 3.75 x plain decoding is expected"
+
+
+def test_costs_between_measured_sizes_are_interpolated_and_beyond_grow():
+    costs = dataclasses.replace(FREE_DRAFT, verify=((1, 1.0), (3, 2.0)))
+    assert costs.step(parse_tree("chain:1")) == pytest.approx(1.5)
+    assert costs.step(parse_tree("chain:5")) == pytest.approx(4.0)
+
+
+def test_a_cost_table_survives_json():
+    assert CostTable.from_dict(FREE_DRAFT.to_dict()).step(parse_tree("chain:3")) == 1.0

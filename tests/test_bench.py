@@ -1,0 +1,65 @@
+"""The bench command at tiny size: what it prints, reports and refuses."""
+
+import json
+import re
+
+import pytest
+
+from clover_jax import bench, cli
+from clover_jax.benchmark.ceilings import Ceilings
+
+BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run the command: (status, lines of stdout, stderr). The machine's limits are not measured."""
+    limits = Ceilings(bandwidth=1e9, matrix_rate=1e10)
+    monkeypatch.setattr("clover_jax.benchmark.measured.measure_ceilings", lambda dtype: limits)
+
+    def run(*argv):
+        status = cli.run(bench.main, bench.define_flags, list(argv))
+        printed = capsys.readouterr()
+        return status, printed.out.splitlines(), printed.err
+
+    return run
+
+
+def test_every_part_is_timed_beside_its_floor(command):
+    status, lines, _ = command(*BASE, "--tree=chain:2", "--force_accept=1", "--batch_size=2")
+    assert status == 0
+    report = json.loads(lines[-1])
+    shown = {"plain step", "step", "absorb", "draft", "draft level 1", "draft level 2", "verify"}
+    assert shown | {"accept", "commit"} <= set(report["parts"])
+    assert all(part["ms"] > 0 for name, part in report["parts"].items() if "level" not in name)
+    # The weights that a plain step reads, at 1 GB/s: qkv, out, MLP, lm_head; and live keys.
+    weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
+    keys = 2 * 2 * 4 * 64 * 100
+    assert report["parts"]["plain step"]["floor_ms"] == pytest.approx(
+        1e3 * (weights + keys) / 1e9, abs=1e-4
+    )
+    assert report["force_accept"] == 1
+    assert report["versions"]["jax"]
+    assert any("forced to accept 1" in line for line in lines)
+
+
+def test_a_base_alone_is_timed_too(command):
+    status, lines, _ = command(*BASE, "--draft=none")
+    assert status == 0
+    assert json.loads(lines[-1])["break_even_accepted"] == 0
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--mesh=data=2",), "--mesh=data=2: bench times one device"),
+        (("--target=tpu-v9:2x2",), "--target=tpu-v9:2x2 is unknown"),
+        (("--draft=random:oracle",), "drafter 'oracle' is unknown"),
+        (("--context=4000",), "--context=4000 and .* need more than 2048"),
+        (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(argv, said, command):
+    status, lines, error = command(*BASE[:1], *argv)
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert re.search(said, error)
