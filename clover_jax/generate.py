@@ -32,8 +32,11 @@ def define_flags(flags):
         "string",
         "tree",
         None,
-        "drafted tree: paper25, chain:P, dynamic:NODES, clover4, file:PATH [the one the draft was "
-        "measured with, or paper25]",
+        "drafted tree: paper25, chain:P, dynamic:NODES, clover4, file:PATH, or auto: what pays, "
+        "by measurement [the one the draft was measured with, or paper25]",
+    )
+    define(
+        "string", "calibration", None, "prompt rows for --tree=auto [the base's own, or shipped]"
     )
     define_decoding_flags(flags)
     define("integer", "batch_size", 8, "rows decoded at once, with --prompts", lower_bound=1)
@@ -51,6 +54,7 @@ def main(flags) -> int:
     names = (
         *("prompt", "prompts", "base", "draft", "tree", "dtype", "mesh", "batch_size", "seed"),
         *("output", "overwrite", "strict", "allow_base_mismatch", "draft_rope_theta"),
+        "calibration",
     )
     result = run(Options(**{name: flags[name].value for name in names}), settings)
     cli.report(result)

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_DRAFT = "none"
+AUTO = "auto"  # a tree that is measured, not named
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,8 @@ def load_models(
     tree: a tree's name; None takes the one that the draft was measured with, else `default_tree`.
     Raises UserError for what is missing, broken or does not fit together.
     """
+    if tree == AUTO:
+        tree = None  # chosen once everything is loaded: see benchmark/auto_tree.py
     chosen = parse_tree(tree) if tree else None  # before anything large is read
     if draft == NO_DRAFT and chosen and chosen.num_nodes:
         raise UserError(

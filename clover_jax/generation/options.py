@@ -25,8 +25,11 @@ class Options:
     strict: bool
     allow_base_mismatch: bool
     draft_rope_theta: float | None
+    calibration: str | None = None
 
     def __post_init__(self):
+        if self.calibration is not None and self.tree != "auto":
+            raise UserError(f"--calibration is for --tree=auto, not --tree={self.tree}")
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
         if self.mesh is not None:

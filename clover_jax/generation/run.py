@@ -24,9 +24,10 @@ from clover_jax.data.prompts import (
 )
 from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
+from clover_jax.generation.auto_tree import with_auto_tree
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
-from clover_jax.generation.models import Models, load_models
+from clover_jax.generation.models import AUTO, Models, load_models
 from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
 from clover_jax.generation.row_stream import RowStream
@@ -57,6 +58,9 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 allow_base_mismatch=options.allow_base_mismatch,
                 draft_rope_theta=options.draft_rope_theta,
             )
+        if options.tree == AUTO and models.draft is not None:
+            slots = 1 if options.is_live else options.batch_size
+            models = with_auto_tree(models, settings, slots, options.calibration)
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
         for line in filter(None, (notice, shape_notice(options.base))):

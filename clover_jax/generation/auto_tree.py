@@ -1,0 +1,129 @@
+"""`--tree=auto`: measure this machine and this head, and decode with the tree that pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from clover_jax.benchmark.calibration import measure_ranks
+from clover_jax.benchmark.costs import measure_costs
+from clover_jax.benchmark.disk_cache import cache_folder, remembered
+from clover_jax.benchmark.subject import Subject
+from clover_jax.benchmark.tree_choice import Choice, CostTable, choose_tree, describe_choice
+from clover_jax.benchmark.versions import versions
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
+from clover_jax.decoding.step import Weights
+from clover_jax.generation.models import Models
+from clover_jax.generation.settings import GenerationSettings
+from clover_jax.progress import passing_note
+
+PROMPTS = "prompts.jsonl"  # in a base's folder
+MOST_PROMPTS, NEW_TOKENS = 16, 64
+CONTEXT = 256  # committed positions at which costs are measured
+# For a base that brings no prompts: different kinds of text, none of them long.
+SHIPPED = (
+    "The history of the city begins with",
+    "def read_lines(path):\n    ",
+    "Question: Why is the sky blue?\nAnswer:",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1. Preheat the oven to 200 degrees.\n2.",
+    "The theorem follows from the fact that",
+    '{"name": "Ada", "born": 1815, "field":',
+    "Once upon a time there was a",
+)
+
+
+def with_auto_tree(
+    models: Models, settings: GenerationSettings, batch_size: int, calibration: str | None
+) -> Models:
+    """Return the models with the tree that gives most tokens a second, or without the draft.
+
+    calibration: a file of prompt rows; None takes the base's own, else the shipped ones.
+    What was measured is kept on disk; the choice is explained on stderr.
+    Raises UserError for prompts that cannot be used.
+    """
+    subject = _subject(models)
+    prompts = _prompts(models, calibration)
+    with passing_note("measuring which tree pays"):
+        costs = _costs(subject, batch_size)
+        ranks = _ranks(subject, models, prompts, settings)
+    choice = choose_tree(costs, ranks)
+    for line in describe_choice(choice, costs):
+        print(line, file=sys.stderr, flush=True)
+    return _apply(models, choice)
+
+
+def _apply(models: Models, choice: Choice) -> Models:
+    if choice.tree.num_nodes == 0:
+        return dataclasses.replace(models, draft=None, tree=choice.tree)
+    return dataclasses.replace(models, tree=choice.tree)
+
+
+def _subject(models: Models) -> Subject:
+    base = models.base
+    weights = Weights(base.params, models.draft.params)
+    dtype = base.params["embedding"].dtype
+    return Subject(base.config, models.draft.head, models.tree, weights, dtype)
+
+
+def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
+    own = models.base.directory / PROMPTS
+    if calibration is not None:
+        rows: list[Prompt] = read_prompts(Path(calibration).expanduser())
+    elif own.is_file():
+        rows = read_prompts(own)
+    else:
+        rows = [text_prompt(text) for text in SHIPPED]
+    vocabulary = models.base.config.vocab_size
+    ids = [encode_prompt(row, models.tokenizer, vocabulary) for row in rows[:MOST_PROMPTS]]
+    longest = models.base.config.max_position_embeddings - NEW_TOKENS
+    return [prompt for prompt in ids if 0 < len(prompt) <= longest]
+
+
+def _costs(subject: Subject, batch_size: int) -> CostTable:
+    context = min(CONTEXT, subject.base.max_position_embeddings // 2)
+    key = _machine() | {
+        "base": subject.base.to_dict(),
+        "head": subject.head.config.to_dict(),
+        "dtype": str(subject.dtype),
+        "batch_size": batch_size,
+        "context": context,
+    }
+    measured = remembered(
+        "costs", key, lambda: measure_costs(subject, batch_size, context).to_dict(), cache_folder()
+    )
+    return CostTable.from_dict(measured)
+
+
+def _ranks(
+    subject: Subject, models: Models, prompts: list[list[int]], settings: GenerationSettings
+) -> np.ndarray:
+    head = subject.head.config
+    depth = head.max_depth or head.num_positions
+    identity = models.identity()
+    key: dict[str, Any] = {
+        "base": identity["base_hash"],
+        "draft": identity["draft_hash"],
+        "dtype": identity["dtype"],
+        "prompts": prompts,
+        "depth": depth,
+        "temperature": settings.temperature,
+    }
+
+    def measure() -> dict[str, Any]:
+        ranks = measure_ranks(subject, prompts, NEW_TOKENS, depth, temperature=settings.temperature)
+        return {"ranks": ranks.tolist()}
+
+    ranks = remembered("ranks", key, measure, cache_folder())["ranks"]
+    return np.array(ranks, int).reshape(-1, depth)
+
+
+def _machine() -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {"device": device.device_kind, "platform": device.platform, "versions": versions()}

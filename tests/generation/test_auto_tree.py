@@ -1,0 +1,63 @@
+"""`--tree=auto` from prompts to rows, with the machine's costs given."""
+
+import json
+
+import pytest
+
+from clover_jax import cli, generate
+from clover_jax.benchmark.tree_choice import CostTable
+from clover_jax.generation import auto_tree
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
+
+CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, 0.0, ((1, 0.0), (8, 0.0)), 0.0)
+DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, 0.0, ((1, 0.0),), 0.0)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    base = save_tiny_base(root / "base")
+    return base, save_tiny_draft(root / "draft", base)
+
+
+@pytest.fixture
+def decode(folders, tmp_path, monkeypatch, capsys):
+    """Decode with given costs: (rows, stderr)."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.setattr(auto_tree, "NEW_TOKENS", 16)
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"prompt_ids": [5, 6, 7, 8]}) + "\n")
+
+    def run(costs, name, *argv):
+        monkeypatch.setattr(auto_tree, "measure_costs", lambda *_: costs)
+        base, draft = folders
+        output = tmp_path / name
+        argv = (f"--draft={draft}", f"--calibration={prompts}", *argv) if costs else argv
+        common = (f"--base={base}", f"--prompts={prompts}", f"--output={output}")
+        status = cli.run(
+            generate.main, generate.define_flags, [*common, "--max_new_tokens=12", *argv]
+        )
+        assert status == 0
+        return [json.loads(line) for line in output.read_text().splitlines()], capsys.readouterr()
+
+    return run
+
+
+def test_the_tree_that_pays_is_used_and_explained(decode):
+    plain, _ = decode(None, "plain.jsonl")
+    rows, printed = decode(CHEAP, "auto.jsonl", "--tree=auto")
+    assert "x plain decoding is expected" in printed.err
+    assert [row["output_ids"] for row in rows] == [row["output_ids"] for row in plain]
+    assert rows[0]["tau"] > 1
+
+
+def test_where_none_pays_it_says_so_and_decodes_plainly(decode):
+    rows, printed = decode(DEAR, "none.jsonl", "--tree=auto")
+    assert "no tree pays (a plain step takes 1000.00 ms): plain decoding" in printed.err
+    assert rows[0]["tau"] == 1
+
+
+def test_calibration_prompts_need_the_automatic_tree(folders, capsys):
+    argv = [f"--base={folders[0]}", "--calibration=x", "--tree=paper25", "--prompt=a"]
+    assert cli.run(generate.main, generate.define_flags, argv) == 2
+    assert "--calibration is for --tree=auto, not --tree=paper25" in capsys.readouterr().err
