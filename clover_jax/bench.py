@@ -54,18 +54,26 @@ def main(flags) -> int:
 def _measure(flags) -> dict:
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
-    from clover_jax.benchmark.measured_report import measure_and_describe
+    from clover_jax.benchmark.measured_report import measure_and_describe, sweep_and_describe
 
-    return measure_and_describe(
-        base=flags.base,
-        draft=flags.draft,
-        tree=flags.tree,
-        dtype=flags.dtype,
-        batch=flags.batch_size,
-        context=flags.context,
-        rounds=flags.rounds,
-        force_accept=flags.force_accept,
-    )
+    names = ("base", "draft", "tree", "dtype", "context", "rounds")
+    common = {name: flags[name].value for name in names}
+    if flags.sweep:
+        return sweep_and_describe(
+            **common,
+            batch_sizes=_numbers("batch_sizes", flags.batch_sizes),
+            nodes=_numbers("nodes", flags.nodes),
+            output=flags.output,
+        )
+    if flags.output is not None:
+        raise UserError("--output is for --sweep, which is missing")
+    return measure_and_describe(**common, batch=flags.batch_size, force_accept=flags.force_accept)
+
+
+def _numbers(name: str, words: list[str]) -> list[int]:
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"--{name}={','.join(words)} must be numbers from 1 up, as in 1,4,16")
+    return [int(word) for word in words]
 
 
 def _compile(flags) -> dict:

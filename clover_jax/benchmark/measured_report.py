@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from clover_jax.benchmark import sweep
 from clover_jax.benchmark.measured import STAGES, Measurement, measure
 from clover_jax.benchmark.subject import Subject, load_subject
 from clover_jax.benchmark.versions import versions
@@ -41,6 +44,39 @@ def measure_and_describe(
     for line in describe(measured, force_accept):
         print(line)
     return settings | measured.to_dict() | {"device": device_name(), "versions": versions()}
+
+
+def sweep_and_describe(
+    *,
+    base: str,
+    draft: str,
+    tree: str | None,
+    dtype: str,
+    batch_sizes: Sequence[int],
+    nodes: Sequence[int],
+    context: int,
+    rounds: int,
+    output: str | None,
+) -> dict[str, Any]:
+    """Time batch sizes and tree sizes, print the table, draw it in the folder `output`.
+
+    Raises UserError as `load_subject` and `sweep` do.
+    """
+    with passing_note(f"loading {base}"):
+        subject = load_subject(base, draft, tree, resolve_dtype(dtype))
+    with passing_note("measuring"):
+        cells = sweep.sweep(subject, batch_sizes, nodes, context, rounds)
+    for line in sweep.describe(cells, subject.tree.name):
+        print(line)
+    settings = describe_settings(subject, base, draft) | {"context": context, "rounds": rounds}
+    report = settings | {
+        "cells": sweep.to_rows(cells),
+        "device": device_name(),
+        "versions": versions(),
+    }
+    if output is not None:
+        report["figure"] = str(sweep.draw(cells, Path(output).expanduser()))
+    return report
 
 
 def describe_settings(subject: Subject, base: str, draft: str) -> dict[str, Any]:

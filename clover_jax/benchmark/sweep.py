@@ -1,0 +1,114 @@
+"""`bench --sweep`: what verification costs by batch size and nodes, and when speculation pays."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from clover_jax.benchmark.costs import WIDTHS, measure_costs
+from clover_jax.benchmark.subject import Subject
+from clover_jax.benchmark.tree_choice import CostTable
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.errors import UserError
+from clover_jax.files import atomic_file
+
+FIGURE = "costs.png"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """One batch size and tree size, times in milliseconds.
+
+    break_even: drafted tokens that a step must accept to be as fast as plain decoding, where the
+        draft costs what it costs for the measured tree.
+    """
+
+    batch_size: int
+    nodes: int
+    plain_ms: float
+    verify_ms: float
+    draft_ms: float
+    break_even: float
+
+
+def sweep(
+    subject: Subject, batch_sizes: Sequence[int], nodes: Sequence[int], context: int, rounds: int
+) -> list[Cell]:
+    """Time every batch size with every number of nodes.
+
+    Raises UserError for a base alone: there is nothing to verify.
+    """
+    if subject.head is None:
+        raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
+    widths = expanded_widths(subject.tree)
+    cells = []
+    for batch in batch_sizes:
+        slots = sorted({1, *(count + 1 for count in nodes)})
+        needed = sorted({*WIDTHS, *widths})
+        costs = measure_costs(subject, batch, context, slots, needed, rounds)
+        cells += [_cell(costs, batch, count, widths) for count in nodes]
+    return cells
+
+
+def expanded_widths(tree: TreeConfig | AdaptiveTree) -> list[int]:
+    """Return how many nodes are expanded on each level below the root."""
+    if isinstance(tree, AdaptiveTree):
+        return [tree.width] * (tree.depth - 1)
+    return [level.expanded.size for level in tree.levels() if level.expanded.size]
+
+
+def _cell(costs: CostTable, batch: int, nodes: int, widths: Sequence[int]) -> Cell:
+    verify = dict(costs.verify)[nodes + 1]
+    draft = costs.first_level + sum(dict(costs.level)[width] for width in widths)
+    step = costs.absorb + draft + verify + costs.rest
+    return Cell(
+        batch_size=batch,
+        nodes=nodes,
+        plain_ms=round(1e3 * costs.plain, 4),
+        verify_ms=round(1e3 * verify, 4),
+        draft_ms=round(1e3 * (costs.absorb + draft), 4),
+        break_even=round(step / costs.plain - 1, 3),
+    )
+
+
+def describe(cells: Sequence[Cell], tree: str) -> list[str]:
+    """Return the table, line by line."""
+    lines = [
+        f"drafting as for tree {tree}",
+        f"{'batch':>5}{'nodes':>7}{'plain ms':>10}{'verify ms':>11}{'x plain':>9}"
+        f"{'draft ms':>10}{'break-even':>12}",
+    ]
+    for cell in cells:
+        lines.append(
+            f"{cell.batch_size:>5}{cell.nodes:>7}{cell.plain_ms:>10.3f}{cell.verify_ms:>11.3f}"
+            f"{cell.verify_ms / cell.plain_ms:>9.2f}{cell.draft_ms:>10.3f}{cell.break_even:>12.2f}"
+        )
+    return lines
+
+
+def draw(cells: Sequence[Cell], folder: Path) -> Path:
+    """Draw verification in plain steps, and the break-even length, over the nodes."""
+    from matplotlib.figure import Figure  # slow to import, and only for a figure
+
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    left, right = figure.subplots(1, 2)
+    for batch in sorted({cell.batch_size for cell in cells}):
+        row = [cell for cell in cells if cell.batch_size == batch]
+        nodes = [cell.nodes for cell in row]
+        left.plot(nodes, [c.verify_ms / c.plain_ms for c in row], "o-", label=f"batch {batch}")
+        right.plot(nodes, [c.break_even for c in row], "o-", label=f"batch {batch}")
+    left.set(xlabel="drafted nodes", ylabel="verification, in plain steps", ylim=(0, None))
+    right.set(xlabel="drafted nodes", ylabel="accepted tokens to break even", ylim=(0, None))
+    left.legend()
+    path = folder / FIGURE
+    with atomic_file(path) as unfinished:
+        figure.savefig(unfinished, format="png", dpi=120)
+    return path
+
+
+def to_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
+    """Return JSON values."""
+    return [dataclasses.asdict(cell) for cell in cells]
