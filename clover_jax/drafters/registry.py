@@ -18,6 +18,7 @@ from clover_jax.errors import UserError
 # name -> (file of this package, config class, module class)
 DRAFTERS = {
     "clover2": ("clover2", "Clover2Config", "Clover2"),
+    "clover_lr": ("clover_lr", "CloverLRConfig", "CloverLR"),
     "clover": ("clover", "CloverConfig", "Clover"),
     "medusa": ("medusa", "MedusaConfig", "Medusa"),
     "eagle": ("eagle", "EagleConfig", "Eagle"),

@@ -140,11 +140,12 @@ def distillation_loss(
 
     params: the head's; only those that its module names in `output_params` get a gradient here,
         the rest get theirs through `hidden`.
-    hidden: u^i_t of `train_forward`.
+    hidden: u^i_t of `train_forward`; columns beyond D, which only the head's logits read, take no
+        part in the regression.
     target_states: the base's g. Neither they nor `frozen` receive a gradient.
     chunk: targets per chunk.
     """
-    num_positions, rows, size, width = hidden.shape
+    num_positions, rows, size, _ = hidden.shape
     likely = None
     if head.config.loss.label_mask:
         likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk)
@@ -159,7 +160,7 @@ def distillation_loss(
     operands = _Operands(
         params=others,
         frozen=frozen,
-        states=target_states.reshape(rows * size, width),
+        states=target_states.reshape(rows * size, -1),
         next_tokens=jnp.roll(batch.tokens, -1, axis=1).reshape(-1),
         mask=mask.reshape(num_positions, -1),
         has_next=has_next.reshape(-1),
@@ -282,7 +283,7 @@ def _position_loss(
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     mask = chunk.mask[position]
     terms = _Terms(
-        regression=_masked_sum(mask, smooth_l1(u, chunk.states).mean(axis=-1)),
+        regression=_masked_sum(mask, _regression(u, chunk.states)),
         soft_ce=_masked_sum(mask, log_total - (chunk.teacher * logits).sum(axis=-1)),
         hard_ce=_masked_sum(
             mask & chunk.has_next, log_total - jnp.where(is_next, logits, 0).sum(axis=-1)
@@ -318,6 +319,11 @@ def _to_sources(by_slot: Array, operands: _Operands, shape: tuple[int, ...]) -> 
         rows = jnp.take(by_slot[i], jnp.maximum(slot, 0), axis=0)
         gradients.append(jnp.where(slot[..., None] >= 0, rows, 0))
     return jnp.stack(gradients)
+
+
+def _regression(u: Float[Array, "C D+"], states: Float[Array, "C D"]) -> Float[Array, " C"]:
+    """Return R of each pair: of u, only what stands for a state of the base."""
+    return smooth_l1(u[:, : states.shape[1]], states).mean(axis=-1)
 
 
 def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"]:

@@ -1,0 +1,306 @@
+"""Clover-LR: one block of proposals, then a low-rank regressive correction.
+
+Clover-2 passes over lm_head once for every drafted position: on a vocabulary of 128k that is three
+quarters of what its draft reads. Here the trunk proposes all P positions in *one* batched pass, and
+what a drafted token changes is a correction of rank r. With f_t the base's states entering some
+layers and its last one h_t, and E the rows of lm_head:
+
+    x_t = sum_j W_f^j f_t^j                                fused features; starts as h_t
+    a_t = AttentionDecoder1(x_t, E[x_{t+1}])
+    z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))          as in Clover-2
+    u^i = head_norm(W_i z_t + b_i),  i = 0 .. P-1          all positions at once
+    s^0 = tanh(W_s z_t)                                    [r]
+    s^i = GRU(s^{i-1}, W_e E[x_{t+1+i}])                   the regressive connection, rank r
+    logits^i = lm_head u^i + R C s^i                       proposes x_{t+2+i}; C s^0 counts as 0
+
+W_f, W_i [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f selects h; the trunk as in
+Clover-2; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero, so that the
+correction begins at nothing; R = lm_head Q with Q the r directions in which lm_head varies most, so
+that similar tokens begin with similar corrections. Position 0 begins as Clover-2's.
+
+Losses: the regression is taken on u alone; the cross-entropies on the corrected logits.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
+from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
+from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.tokens import embed, extend, shift_left, window
+from clover_jax.models.cache import Cache, after, init_cache, write_rows
+from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
+from clover_jax.models.layers import RMSNorm
+
+DEFAULT_RANK = 256
+NOISE = 0.01  # of the initialisation, as Clover-2's
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CloverLRConfig(DrafterConfig):
+    """A Clover-LR head.
+
+    rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
+    num_augmenting_layers: depth of the Augmenting Block.
+    """
+
+    kind: str = "clover_lr"
+    rank: int = DEFAULT_RANK
+    num_augmenting_layers: int = 2
+
+    def __post_init__(self):
+        if self.num_positions < 1 or self.num_augmenting_layers < 1:
+            raise ValueError(
+                f"num_positions ({self.num_positions}) and num_augmenting_layers "
+                f"({self.num_augmenting_layers}) must be at least 1"
+            )
+        if not 0 <= self.rank <= self.layer.hidden_size:
+            raise ValueError(
+                f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"
+            )
+        if self.features[-1] != "pre_norm":
+            raise ValueError(f"the last of the features {self.features} must be pre_norm")
+        if self.max_depth != self.num_positions:
+            raise ValueError(
+                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
+                "block proposes no more"
+            )
+        check_heads(self.layer)
+
+
+@struct.dataclass
+class CloverLRState:
+    """What a level of branches carries.
+
+    block: [B, P, Vd] logits of all positions before any correction, shared by all branches.
+    state: [B, W, r] s^i.
+    """
+
+    block: Float[Array, "B P Vd"]
+    state: Float[Array, "B W r"]
+
+
+class GatedRecurrence(nn.Module):
+    """A gated recurrent unit: s' = (1 - g) s + g tanh(V [c s ; e]), gates from [s ; e]."""
+
+    rank: int
+
+    @nn.compact
+    def __call__(
+        self, state: Float[Array, "*b r"], token: Float[Array, "*b r"]
+    ) -> Float[Array, "*b r"]:
+        """Take in one token."""
+        rank, init = self.rank, nn.initializers.lecun_normal()
+        gates = self.param("gates", init, (2, 2 * rank, rank))
+        biases = self.param("gates_bias", nn.initializers.zeros, (2, rank))
+        matrix = self.param("candidate", init, (2 * rank, rank))
+        both = jnp.concatenate([state, token], axis=-1)
+        gate, reset = (nn.sigmoid(both @ gates[i] + biases[i]) for i in range(2))
+        candidate = jnp.tanh(jnp.concatenate([reset * state, token], axis=-1) @ matrix)
+        return state + gate * (candidate - state)
+
+
+class CloverLR(nn.Module):
+    """The Clover-LR head; see the module's docstring for the equations."""
+
+    config: CloverLRConfig
+
+    @property
+    def output_params(self) -> tuple[str, ...]:
+        """What `logits` reads besides the base's lm_head."""
+        return ("correction_out",) if self.config.rank else ()
+
+    def setup(self):
+        cfg = self.config
+        width, rank, num_features = cfg.layer.hidden_size, cfg.rank, len(cfg.features)
+        matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
+        if num_features > 1:
+            self.fuse = self.param("fuse", matrix, (num_features, width, width))
+        self.attention_decoder_1 = AttentionDecoder(cfg.layer)
+        self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
+        self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
+        self.block = self.param("block", matrix, (cfg.num_positions, width, width))
+        self.block_bias = self.param("block_bias", zeros, (cfg.num_positions, width))
+        self.head_norm = RMSNorm(cfg.layer.rms_norm_eps)
+        if rank:
+            self.correction_out = self.param("correction_out", zeros, (cfg.vocab_size, rank))
+            self.state_in = self.param("state_in", matrix, (width, rank))
+            self.token_in = self.param("token_in", matrix, (width, rank))
+            self.recurrence = GatedRecurrence(rank)
+            self.mix = self.param("mix", zeros, (rank, rank))
+
+    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+        """Return the Augmenting Block's cache."""
+        layers = self.config.num_augmenting_layers
+        return init_cache(self.config.layer, layers, batch, length, dtype)
+
+    def absorb(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B A F"],
+        next_tokens: Int[Array, "B A"],
+        start: Int[Array, " B"],
+        count: Int[Array, " B"],
+        cache: Cache,
+    ) -> tuple[CloverLRState, Cache]:
+        """Run the trunk over accepted positions, and the one pass over lm_head at the last."""
+        batch, size = next_tokens.shape
+        positions = start[:, None] + jnp.arange(size)
+        z, fresh = self._trunk(
+            frozen, features, next_tokens, positions, causal_mask(batch, size), cache, start
+        )
+        root = take_last(z, count)
+        block = project(frozen.lm_head, self._block(root[:, 0]))
+        cache = write_rows(cache, fresh, after(start, root))
+        return CloverLRState(block=block, state=self._first(root)), cache
+
+    def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:
+        """Return the block's logits of this level, corrected for each branch."""
+        logits = state.block[:, depth, None]
+        if depth == 0 or not self.config.rank:
+            return logits
+        return logits + project(self.correction_out, state.state @ self.mix)
+
+    def advance(
+        self,
+        frozen: Frozen,
+        state: CloverLRState,
+        cache: Cache,
+        parent: Int[Array, "B W"],
+        token: Int[Array, "B W"],
+        depth: int,
+    ) -> CloverLRState:
+        """Feed a drafted token back."""
+        if not self.config.rank:
+            return state
+        above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
+        following = self.recurrence(above, embed(frozen, token) @ self.token_in)
+        return CloverLRState(block=state.block, state=following)
+
+    def train_forward(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B S F"],
+        tokens: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        rng: Array | None = None,
+    ) -> Float[Array, "P B S D+r"]:
+        """Return [u^i ; C s^i] under teacher forcing, the latter 0 at position 0."""
+        mask = packed_mask(segment_ids)
+        z, _ = self._trunk(frozen, features, shift_left(tokens, 1), positions, mask, None, None)
+        block = jnp.moveaxis(self._block(z), -2, 0)
+        if not self.config.rank:
+            return block
+        if self.is_initializing():  # one position trains no feedback, but all params are made
+            self.recurrence(self._first(z), self._first(z))
+        state = self._first(z)
+        corrections = [jnp.zeros_like(state)]
+        # What depends on a token alone is computed once; every position shifts it further.
+        embedded = embed(frozen, extend(tokens, len(block))) @ self.token_in
+        for depth in range(1, len(block)):
+            following = window(embedded, depth + 1, tokens.shape[1])
+            state = self.recurrence(state, following)
+            corrections.append(state @ self.mix)
+        return jnp.concatenate([block, jnp.stack(corrections)], axis=-1)
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D+r"], position: int
+    ) -> Float[Array, "*b Vd"]:
+        """Return lm_head u + R C s."""
+        width = self.config.layer.hidden_size
+        logits = project(frozen.lm_head, hidden[..., :width])
+        if position == 0 or not self.config.rank:
+            return logits
+        return logits + project(self.correction_out, hidden[..., width:])
+
+    def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
+        x = self.attention_decoder_1(self._fused(features), embed(frozen, next_tokens))
+        x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
+        return self.trunk_norm(x), fresh
+
+    def _fused(self, features: Float[Array, "B S F"]) -> Float[Array, "B S D"]:
+        if len(self.config.features) == 1:
+            return features
+        each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
+        return jnp.einsum("...fd,fde->...e", each, self.fuse)
+
+    def _block(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
+        return self.head_norm(jnp.einsum("...d,pde->...pe", z, self.block) + self.block_bias)
+
+    def _first(self, z: Float[Array, "*b D"]) -> Float[Array, "*b r"]:
+        """Return s^0."""
+        return jnp.tanh(z @ self.state_in) if self.config.rank else z[..., :0]
+
+
+def make_config(
+    base: BaseConfig,
+    num_positions: int = 5,
+    num_augmenting_layers: int = 2,
+    rank: int | None = None,
+    num_features: int = 3,
+    rope: RopeConfig | None = None,
+    loss: LossSpec | None = None,
+) -> CloverLRConfig:
+    """Return the head's config for a base.
+
+    rank: 256, or half the base's width where that is less.
+    num_features: 1 reads the base's last state only, more add states entering evenly spaced layers.
+    """
+    spaced = [base.num_layers * j // num_features for j in range(1, num_features)]
+    layers = tuple(f"layer_{index}" for index in dict.fromkeys(spaced))
+    return CloverLRConfig(
+        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        vocab_size=base.vocab_size,
+        num_positions=num_positions,
+        max_depth=num_positions,
+        features=(*layers, "pre_norm"),
+        rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
+        num_augmenting_layers=num_augmenting_layers,
+        loss=loss or LossSpec(regression=1.0, soft_ce=1.0, decay=0.8),
+    )
+
+
+def init_from_base(
+    config: CloverLRConfig, params: Params, base_params: Params, rng: Array
+) -> Params:
+    """Initialise so that position 0 begins as Clover-2's and the correction at nothing."""
+    width, final_norm = config.layer.hidden_size, base_params["final_norm"]
+    keys = iter(jax.random.split(rng, 4))
+    identity = jnp.eye(width)
+
+    def noisy(matrix: Array) -> Array:
+        return matrix + jax.random.uniform(next(keys), matrix.shape, maxval=NOISE)
+
+    query, key_value = noisy(identity), noisy(jnp.stack([identity, jnp.zeros_like(identity)], 1))
+    lm_head = base_params.get("lm_head", base_params["embedding"])
+    name = "attention_decoder_1"
+    new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers) | {
+        name: with_matrices(config.layer, params[name], query, key_value),
+        "trunk_norm": final_norm,
+        "head_norm": final_norm,
+        "block": noisy(jnp.broadcast_to(identity, params["block"].shape)),
+    }
+    if config.rank:
+        random = jax.random.normal(next(keys), (width, width))
+        directions = principal_directions(lm_head, config.rank)
+        new["state_in"] = jnp.linalg.qr(random)[0][:, : config.rank]
+        new |= {"token_in": directions, "correction_out": lm_head @ directions}
+    if len(config.features) > 1:
+        new["fuse"] = jnp.zeros_like(params["fuse"]).at[-1].set(identity)
+    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
+
+
+def principal_directions(matrix: Float[Array, "V D"], rank: int) -> Float[Array, "D r"]:
+    """Return the `rank` orthonormal directions in which the rows vary most, the largest first."""
+    gram = jnp.einsum("vd,ve->de", matrix, matrix, preferred_element_type=jnp.float32)
+    return jnp.linalg.eigh(gram)[1][:, ::-1][:, :rank]
