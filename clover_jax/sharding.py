@@ -45,10 +45,12 @@ ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
 AnyMesh = Mesh | AbstractMesh
 
 # The mesh axis of each letter; "-" is never split. E is D where a matrix puts it out, so that a
-# square matrix is split over both axes.
+# square matrix is split over both axes; R is the rank of a correction.
 _AXIS = {"D": "fsdp", "E": "tensor", "F": "tensor", "K": "tensor", "N": "tensor", "V": "tensor"}
-# A device cannot hold part of a head: where there are fewer heads than it takes, each holds all.
-_WHOLE_IF_INDIVISIBLE = frozenset("KN")
+_AXIS |= {"R": "fsdp"}
+# A device cannot hold part of a head: where there are fewer heads than it takes, each holds all. A
+# rank may be small and odd.
+_WHOLE_IF_INDIVISIBLE = frozenset("KNR")
 
 # Name of a leaf -> its dimensions; several where leaves of other ranks share the name.
 LAYOUTS: dict[str, tuple[str, ...]] = {
@@ -75,6 +77,17 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "projector_0_bias": ("-",),
     "projector_1": ("- D E",),
     "projector_1_bias": ("-",),
+    # Clover-LR: its block of proposals, and what lives in the few dimensions of the correction.
+    "fuse": ("- D E",),
+    "block": ("- D E",),
+    "block_bias": ("- -",),
+    "correction_out": ("V R",),
+    "state_in": ("D -",),
+    "token_in": ("D -",),
+    "gates": ("- - -",),
+    "gates_bias": ("- -",),
+    "candidate": ("- -",),
+    "mix": ("- -",),
     # EAGLE's kind: the matrix that mixes what the layer reads.
     "fc": ("- D E",),
     "fc_bias": ("-",),
