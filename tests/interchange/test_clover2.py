@@ -172,7 +172,7 @@ def test_a_misshapen_tensor_is_named(folder, base):
         ({"clover": {"num_heads": 0, "num_layers": 2}}, "clover.num_heads must be a positive wh"),
         ({"vocab_size": 95}, "the head's vocab_size is 95, that of the base .* is 96; give the"),
         ({"hidden_size": 64}, "the head's hidden_size is 64, that of the base .* is 32; give the"),
-        ({"head_dim": 16}, r"hidden_size \(32\) in heads: num_heads \(4\) x head_dim \(16\) must"),
+        ({"head_dim": 16}, r"splits the width \(32\) in num_heads \(4\) parts, .* head_dim \(16\)"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(folder, base, changes, message):
