@@ -37,6 +37,8 @@ def define_flags(flags):
     define("string", "prompts", None, "prompts to verify with [those that came with the base]")
     define("integer", "num_prompts", 8, "prompts to verify with, at most", lower_bound=1)
     define("integer", "max_new_tokens", 64, "tokens to decode for each of them", lower_bound=2)
+    define("string", "push", None, "hub repository to upload the result to, OWNER/NAME")
+    define("bool", "card_only", False, "with --push: write the model card, upload nothing")
     define("bool", "overwrite", False, "replace what is at --output")
     cli.define_common_flags(flags)
 

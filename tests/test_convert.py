@@ -229,6 +229,21 @@ def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]
 
 
+def test_a_card_is_prepared_and_nothing_uploaded(command, speaking, tmp_path, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--push=me/head")
+    out = tmp_path / "out"
+    status, report, _ = command(*given, f"--output={out}", "--card_only")
+    assert (status, report["repository"], report["uploaded"]) == (0, "me/head", None)
+    card = (out / "README.md").read_text()
+    assert "| drafter | clover2 |" in card
+    assert f"generate --base={speaking / 'base'} --draft=me/head" in card
+    load_draft(out, load_base(str(speaking / "base")))  # a card more does no harm
+    status, _, error = command(*given, f"--output={tmp_path / 'other'}")
+    assert (status, "--push=me/head needs a token in the environment" in error) == (2, True)
+    assert not (tmp_path / "other").exists()
+
+
 # Ways to spoil a head. Each takes a folder with `head`, `base` and perhaps `other`.
 
 

@@ -11,6 +11,7 @@ from clover_jax.errors import UserError
 from clover_jax.files import put_in_place, scratch_directory
 from clover_jax.generation.models import load_plain
 from clover_jax.interchange.layouts import NATIVE, layout_for
+from clover_jax.interchange.publish import read_token, upload, write_card
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.interchange.verification import Verification, held_out_prompts, verify
 from clover_jax.interchange.write_head import num_units, write_foreign, write_native
@@ -36,16 +37,22 @@ class ConvertOptions:
     num_prompts: int = 8
     max_new_tokens: int = 64
     dtype: str = "auto"
+    push: str | None = None
+    card_only: bool = False
 
 
 def convert(options: ConvertOptions) -> dict[str, Any]:
-    """Convert a head and return what to report; with `verify`, whether it decodes as before.
+    """Convert a head, and publish it where that is asked for; return what to report.
 
-    Nothing is at `output` unless everything went well. Raises UserError for what cannot be done.
+    Raises UserError for what cannot be done.
     """
+    if options.card_only and not options.push:
+        raise UserError("--card_only prepares what --push would upload; give --push=OWNER/NAME")
+    if options.push and not options.card_only:
+        read_token(options.push)  # before anything is written
+    base = open_base(options.base)
     output = Path(options.output).expanduser()
     _check_output(output, options)
-    base = open_base(options.base)
     head = open_head(
         options.input,
         base,
@@ -53,6 +60,21 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
         options.allow_base_mismatch,
         options.cut_vocab,
     )
+    report = convert_head(options, base, head, output)
+    if options.push and report["output"]:
+        write_card(output, head, options.to, base, options.push)
+        address = None if options.card_only else upload(output, options.push)
+        report |= {"repository": options.push, "uploaded": address}
+    return report
+
+
+def convert_head(
+    options: ConvertOptions, base: BaseModel, head: StoredHead, output: Path
+) -> dict[str, Any]:
+    """Convert a head and return what to report; with `verify`, whether it decodes as before.
+
+    Nothing is at `output` unless everything went well. Raises UserError for what cannot be done.
+    """
     report = {
         "input": options.input,
         "from": head.layout,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.resources
+import os
 import re
 from pathlib import Path
 
@@ -22,6 +23,9 @@ HUB_PATTERNS = (
     "vocab.json",
     "merges.txt",
     "chat_template*",
+    "draft.json",
+    "params/*",
+    "medusa_lm_head.*",
 )
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
@@ -62,7 +66,11 @@ def _download(source: str) -> Path:
     try:
         return Path(
             snapshot_download(
-                repository, revision=revision or None, allow_patterns=list(HUB_PATTERNS)
+                repository,
+                revision=revision or None,
+                allow_patterns=list(HUB_PATTERNS),
+                # From the environment, never from a file that another program left.
+                token=os.environ.get("HF_TOKEN") or False,
             )
         )
     # OSError: no connection, or a full disk.

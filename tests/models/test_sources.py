@@ -12,6 +12,7 @@ from clover_jax.models.sources import HUB_PATTERNS, find_directory
 def hub(monkeypatch):
     """A hub that records what is asked for and fails as it does without a network."""
     asked = []
+    monkeypatch.delenv("HF_TOKEN", raising=False)
 
     def snapshot_download(repository, **options):
         asked.append((repository, options))
@@ -35,7 +36,15 @@ def test_a_hub_id_offline_says_how_to_go_on(hub):
     )
     with pytest.raises(UserError, match=message):
         find_directory("owner/name")
-    assert hub == [("owner/name", {"revision": None, "allow_patterns": list(HUB_PATTERNS)})]
+    asked = {"revision": None, "allow_patterns": list(HUB_PATTERNS), "token": False}
+    assert hub == [("owner/name", asked)]
+
+
+def test_a_token_comes_from_the_environment_only(hub, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", "secret")
+    with pytest.raises(UserError, match="cannot be fetched from the hub"):
+        find_directory("owner/name")
+    assert hub[0][1]["token"] == "secret"
 
 
 def test_a_hub_id_may_name_a_revision(hub):
