@@ -7,6 +7,7 @@ one. What changes from step to step (tokens, lengths, caches) is never here.
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import json
 import types
 import typing
@@ -169,7 +170,9 @@ class LossSpec(JsonConfig):
     regression: weight of SmoothL1(u^i, g) averaged over D.
     soft_ce: weight of the cross-entropy to the base's distribution.
     hard_ce: weight of the cross-entropy to the true token.
-    divisor_offset: each sum over pairs is divided by their number plus this.
+    divisor: what each sum over pairs is divided by: the number of "pairs" that count, or of all
+        "positions" of the batch.
+    divisor_offset: added to the divisor.
     label_mask: leave out pairs that the base's own choice would not have reached.
     """
 
@@ -177,8 +180,13 @@ class LossSpec(JsonConfig):
     soft_ce: float = 0.0
     hard_ce: float = 0.0
     decay: float = 1.0
+    divisor: str = "pairs"
     divisor_offset: float = 1.0
     label_mask: bool = False
+
+    def __post_init__(self):
+        if self.divisor not in ("pairs", "positions"):
+            raise ValueError(f"loss divisor {self.divisor!r} must be pairs or positions")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -190,7 +198,7 @@ class DrafterConfig(JsonConfig):
     features: base activations it reads, in order of concatenation: "pre_norm" (h),
         "post_norm" (g), or "layer_3" (the state entering layer 3).
     max_depth: deepest tree it can draft; None where later positions share weights.
-    draft_to_target: ids of a reduced draft vocabulary, or None for the base's own.
+    draft_to_target: ids of a reduced draft vocabulary, ascending, or None for the base's own.
     """
 
     kind: str
@@ -201,3 +209,20 @@ class DrafterConfig(JsonConfig):
     max_depth: int | None = None
     draft_to_target: tuple[int, ...] | None = None
     loss: LossSpec = LossSpec()
+
+    def __post_init__(self):
+        table = self.draft_to_target
+        if table is None:
+            return
+        # Ascending, so that the lowest id comes first among equals in either vocabulary.
+        ascends = all(a < b for a, b in itertools.pairwise(table))
+        if not table or not ascends or table[0] < 0 or table[-1] >= self.vocab_size:
+            raise ValueError(
+                f"draft_to_target ({len(table)} ids) must ascend and lie in 0 .. "
+                f"{self.vocab_size - 1}"
+            )
+
+    @property
+    def draft_vocab_size(self) -> int:
+        """Vd: tokens that the head can propose."""
+        return self.vocab_size if self.draft_to_target is None else len(self.draft_to_target)

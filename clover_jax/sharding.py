@@ -57,6 +57,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     # The base, and decoder layers inside drafts.
     "embedding": ("V D",),
     "lm_head": ("V D",),
+    "draft_lm_head": ("V D",),
     "scale": ("-",),
     "qkv": ("D K - -",),
     "qkv_bias": ("K - -",),

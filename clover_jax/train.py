@@ -64,6 +64,12 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     whole("num_positions", None, "draft positions to train [the method's]", least=1)
     whole("num_augmenting_layers", None, "layers of the Augmenting Block [the method's]")
     number("draft_rope_theta", None, "rotary base of the head [the base model's]", least=1.0)
+    whole(
+        "draft_vocab",
+        None,
+        "tokens that the head can propose, the most frequent of the data [the base's vocabulary]",
+        least=1,
+    )
     number("regression_weight", None, "weight of the regression loss [the method's]")
     number("soft_ce_weight", None, "weight of the cross-entropy to the base [the method's]")
     number("hard_ce_weight", None, "weight of the cross-entropy to the text [the method's]")

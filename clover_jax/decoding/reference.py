@@ -13,7 +13,7 @@ import numpy as np
 from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TreeConfig
-from clover_jax.drafters.drafter import frozen_from_base, select_features
+from clover_jax.drafters.drafter import frozen_from_base, select_features, with_draft_rows
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask, project
 
@@ -53,7 +53,9 @@ def draft_tokens(
     padded = _pad(context)
     features = select_features(_forward(config, params, context).hidden, head.config.features)
     next_tokens = jnp.asarray(_pad([*context[1:], root]))
-    zero, frozen = jnp.zeros(1, jnp.int32), frozen_from_base(params)
+    zero, config_of_head = jnp.zeros(1, jnp.int32), head.config
+    frozen = frozen_from_base(with_draft_rows(params, config_of_head))
+    to_target = config_of_head.draft_to_target or range(config_of_head.vocab_size)
 
     def apply(method: str, *arguments: Any, static: tuple = ()) -> Any:
         return _head_method(head, method, static)(draft_params, *arguments)
@@ -66,7 +68,7 @@ def draft_tokens(
         depth, above = len(path) - 1, states[path[:-1]]
         logits = np.asarray(apply("propose", frozen, above, static=(depth,)))[0, 0]
         # Stable sort: the lower id first among equal logits, as in lax.top_k.
-        tokens[path] = int(np.argsort(-logits, kind="stable")[path[-1]])
+        tokens[path] = to_target[int(np.argsort(-logits, kind="stable")[path[-1]])]
         token = jnp.asarray([[tokens[path]]])
         arguments = (frozen, above, cache, zero[None], token)
         states[path] = apply("advance", *arguments, static=(depth + 1,))

@@ -82,7 +82,7 @@ class StepConfig:
 
 def check_tree(head: DraftHead, tree: TreeConfig | AdaptiveTree) -> None:
     """Raise UserError for a tree that the head cannot draft: too deep, or too wide."""
-    config, table = head.config, head.config.draft_to_target
+    config = head.config
     depth = tree.levels_within(config.max_depth) if isinstance(tree, AdaptiveTree) else tree.depth
     if config.max_depth is not None and depth > config.max_depth:
         raise UserError(
@@ -91,11 +91,10 @@ def check_tree(head: DraftHead, tree: TreeConfig | AdaptiveTree) -> None:
             f"clover4, chain:{config.max_depth} or dynamic:NODES:{config.max_depth}, or train more "
             "positions"
         )
-    vocabulary = config.vocab_size if table is None else len(table)
-    if tree.num_ranks > vocabulary:
+    if tree.num_ranks > config.draft_vocab_size:
         raise UserError(
             f"tree {tree.name!r} looks at {tree.num_ranks} children of a node and the draft's "
-            f"vocabulary has {vocabulary} tokens"
+            f"vocabulary has {config.draft_vocab_size} tokens"
         )
 
 

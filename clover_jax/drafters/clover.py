@@ -39,7 +39,7 @@ from clover_jax.drafters.attention_decoder import (
     with_matrices,
 )
 from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
 from clover_jax.models.cache import Cache, after, init_cache, write_rows
@@ -65,6 +65,7 @@ class CloverConfig(DrafterConfig):
     num_augmenting_layers: int = 1
 
     def __post_init__(self):
+        super().__post_init__()
         if self.num_positions < 1 or self.num_augmenting_layers < 0:
             raise ValueError(
                 f"num_positions ({self.num_positions}) must be at least 1 and "
@@ -80,8 +81,6 @@ class CloverConfig(DrafterConfig):
                 f"regressive_block {self.regressive_block!r} is not one of "
                 f"{', '.join(REGRESSIVE_BLOCKS)}"
             )
-        if self.draft_to_target is not None:
-            raise ValueError("Clover drafts over the base's whole vocabulary: no draft_to_target")
         if self.regressive_block == "attention_decoder":
             check_heads(self.layer)
 
@@ -163,7 +162,7 @@ class Clover(nn.Module):
         token = jnp.take_along_axis(next_tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)
         return CloverState(self._follow(frozen, last, token)), cache
 
-    def propose(self, frozen: Frozen, state: CloverState, depth: int) -> Float[Array, "B W V"]:
+    def propose(self, frozen: Frozen, state: CloverState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the logits of the tokens after each branch."""
         return self.logits(frozen, self._output(frozen, state.state, depth), depth)
 
@@ -207,9 +206,9 @@ class Clover(nn.Module):
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b V"]:
+    ) -> Float[Array, "*b Vd"]:
         """Return lm_head u; the base's matrix at every position."""
-        return project(frozen.lm_head, hidden)
+        return project(output_matrix(self.config, frozen), hidden)
 
     def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
         return self.regressive.mix(state, self._read(frozen, token))

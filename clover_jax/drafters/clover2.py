@@ -27,7 +27,7 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
 from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, after, init_cache, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
@@ -53,6 +53,7 @@ class Clover2Config(DrafterConfig):
     output_projector: bool = True
 
     def __post_init__(self):
+        super().__post_init__()
         if self.num_positions < 1 or self.num_augmenting_layers < 1:
             raise ValueError(
                 f"num_positions ({self.num_positions}) and num_augmenting_layers "
@@ -60,8 +61,6 @@ class Clover2Config(DrafterConfig):
             )
         if self.order not in ORDERS:
             raise ValueError(f"order {self.order!r} is not one of {', '.join(ORDERS)}")
-        if self.draft_to_target is not None:
-            raise ValueError("Clover-2 drafts over the base's whole vocabulary: no draft_to_target")
         check_heads(self.layer)
 
 
@@ -123,7 +122,7 @@ class Clover2(nn.Module):
         cache = write_rows(cache, fresh, after(start, root))
         return Clover2State(state=root, projected=jnp.zeros_like(root)), cache
 
-    def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W V"]:
+    def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:
         """Return the logits of the tokens after each branch."""
         return self.logits(frozen, self._output(state, depth), depth)
 
@@ -175,9 +174,9 @@ class Clover2(nn.Module):
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b V"]:
+    ) -> Float[Array, "*b Vd"]:
         """Return lm_head u; the same frozen matrix at every position."""
-        return project(frozen.lm_head, hidden)
+        return project(output_matrix(self.config, frozen), hidden)
 
     @property
     def num_positions(self) -> int:

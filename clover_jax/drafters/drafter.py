@@ -16,6 +16,7 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.models.cache import Cache
 
+DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
 State = Any  # a pytree of the drafter's own, every leaf [B, W, ...]
 
 
@@ -26,11 +27,14 @@ class Frozen:
     lm_head:    [V, D] output matrix; its rows also serve Clover as token embeddings.
     embedding:  [V, D] input embedding (the same array as lm_head when they are tied).
     final_norm: [D]    scale of the base's final RMSNorm.
+    draft_lm_head: [Vd, D] the rows of lm_head that a head with a reduced vocabulary proposes from,
+        gathered once by `with_draft_rows`; None for the others.
     """
 
     lm_head: Float[Array, "V D"]
     embedding: Float[Array, "V D"]
     final_norm: Float[Array, " D"]
+    draft_lm_head: Float[Array, "Vd D"] | None = None
 
 
 class Drafter(Protocol):
@@ -117,13 +121,45 @@ class DrafterKind(Protocol):
 
 
 def frozen_from_base(base_params: Params) -> Frozen:
-    """Collect what heads read from the base's params, without a copy."""
+    """Collect what heads read from the base's params, without a copy.
+
+    base_params: of the base, or what `with_draft_rows` made of them.
+    """
     embedding = base_params["embedding"]
     return Frozen(
         lm_head=base_params.get("lm_head", embedding),
         embedding=embedding,
         final_norm=base_params["final_norm"]["scale"],
+        draft_lm_head=base_params.get(DRAFT_ROWS),
     )
+
+
+def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
+    """Return the base's params and, for a reduced vocabulary, its rows of lm_head beside them.
+
+    Steps are handed these: within a step the rows would be gathered again each time, which costs
+    more than the smaller matrix saves.
+    """
+    if config.draft_to_target is None:
+        return base_params
+    frozen = frozen_from_base(base_params)
+    rows = jnp.take(frozen.lm_head, jnp.asarray(config.draft_to_target), axis=0, mode="clip")
+    return {**base_params, DRAFT_ROWS: rows}
+
+
+def output_matrix(config: DrafterConfig, frozen: Frozen) -> Float[Array, "Vd D"]:
+    """Return the frozen matrix that a head's outputs are multiplied with.
+
+    Raises ValueError for a reduced vocabulary whose rows nobody gathered.
+    """
+    if config.draft_to_target is None:
+        return frozen.lm_head
+    if frozen.draft_lm_head is None:
+        raise ValueError(
+            "the head has a reduced vocabulary: hand with_draft_rows(base_params, config) to the "
+            "step instead of base_params"
+        )
+    return frozen.draft_lm_head
 
 
 def select_features(hidden: dict[str, Array], names: tuple[str, ...]) -> Float[Array, "B T F"]:

@@ -20,9 +20,9 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.clover2 import shift_left
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.layer_drafter import LayerDrafter, embed
+from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask, project
 
@@ -45,6 +45,7 @@ class EagleConfig(DrafterConfig):
     feature_noise: float = 0.1
 
     def __post_init__(self):
+        super().__post_init__()
         if self.num_positions != 1:
             raise ValueError(
                 f"EAGLE is trained to predict one position and drafts further ones by itself: "
@@ -83,9 +84,9 @@ class Eagle(LayerDrafter):
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b V"]:
+    ) -> Float[Array, "*b Vd"]:
         """Return lm_head o: the output is taken as the base's state after its final norm."""
-        return project(frozen.lm_head, hidden)
+        return project(output_matrix(self.config, frozen), hidden)
 
     def fuse(self, features: Float[Array, "B A D"]) -> Float[Array, "B A D"]:
         """Return the base's states as they are."""

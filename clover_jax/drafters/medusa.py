@@ -21,7 +21,12 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec
 from clover_jax.drafters.augmenting import take_last
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import (
+    Frozen,
+    frozen_from_base,
+    output_matrix,
+    with_draft_rows,
+)
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import project
@@ -36,6 +41,7 @@ class MedusaConfig(DrafterConfig):
     own_output: bool = True
 
     def __post_init__(self):
+        super().__post_init__()
         if self.num_positions < 1:
             raise ValueError(f"num_positions ({self.num_positions}) must be at least 1")
         if self.max_depth != self.num_positions:
@@ -43,8 +49,6 @@ class MedusaConfig(DrafterConfig):
                 f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): "
                 "Medusa has one head for each position"
             )
-        if self.draft_to_target is not None:
-            raise ValueError("Medusa drafts over the base's whole vocabulary: no draft_to_target")
 
 
 @struct.dataclass
@@ -61,7 +65,7 @@ class Medusa(nn.Module):
 
     def setup(self):
         cfg = self.config
-        shape = (cfg.vocab_size, cfg.layer.hidden_size)
+        shape = (cfg.draft_vocab_size, cfg.layer.hidden_size)
         self.heads = ResidualHeads(cfg.num_positions, cfg.layer.hidden_size)
         # One param each: the loss of a position then touches no other's matrix.
         self.matrices = [
@@ -90,7 +94,7 @@ class Medusa(nn.Module):
         """Keep the last position's features."""
         return MedusaState(take_last(features, count)), cache
 
-    def propose(self, frozen: Frozen, state: MedusaState, depth: int) -> Float[Array, "B 1 V"]:
+    def propose(self, frozen: Frozen, state: MedusaState, depth: int) -> Float[Array, "B 1 Vd"]:
         """Return the logits that all branches of this level share."""
         return self.logits(frozen, self.heads(state.state, depth), depth)
 
@@ -120,9 +124,10 @@ class Medusa(nn.Module):
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b V"]:
+    ) -> Float[Array, "*b Vd"]:
         """Return lm_head_i u^i."""
-        return project(self.matrices[position] if self.matrices else frozen.lm_head, hidden)
+        own = self.matrices[position] if self.matrices else None
+        return project(output_matrix(self.config, frozen) if own is None else own, hidden)
 
 
 def make_config(
@@ -144,7 +149,8 @@ def make_config(
 
 def init_from_base(config: MedusaConfig, params: Params, base_params: Params, rng: Array) -> Params:
     """Start as the base: residual blocks at zero, output matrices as its lm_head."""
-    lm_head = base_params.get("lm_head", base_params["embedding"])
+    frozen = frozen_from_base(with_draft_rows(base_params, config))
+    lm_head = output_matrix(config, frozen)
     zeros = jax.tree.map(jnp.zeros_like, params["heads"])
     matrices = {
         name: lm_head.astype(leaf.dtype) for name, leaf in params.items() if name != "heads"

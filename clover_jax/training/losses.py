@@ -9,8 +9,13 @@ the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
     loss = sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i)
 
 each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
-1 in Clover-2's release.
+1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3.
 H counts the pairs whose target has a next token in its own document; a document's last has none.
+
+A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
+most probable token of the base lies outside has S_i = 0 but stays in the divisor, as in EAGLE-3:
+whatever the head proposes there will be refused. H_i is 0 where the true token lies outside. R_i
+counts everywhere, and accuracy is that of the whole vocabulary: outside is a miss.
 
 P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
@@ -24,11 +29,13 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import DrafterConfig
 from clover_jax.data.batch import Batch
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.decoder import project
 from clover_jax.training.label_mask import likely_next
@@ -72,10 +79,10 @@ class _Operands:
 
     params:      the head's other params (its `logits` may set up all of them).
     states:      [N, D] the base's g.
-    next_tokens: [N] the token that follows each target.
+    next_tokens: [N] the token that follows each target, in the head's vocabulary; -1 outside.
     mask:        [P, N] pairs that count, by target index.
     has_next:    [N] whether that token belongs to the target's document.
-    scale:       R, S and H's decay^i / (pairs + divisor_offset).
+    scale:       R, S and H's decay^i / divisor.
     """
 
     params: Params
@@ -94,15 +101,17 @@ class _Chunk:
 
     hidden:      [P, C, D] the states whose pairs have these targets.
     states:      [C, D] the base's g.
-    teacher:     [C, V] softmax(lm_head g).
-    next_tokens: [C]
+    teacher:     [C, Vd] softmax(lm_head g), of the tokens that the head can propose.
+    reachable:   [C] whether the base's most probable token is one of them.
+    next_tokens: [C] in the head's vocabulary; -1 outside.
     mask:        [P, C]
     has_next:    [C]
     """
 
     hidden: Float[Array, "P C D"]
     states: Float[Array, "C D"]
-    teacher: Float[Array, "C V"]
+    teacher: Float[Array, "C Vd"]
+    reachable: Bool[Array, " C"]
     next_tokens: Int[Array, " C"]
     mask: Bool[Array, "P C"]
     has_next: Bool[Array, " C"]
@@ -153,15 +162,18 @@ def distillation_loss(
     has_next = labelled_targets(batch.segment_ids)
     pairs = mask.sum(axis=(1, 2))
     labelled = (mask & has_next).sum(axis=(1, 2))
-    offset = head.config.loss.divisor_offset
-    divisors = _Terms(pairs + offset, pairs + offset, labelled + offset)
-    decay = head.config.loss.decay ** jnp.arange(num_positions)
+    spec = head.config.loss
+    if spec.divisor == "positions":
+        divisors = _Terms(*[jnp.full_like(pairs, rows * size) + spec.divisor_offset] * 3)
+    else:
+        divisors = _Terms(*(count + spec.divisor_offset for count in (pairs, pairs, labelled)))
+    decay = spec.decay ** jnp.arange(num_positions)
     owned, others = split_output_params(head, params)
     operands = _Operands(
         params=others,
         frozen=frozen,
         states=target_states.reshape(rows * size, -1),
-        next_tokens=jnp.roll(batch.tokens, -1, axis=1).reshape(-1),
+        next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1).reshape(-1)),
         mask=mask.reshape(num_positions, -1),
         has_next=has_next.reshape(-1),
         scale=jax.tree.map(lambda divisor: decay / divisor, divisors),
@@ -260,10 +272,15 @@ def _take_chunk(static: _Static, hidden: Array, operands: _Operands, number: Arr
     # A counted pair's source lies i + 1 before its target in the same row; others are masked.
     sources = [jnp.take(flat[i], index - 1 - i, axis=0, mode="clip") for i in range(num_positions)]
     states = operands.states[index]
+    config, frozen = static.head.config, operands.frozen
+    reachable = jnp.ones(len(states), bool)
+    if config.draft_to_target is not None:
+        reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
     return _Chunk(
         hidden=jnp.stack(sources),
         states=states,
-        teacher=jax.nn.softmax(project(operands.frozen.lm_head, states)),
+        teacher=jax.nn.softmax(project(output_matrix(config, frozen), states)),
+        reachable=reachable,
         next_tokens=operands.next_tokens[index],
         mask=operands.mask[:, index] & (slots < operands.targets.count),
         has_next=operands.has_next[index],
@@ -282,15 +299,16 @@ def _position_loss(
     is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[:, None]
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     mask = chunk.mask[position]
+    is_told = mask & chunk.has_next & (chunk.next_tokens >= 0)
     terms = _Terms(
         regression=_masked_sum(mask, _regression(u, chunk.states)),
-        soft_ce=_masked_sum(mask, log_total - (chunk.teacher * logits).sum(axis=-1)),
-        hard_ce=_masked_sum(
-            mask & chunk.has_next, log_total - jnp.where(is_next, logits, 0).sum(axis=-1)
+        soft_ce=_masked_sum(
+            mask & chunk.reachable, log_total - (chunk.teacher * logits).sum(axis=-1)
         ),
+        hard_ce=_masked_sum(is_told, log_total - jnp.where(is_next, logits, 0).sum(axis=-1)),
     )
     hits = jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top
-    sums = _Sums(terms, _masked_sum(mask, hits))
+    sums = _Sums(terms, _masked_sum(mask & chunk.reachable, hits))
     scale = jax.tree.map(lambda of_all: of_all[position], operands.scale)
     return _weigh(head, scale, terms), jax.lax.stop_gradient(sums)
 
@@ -324,6 +342,18 @@ def _to_sources(by_slot: Array, operands: _Operands, shape: tuple[int, ...]) -> 
 def _regression(u: Float[Array, "C D+"], states: Float[Array, "C D"]) -> Float[Array, " C"]:
     """Return R of each pair: of u, only what stands for a state of the base."""
     return smooth_l1(u[:, : states.shape[1]], states).mean(axis=-1)
+
+
+def to_draft(config: DrafterConfig, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """Return tokens in the head's own vocabulary, -1 where it lacks them.
+
+    Example: with draft_to_target (2, 5), [5, 3, 2] is [1, -1, 0].
+    """
+    if config.draft_to_target is None:
+        return tokens
+    inverse = np.full(config.vocab_size, -1, np.int32)
+    inverse[list(config.draft_to_target)] = np.arange(config.draft_vocab_size)
+    return jnp.asarray(inverse)[tokens]
 
 
 def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"]:

@@ -26,6 +26,7 @@ class DraftWriter:
             "command": "train",
             "flags": settings.to_dict(),
             "data_hash": parts.data.hash,
+            "draft_vocab_coverage": parts.draft_vocab_coverage,
             "git_revision": git_revision(),
             "versions": versions(),
         }

@@ -40,22 +40,26 @@ def plain_loss(
         u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
         logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
         log_q = jax.nn.log_softmax(logits)
-        p = jax.nn.softmax(jnp.einsum("btd,vd->btv", g, frozen.lm_head))
-        following = jnp.roll(batch.tokens, -1, axis=1)[:, target]
+        full = jnp.einsum("btd,vd->btv", g, frozen.lm_head)
+        table = jnp.asarray(head.config.draft_to_target or range(head.config.vocab_size))
+        p = jax.nn.softmax(full[..., table])
+        reachable = (full.argmax(axis=-1)[..., None] == table).any(axis=-1)
+        is_next = jnp.roll(batch.tokens, -1, axis=1)[:, target, None] == table
         distance = jnp.abs(u - g)
         smooth = jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5)
         per_pair = {
             "regression": smooth.mean(axis=-1),
-            "soft_ce": -(p * log_q).sum(axis=-1),
-            "hard_ce": -jnp.take_along_axis(log_q, following[..., None], axis=-1)[..., 0],
+            "soft_ce": -(p * log_q).sum(axis=-1) * reachable,
+            "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
         }
         after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]  # of the token to be told
         labelled = mask * (after == segment[:, target])
         for name, values in per_pair.items():
-            counted = labelled if name == "hard_ce" else mask
-            terms[name].append((values * counted).sum() / (counted.sum() + spec.divisor_offset))
+            weights = labelled if name == "hard_ce" else mask
+            counted = weights.sum() if spec.divisor == "pairs" else batch.tokens.size
+            terms[name].append((values * weights).sum() / (counted + spec.divisor_offset))
             total += spec.decay**i * getattr(spec, name) * terms[name][-1]
-        hits = (logits.argmax(axis=-1) == p.argmax(axis=-1)) * mask
+        hits = (table[logits.argmax(axis=-1)] == full.argmax(axis=-1)) * mask
         terms["accuracy"].append(hits.sum() / jnp.maximum(mask.sum(), 1))
         terms["pairs"].append(mask.sum())
     return total, {name: jnp.stack(values) for name, values in terms.items()}

@@ -11,6 +11,7 @@ import jax
 
 from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
+from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.files import only_process_in, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
@@ -61,7 +62,7 @@ def _train(
         writer = DraftWriter(workdir, settings, parts)
         trainer = Trainer(
             step=make_train_step(config),
-            base_params=parts.base.params,
+            base_params=with_draft_rows(parts.base.params, parts.head.config),
             batches=batches,
             checkpoints=checkpoints,
             log=log,

@@ -53,6 +53,7 @@ class TrainSettings(JsonConfig):
     num_positions: int | None = None
     num_augmenting_layers: int | None = None
     draft_rope_theta: float | None = None
+    draft_vocab: int | None = None
     regression_weight: float | None = None
     soft_ce_weight: float | None = None
     hard_ce_weight: float | None = None

@@ -23,6 +23,7 @@ from clover_jax.models.loading import load_base
 from clover_jax.models.shapes import shape_notice
 from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.progress import passing_note
+from clover_jax.training.draft_vocabulary import reduce_vocabulary
 from clover_jax.training.drafter_options import parse_drafter_options
 from clover_jax.training.evaluation import DecodingEvaluator, evaluation_prompts
 from clover_jax.training.optimizer import OptimizerConfig
@@ -36,6 +37,8 @@ if TYPE_CHECKING:
 class Parts(NamedTuple):
     """What a run is made of.
 
+    draft_vocab_coverage: share of the training data's tokens that the head can propose; None
+        where that is the whole vocabulary.
     tree: what the head is decoded with.
     evaluator: None when nothing is to be measured.
     """
@@ -45,6 +48,7 @@ class Parts(NamedTuple):
     tokenizer: PreTrainedTokenizerBase | None
     data: TrainingData
     head: DraftHead
+    draft_vocab_coverage: float | None
     optimizer: OptimizerConfig
     pipeline: PipelineConfig
     tree: TreeConfig | AdaptiveTree
@@ -75,6 +79,11 @@ def load_parts(settings: TrainSettings) -> Parts:
     pipeline = pipeline_config(settings, base, head)
     with passing_note(f"reading {settings.data}"):
         data = open_data(settings, base, base_fingerprint, tokenizer, head)
+    coverage = None
+    if settings.draft_vocab is not None:
+        head, coverage = reduce_vocabulary(
+            head, settings.draft_vocab, base, tokenizer, data.samples
+        )
     evaluator = None
     if settings.eval_every:
         prompts = evaluation_prompts(
@@ -87,6 +96,7 @@ def load_parts(settings: TrainSettings) -> Parts:
         tokenizer=tokenizer,
         data=data,
         head=head,
+        draft_vocab_coverage=coverage,
         optimizer=optimizer,
         pipeline=pipeline,
         tree=tree,

@@ -20,8 +20,9 @@ from clover_jax.decoding.sampling import RowSampling, SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import parse_tree
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
+from tests.layer_heads import lively_head
 from tests.tiny_models import DRAFTERS, SMALL_TREE, random_base, random_head
 
 BASE = BaseConfig(
@@ -67,11 +68,16 @@ def exact(temperature: float, top_p: float) -> np.ndarray:
 
 
 def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.ndarray:
-    """Return SAMPLES texts of LENGTH tokens, decoded speculatively."""
-    head, draft_params = random_head(BASE, drafter) if tree.num_nodes else (None, {})
+    """Return SAMPLES texts of LENGTH tokens, decoded speculatively.
+
+    drafter: one of DRAFTERS, or a head and its params.
+    """
+    drafter = random_head(BASE, drafter) if isinstance(drafter, str) else drafter
+    head, draft_params = drafter if tree.num_nodes else (None, {})
     sampling = SamplingConfig("lossless", draft_sampling, truncate=top_p < 1)
     config = StepConfig(BASE, head, tree, sampling)
-    weights = Weights(peaked_params(), draft_params)
+    base_params = with_draft_rows(peaked_params(), head.config) if head else peaked_params()
+    weights = Weights(base_params, draft_params)
     keys = jax.random.split(jax.random.key(7), SAMPLES)
     rows = RowSampling(
         key=jax.random.key_data(keys),
@@ -146,6 +152,22 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
     monkeypatch.setattr(step, "SUPPORT", 3)  # of 5 tokens
     texts = sample(SMALL_TREE, "sampled", 1.0, 1.0)
     assert p_value(texts, exact(1.0, 1.0)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("kind", "draft_sampling", "table"),
+    [
+        ("eagle", "topk", None),
+        ("eagle3", "sampled", (0, 2, 3)),
+        pytest.param("eagle", "sampled", (0, 2, 3), marks=pytest.mark.slow),
+        pytest.param("eagle3", "topk", None, marks=pytest.mark.slow),
+    ],
+)
+def test_heads_that_feed_on_their_output_and_reduced_vocabularies(kind, draft_sampling, table):
+    drafter = lively_head(kind, BASE, draft_to_target=table)
+    texts = sample(SMALL_TREE, draft_sampling, 1.0, 1.0, drafter)
+    assert p_value(texts, exact(1.0, 1.0)) > 1e-3
+    assert table is None or not np.isin(texts, table).all()
 
 
 @pytest.mark.parametrize(

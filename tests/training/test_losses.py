@@ -8,7 +8,7 @@ import pytest
 from clover_jax.config import LossSpec
 from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.interchange.clover2 import read_clover2
 from clover_jax.models.loading import load_base
 from clover_jax.training.losses import distillation_loss
@@ -63,12 +63,22 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
     np.testing.assert_allclose(loss, expected["clover2_total_loss"], atol=1e-5)
 
 
-@pytest.mark.parametrize("chunk", [7, 16, 512])
-def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk):
+@pytest.mark.parametrize(
+    ("chunk", "changes"),
+    [
+        (7, {}),
+        (16, {}),
+        (512, {}),
+        (16, {"draft_to_target": tuple(range(1, 96, 2))}),
+        (16, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
+    ],
+)
+def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, changes):
     head, params = random_head()
-    head = with_loss(head, ALL_TERMS)
+    head = registry.head(dataclasses.replace(head.config, **({"loss": ALL_TERMS} | changes)))
     batch = random_batch()
-    frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
+    base_params = with_draft_rows(random_base(), head.config)
+    frozen, hidden, states = random_states(base_params, batch, head.config.num_positions)
 
     def chunked(hidden):
         return distillation_loss(head, params, frozen, hidden, states, batch, chunk)
