@@ -6,6 +6,7 @@ which is recognised; --to says what is written:
   orbax        a draft directory of this program
   clover2      the official Clover-2 layout
   eagle        the official EAGLE-1 and -2 layout
+  eagle3       the official EAGLE-3 layout
   medusa       the original Medusa layout; medusa_vllm is vLLM's
   speculators  an EAGLE-1 head as vLLM's speculators describe it
 
@@ -17,7 +18,7 @@ import sys
 
 from clover_jax import cli
 
-TARGETS = ("orbax", "clover2", "eagle", "medusa", "medusa_vllm", "speculators")
+TARGETS = ("orbax", "clover2", "eagle", "eagle3", "medusa", "medusa_vllm", "speculators")
 
 
 def define_flags(flags):

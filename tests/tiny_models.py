@@ -41,6 +41,8 @@ DRAFTERS = {
     "clover_lr-bare": ("clover_lr", {"rank": 0, "num_features": 1}),
     "medusa": ("medusa", {}),
     "medusa-shared": ("medusa", {"own_output": False}),
+    "eagle": ("eagle", {}),
+    "eagle3": ("eagle3", {"num_positions": 4}),
 }
 
 SMALL_TREE = TreeConfig("small", ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))

@@ -13,7 +13,7 @@ from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
 from clover_jax.decoding.state import RUNNING, DecodeState, empty_state
-from clover_jax.decoding.step import StepConfig, Weights
+from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.directory import load_draft
@@ -83,7 +83,7 @@ def load_subject(base: str, draft: str, tree: str | None, dtype: jnp.dtype) -> S
         chosen = tree or DEFAULT_TREE
     else:
         loaded = load_draft(draft, model, dtype, allow_base_mismatch=is_shape(base))
-        head, weights = loaded.head, Weights(model.params, loaded.params)
+        head, weights = loaded.head, weights_for(loaded.head, model.params, loaded.params)
         chosen = tree or loaded.tree or DEFAULT_TREE
     return Subject(model.config, head, parse_tree(chosen), weights, dtype)
 

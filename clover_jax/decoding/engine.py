@@ -35,9 +35,8 @@ from clover_jax.decoding.state import (
     grow,
     insert,
 )
-from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
+from clover_jax.decoding.step import StepConfig, Weights, decode_chunk, weights_for
 from clover_jax.decoding.tree import TreeConfig
-from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
@@ -183,9 +182,7 @@ class Engine:
             the next turn of a conversation waits for an answer. The stream ends when every row has
             finished and the source is exhausted or gives None.
         """
-        if self.config.head is not None and not _owns_output(self.config.head):
-            base_params = with_draft_rows(base_params, self.config.head.config)
-        weights = Weights(base_params, draft_params if draft_params is not None else {})
+        weights = weights_for(self.config.head, base_params, draft_params)
         source = iter(requests)
         slots: list[Generation | None] = [None] * self.batch_size
         started = [0.0] * self.batch_size
@@ -215,7 +212,7 @@ class Engine:
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]
     ) -> DecodeState:
         """Return a state whose first slots hold these requests, each with its first token."""
-        weights = Weights(base_params, draft_params if draft_params is not None else {})
+        weights = weights_for(self.config.head, base_params, draft_params)
         state = None
         for slot, request in enumerate(requests):
             state = self._fill(weights, state, slot, request)
@@ -314,11 +311,6 @@ class Engine:
             top_k=jnp.asarray([min(request.top_k, self.config.base.vocab_size)], jnp.int32),
             top_p=jnp.asarray([request.top_p], jnp.float32),
         )
-
-
-def _owns_output(head: DraftHead) -> bool:
-    """Whether the head's logits come from matrices of its own."""
-    return bool(getattr(head.module, "output_params", ()))
 
 
 def bucket(size: int) -> int:

@@ -32,7 +32,7 @@ from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.decoding.verify import tree_logits, verify
-from clover_jax.drafters.drafter import frozen_from_base, select_features
+from clover_jax.drafters.drafter import frozen_from_base, select_features, with_draft_rows
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache
@@ -130,6 +130,15 @@ class Verified:
     logits: Float[Array, "B T V"]
     fresh: Cache
     features: Float[Array, "B T F"]
+
+
+def weights_for(
+    head: DraftHead | None, base_params: Params, draft_params: Params | None
+) -> Weights:
+    """Return what the steps of a head are handed, the rows of its vocabulary gathered."""
+    if head is not None and getattr(head.module, "reads_lm_head", True):
+        base_params = with_draft_rows(base_params, head.config)
+    return Weights(base_params, draft_params if draft_params is not None else {})
 
 
 def speculate_and_verify(

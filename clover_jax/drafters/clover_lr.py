@@ -35,7 +35,12 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
 from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import (
+    Frozen,
+    frozen_from_base,
+    output_matrix,
+    with_draft_rows,
+)
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, after, init_cache, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
@@ -58,6 +63,7 @@ class CloverLRConfig(DrafterConfig):
     num_augmenting_layers: int = 2
 
     def __post_init__(self):
+        super().__post_init__()
         if self.num_positions < 1 or self.num_augmenting_layers < 1:
             raise ValueError(
                 f"num_positions ({self.num_positions}) and num_augmenting_layers "
@@ -132,7 +138,7 @@ class CloverLR(nn.Module):
         self.block_bias = self.param("block_bias", zeros, (cfg.num_positions, width))
         self.head_norm = RMSNorm(cfg.layer.rms_norm_eps)
         if rank:
-            self.correction_out = self.param("correction_out", zeros, (cfg.vocab_size, rank))
+            self.correction_out = self.param("correction_out", zeros, (cfg.draft_vocab_size, rank))
             self.state_in = self.param("state_in", matrix, (width, rank))
             self.token_in = self.param("token_in", matrix, (width, rank))
             self.recurrence = GatedRecurrence(rank)
@@ -159,7 +165,7 @@ class CloverLR(nn.Module):
             frozen, features, next_tokens, positions, causal_mask(batch, size), cache, start
         )
         root = take_last(z, count)
-        block = project(frozen.lm_head, self._block(root[:, 0]))
+        block = project(output_matrix(self.config, frozen), self._block(root[:, 0]))
         cache = write_rows(cache, fresh, after(start, root))
         return CloverLRState(block=block, state=self._first(root)), cache
 
@@ -218,7 +224,7 @@ class CloverLR(nn.Module):
     ) -> Float[Array, "*b Vd"]:
         """Return lm_head u + R C s."""
         width = self.config.layer.hidden_size
-        logits = project(frozen.lm_head, hidden[..., :width])
+        logits = project(output_matrix(self.config, frozen), hidden[..., :width])
         if position == 0 or not self.config.rank:
             return logits
         return logits + project(self.correction_out, hidden[..., width:])
@@ -294,7 +300,8 @@ def init_from_base(
         random = jax.random.normal(next(keys), (width, width))
         directions = principal_directions(lm_head, config.rank)
         new["state_in"] = jnp.linalg.qr(random)[0][:, : config.rank]
-        new |= {"token_in": directions, "correction_out": lm_head @ directions}
+        rows = output_matrix(config, frozen_from_base(with_draft_rows(base_params, config)))
+        new |= {"token_in": directions, "correction_out": rows @ directions}
     if len(config.features) > 1:
         new["fuse"] = jnp.zeros_like(params["fuse"]).at[-1].set(identity)
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})

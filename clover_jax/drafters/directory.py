@@ -22,16 +22,17 @@ from clover_jax.errors import UserError
 from clover_jax.files import atomic_directory
 from clover_jax.interchange.clover2 import read_clover2
 from clover_jax.interchange.eagle import read_eagle
+from clover_jax.interchange.eagle3 import read_eagle3
 from clover_jax.interchange.layouts import LAYOUTS
 from clover_jax.interchange.read_head import read_head
-from clover_jax.interchange.recognise import CLOVER2, EAGLE, recognise
+from clover_jax.interchange.recognise import CLOVER2, EAGLE, EAGLE3, recognise
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
 from clover_jax.models.sources import find_directory
 
 # Layouts with a reader of their own; the others are read by their table entry alone.
-_READERS = {CLOVER2: read_clover2, EAGLE: read_eagle}
+_READERS = {CLOVER2: read_clover2, EAGLE: read_eagle, EAGLE3: read_eagle3}
 FORMAT_VERSION = 1
 CARD = "draft.json"
 PARAMS = "params"

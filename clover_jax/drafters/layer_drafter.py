@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
-from clover_jax.config import DrafterConfig
+from clover_jax.config import DrafterConfig, LayerConfig
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, after, init_cache, write_rows
@@ -107,9 +107,8 @@ class LayerDrafter(nn.Module):
         last = jnp.maximum(count - 1, 0)[:, None, None]
         root = jnp.take_along_axis(hidden, last, axis=1)
         cache = write_rows(cache, (fresh,), after(start, root))
-        layer = self.config.layer
-        nothing = jnp.zeros((batch, 1, 0, layer.num_kv_heads, layer.head_dim), root.dtype)
-        return BranchState(root, Path(nothing, nothing), (start + count)[:, None]), cache
+        path = empty_path(self.config.layer, batch, 1, root.dtype)
+        return BranchState(root, path, (start + count)[:, None]), cache
 
     def propose(self, frozen: Frozen, state: BranchState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the logits of the tokens after each branch."""
@@ -169,6 +168,12 @@ class LayerDrafter(nn.Module):
 def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     """Return the tokens' rows of the base's input embedding."""
     return jnp.take(frozen.embedding, tokens, axis=0, mode="clip")
+
+
+def empty_path(config: LayerConfig, batch: int, width: int, dtype: jnp.dtype) -> Path:
+    """Return the paths of `width` branches that have no drafted token yet."""
+    nothing = jnp.zeros((batch, width, 0, config.num_kv_heads, config.head_dim), dtype)
+    return Path(key=nothing, value=nothing)
 
 
 def attend_path(

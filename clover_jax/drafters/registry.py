@@ -22,6 +22,7 @@ DRAFTERS = {
     "clover": ("clover", "CloverConfig", "Clover"),
     "medusa": ("medusa", "MedusaConfig", "Medusa"),
     "eagle": ("eagle", "EagleConfig", "Eagle"),
+    "eagle3": ("eagle3", "Eagle3Config", "Eagle3"),
 }
 
 

@@ -19,6 +19,7 @@ from clover_jax.array_types import Array, Int, Params
 from clover_jax.config import BaseConfig
 from clover_jax.data.batch import Batch
 from clover_jax.decoding.engine import bucket
+from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.top_k import argmax, top_k
 from clover_jax.drafters.drafter import Frozen, frozen_from_base
 from clover_jax.drafters.registry import DraftHead
@@ -64,6 +65,7 @@ class Hits(NamedTuple):
 def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]:
     """Yield the number of each text and its hits; texts of one length go together."""
     base, head = method.models.base, method.models.draft.head
+    weights = weights_for(head, base.params, method.models.draft_params)
     program = jax.jit(functools.partial(count_hits, base.config, head))
     longest = max((len(text.output_ids) for text in texts), default=1)
     num_targets = -(-longest // _TARGETS_AT_ONCE) * _TARGETS_AT_ONCE
@@ -75,9 +77,7 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
         for start in range(0, len(numbers), rows):
             group = numbers[start : start + rows]
             batch, first, end = _pack([texts[number] for number in group], rows, size)
-            counted = program(
-                base.params, method.models.draft_params, batch, first, end, np.zeros(num_targets)
-            )
+            counted = program(weights.base, weights.draft, batch, first, end, np.zeros(num_targets))
             pairs, hits = jax.device_get(counted)
             for row, number in enumerate(group):
                 yield number, Hits(pairs[row], hits[row])

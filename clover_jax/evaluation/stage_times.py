@@ -19,7 +19,13 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array
 from clover_jax.decoding.engine import Engine, Request
 from clover_jax.decoding.state import DecodeState
-from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, decode_chunk
+from clover_jax.decoding.step import (
+    StepConfig,
+    Weights,
+    absorb_and_draft,
+    decode_chunk,
+    weights_for,
+)
 from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.verify import tree_logits, verify
@@ -59,7 +65,8 @@ class StageTimes:
 
 def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> StageTimes:
     """Time a step of the engine and its parts, with its slots full."""
-    weights = Weights(method.models.base.params, method.models.draft_params or {})
+    models = method.models
+    weights = weights_for(engine.config.head, models.base.params, models.draft_params)
     slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
     slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
     parts = {"step": _steps, "verify": _verifications}

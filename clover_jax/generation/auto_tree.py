@@ -18,7 +18,7 @@ from clover_jax.benchmark.tree_choice import Choice, CostTable, choose_tree, des
 from clover_jax.benchmark.versions import versions
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
-from clover_jax.decoding.step import Weights
+from clover_jax.decoding.step import weights_for
 from clover_jax.generation.models import Models
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.progress import passing_note
@@ -67,7 +67,7 @@ def _apply(models: Models, choice: Choice) -> Models:
 
 def _subject(models: Models) -> Subject:
     base = models.base
-    weights = Weights(base.params, models.draft.params)
+    weights = weights_for(models.draft.head, base.params, models.draft.params)
     dtype = base.params["embedding"].dtype
     return Subject(base.config, models.draft.head, models.tree, weights, dtype)
 

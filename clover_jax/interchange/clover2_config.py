@@ -81,6 +81,12 @@ def config_fields(config: Clover2Config, base: BaseConfig) -> dict[str, Any]:
 def check_exportable(config: Clover2Config) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     layer, rope = config.layer, config.layer.rope
+    if config.draft_to_target is not None:
+        raise UserError(
+            f"this head drafts over {config.draft_vocab_size} of the base's {config.vocab_size} "
+            "tokens, and the official Clover-2 layout has no draft vocabulary; train one without "
+            "--draft_vocab to export it"
+        )
     for name, foreign in {
         "ALiBi": layer.alibi,
         "query and key norms": layer.query_key_norm,

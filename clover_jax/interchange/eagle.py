@@ -7,7 +7,6 @@ the base's input embedding; output matrix and final norm are the base's own and 
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from pathlib import Path
 from typing import Any
@@ -17,14 +16,14 @@ import numpy as np
 from safetensors.numpy import save
 
 from clover_jax.array_types import Params
-from clover_jax.config import BaseConfig, RopeConfig
+from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle import METHOD_LOSS, EagleConfig
 from clover_jax.errors import UserError
 from clover_jax.files import atomic_directory
 from clover_jax.interchange.base_copies import check_copy, check_widths
+from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
-from clover_jax.models.llama_config import parse_llama_config
 from clover_jax.models.llama_tensors import layer_leaves
 from clover_jax.models.loading import place_as
 from clover_jax.models.tensor_files import SINGLE, TensorFiles
@@ -93,15 +92,9 @@ def parse_config(
     values: dict[str, Any], path: Path, rope_theta: float | None = None
 ) -> EagleConfig:
     """Turn the fields of a head's config into ours; raises as `read_config`."""
-    llama = parse_llama_config(values, path)
-    layers = values["num_hidden_layers"]
-    if layers != 1:
-        raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1")
-    rope = dataclasses.replace(llama.rope, theta=rope_theta) if rope_theta else llama.rope
-    qkv_bias = bool(values.get("qkv_bias", llama.qkv_bias))
     return EagleConfig(
-        layer=dataclasses.replace(llama.layer, rope=rope, qkv_bias=qkv_bias),
-        vocab_size=llama.vocab_size,
+        layer=read_layer(values, path, rope_theta),
+        vocab_size=values["vocab_size"],
         fc_bias=bool(values.get("bias", True)),
         loss=METHOD_LOSS,
     )
@@ -109,41 +102,8 @@ def parse_config(
 
 def config_fields(config: EagleConfig, base: BaseConfig) -> dict[str, Any]:
     """Return what config.json holds for a head of a base."""
-    layer = config.layer
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "vocab_size": config.vocab_size,
-        "hidden_size": layer.hidden_size,
-        "intermediate_size": layer.intermediate_size,
-        "num_hidden_layers": 1,
-        "num_attention_heads": layer.num_heads,
-        "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
-        "max_position_embeddings": base.max_position_embeddings,
-        "rms_norm_eps": layer.rms_norm_eps,
-        "rope_theta": layer.rope.theta,
-        "rope_scaling": rope_scaling(layer.rope),
-        "hidden_act": "silu",
-        "tie_word_embeddings": False,
-        "bos_token_id": base.bos_token_id,
-        "eos_token_id": list(base.eos_token_ids) or None,
-        "attention_bias": layer.output_bias,
-        "qkv_bias": layer.qkv_bias,
-        "mlp_bias": layer.mlp_bias,
-        "bias": config.fc_bias,
-    }
-
-
-def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """Return the config.json object for rotary frequencies that are not the plain ones."""
-    if rope.kind == "default":
-        return None
-    fields = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "llama3":
-        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        fields |= {name: getattr(rope, name) for name in names}
-    return fields
+    fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(config, base)}
+    return fields | {"bias": config.fc_bias}
 
 
 def check_exportable(config: EagleConfig) -> None:
@@ -154,11 +114,7 @@ def check_exportable(config: EagleConfig) -> None:
             f"{config.vocab_size} tokens, and the EAGLE-1 layout has no draft vocabulary; train "
             "one without --draft_vocab to export it"
         )
-    if config.layer.alibi or config.layer.query_key_norm:
-        raise UserError(
-            f"this head has {'ALiBi' if config.layer.alibi else 'query and key norms'}, as its "
-            "base has, but the EAGLE layouts hold heads of Llama's layers only"
-        )
+    check_llama_layer(config.layer)
 
 
 def eagle_leaves(config: EagleConfig) -> list[Leaf]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.interchange import clover2_config, eagle, medusa, speculators
+from clover_jax.interchange import clover2_config, eagle, eagle3, medusa, speculators
 from clover_jax.interchange.clover2 import COPIES
 from clover_jax.interchange.clover2_tensors import clover2_leaves
 from clover_jax.interchange.layout import Layout
@@ -42,6 +42,15 @@ LAYOUTS: dict[str, Layout] = {
         config_fields=lambda config, base: eagle.config_fields(config, base.config),
         check_exportable=eagle.check_exportable,
         copies={eagle.EMBEDDING: "embedding"},
+    ),
+    "eagle3": Layout(
+        name="eagle3",
+        kind="eagle3",
+        read_config=eagle3.read_config,
+        leaves=eagle3.eagle3_leaves,
+        config_fields=eagle3.exported_fields,
+        check_exportable=eagle3.check_exportable,
+        more_tensors=eagle3.vocabulary_tensors,
     ),
     "medusa": medusa.ORIGINAL,
     "medusa_vllm": medusa.VLLM,

@@ -90,7 +90,13 @@ def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
 
 
 def check_exportable(config: MedusaConfig) -> None:
-    """Raise UserError for heads without output matrices of their own."""
+    """Raise UserError for heads without whole output matrices of their own."""
+    if config.draft_to_target is not None:
+        raise UserError(
+            f"these heads draft over {config.draft_vocab_size} of the base's {config.vocab_size} "
+            "tokens, and Medusa's layouts have no draft vocabulary; train without --draft_vocab to "
+            "export them"
+        )
     if not config.own_output:
         raise UserError(
             "these heads use the base's output matrix, and Medusa's layouts hold one for each; "

@@ -10,7 +10,7 @@ from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
 from clover_jax.models.tensor_files import TensorFiles
 
-CLOVER2, EAGLE, SPECULATORS = "clover2", "eagle", "speculators"
+CLOVER2, EAGLE, EAGLE3, SPECULATORS = "clover2", "eagle", "eagle3", "speculators"
 MEDUSA, MEDUSA_VLLM = "medusa", "medusa_vllm"
 
 
@@ -29,7 +29,9 @@ def recognise(directory: Path) -> str:
     if values.get("model_type") == "medusa":
         return MEDUSA_VLLM
     names = TensorFiles(directory).shapes
-    if "fc.weight" in names and not _is_eagle3(values, names):
+    if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:
+        return EAGLE3
+    if "fc.weight" in names:
         return EAGLE
     for description, matches in _UNREADABLE.items():
         if matches(values, names):
@@ -43,16 +45,11 @@ def recognise(directory: Path) -> str:
     )
 
 
-def _is_eagle3(values: dict[str, Any], names: dict[str, tuple[int, ...]]) -> bool:
-    return "d2t" in names or "midlayer.mlp.up_proj.weight" in names
-
-
 Matches = Callable[[dict[str, Any], dict[str, tuple[int, ...]]], bool]
 
 _UNREADABLE: dict[str, Matches] = {
     'an official Clover-2 head without the "clover" object in its config.json': (
         lambda values, names: "clover_head_mlp.weight" in names
     ),
-    "an EAGLE-3 head": _is_eagle3,
     "a base model": lambda values, names: "model.embed_tokens.weight" in names,
 }

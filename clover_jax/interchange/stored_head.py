@@ -144,7 +144,9 @@ def _open_foreign(
     files = TensorFiles(directory)
     own = stored_shapes(layout.leaves(stored_config))
     width = config.layer.hidden_size
-    files.check(own | dict.fromkeys(layout.copies, (stored_config.vocab_size, width)))
+    copies = dict.fromkeys(layout.copies, (stored_config.vocab_size, width))
+    further = {name: x.shape for name, x in layout.more_tensors(stored_config).items()}
+    files.check(own | copies | further)
     leaves = {leaf.path: leaf for leaf in layout.leaves(config)}
     kept = stored_shapes(leaves.values())
     dtype = _one_dtype({name: files.dtype(name) for name in own}, directory)

@@ -30,19 +30,24 @@ def export_base(params: Params, config: BaseConfig) -> dict[str, np.ndarray]:
 
 
 def layer_leaves(
-    config: LayerConfig, path: Path, prefix: str, input_norm: bool = True
+    config: LayerConfig,
+    path: Path,
+    prefix: str,
+    input_norm: bool = True,
+    read_width: int | None = None,
 ) -> list[Leaf]:
     """Return the leaves of one decoder layer.
 
     path: where the layer hangs in our tree.
     prefix: what its stored names start with, such as "model.layers.0.".
     input_norm: False for the layer that has no norm before its attention.
+    read_width: columns that its attention reads; None is the hidden size.
     """
     attention, mlp = (*path, "attention"), (*path, "mlp")
     norm = norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", config.hidden_size)
     leaves = [
         *([norm] if input_norm else []),
-        _qkv(config, attention, f"{prefix}self_attn."),
+        _qkv(config, attention, f"{prefix}self_attn.", read_width or config.hidden_size),
         _attention_out(config, attention, f"{prefix}self_attn.o_proj"),
         norm_leaf((*path, "mlp_norm"), f"{prefix}post_attention_layernorm", config.hidden_size),
         _gate_up(config, mlp, f"{prefix}mlp."),
@@ -61,9 +66,9 @@ def norm_leaf(path: Path, name: str, width: int) -> Leaf:
     return whole((*path, "scale"), f"{name}.weight", (width,))
 
 
-def _qkv(config: LayerConfig, path: Path, prefix: str) -> Leaf:
+def _qkv(config: LayerConfig, path: Path, prefix: str, width: int) -> Leaf:
     """Map to qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value."""
-    width, heads, size = config.hidden_size, config.num_kv_heads, config.head_dim
+    heads, size = config.num_kv_heads, config.head_dim
     groups = config.num_groups
     every = slice(None)
     pieces = [

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
 import ml_dtypes
@@ -42,12 +42,13 @@ class TensorFiles:
                 self._handles[name], self._places[name] = handle, path
                 self.shapes[name] = tuple(handle.get_slice(name).get_shape())
 
-    def read(self, name: str) -> np.ndarray:
+    def read(self, name: str, types: Collection[str] = READABLE) -> np.ndarray:
         """Return one tensor as it is stored (bfloat16 included).
 
+        types: what it may be stored as; weights are floating-point numbers.
         Raises UserError for a quantised or otherwise unreadable tensor.
         """
-        self._check_type(name)
+        self._check_type(name, types)
         return self._handles[name].get_tensor(name)
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
@@ -59,12 +60,13 @@ class TensorFiles:
         """Return the type of a stored tensor; raises as `read`."""
         return READABLE[self._check_type(name)]
 
-    def _check_type(self, name: str) -> str:
+    def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
         stored = self._handles[name].get_slice(name).get_dtype()
-        if stored not in READABLE:
+        if stored not in types:
+            unquantised = ", so give an unquantised checkpoint" if types is READABLE else ""
             raise UserError(
                 f"{self._places[name]}: tensor {name} is stored as {stored}; "
-                f"the readable types are {', '.join(READABLE)}, so give an unquantised checkpoint"
+                f"the readable types are {', '.join(types)}{unquantised}"
             )
         return stored
 

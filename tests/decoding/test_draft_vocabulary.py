@@ -105,3 +105,8 @@ def test_an_impossible_vocabulary_is_refused(table):
     config = random_head()[0].config
     with pytest.raises(ValueError, match=r"ids\) must ascend and lie in 0 \.\. 95"):
         dataclasses.replace(config, draft_to_target=table)
+
+
+def test_a_vocabulary_survives_its_json():
+    config = reduced_head("eagle3")[0].config
+    assert type(config).from_dict(config.to_dict()) == config

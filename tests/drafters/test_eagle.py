@@ -9,12 +9,11 @@ import pytest
 
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
-from clover_jax.drafters.directory import load_draft, save_draft
+from clover_jax.drafters.directory import load_draft
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.eagle import noise_like
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.models.fingerprint import fingerprint
 from clover_jax.models.loading import load_base
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
@@ -63,14 +62,12 @@ def loss_of(head, params, batch, key=None):
     return head_loss(config, params, random_base(), teacher, batch, key)[0]
 
 
-def test_every_parameter_gets_a_gradient_and_training_is_noisy():
+def test_training_is_noisy_and_repeatable():
     head, params = lively_head("eagle")
-    value = jax.jit(jax.value_and_grad(lambda p, key: loss_of(head, p, random_batch(), key)))
-    loss, gradient = value(params, jax.random.key(0))
-    for path, leaf in jax.tree_util.tree_leaves_with_path(gradient):
-        assert leaf.any(), f"{jax.tree_util.keystr(path)} gets no gradient"
-    assert value(params, jax.random.key(0))[0] == loss
-    assert value(params, jax.random.key(1))[0] != loss
+    value = jax.jit(lambda key: loss_of(head, params, random_batch(), key))
+    loss = value(jax.random.key(0))
+    assert value(jax.random.key(0)) == loss
+    assert value(jax.random.key(1)) != loss
 
 
 def test_the_loss_is_divided_by_the_pairs_alone():
@@ -78,18 +75,10 @@ def test_the_loss_is_divided_by_the_pairs_alone():
     quiet = registry.head(dataclasses.replace(head.config, feature_noise=0.0))
     once, twice = random_batch(rows=1), random_batch(rows=1)
     twice = jax.tree.map(lambda x: jnp.concatenate([x, x]), twice)
-    loss = loss_of(quiet, params, once)
-    np.testing.assert_allclose(loss, loss_of(quiet, params, twice), rtol=1e-5)
+    value = jax.jit(lambda batch: loss_of(quiet, params, batch))
+    loss = value(once)
+    np.testing.assert_allclose(loss, value(twice), rtol=1e-5)
     assert loss > 0.1
-
-
-def test_a_head_is_saved_and_loaded(tmp_path):
-    base = tiny_checkpoints.random_base(tmp_path / "base")
-    head, params = lively_head("eagle")
-    save_draft(tmp_path / "head", head.config, params, "dynamic:9", fingerprint(base), {})
-    draft = load_draft(tmp_path / "head", base)
-    assert draft.head.config == head.config
-    tiny_checkpoints.assert_trees_equal(draft.params, params)
 
 
 def test_the_rotary_base_is_the_base_models_unless_given(tmp_path):

@@ -120,7 +120,8 @@ def test_a_gradient_reaches_every_parameter(name):
         assert leaf.any(), f"{jax.tree_util.keystr(path)} gets no gradient"
 
 
-@every_drafter
+# EAGLE-3 learns from the base's distribution alone, and a random base's is flat: see its own tests.
+@pytest.mark.parametrize("name", [name for name in DRAFTERS if name != "eagle3"])
 def test_training_on_one_batch_lowers_its_loss(name):
     params, losses = random_head(name=name)[1], []
     for _ in range(30):
@@ -162,7 +163,7 @@ def test_it_trains_and_drafts_on_accelerators_at_the_size_of_llama_3_8b(name):
 
 
 @pytest.mark.parametrize(
-    "name", [name for name, (kind, _) in DRAFTERS.items() if kind != "clover2"]
+    "name", [name for name, (kind, _) in DRAFTERS.items() if kind in ("clover", "medusa")]
 )
 def test_a_head_per_position_goes_no_deeper(name):
     head, _ = random_head(name=name)

@@ -121,9 +121,12 @@ def test_greedy_text_equals_plain_text(head, name, batch_size):
     assert accepted.min() == 0
 
 
-def test_the_fast_path_accepts_what_the_slow_judge_accepts(head):
-    drafter, params = head
-    tree = parse_tree("paper25")
+@pytest.mark.parametrize(
+    ("kind", "table"), [("eagle", None), ("eagle3", tuple(range(0, TINY.vocab_size, 2)))]
+)
+def test_the_fast_path_accepts_what_the_slow_judge_accepts(kind, table):
+    drafter, params = lively_head(kind, draft_to_target=table)
+    tree = parse_tree("chain:3")
     prompts = random_prompts(2, seed=4)
     rows = Engine(TINY, drafter, tree).generate(random_base(), params, prompts, 12)
     for prompt, row in zip(prompts, rows, strict=True):

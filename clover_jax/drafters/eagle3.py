@@ -1,0 +1,182 @@
+"""EAGLE-3: one decoder layer over fused states of three base layers, trained on its own drafts.
+
+Source: EAGLE-3 and its repository. With f_t the base's states entering layers 2, L//2 and L-3 at t
+and e its input embedding, frozen:
+
+    s_t = fc f_t                            what the base knows, fused once
+    y   = s_t + attention([norm_e(e(x_{t+1})) ; norm_s(s_t)])
+    o_t = y + mlp(norm(y))
+    lm_head norm_o(o_t)                     proposes x_{t+2}; both are the head's own
+
+Drafting on, o_t takes the place of s_{t+1}. Training does the same ("training-time test"): step j
+reads e(x_{t+1+j}) beside the output of step j-1 at t, at position t+j, and attends to step 0's keys
+up to t and, of each step 1..j, to the key at its own t.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.drafter import (
+    Frozen,
+    frozen_from_base,
+    output_matrix,
+    with_draft_rows,
+)
+from clover_jax.drafters.layer_drafter import (
+    LayerDrafter,
+    Prefix,
+    attend_path,
+    embed,
+    empty_path,
+)
+from clover_jax.drafters.tokens import shift_left
+from clover_jax.models.cache import KeyValue
+from clover_jax.models.decoder import Attend, SelfAttention, attend, packed_mask, project
+from clover_jax.models.layers import GatedMLP, RMSNorm
+
+NUM_FEATURES = 3
+METHOD_LOSS = LossSpec(soft_ce=1.0, decay=0.8, divisor="positions", divisor_offset=0.0)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Eagle3Config(DrafterConfig):
+    """An EAGLE-3 head; num_positions are the steps of its training-time test."""
+
+    kind: str = "eagle3"
+    num_positions: int = 7
+
+    def __post_init__(self):
+        super().__post_init__()
+        if self.num_positions < 1 or len(self.features) != NUM_FEATURES:
+            raise ValueError(
+                f"EAGLE-3 reads {NUM_FEATURES} features, not {len(self.features)}, and "
+                f"num_positions ({self.num_positions}) must be at least 1"
+            )
+
+
+class Eagle3(LayerDrafter):
+    """The EAGLE-3 head; see the module's docstring for the equations."""
+
+    config: Eagle3Config
+    output_params = ("output_norm", "lm_head")  # what `logits` reads
+    reads_lm_head = False  # the base's
+
+    def setup(self):
+        layer = self.config.layer
+        width, eps = layer.hidden_size, layer.rms_norm_eps
+        matrix = nn.initializers.normal((NUM_FEATURES * width) ** -0.5)
+        self.fc = self.param("fc", matrix, (NUM_FEATURES, width, width))
+        self.embedding_norm = RMSNorm(eps)
+        self.state_norm = RMSNorm(eps)
+        self.attention = SelfAttention(layer)
+        self.mlp_norm = RMSNorm(eps)
+        self.mlp = GatedMLP(layer)
+        self.output_norm = RMSNorm(eps)
+        shape = (self.config.draft_vocab_size, width)
+        self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), shape)
+
+    def train_forward(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B S F"],
+        tokens: Int[Array, "B S"],
+        segment_ids: Int[Array, "B S"],
+        positions: Int[Array, "B S"],
+        rng: Array | None = None,
+    ) -> Float[Array, "P B S D"]:
+        """Return the output of every step; a segment's last j + 1 positions have no pair at j."""
+        mask = packed_mask(segment_ids)
+        embedded = embed(frozen, shift_left(tokens, 1))
+        hidden, rows = self.run(embedded, self.fuse(features), positions, mask)
+        outputs, prefix = [hidden], Prefix(rows, mask, positions)
+        path = empty_path(self.config.layer, *tokens.shape, hidden.dtype)
+        for step in range(1, self.num_positions):
+            embedded = embed(frozen, shift_left(tokens, step + 1))
+            own = functools.partial(attend_path, path=path, prefix=prefix)
+            hidden, fresh = self.run(embedded, hidden, positions + step, None, attend=own)
+            outputs.append(hidden)
+            path = path.extended(fresh)
+        if self.is_initializing():
+            self.output_norm(hidden)  # `logits` is not called here
+        return jnp.stack(outputs)
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
+    ) -> Float[Array, "*b Vd"]:
+        """Return the head's own lm_head of the normed output."""
+        return project(self.lm_head, self.output_norm(hidden))
+
+    def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
+        """Mix the states of the three layers."""
+        split = features.reshape(*features.shape[:-1], NUM_FEATURES, -1)
+        return jnp.einsum("bacd,cde->bae", split, self.fc)
+
+    def run(
+        self,
+        embedded: Float[Array, "B T D"],
+        state: Float[Array, "B T D"],
+        positions: Int[Array, "B T"],
+        mask: Bool[Array, "B T T"] | None,
+        cache: KeyValue | None = None,
+        length: Int[Array, " B"] | None = None,
+        attend: Attend = attend,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """Return o, without its norm, and the layer's fresh keys and values."""
+        x = jnp.concatenate([self.embedding_norm(embedded), self.state_norm(state)], axis=-1)
+        mixed, fresh = self.attention(x, positions, mask, cache, length, attend)
+        x = state + mixed
+        return x + self.mlp(self.mlp_norm(x)), fresh
+
+
+def feature_layers(num_layers: int) -> tuple[str, ...]:
+    """Return the base states that the head reads: those entering layers 2, L // 2 and L - 3.
+
+    A base of fewer than 7 layers has no three such: there one state after its first layer, one from
+    the middle and the last one.
+
+    Example: 32 layers give layer_2, layer_16, layer_29; 4 give layer_1, layer_2, pre_norm.
+    """
+    if num_layers < 7:
+        return (f"layer_{min(1, num_layers - 1)}", f"layer_{num_layers // 2}", "pre_norm")
+    return tuple(f"layer_{index}" for index in (2, num_layers // 2, num_layers - 3))
+
+
+def make_config(
+    base: BaseConfig,
+    num_positions: int = 7,
+    rope: RopeConfig | None = None,
+    loss: LossSpec | None = None,
+) -> Eagle3Config:
+    """Return the head's config for a base; the rotary base is the base's own unless given.
+
+    The loss defaults to the method's: soft cross-entropy, weighted 0.8^j, averaged over all
+    positions, counted or not.
+    """
+    return Eagle3Config(
+        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        vocab_size=base.vocab_size,
+        num_positions=num_positions,
+        features=feature_layers(base.num_layers),
+        loss=loss or METHOD_LOSS,
+    )
+
+
+def init_from_base(config: Eagle3Config, params: Params, base_params: Params, rng: Array) -> Params:
+    """Start norm and head from the base's final norm and its rows of the draft vocabulary.
+
+    (The repository starts them at random; the rest is random here as well.)
+    """
+    frozen = frozen_from_base(with_draft_rows(base_params, config))
+    new = {
+        "lm_head": output_matrix(config, frozen),
+        "output_norm": {"scale": frozen.final_norm},
+    }
+    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})

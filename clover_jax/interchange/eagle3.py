@@ -1,0 +1,155 @@
+"""The official EAGLE-3 layout: a Llama config beside `midlayer`, `fc`, own norm and own head.
+
+Source: EAGLE's repository. `d2t` holds offsets (target id = draft id + d2t), `t2d` marks the kept
+target ids. The embedding is the base's and not stored; the three states that `fc` reads are those
+entering the base's layers 2, L // 2 and L - 3, which nothing in the layout says.
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from safetensors.numpy import save
+
+from clover_jax.array_types import Params
+from clover_jax.config import BaseConfig
+from clover_jax.drafters.eagle3 import METHOD_LOSS, NUM_FEATURES, Eagle3Config, feature_layers
+from clover_jax.errors import UserError
+from clover_jax.files import atomic_directory
+from clover_jax.interchange.base_copies import check_widths
+from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
+from clover_jax.json_files import read_json_object
+from clover_jax.models.base import BaseModel
+from clover_jax.models.llama_tensors import layer_leaves, norm_leaf
+from clover_jax.models.loading import place_as
+from clover_jax.models.tensor_files import SINGLE, TensorFiles
+from clover_jax.models.tensor_map import Leaf, Piece, assemble, stored_shapes, take_apart, whole
+
+OFFSETS, KEPT = "d2t", "t2d"
+_LAYER = "midlayer."
+
+
+def read_eagle3(
+    directory: Path,
+    base: BaseModel,
+    dtype: jnp.dtype = jnp.float32,
+    rope_theta: float | None = None,
+    allow_base_mismatch: bool = False,
+) -> tuple[Eagle3Config, Params]:
+    """Read a head in the official layout.
+
+    rope_theta: rotary base to use in place of the config's.
+    allow_base_mismatch: taken for the sake of the other readers; nothing stored tells bases apart.
+    Raises UserError naming a missing, extra or misshapen tensor, or where d2t and t2d disagree.
+    """
+    config, files = read_config(directory, rope_theta, base.config), TensorFiles(directory)
+    check_widths(config, base, directory)
+    leaves = eagle3_leaves(config)
+    further = {name: array.shape for name, array in vocabulary_tensors(config).items()}
+    files.check(stored_shapes(leaves) | further)
+    return config, assemble(leaves, files.read, place_as(dtype))
+
+
+def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Eagle3Config:
+    """Read the head's config and its vocabulary.
+
+    Raises UserError for what is missing or cannot be.
+    """
+    path = directory / "config.json"
+    values = read_json_object(path)
+    layer = read_layer(values, path, rope_theta)
+    size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
+    if not isinstance(size, int) or not 1 <= size <= vocab_size:
+        raise UserError(
+            f"{path}: draft_vocab_size must be a whole number from 1 to vocab_size, not {size!r}"
+        )
+    return Eagle3Config(
+        layer=layer,
+        vocab_size=vocab_size,
+        features=feature_layers(base.num_layers),
+        draft_to_target=_read_vocabulary(TensorFiles(directory), size, vocab_size),
+        loss=METHOD_LOSS,
+    )
+
+
+def write_eagle3(directory: Path, config: Eagle3Config, params: Params, base: BaseModel) -> None:
+    """Write a head in the official layout, atomically, in the dtype of its params.
+
+    Raises UserError for a head that readers of the layout would run differently.
+    """
+    check_exportable(config)
+    fields = exported_fields(config, base)
+    tensors = take_apart(eagle3_leaves(config), params) | vocabulary_tensors(config)
+    with atomic_directory(directory) as unfinished:
+        # Not save_file: it makes files that only their owner may read.
+        (unfinished / SINGLE).write_bytes(save(tensors, metadata={"format": "pt"}))
+        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
+
+
+def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
+    """Return d2t and t2d."""
+    ids = np.array(config.draft_to_target or range(config.vocab_size), np.int64)
+    kept = np.isin(np.arange(config.vocab_size), ids)
+    return {OFFSETS: ids - np.arange(len(ids)), KEPT: kept}
+
+
+def config_fields(config: Eagle3Config, base: BaseConfig) -> dict[str, Any]:
+    """Return what config.json holds for a head of a base."""
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], **llama_fields(config, base)}
+    return fields | {"draft_vocab_size": config.draft_vocab_size}
+
+
+def exported_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
+    """Return `config_fields`; raises UserError for a head that reads other states of its base."""
+    count = base.config.num_layers
+    states = tuple(f"layer_{i}" for i in (2, count // 2, count - 3))
+    if config.features != states:
+        raise UserError(
+            f"this head reads {', '.join(config.features)}, but readers of the official EAGLE-3 "
+            f"layout give it {', '.join(states)} of a base of {count} layers"
+        )
+    return config_fields(config, base.config)
+
+
+def check_exportable(config: Eagle3Config) -> None:
+    """Raise UserError for a head that readers of the layout would run differently."""
+    check_llama_layer(config.layer)
+
+
+def eagle3_leaves(config: Eagle3Config) -> list[Leaf]:
+    """Return where the official tensors lie in `drafters.eagle3.Eagle3`'s params."""
+    width = config.layer.hidden_size
+    # [D, 3D] over the three states to fc [3, D, D].
+    shape = (width, NUM_FEATURES * width)
+    piece = Piece("fc.weight", shape, (width, NUM_FEATURES, width), (1, 2, 0))
+    return [
+        Leaf(("fc",), (NUM_FEATURES, width, width), (piece,)),
+        norm_leaf(("embedding_norm",), f"{_LAYER}input_layernorm", width),
+        norm_leaf(("state_norm",), f"{_LAYER}hidden_norm", width),
+        *layer_leaves(config.layer, (), _LAYER, input_norm=False, read_width=2 * width),
+        norm_leaf(("output_norm",), "norm", width),
+        whole(("lm_head",), "lm_head.weight", (config.draft_vocab_size, width)),
+    ]
+
+
+def _read_vocabulary(files: TensorFiles, size: int, vocab_size: int) -> tuple[int, ...] | None:
+    """Return the target ids of the draft vocabulary; None where it is the base's own."""
+    wanted = {OFFSETS: ((size,), "I64"), KEPT: ((vocab_size,), "BOOL")}
+    for name, (shape, _) in wanted.items():
+        if files.shapes.get(name) != shape:
+            raise UserError(
+                f"{files.directory}: tensor {name} must have shape {shape}, as config.json says; "
+                f"found {files.shapes.get(name, 'none')}"
+            )
+    offsets, kept = (files.read(name, (kind,)) for name, (_, kind) in wanted.items())
+    ids = np.arange(size) + offsets
+    if not np.array_equal(ids, np.flatnonzero(kept)):
+        raise UserError(
+            f"{files.directory}: d2t and t2d disagree: draft ids + d2t must be the ids that t2d "
+            "marks, in ascending order"
+        )
+    return None if size == vocab_size else tuple(ids.tolist())

@@ -1,0 +1,71 @@
+"""The fields of config.json that the EAGLE layouts share: a Llama config of one layer."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
+from clover_jax.errors import UserError
+from clover_jax.models.llama_config import parse_llama_config
+
+
+def read_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> LayerConfig:
+    """Return the head's layer; a rotary base that is given takes the place of the config's.
+
+    Raises UserError for what is missing or cannot be.
+    """
+    llama = parse_llama_config(values, path)
+    layers = values["num_hidden_layers"]
+    if layers != 1:
+        raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1")
+    rope = dataclasses.replace(llama.rope, theta=rope_theta) if rope_theta else llama.rope
+    qkv_bias = bool(values.get("qkv_bias", llama.qkv_bias))
+    return dataclasses.replace(llama.layer, rope=rope, qkv_bias=qkv_bias)
+
+
+def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
+    """Return what config.json says of the layer of a head."""
+    layer = config.layer
+    return {
+        "model_type": "llama",
+        "vocab_size": config.vocab_size,
+        "hidden_size": layer.hidden_size,
+        "intermediate_size": layer.intermediate_size,
+        "num_hidden_layers": 1,
+        "num_attention_heads": layer.num_heads,
+        "num_key_value_heads": layer.num_kv_heads,
+        "head_dim": layer.head_dim,
+        "max_position_embeddings": base.max_position_embeddings,
+        "rms_norm_eps": layer.rms_norm_eps,
+        "rope_theta": layer.rope.theta,
+        "rope_scaling": rope_scaling(layer.rope),
+        "hidden_act": "silu",
+        "tie_word_embeddings": False,
+        "bos_token_id": base.bos_token_id,
+        "eos_token_id": list(base.eos_token_ids) or None,
+        "attention_bias": layer.output_bias,
+        "qkv_bias": layer.qkv_bias,
+        "mlp_bias": layer.mlp_bias,
+    }
+
+
+def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
+    """Return the config.json object for rotary frequencies that are not the plain ones."""
+    if rope.kind == "default":
+        return None
+    fields = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "llama3":
+        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+        fields |= {name: getattr(rope, name) for name in names}
+    return fields
+
+
+def check_llama_layer(layer: LayerConfig) -> None:
+    """Raise UserError for a layer that readers of the layouts would run differently."""
+    if layer.alibi or layer.query_key_norm:
+        raise UserError(
+            f"this head has {'ALiBi' if layer.alibi else 'query and key norms'}, as its base has, "
+            "but the EAGLE layouts hold heads of Llama's layers only"
+        )
