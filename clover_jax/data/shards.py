@@ -11,6 +11,7 @@ keeps a hash of every record, and checks it when the record is read.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -78,8 +79,8 @@ class ShardWriter:
 
     def write(self, records: Sequence[bytes], **facts: Any) -> None:
         """Write one shard; `facts` are kept beside its name."""
-        from array_record.python.array_record_module import ArrayRecordWriter
-
+        with _explained_absence():
+            from array_record.python.array_record_module import ArrayRecordWriter
         name = f"{self._stem}-{len(self.shards):05}.array_record"
         with atomic_file(self.directory / name) as unfinished:
             # One record a group, so that any one can be read alone; vectors do not compress.
@@ -180,14 +181,21 @@ def in_shards(records: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]
 
 
 def _open_shards(paths: list[Path]) -> Any:
-    try:
+    with _explained_absence():
         from grain.sources import ArrayRecordDataSource
+    return ArrayRecordDataSource([str(path) for path in paths])
+
+
+@contextlib.contextmanager
+def _explained_absence() -> Iterator[None]:
+    """Turn the lack of the library into a user's message; it comes with grain, not everywhere."""
+    try:
+        yield
     except ImportError as error:
         raise UserError(
             f"prepared data need the package array_record, which this platform lacks ({error}); "
-            "train on the raw files"
+            "train on the raw files instead"
         ) from error
-    return ArrayRecordDataSource([str(path) for path in paths])
 
 
 def _check_version(manifest: dict[str, Any], path: Path) -> None:

@@ -1,3 +1,5 @@
+import sys
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -89,3 +91,9 @@ def test_another_format_is_refused(tmp_path):
     path.write_text('{"format_version": 9}')
     with pytest.raises(UserError, match="format_version 9; this program reads 1"):
         ShardReader(path)
+
+
+def test_a_platform_without_the_library_is_told_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "array_record.python.array_record_module", None)
+    with pytest.raises(UserError, match="need the package array_record.*train on the raw files"):
+        write(tmp_path)
