@@ -1,10 +1,15 @@
 import importlib
+import json
+import math
 import re
 
 import pytest
 
+from clover_jax import cli, train
 from clover_jax.command_flags import parse_flags
 from tests.conftest import REPOSITORY
+from tests.tiny_folders import save_tiny_base
+from tests.tiny_tokenizers import CHAT_TEMPLATE
 
 FLAGFILES = sorted((REPOSITORY / "experiments").glob("*.flags"))
 
@@ -29,3 +34,37 @@ def test_every_flagfile_says_what_its_command_needs(flagfile):
     settings = [line for line in flagfile.read_text().splitlines() if line.startswith("--")]
     names = [line.partition("=")[0] for line in settings]
     assert len(names) == len(set(names)), "a flag is given twice"
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Flags that shrink any training run: a random base of 32 dimensions, two rows of 64 tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    base = save_tiny_base(folder / "base", template=CHAT_TEMPLATE)
+    rows = [{"prompt": f"what {i}", "response": "the hat he had " * 3} for i in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"base": base, "data": folder / "rows.jsonl", "seq_len": 64, "batch_size": 2}
+    values |= {"steps": 2, "warmup_steps": 1, "log_every": 1, "eval_every": 0}
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def marked(path):
+    """Mark a flagfile that varies another one as slow: there are many, and they are alike."""
+    varies = "--flagfile=" in path.read_text().split(path.name, 1)[1]
+    return pytest.param(path, id=path.name, marks=[pytest.mark.slow] if varies else [])
+
+
+TRAINED = [marked(path) for path in FLAGFILES if command_of(path) is train]
+
+
+@pytest.mark.parametrize("flagfile", TRAINED)
+def test_every_training_flagfile_runs_two_steps_with_its_shapes_shrunk(
+    flagfile, tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(REPOSITORY)  # a flagfile may name another one
+    arguments = [f"--flagfile={flagfile}", *tiny, f"--workdir={tmp_path}"]
+    assert cli.run(train.main, train.define_flags, arguments) == 0, capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert (tmp_path / "draft" / "draft.json").is_file()
