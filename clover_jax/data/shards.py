@@ -133,7 +133,8 @@ class ShardReader:
             if damage:
                 raise UserError(f"{damage}; repeat the `prepare` that made it, which mends it")
         self._ends = list(itertools.accumulate(s["records"] for s in self.manifest["shards"]))
-        self._source = _open_shards([path.parent / s["file"] for s in self.manifest["shards"]])
+        paths = [path.parent / shard["file"] for shard in self.manifest["shards"]]
+        self._source = _open_shards(paths) if paths else ()
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0

@@ -45,6 +45,11 @@ def test_records_are_read_in_order_across_shards(tmp_path):
     assert values(ShardReader(tmp_path / "x.json")) == [0, 1, 2, 3, 4, 5]
 
 
+def test_nothing_is_read_from_no_shards(tmp_path):
+    ShardWriter(tmp_path, "x.json", MADE_FROM).finish()
+    assert len(ShardReader(tmp_path / "x.json")) == 0
+
+
 def test_an_unfinished_folder_is_refused_and_taken_up(tmp_path):
     write(tmp_path, count=4)
     (tmp_path / ".x-00002.array_record.123.unfinished").write_bytes(b"left by a killed run")
