@@ -28,6 +28,8 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import re
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -52,7 +54,8 @@ _AXIS |= {"R": "fsdp"}
 # rank may be small and odd.
 _WHOLE_IF_INDIVISIBLE = frozenset("KNR")
 
-# Name of a leaf -> its dimensions; several where leaves of other ranks share the name.
+# Name of a leaf, without its number where numbered ones are alike -> its dimensions; several where
+# leaves of other ranks share the name.
 LAYOUTS: dict[str, tuple[str, ...]] = {
     # The base, and decoder layers inside drafts.
     "embedding": ("V D",),
@@ -92,6 +95,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     # EAGLE's kind: the matrix that mixes what the layer reads.
     "fc": ("- D E",),
     "fc_bias": ("-",),
+    # Clover's MLP in the place of an Attention Decoder.
+    "inward": ("- D E",),
+    "outward": ("E D",),
+    # A residual block for each position; Medusa's lm_head_0 .. are as lm_head.
+    "weight": ("- D E",),
+    "bias": ("- -",),
     # Beside the params in a train state: the bits of the run's random key.
     "key": ("-",),
 }
@@ -175,6 +184,28 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
 
 
+def mesh_for(text: str | None) -> Mesh | None:
+    """Return the mesh over this run's devices that `--mesh` describes; None: a single device.
+
+    Several processes without a mesh split the rows only. Raises UserError as `parse_mesh` does, and
+    where a process would have no part of the mesh.
+    """
+    if text is None:
+        if jax.process_count() == 1:
+            return None
+        text = "data=-1"
+    num_devices = len(jax.devices())
+    shape = parse_mesh(text, num_devices)
+    if shape.size < num_devices:
+        if jax.process_count() > 1:
+            raise UserError(
+                f"--mesh={text} uses {shape.size} devices, but the {jax.process_count()} processes "
+                f"have {num_devices}; all must be used, as with data=-1"
+            )
+        print(f"--mesh={text} uses {shape.size} of {num_devices} devices", file=sys.stderr)
+    return make_mesh(shape)
+
+
 def make_abstract_mesh(shape: MeshShape) -> AbstractMesh:
     """Return a mesh without devices, for shapes of shards."""
     return AbstractMesh(dataclasses.astuple(shape), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -188,6 +219,11 @@ def shape_of(mesh: AnyMesh) -> MeshShape:
 def replicated(mesh: AnyMesh) -> NamedSharding:
     """Return the placement of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
+
+
+def put_whole(value: np.ndarray, mesh: Mesh) -> Array:
+    """Put a value, the same in every process, whole on every device."""
+    return jax.make_array_from_callback(value.shape, replicated(mesh), lambda index: value[index])
 
 
 def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
@@ -215,7 +251,8 @@ def _param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionS
 
 
 def _layout_of(path: Path, rank: int) -> list[str]:
-    for layout in LAYOUTS.get(path[-1], ()):
+    one_of_many = re.sub(r"_\d+$", "", path[-1])
+    for layout in LAYOUTS.get(path[-1], LAYOUTS.get(one_of_many, ())):
         if len(layout.split()) == rank:
             return layout.split()
     raise UserError(
@@ -236,6 +273,24 @@ def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
     )
 
 
+def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
+    """Gather params over fsdp, for use within a compiled step; without a mesh they are as they are.
+
+    Left to itself, the compiler may take the split of a weight's D for one of the activations' D
+    and compute all rows on every device. Gathered one by one, weights are needed one layer at a
+    time, and gradients are scattered back.
+    """
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return params
+
+    def gather(path: tuple, leaf: Array) -> Array:
+        spec = _param_spec(_names(path), leaf.shape, mesh)
+        rest = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, rest))
+
+    return jax.tree.map_with_path(gather, params)
+
+
 def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
     """Return the placement of a training batch, whose leaves all have B rows first.
 
@@ -252,6 +307,15 @@ def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
         return NamedSharding(mesh, PartitionSpec(ROWS))
 
     return jax.tree.map(place, batch)
+
+
+def place_rows(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Put a batch of NumPy arrays, the same in every process, on the devices of a mesh."""
+
+    def place(leaf: np.ndarray, sharding: NamedSharding) -> Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(place, batch, row_shardings(batch, mesh))
 
 
 def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
@@ -272,6 +336,22 @@ def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     return jax.tree.map(place, state)
 
 
+def logits_spec(shape: tuple[int, ...], least: int) -> PartitionSpec | None:
+    """Return how logits [B, ..., V] lie on the mesh in use (`jax.set_mesh`); None without one.
+
+    For functions that compute the shards apart, because the compiler would gather them: the last
+    axis is split over `tensor` where it is a vocabulary, of `least` entries or more.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(AXES) - set(mesh.axis_names) or len(shape) < 2:
+        return None
+    sizes = shape_of(mesh)
+    rows = ROWS if shape[0] % sizes.num_row_shards == 0 else None
+    is_split = sizes.tensor > 1 and shape[-1] >= least and shape[-1] % sizes.tensor == 0
+    between = (None,) * (len(shape) - 2)
+    return PartitionSpec(rows, *between, "tensor" if is_split else None)
+
+
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     """Return ShapeDtypeStructs that say where their arrays would lie."""
     return jax.tree.map(
@@ -287,6 +367,24 @@ def bytes_per_device(shapes: PyTree, shardings: PyTree) -> int:
         math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
         for leaf, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
     )
+
+
+def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
+    """Return the bytes of a base's weights that fsdp has gathered on a device at one time.
+
+    Its matrices over the vocabulary, which stay for the whole step, and two layers: one at work
+    and the next on its way.
+    """
+    if mesh.shape["fsdp"] == 1:
+        return 0
+    whole = make_abstract_mesh(dataclasses.replace(shape_of(mesh), fsdp=1))
+
+    def size(params: PyTree) -> int:
+        return bytes_per_device(params, param_shardings(params, whole))
+
+    layers = [size({name: part}) for name, part in base.items() if name.startswith("layers_")]
+    vocabulary = {name: base[name] for name in ("embedding", "lm_head") if name in base}
+    return size(vocabulary) + 2 * max(layers)
 
 
 def place_on(mesh: Mesh, dtype: jnp.dtype) -> Place:

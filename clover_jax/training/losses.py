@@ -20,6 +20,9 @@ counts everywhere, and accuracy is that of the whole vocabulary: outside is a mi
 P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
 outlive it. Targets that no pair needs are left out: the number of chunks follows the masks.
+
+The rows may form R groups (`pairs.CompactTargets`); a chunk then takes its targets from all of them
+side by side, and where each device of a mesh holds one group, no state leaves its device.
 """
 
 from __future__ import annotations
@@ -78,43 +81,43 @@ class _Operands:
     """What the loss reads and never differentiates.
 
     params:      the head's other params (its `logits` may set up all of them).
-    states:      [N, D] the base's g.
-    next_tokens: [N] the token that follows each target, in the head's vocabulary; -1 outside.
-    mask:        [P, N] pairs that count, by target index.
-    has_next:    [N] whether that token belongs to the target's document.
+    states:      [R, n, D] the base's g.
+    next_tokens: [R, n] the token that follows each target, in the head's vocabulary; -1 outside.
+    mask:        [P, R, n] pairs that count, by target index.
+    has_next:    [R, n] whether that token belongs to the target's document.
     scale:       R, S and H's decay^i / divisor.
     """
 
     params: Params
     frozen: Frozen
-    states: Float[Array, "N D"]
-    next_tokens: Int[Array, " N"]
-    mask: Bool[Array, "P N"]
-    has_next: Bool[Array, " N"]
+    states: Float[Array, "R n D"]
+    next_tokens: Int[Array, "R n"]
+    mask: Bool[Array, "P R n"]
+    has_next: Bool[Array, "R n"]
     scale: _Terms
     targets: CompactTargets
 
 
 @struct.dataclass
 class _Chunk:
-    """C targets; slots beyond the last used one repeat some target, with an all-False mask.
+    """C targets a group; slots beyond the last used one repeat some target, all masked.
 
-    hidden:      [P, C, D] the states whose pairs have these targets.
-    states:      [C, D] the base's g.
-    teacher:     [C, Vd] softmax(lm_head g), of the tokens that the head can propose.
-    reachable:   [C] whether the base's most probable token is one of them.
-    next_tokens: [C] in the head's vocabulary; -1 outside.
-    mask:        [P, C]
-    has_next:    [C]
+    hidden:      [P, R, C, D] the states whose pairs have these targets.
+    states:      [R, C, D] the base's g.
+    teacher:     [R, C, Vd] softmax(lm_head g), of the tokens that the head can propose.
+    reachable:   [R, C] whether the base's most probable token is one of them.
+    next_tokens: [R, C] in the head's vocabulary; -1 outside.
+    mask:        [P, R, C]
+    has_next:    [R, C]
     """
 
-    hidden: Float[Array, "P C D"]
-    states: Float[Array, "C D"]
-    teacher: Float[Array, "C Vd"]
-    reachable: Bool[Array, " C"]
-    next_tokens: Int[Array, " C"]
-    mask: Bool[Array, "P C"]
-    has_next: Bool[Array, " C"]
+    hidden: Float[Array, "P R C D"]
+    states: Float[Array, "R C D"]
+    teacher: Float[Array, "R C Vd"]
+    reachable: Bool[Array, "R C"]
+    next_tokens: Int[Array, "R C"]
+    mask: Bool[Array, "P R C"]
+    has_next: Bool[Array, "R C"]
 
 
 class _Sums(NamedTuple):
@@ -127,7 +130,7 @@ class _Sums(NamedTuple):
 class _Carry(NamedTuple):
     """What the loop over chunks builds up.
 
-    d_hidden: [P, slots, D] gradient by compact slot.
+    d_hidden: [P, R, slots, D] gradient by compact slot.
     d_owned:  gradient of the head's own output matrices.
     """
 
@@ -144,6 +147,7 @@ def distillation_loss(
     target_states: Float[Array, "B S D"],
     batch: Batch,
     chunk: int = DEFAULT_CHUNK,
+    groups: int = 1,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Return the loss and its parts; differentiable by `params` and `hidden` only.
 
@@ -152,7 +156,7 @@ def distillation_loss(
     hidden: u^i_t of `train_forward`; columns beyond D, which only the head's logits read, take no
         part in the regression.
     target_states: the base's g. Neither they nor `frozen` receive a gradient.
-    chunk: targets per chunk.
+    chunk: targets per chunk and group. groups: R, which divides B; it changes no value.
     """
     num_positions, rows, size, _ = hidden.shape
     likely = None
@@ -172,14 +176,14 @@ def distillation_loss(
     operands = _Operands(
         params=others,
         frozen=frozen,
-        states=target_states.reshape(rows * size, -1),
-        next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1).reshape(-1)),
-        mask=mask.reshape(num_positions, -1),
-        has_next=has_next.reshape(-1),
+        states=target_states.reshape(groups, -1, target_states.shape[-1]),
+        next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1)).reshape(groups, -1),
+        mask=mask.reshape(num_positions, groups, -1),
+        has_next=has_next.reshape(groups, -1),
         scale=jax.tree.map(lambda divisor: decay / divisor, divisors),
-        targets=compact_targets(mask),
+        targets=compact_targets(mask, groups),
     )
-    static = _Static(head, min(chunk, rows * size))
+    static = _Static(head, min(chunk, rows * size // groups))
     loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
     means = jax.tree.map(jnp.divide, sums.terms, divisors)
     return loss, LossMetrics(
@@ -217,7 +221,8 @@ def _chunked_loss(
 def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands: _Operands):
     """Compute the value and, in the same pass over the chunks, the gradient."""
     num_positions, width = hidden.shape[0], hidden.shape[-1]
-    num_slots = -(-operands.states.shape[0] // static.chunk) * static.chunk
+    groups, num_targets, _ = operands.states.shape
+    num_slots = -(-num_targets // static.chunk) * static.chunk
     differentiate = jax.grad(_position_loss, argnums=(0, 1), has_aux=True)
 
     def body(number: Array, carry: _Carry) -> _Carry:
@@ -234,14 +239,14 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
         return _Carry(
             sums=jax.tree.map(jnp.add, carry.sums, _stack(parts)),
             d_hidden=jax.lax.dynamic_update_slice_in_dim(
-                carry.d_hidden, jnp.stack(gradients), number * static.chunk, axis=1
+                carry.d_hidden, jnp.stack(gradients), number * static.chunk, axis=2
             ),
             d_owned=d_owned,
         )
 
     start = _Carry(
         sums=_zero_sums(num_positions),
-        d_hidden=jnp.zeros((num_positions, num_slots, width), hidden.dtype),
+        d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
         d_owned=jax.tree.map(jnp.zeros_like, owned),
     )
     end = jax.lax.fori_loop(0, _num_chunks(static, operands), body, start)
@@ -260,20 +265,21 @@ _chunked_loss.defvjp(_value_and_gradient, _scale_gradient)
 
 
 def _num_chunks(static: _Static, operands: _Operands) -> Array:
-    return (operands.targets.count + static.chunk - 1) // static.chunk
+    return (operands.targets.count.max() + static.chunk - 1) // static.chunk
 
 
 def _take_chunk(static: _Static, hidden: Array, operands: _Operands, number: Array) -> _Chunk:
     """Gather chunk `number` of the compacted targets and the P states that aim at each."""
-    num_positions, width = hidden.shape[0], hidden.shape[-1]
+    groups, width = operands.states.shape[0], hidden.shape[-1]
     slots = number * static.chunk + jnp.arange(static.chunk)
-    index = jnp.take(operands.targets.index, slots, mode="clip")
-    flat = hidden.reshape(num_positions, -1, width)
+    index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")
+    flat = hidden.reshape(hidden.shape[0], groups, -1, width)
     # A counted pair's source lies i + 1 before its target in the same row; others are masked.
-    sources = [jnp.take(flat[i], index - 1 - i, axis=0, mode="clip") for i in range(num_positions)]
-    states = operands.states[index]
+    sources = [_take_rows(states, index - 1 - i) for i, states in enumerate(flat)]
+    states = _take_rows(operands.states, index)
+    used = slots < operands.targets.count[:, None]
     config, frozen = static.head.config, operands.frozen
-    reachable = jnp.ones(len(states), bool)
+    reachable = jnp.ones(index.shape, bool)
     if config.draft_to_target is not None:
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
     return _Chunk(
@@ -281,10 +287,15 @@ def _take_chunk(static: _Static, hidden: Array, operands: _Operands, number: Arr
         states=states,
         teacher=jax.nn.softmax(project(output_matrix(config, frozen), states)),
         reachable=reachable,
-        next_tokens=operands.next_tokens[index],
-        mask=operands.mask[:, index] & (slots < operands.targets.count),
-        has_next=operands.has_next[index],
+        next_tokens=jnp.take_along_axis(operands.next_tokens, index, axis=1),
+        mask=jnp.take_along_axis(operands.mask, index[None], axis=2) & used,
+        has_next=jnp.take_along_axis(operands.has_next, index, axis=1),
     )
+
+
+def _take_rows(states: Float[Array, "R n D"], index: Int[Array, "R C"]) -> Float[Array, "R C D"]:
+    """Gather rows of each group; an index before the first gives the first."""
+    return jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
 
 
 def _position_loss(
@@ -296,7 +307,7 @@ def _position_loss(
     )
     top = logits.max(axis=-1)
     log_total = jax.nn.logsumexp(logits, axis=-1)
-    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[:, None]
+    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     mask = chunk.mask[position]
     is_told = mask & chunk.has_next & (chunk.next_tokens >= 0)
@@ -327,15 +338,16 @@ def _weigh(head: DraftHead, scale: _Terms, sums: _Terms) -> Array:
 
 def _to_sources(by_slot: Array, operands: _Operands, shape: tuple[int, ...]) -> Array:
     """Bring a gradient by compact slot back to [P, B, S, D], by gathers (a scatter is slow)."""
-    num_positions, _, size, _ = shape
+    num_positions, rows, size, width = shape
+    groups = by_slot.shape[1]
     mask = operands.mask.reshape(shape[:-1])
     gradients = []
     for i in range(num_positions):
         # Position t of the result belongs to target t + 1 + i.
         by_target = jnp.where(mask[i], operands.targets.rank, -1)
         slot = jnp.pad(by_target, ((0, 0), (0, i + 1)), constant_values=-1)[:, -size:]
-        rows = jnp.take(by_slot[i], jnp.maximum(slot, 0), axis=0)
-        gradients.append(jnp.where(slot[..., None] >= 0, rows, 0))
+        found = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
+        gradients.append(jnp.where(slot[..., None] >= 0, found, 0))
     return jnp.stack(gradients)
 
 

@@ -7,6 +7,7 @@ target state, and so the teacher's softmax, lie in one column.
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -59,24 +60,28 @@ def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
 
 @struct.dataclass
 class CompactTargets:
-    """The targets that any pair needs, moved to the front: N = B S flattened target indices.
+    """The targets that any pair needs, moved to the front of their group of rows.
 
-    index: [N] flat target index b S + tau of each compact slot; the first `count` are used.
+    The B rows form R groups of consecutive ones, each with n = B S / R flattened target indices. On
+    a mesh a group is what one device holds, so that nothing moves between them.
+
+    index: [R, n] flat target index b S + tau, b within the group, of each compact slot; the first
+        `count` of a group are used.
     rank:  [B, S] the compact slot of each target; meaningless for unused targets.
-    count: []  used targets.
+    count: [R] used targets.
     """
 
-    index: Int[Array, " N"]
+    index: Int[Array, "R n"]
     rank: Int[Array, "B S"]
-    count: Int[Array, ""]
+    count: Int[Array, " R"]
 
 
-def compact_targets(mask: Bool[Array, "P B S"]) -> CompactTargets:
+def compact_targets(mask: Bool[Array, "P B S"], groups: int = 1) -> CompactTargets:
     """Collect the targets of position 0, which include those of all later positions.
 
-    Example: mask[0] = [[F, T, F, T]] gives index [1, 3, 0, 0], rank [[-1, 0, 0, 1]], count 2.
+    Example: mask[0] = [[F, T, F, T]] gives index [[1, 3, 0, 0]], rank [[-1, 0, 0, 1]], count [2].
     """
-    used = mask[0].reshape(-1)
-    rank = jnp.cumsum(used) - 1
-    (index,) = jnp.nonzero(used, size=used.size, fill_value=0)
-    return CompactTargets(index=index, rank=rank.reshape(mask.shape[1:]), count=used.sum())
+    used = mask[0].reshape(groups, -1)
+    rank = jnp.cumsum(used, axis=1) - 1
+    index = jax.vmap(lambda row: jnp.nonzero(row, size=row.size, fill_value=0)[0])(used)
+    return CompactTargets(index=index, rank=rank.reshape(mask.shape[1:]), count=used.sum(axis=1))

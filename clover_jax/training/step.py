@@ -16,6 +16,7 @@ from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.sharding import AnyMesh, gathered, param_shardings, replicated, shape_of
 from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
 from clover_jax.training.teacher import TeacherOutput, teach
@@ -53,12 +54,22 @@ class StepMetrics:
 
 @dataclasses.dataclass(frozen=True)
 class TrainStepConfig:
-    """The static part of a step. loss_chunk: targets per chunk of the loss."""
+    """The static part of a step.
+
+    loss_chunk: targets per chunk of the loss, on each device.
+    mesh: the devices that the arguments are split over; None: a single one.
+    """
 
     base: BaseConfig
     head: DraftHead
     optimizer: OptimizerConfig
     loss_chunk: int = DEFAULT_CHUNK
+    mesh: AnyMesh | None = None
+
+    @property
+    def loss_groups(self) -> int:
+        """Groups of rows in the loss: one for every device that holds rows of its own."""
+        return shape_of(self.mesh).num_row_shards if self.mesh else 1
 
 
 def init_state(config: TrainStepConfig, base_params: Params, seed: int) -> TrainState:
@@ -86,6 +97,7 @@ def head_loss(
     The head computes in the teacher's dtype; its params and their gradient stay float32.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(teacher.features.dtype), params)
+    params = gathered(params, config.mesh)
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
     with jax.named_scope("head"):
         hidden = config.head.module.apply(
@@ -100,7 +112,14 @@ def head_loss(
         )
     with jax.named_scope("loss"):
         return distillation_loss(
-            config.head, params, frozen, hidden, teacher.states, batch, config.loss_chunk
+            config.head,
+            params,
+            frozen,
+            hidden,
+            teacher.states,
+            batch,
+            config.loss_chunk,
+            config.loss_groups,
         )
 
 
@@ -109,6 +128,7 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Make one optimiser step; jitted by `make_train_step`."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    base_params = gathered(base_params, config.mesh)
     teacher = teach(config.base, base_params, config.head.config.features, batch)
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     (loss, positions), gradient = differentiate(
@@ -126,9 +146,17 @@ def train_step(
 def make_train_step(
     config: TrainStepConfig,
 ) -> Callable[[TrainState, Params, Batch], tuple[TrainState, StepMetrics]]:
-    """Return the compiled step `step(state, base_params, batch)`; it consumes `state`."""
+    """Return the compiled step `step(state, base_params, batch)`; it consumes `state`.
+
+    On a mesh the new state lies where the old one did, and every device has the metrics.
+    """
 
     def step(state: TrainState, base_params: Params, batch: Batch):
-        return train_step(config, state, base_params, batch)
+        new_state, metrics = train_step(config, state, base_params, batch)
+        if config.mesh is None:
+            return new_state, metrics
+        keep = jax.lax.with_sharding_constraint
+        placed = keep(new_state, param_shardings(new_state, config.mesh))
+        return placed, keep(metrics, replicated(config.mesh))
 
     return jax.jit(step, donate_argnums=0)

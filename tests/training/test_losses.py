@@ -64,16 +64,17 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
 
 
 @pytest.mark.parametrize(
-    ("chunk", "changes"),
+    ("chunk", "groups", "changes"),
     [
-        (7, {}),
-        (16, {}),
-        (512, {}),
-        (16, {"draft_to_target": tuple(range(1, 96, 2))}),
-        (16, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
+        (7, 1, {}),
+        (16, 1, {}),
+        (512, 1, {}),
+        (7, 3, {}),
+        (16, 1, {"draft_to_target": tuple(range(1, 96, 2))}),
+        (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
     ],
 )
-def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, changes):
+def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, groups, changes):
     head, params = random_head()
     head = registry.head(dataclasses.replace(head.config, **({"loss": ALL_TERMS} | changes)))
     batch = random_batch()
@@ -81,7 +82,7 @@ def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, changes):
     frozen, hidden, states = random_states(base_params, batch, head.config.num_positions)
 
     def chunked(hidden):
-        return distillation_loss(head, params, frozen, hidden, states, batch, chunk)
+        return distillation_loss(head, params, frozen, hidden, states, batch, chunk, groups)
 
     def plain(hidden):
         return plain_loss(head, params, frozen, hidden, states, batch)

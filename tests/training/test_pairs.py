@@ -31,6 +31,14 @@ def test_labelled_targets_gives_the_docstrings_example():
 
 def test_compact_targets_gives_the_docstrings_example():
     targets = compact_targets(jnp.array([[[False, True, False, True]]]))
-    np.testing.assert_array_equal(targets.index, [1, 3, 0, 0])
+    np.testing.assert_array_equal(targets.index, [[1, 3, 0, 0]])
     np.testing.assert_array_equal(targets.rank, [[-1, 0, 0, 1]])
-    assert targets.count == 2
+    np.testing.assert_array_equal(targets.count, [2])
+
+
+def test_each_group_of_rows_has_its_own_compact_targets():
+    mask = jnp.array([[[False, True], [True, False], [False, False], [True, True]]])
+    targets = compact_targets(mask, groups=2)
+    np.testing.assert_array_equal(targets.index, [[1, 2, 0, 0], [2, 3, 0, 0]])
+    np.testing.assert_array_equal(targets.rank, [[-1, 0], [1, 1], [-1, -1], [0, 1]])
+    np.testing.assert_array_equal(targets.count, [2, 2])
