@@ -364,7 +364,7 @@ def test_without_a_prompt_the_base_s_own_first_one_is_taken(command, base, tmp_p
         (["--prompt=a", "--max_new_tokens=0"], "--max_new_tokens=0"),
         (["--prompt=a", "--stop="], "a stop string is empty"),
         (["--prompt=a", "--overwrite"], "--overwrite is for --output=FILE, which is missing"),
-        (["--prompt=a", "--mesh=data=2"], "generate uses one device for now"),
+        (["--prompt=a", "--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(command, argv, said):

@@ -11,14 +11,15 @@ import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord
@@ -40,6 +41,13 @@ from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.sharding import (
+    decode_state_shardings,
+    param_shardings,
+    put_whole,
+    replicated,
+    shape_of,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -128,12 +136,15 @@ class Engine:
         steps_per_chunk: int = 8,
         prefill_size: int | None = None,
         max_eos: int | None = None,
+        mesh: Mesh | None = None,
     ):
         """Prepare the programs; nothing compiles before the first request.
 
         seed: with a request's index, the key of rows that bring no seed of their own.
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
         max_eos: EOS tokens that a request may bring; by default 8, or more if the base has more.
+        mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes,
+            and made more, so that each device has as many.
         Raises UserError when the tree does not suit the head (see StepConfig).
         """
         prefill_size = prefill_size or (64 if jax.default_backend() == "cpu" else 256)
@@ -143,19 +154,21 @@ class Engine:
             self.config = StepConfig(base, head, tree, sampling)
         except ValueError as error:
             raise UserError(str(error)) from error
-        self.batch_size = batch_size
+        self._mesh = mesh
+        row_shards = shape_of(mesh).num_row_shards if mesh else 1
+        self.batch_size = -(-batch_size // row_shards) * row_shards
         self.max_eos = max_eos or max(8, len(base.eos_token_ids))
         self._seed = seed
         self._prefill_size = prefill_size
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
-        self._prefill = jax.jit(prefill, donate_argnums=1)
         chunk = functools.partial(decode_chunk, self.config, steps_per_chunk)
-        self._decode = jax.jit(chunk, donate_argnums=1, compiler_options=options_here())
-        self._insert = jax.jit(insert, donate_argnums=0)
-        self._grow = jax.jit(grow, static_argnums=1)
-        self._clear = jax.jit(clear, donate_argnums=0)
         empty = functools.partial(empty_state, base, head, tree)
-        self._empty = jax.jit(empty, static_argnums=(0, 1, 2, 3))
+        self._prefill = self._compiled(prefill, donate_argnums=1)
+        self._decode = self._compiled(chunk, donate_argnums=1, compiler_options=options_here())
+        self._insert = self._compiled(insert, donate_argnums=0)
+        self._grow = self._compiled(grow, static_argnums=1)
+        self._clear = self._compiled(clear, donate_argnums=0)
+        self._empty = self._compiled(empty, static_argnums=(0, 1, 2, 3))
 
     def generate(
         self,
@@ -182,7 +195,7 @@ class Engine:
             the next turn of a conversation waits for an answer. The stream ends when every row has
             finished and the source is exhausted or gives None.
         """
-        weights = weights_for(self.config.head, base_params, draft_params)
+        weights = self._place(weights_for(self.config.head, base_params, draft_params))
         source = iter(requests)
         slots: list[Generation | None] = [None] * self.batch_size
         started = [0.0] * self.batch_size
@@ -198,8 +211,7 @@ class Engine:
             if all(row is None for row in slots):
                 return
             state, record = self._decode(weights, state)
-            after = _AfterChunk(state.tokens, state.end, state.finish, record)
-            after = jax.device_get(after)
+            after = self._read(_AfterChunk(state.tokens, state.end, state.finish, record))
             for slot, row in enumerate(slots):
                 if row is not None:
                     yield _collect(row, slot, after, started[slot])
@@ -212,7 +224,7 @@ class Engine:
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]
     ) -> DecodeState:
         """Return a state whose first slots hold these requests, each with its first token."""
-        weights = weights_for(self.config.head, base_params, draft_params)
+        weights = self._place(weights_for(self.config.head, base_params, draft_params))
         state = None
         for slot, request in enumerate(requests):
             state = self._fill(weights, state, slot, request)
@@ -290,10 +302,10 @@ class Engine:
         eos = np.full((1, self.max_eos), -1, np.int32)
         eos[0, : len(request.eos_ids)] = request.eos_ids
         row = self._empty(1, size, self.max_eos, like.cache[0].key.dtype).replace(
-            tokens=jnp.asarray(prompt),
-            end=jnp.asarray([length], jnp.int32),
-            limit=jnp.asarray([self._limit(request)], jnp.int32),
-            eos=jnp.asarray(eos),
+            tokens=self._array(prompt),
+            end=self._array([length], np.int32),
+            limit=self._array([self._limit(request)], np.int32),
+            eos=self._array(eos),
             sampling=self._row_sampling(request),
         )
         for start in range(0, length, self._prefill_size):
@@ -306,11 +318,49 @@ class Engine:
         else:
             key = jax.random.key(request.seed)
         return RowSampling(
-            key=jax.random.key_data(key)[None],
-            temperature=jnp.asarray([request.temperature], jnp.float32),
-            top_k=jnp.asarray([min(request.top_k, self.config.base.vocab_size)], jnp.int32),
-            top_p=jnp.asarray([request.top_p], jnp.float32),
+            key=self._array(jax.random.key_data(key)[None]),
+            temperature=self._array([request.temperature], np.float32),
+            top_k=self._array([min(request.top_k, self.config.base.vocab_size)], np.int32),
+            top_p=self._array([request.top_p], np.float32),
         )
+
+    def _array(self, value: Any, dtype: np.dtype | None = None) -> Array:
+        """Put a host's value on the device, or whole on every device of the mesh."""
+        if self._mesh is None:
+            return jnp.array(value, dtype)
+        return put_whole(np.asarray(value, dtype), self._mesh)
+
+    def _compiled(self, function: Callable, **options: Any) -> Callable:
+        """Return a compiled function of states; on a mesh its result lies as states do there."""
+        if self._mesh is None:
+            return jax.jit(function, **options)
+
+        def placed(*arguments: Any) -> Any:
+            result = function(*arguments)
+            states, *records = result if isinstance(result, tuple) else (result,)
+            there = decode_state_shardings(states, self._mesh)
+            states = jax.lax.with_sharding_constraint(states, there)
+            return (states, *records) if records else states
+
+        compiled = jax.jit(placed, **options)
+
+        def call(*arguments: Any) -> Any:
+            with jax.set_mesh(self._mesh):
+                return compiled(*arguments)
+
+        return call
+
+    def _place(self, weights: Weights) -> Weights:
+        """Split weights over the mesh; those that lie there already stay."""
+        if self._mesh is None:
+            return weights
+        return jax.device_put(weights, param_shardings(weights, self._mesh))
+
+    def _read(self, after: _AfterChunk) -> _AfterChunk:
+        """Bring to this host what may lie on the devices of others."""
+        if jax.process_count() > 1:
+            after = jax.jit(lambda x: x, out_shardings=replicated(self._mesh))(after)
+        return jax.device_get(after)
 
 
 def bucket(size: int) -> int:

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
@@ -22,6 +23,7 @@ from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import matrix_hash
 from clover_jax.models.loading import load_base
 from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.sharding import param_shardings, place_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -36,12 +38,14 @@ class Models:
 
     tokenizer: the base's; None where its folder has none.
     draft: None for plain decoding, with the tree that has no nodes.
+    mesh: the devices that the params are split over; None: a single one.
     """
 
     base: BaseModel
     tokenizer: PreTrainedTokenizerBase | None
     draft: Draft | None
     tree: TreeConfig | AdaptiveTree
+    mesh: Mesh | None = None
 
     def engine(
         self,
@@ -60,6 +64,7 @@ class Models:
             batch_size=batch_size,
             steps_per_chunk=steps_per_chunk,
             max_eos=max(8, len(self.base.config.eos_token_ids)),
+            mesh=self.mesh,
         )
 
     @property
@@ -87,6 +92,7 @@ def load_models(
     *,
     allow_base_mismatch: bool = False,
     draft_rope_theta: float | None = None,
+    mesh: Mesh | None = None,
 ) -> Models:
     """Load what the names stand for.
 
@@ -102,7 +108,7 @@ def load_models(
             f"tree {tree!r} has {chosen.num_nodes} nodes and there is no draft to fill them; "
             "give --draft=DIR, or leave the tree out"
         )
-    plain = load_plain(base, dtype)
+    plain = load_plain(base, dtype, mesh)
     if draft == NO_DRAFT:
         return plain
     return with_draft(
@@ -114,10 +120,10 @@ def load_models(
     )
 
 
-def load_plain(base: str, dtype: jnp.dtype) -> Models:
-    """Load a base and its tokenizer, for plain decoding."""
-    loaded = load_base(base, dtype)
-    return Models(loaded, load_tokenizer(loaded.directory), None, TreeConfig.root_only())
+def load_plain(base: str, dtype: jnp.dtype, mesh: Mesh | None = None) -> Models:
+    """Load a base and its tokenizer, for plain decoding; on a mesh straight into shards."""
+    loaded = load_base(base, dtype, place_on(mesh, dtype) if mesh else None)
+    return Models(loaded, load_tokenizer(loaded.directory), None, TreeConfig.root_only(), mesh)
 
 
 def with_draft(
@@ -131,6 +137,9 @@ def with_draft(
     """Return models that share the base and decode with a draft; see `load_models`."""
     dtype = plain.base.params["embedding"].dtype
     head = load_draft(draft, plain.base, dtype, allow_base_mismatch, draft_rope_theta)
+    if plain.mesh is not None:
+        there = param_shardings(head.params, plain.mesh)
+        head = dataclasses.replace(head, params=jax.device_put(head.params, there))
     chosen = parse_tree(tree or head.tree or default_tree(head.head.config.max_depth))
     return dataclasses.replace(plain, draft=head, tree=chosen)
 

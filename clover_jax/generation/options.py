@@ -32,8 +32,6 @@ class Options:
             raise UserError(f"--calibration is for --tree=auto, not --tree={self.tree}")
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
-        if self.mesh is not None:
-            raise UserError(f"--mesh={self.mesh}: generate uses one device for now; leave it out")
         if self.overwrite and self.output is None:
             raise UserError("--overwrite is for --output=FILE, which is missing")
 

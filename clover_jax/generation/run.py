@@ -36,6 +36,7 @@ from clover_jax.jsonl import read_rows
 from clover_jax.models.shapes import shape_notice
 from clover_jax.progress import Progress, passing_note, progress_bar
 from clover_jax.row_writer import RowWriter
+from clover_jax.sharding import mesh_for
 
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
 
@@ -57,6 +58,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 dtype,
                 allow_base_mismatch=options.allow_base_mismatch,
                 draft_rope_theta=options.draft_rope_theta,
+                mesh=mesh_for(options.mesh),
             )
         if options.tree == AUTO and models.draft is not None:
             slots = 1 if options.is_live else options.batch_size

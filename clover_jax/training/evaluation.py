@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.data.chat import encode_record
@@ -68,12 +69,17 @@ class DecodingEvaluator:
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         batch_size: int = 8,
+        mesh: Mesh | None = None,
     ):
-        """Take encoded prompts; raises UserError where the tree does not suit the head."""
+        """Take encoded prompts; raises UserError where the tree does not suit the head.
+
+        mesh: the devices that hold the base and the heads; None: a single one.
+        """
         self._base, self._prompts, self._max_new_tokens = base, prompts, max_new_tokens
         batch_size = min(batch_size, len(prompts))
-        self._engine = Engine(base.config, head, tree, batch_size=batch_size)
-        self._plain = Engine(base.config, None, TreeConfig.root_only(), batch_size=batch_size)
+        options = {"batch_size": batch_size, "mesh": mesh}
+        self._engine = Engine(base.config, head, tree, **options)
+        self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)
         self._depth = tree.depth
         self._plain_outputs: list[list[int]] | None = None
 

@@ -1,0 +1,70 @@
+"""Decoding on simulated devices: the tokens of one device, and no vocabulary that is gathered."""
+
+import json
+
+SETUP = """
+import dataclasses, functools, json, re, sys
+import jax, jax.numpy as jnp
+from clover_jax.config import BaseConfig
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.tree import parse_tree
+from clover_jax.sharding import make_mesh, parse_mesh
+from tests.tiny_models import TINY, random_base, random_head, random_prompts
+
+base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)
+head, params = random_head(base)
+"""
+
+# Prints the outputs of every mesh as JSON lines; there are more rows than slots.
+TOKENS = (
+    SETUP
+    + """
+prompts = random_prompts(6, vocab_size=base.vocab_size)
+for name in sys.argv[1:]:
+    mesh = make_mesh(parse_mesh(name, 8)) if name else None
+    engine = Engine(base, head, parse_tree("paper25"), batch_size=3, mesh=mesh)
+    rows = engine.generate(random_base(base), params, prompts, 12)
+    print(json.dumps([[row.output_ids, row.accepted] for row in rows]))
+"""
+)
+
+
+def test_greedy_tokens_on_a_mesh_are_those_of_one_device(run_python):
+    meshes = ("", "data=2,tensor=2")
+    alone, split = run_python(TOKENS, *meshes, devices=8).splitlines()
+    assert json.loads(split) == json.loads(alone)
+    assert any(any(accepted) for _, accepted in json.loads(alone))
+
+
+# Prints the shapes that the collectives of one compiled step give.
+COLLECTIVES = (
+    SETUP
+    + """
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.state import empty_state
+from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
+from clover_jax.sharding import decode_state_shardings, param_shardings, with_shardings
+
+mesh = make_mesh(parse_mesh("tensor=4", 8))
+tree, sampling = parse_tree("chain:2"), SamplingConfig(verify=sys.argv[1])
+weights = Weights(random_base(base), params)
+weights = with_shardings(weights, param_shardings(weights, mesh))
+state = jax.eval_shape(lambda: empty_state(base, head, tree, 3, 256, 4, jnp.float32))
+state = with_shardings(state, decode_state_shardings(state, mesh))
+step = functools.partial(speculate_and_verify, StepConfig(base, head, tree, sampling))
+with jax.set_mesh(mesh):
+    text = jax.jit(step, donate_argnums=1).lower(weights, state).compile().as_text()
+found = re.findall(r"= (\\(?[^=]*?) (all-gather|all-reduce|all-to-all)(?:-start)?\\(", text)
+shapes = [dims for shape, _ in found for dims in re.findall(r"\\[([\\d,]*)\\]", shape)]
+print(json.dumps([[int(n) for n in dims.split(",") if n] for dims in shapes]))
+"""
+)
+
+
+def test_a_step_gathers_no_logits(run_python):
+    for verify in ("greedy", "lossless"):
+        shapes = json.loads(run_python(COLLECTIVES, verify, devices=8))
+        assert [3, 4, 1] in shapes, "the best of each of 4 shards should be gathered"
+        assert [shape for shape in shapes if 1024 in shape] == []
+        caches = [shape for shape in shapes if 256 in shape and len(shape) == 4]
+        assert caches == []
