@@ -32,6 +32,7 @@ from clover_jax.generation.models import Models, load_plain, with_draft
 from clover_jax.generation.row_stream import RowEvent, RowStream
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.generation.text_pieces import TextPieces
+from clover_jax.sharding import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 
@@ -59,13 +60,14 @@ class Piece:
     finish_reason: str | None = None
 
 
-def load_base(source: str = "builtin:tiny", dtype: str = "auto") -> Models:
+def load_base(source: str = "builtin:tiny", dtype: str = "auto", mesh: str | None = None) -> Models:
     """Load a base and its tokenizer, for plain decoding.
 
     source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`) or "builtin:tiny".
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
+    mesh: the devices to decode on, such as "tensor=4"; None: one.
     """
-    return load_plain(source, resolve_dtype(dtype))
+    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh))
 
 
 def load_draft(
@@ -112,15 +114,21 @@ def generate(
 
 
 def train(
-    workdir: str | Path, *, stop: threading.Event | None = None, **settings: Any
+    workdir: str | Path,
+    *,
+    stop: threading.Event | None = None,
+    mesh: str | None = None,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Train a draft head in `workdir`, or go on where an earlier call stopped; return the report.
 
     stop: when set, the run saves a checkpoint after its current step and returns.
+    mesh: the devices to train on, such as "data=2,fsdp=-1"; None: one.
     settings: fields of `TrainSettings`, which are the flags of `python -m clover_jax.train`.
     """
     chosen = TrainSettings(**settings)
-    return run_training(chosen, Path(workdir).expanduser(), stop or threading.Event())
+    stop = stop or threading.Event()
+    return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
 
 
 def as_prompt(prompt: PromptLike) -> Prompt:

@@ -24,6 +24,7 @@ import jax
 import orbax.checkpoint as ocp
 
 from clover_jax.array_types import PyTree
+from clover_jax.distributed import is_primary, wait_for_all
 from clover_jax.errors import UserError
 from clover_jax.files import write_json
 
@@ -86,7 +87,9 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state),
-                    data=grain.checkpoint.CheckpointSave(batches),
+                    # Not grain's own handler: its files are one for each process, so that no other
+                    # number of processes could go on.
+                    data=ocp.args.JsonSave(batches.get_state()),
                     meta=ocp.args.JsonSave({"step": step}),
                 ),
             )
@@ -152,16 +155,19 @@ class Checkpoints:
             step,
             args=ocp.args.Composite(
                 state=ocp.args.StandardRestore(abstract),
-                data=grain.checkpoint.CheckpointRestore(batches),
+                data=ocp.args.JsonRestore(),
                 meta=ocp.args.JsonRestore(),
             ),
         )
         if restored.meta["step"] != step:
             raise ValueError(f"it says that it is of step {restored.meta['step']}")
+        batches.set_state(restored.data)
         return restored.state
 
     def _write_hashes(self) -> None:
         """Hash the checkpoint that is about to get its name; called in the background."""
+        if not is_primary():
+            return
         for folder in self.directory.glob(f"*{_UNFINISHED}"):
             step = int(folder.name.removesuffix(_UNFINISHED))
             write_json(self._hash_file(step), _hash_files(folder))
@@ -187,11 +193,14 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> Path:
         aside = self.directory / "damaged" / str(step)
-        if aside.exists():
-            shutil.rmtree(aside)
-        aside.parent.mkdir(exist_ok=True)
-        os.rename(self.directory / str(step), aside)
-        self._hash_file(step).unlink(missing_ok=True)
+        wait_for_all("damage found")
+        if is_primary():
+            if aside.exists():
+                shutil.rmtree(aside)
+            aside.parent.mkdir(exist_ok=True)
+            os.rename(self.directory / str(step), aside)
+            self._hash_file(step).unlink(missing_ok=True)
+        wait_for_all("damage set aside")
         self._manager.reload()
         return aside
 

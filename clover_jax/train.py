@@ -9,7 +9,9 @@ writes; a folder that `prepare` made; builtin:python is the Python standard libr
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
 best/ (the best by measured tau). The same command goes on where it was stopped; a finished workdir
 says so. SIGTERM saves a checkpoint after the current step; the status is then 0 and the result says
-"finished": false. Status 2: a mistake in what was given, or a loss that is not finite.
+"finished": false. Several processes work as one where the environment says so
+(launch/local_processes); the mesh is then over the devices of all. Status 2: a mistake in what was
+given, or a loss that is not finite; 3: another process of the run has gone away.
 """
 
 import dataclasses
@@ -18,7 +20,6 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
-from clover_jax.errors import UserError
 
 
 def define_flags(flags: absl_flags.FlagValues) -> None:
@@ -97,18 +98,18 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
 
 def main(flags: absl_flags.FlagValues) -> int:
     """Train and report."""
-    if flags.mesh is not None:
-        raise UserError(f"--mesh={flags.mesh}: train uses one device so far; leave --mesh out")
     from clover_jax import api
+    from clover_jax.distributed import is_primary, joined_processes
     from clover_jax.training.settings import TrainSettings
 
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     settings = {name: flags[name].value for name in names}
     workdir = cli.workdir_of(flags, "train")
-    with cli.sigterm_as_event() as stop:
-        report = api.train(workdir, stop=stop, **settings)
-    print(_summary(report))
-    cli.report(report)
+    with joined_processes(), cli.sigterm_as_event() as stop:
+        report = api.train(workdir, stop=stop, mesh=flags.mesh, **settings)
+        if is_primary():
+            print(_summary(report))
+            cli.report(report)
     return 0
 
 

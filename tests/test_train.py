@@ -89,7 +89,7 @@ def test_sigterm_saves_and_exits_with_status_0(data, tmp_path):
         ({"tree": "oak"}, "tree 'oak' is unknown"),
         ({"seq_len": 2}, "--seq_len=2 must lie between 3"),
         ({"steps": 0}, "steps"),
-        ({"mesh": "data=2"}, "--mesh=data=2: train uses one device"),
+        ({"mesh": "data=2"}, "--mesh=data=2 asks for 2 devices, but 1 is here"),
         ({"learning_rate": 0}, "learning_rate"),
         ({"drafter_options": "colour=red"}, "a clover2 head has no option 'colour'; the options a"),
         (

@@ -19,7 +19,13 @@ def save_params(folder: Path, params: Params) -> dict[str, str]:
 
     The hashes matter: the storage below notices lost files, but not every altered byte.
     """
-    with ocp.StandardCheckpointer() as checkpointer:
+    # One process may write while others do not: no waiting for them.
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()} if jax.process_count() > 1 else None,
+        barrier_sync_key_prefix="draft" if jax.process_count() > 1 else None,
+    )
+    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
         checkpointer.save(folder.absolute(), params)
     return file_hashes(folder)
 

@@ -10,6 +10,7 @@ import numpy as np
 
 from clover_jax.array_types import Array, Float
 from clover_jax.config import JsonConfig
+from clover_jax.distributed import to_host
 from clover_jax.models.base import BaseModel
 from clover_jax.models.tokenizer import load_tokenizer, tokenizer_hash
 
@@ -56,7 +57,7 @@ def matrix_hash(matrix: Float[Array, "V D"]) -> str:
     """Return SHA-256 over the little-endian bfloat16 values, row by row."""
     digest = hashlib.sha256()
     for start in range(0, matrix.shape[0], _HASHED_ROWS):
-        rows = np.asarray(matrix[start : start + _HASHED_ROWS])
+        rows = to_host(matrix[start : start + _HASHED_ROWS])
         digest.update(rows.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes())
     return digest.hexdigest()
 

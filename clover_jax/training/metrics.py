@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from clover_jax.distributed import is_primary, wait_for_all
 from clover_jax.jsonl import append_row, keep_rows, read_rows
 
 METRICS = "metrics.jsonl"
@@ -16,17 +17,29 @@ TENSORBOARD = "tensorboard"
 
 
 class MetricsLog:
-    """Rows of numbers by step, in a workdir. A value may be a number or a list by position."""
+    """Rows of numbers by step, in a workdir. A value may be a number or a list by position.
+
+    Only the primary process writes; the others know the rows as well.
+    """
 
     def __init__(self, workdir: Path, step: int):
         """Open the files; rows after `step`, from which the run goes on, are cut."""
         self._paths = {"train": workdir / METRICS, "eval": workdir / EVAL}
-        for path in self._paths.values():
-            keep_rows(path, lambda row: row["step"] <= step)
-        self._board = TensorBoard(workdir / TENSORBOARD, step)
+        self._board = None
+        if is_primary():
+            for path in self._paths.values():
+                keep_rows(path, lambda row: row["step"] <= step)
+            self._board = TensorBoard(workdir / TENSORBOARD, step)
+        wait_for_all("metrics")
+        path = self._paths["eval"]
+        self._evaluated = list(read_rows(path)) if path.exists() else []
 
     def write(self, kind: str, row: dict[str, Any]) -> None:
         """Append a row, which has a "step"; kind: "train" or "eval"."""
+        if kind == "eval":
+            self._evaluated.append(row)
+        if self._board is None:
+            return
         append_row(self._paths[kind], row)
         scalars = {}
         for name, value in row.items():
@@ -38,11 +51,12 @@ class MetricsLog:
 
     def evaluated(self) -> list[dict[str, Any]]:
         """Return the rows of eval.jsonl."""
-        return list(read_rows(self._paths["eval"])) if self._paths["eval"].exists() else []
+        return list(self._evaluated)
 
     def close(self) -> None:
         """Close the TensorBoard file."""
-        self._board.close()
+        if self._board is not None:
+            self._board.close()
 
 
 class TensorBoard:

@@ -7,6 +7,7 @@ from typing import Any
 
 from clover_jax.array_types import Params
 from clover_jax.checkpoint import disk_reason
+from clover_jax.distributed import is_primary, to_host
 from clover_jax.drafters.directory import save_draft
 from clover_jax.errors import UserError
 from clover_jax.training.provenance import git_revision, versions
@@ -45,6 +46,9 @@ class DraftWriter:
             "measured": measured,
         }
         directory = self._workdir / name
+        params = to_host(params)
+        if not is_primary():
+            return directory
         try:
             save_draft(
                 directory,

@@ -3,19 +3,25 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import io
+import sys
 import threading
 from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
+from clover_jax.distributed import agreed, is_primary
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.files import only_process_in, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.progress import Progress, progress_bar
+from clover_jax.sharding import param_shardings, place_rows, with_shardings
 from clover_jax.training.evaluation import DecodingEvaluator, Interrupted
 from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.optimizer import make_schedule
@@ -28,27 +34,36 @@ from clover_jax.training.trainer import Trainer
 CHECKPOINTS, RESULT = "checkpoints", "result.json"
 
 
-def run_training(settings: TrainSettings, workdir: Path, stop: threading.Event) -> dict[str, Any]:
+def run_training(
+    settings: TrainSettings, workdir: Path, stop: threading.Event, mesh: Mesh | None = None
+) -> dict[str, Any]:
     """Train a head in `workdir`, or go on where an earlier run stopped; return the report.
 
     stop: when set (by SIGTERM), the run saves a checkpoint after its current step and returns.
+    mesh: the devices to train on, None for one; a run may go on with another mesh.
     Raises UserError for whatever cannot work, before anything is trained.
     """
     workdir.mkdir(parents=True, exist_ok=True)
-    with only_process_in(workdir, "is training", "--workdir"):
+    alone = only_process_in(workdir, "is training", "--workdir")
+    with alone if is_primary() else contextlib.nullcontext():
         finished = _finished_report(workdir, settings)
         if finished is not None and recorded_settings(workdir) == settings:
             return finished
-        parts = load_parts(settings)
-        check_resumable(workdir, settings, parts.identity)
-        return finished or _train(settings, parts, workdir, stop)
+        parts = load_parts(settings, mesh)
+        if is_primary():
+            check_resumable(workdir, settings, parts.identity)
+        return finished or _train(settings, parts, workdir, agreed(stop))
 
 
 def _train(
     settings: TrainSettings, parts: Parts, workdir: Path, stop: threading.Event
 ) -> dict[str, Any]:
     config = TrainStepConfig(
-        parts.base.config, parts.head, parts.optimizer, loss_chunk=settings.loss_chunk
+        parts.base.config,
+        parts.head,
+        parts.optimizer,
+        loss_chunk=settings.loss_chunk,
+        mesh=parts.mesh,
     )
     dataset = make_pipeline(parts.data.samples, parts.pipeline)
     with contextlib.ExitStack() as stack:
@@ -56,7 +71,10 @@ def _train(
         batches = stack.enter_context(contextlib.closing(iter(dataset)))
         state, done = restore_or_init(config, parts.base, settings.seed, checkpoints, batches)
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
-        progress = stack.enter_context(progress_bar(settings.steps, "train", initial=done))
+        shown = sys.stderr if is_primary() else io.StringIO()
+        progress = stack.enter_context(
+            progress_bar(settings.steps, "train", initial=done, file=shown)
+        )
         if done:
             progress.write(f"going on from step {done} of {workdir}")
         writer = DraftWriter(workdir, settings, parts)
@@ -64,6 +82,7 @@ def _train(
             step=make_train_step(config),
             base_params=with_draft_rows(parts.base.params, parts.head.config),
             batches=batches,
+            place=functools.partial(place_rows, mesh=parts.mesh) if parts.mesh else lambda x: x,
             checkpoints=checkpoints,
             log=log,
             progress=progress,
@@ -121,14 +140,17 @@ def restore_or_init(
     config: TrainStepConfig, base: BaseModel, seed: int, checkpoints: Checkpoints, batches: Any
 ) -> tuple[TrainState, int]:
     """Return the newest checkpoint's state and step, or a fresh state and 0."""
-    init = jax.jit(lambda base_params: init_state(config, base_params, seed))
-    device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    like = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device),
-        jax.eval_shape(init, base.params),
-    )
-    restored = checkpoints.restore(like, batches)
-    return (init(base.params), 0) if restored is None else (restored.state, restored.step)
+    init = functools.partial(init_state, config, seed=seed)
+    shapes = jax.eval_shape(init, base.params)
+    if config.mesh is None:
+        device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        placed = jax.tree.map(lambda _: device, shapes)
+    else:
+        placed = param_shardings(shapes, config.mesh)
+    restored = checkpoints.restore(with_shardings(shapes, placed), batches)
+    if restored is not None:
+        return restored.state, restored.step
+    return jax.jit(init, out_shardings=placed)(base.params), 0
 
 
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:
@@ -154,6 +176,6 @@ def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) 
         best = max(rows, key=lambda row: row["tau"])
         report |= {"best": str(workdir / BEST), "best_step": best["step"], "tau": best["tau"]}
         report |= {name: best[name] for name in ("hit_rate", "equal", "prompts")}
-    if finished:
+    if finished and is_primary():
         write_json(workdir / RESULT, report)
     return report

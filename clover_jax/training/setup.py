@@ -23,6 +23,7 @@ from clover_jax.models.loading import load_base
 from clover_jax.models.shapes import shape_notice
 from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.progress import passing_note
+from clover_jax.sharding import place_on
 from clover_jax.training.draft_vocabulary import reduce_vocabulary
 from clover_jax.training.drafter_options import parse_drafter_options
 from clover_jax.training.evaluation import DecodingEvaluator, evaluation_prompts
@@ -31,6 +32,7 @@ from clover_jax.training.settings import TrainSettings
 from clover_jax.training.teacher import stored_names
 
 if TYPE_CHECKING:
+    from jax.sharding import Mesh
     from transformers import PreTrainedTokenizerBase
 
 
@@ -41,6 +43,7 @@ class Parts(NamedTuple):
         where that is the whole vocabulary.
     tree: what the head is decoded with.
     evaluator: None when nothing is to be measured.
+    mesh: the devices that the base is split over; None: all is on one.
     """
 
     base: BaseModel
@@ -53,6 +56,7 @@ class Parts(NamedTuple):
     pipeline: PipelineConfig
     tree: TreeConfig | AdaptiveTree
     evaluator: DecodingEvaluator | None
+    mesh: Mesh | None = None
 
     @property
     def identity(self) -> dict[str, str]:
@@ -60,15 +64,18 @@ class Parts(NamedTuple):
         return {"base": self.base_fingerprint.lm_head, "data": self.data.hash}
 
 
-def load_parts(settings: TrainSettings) -> Parts:
+def load_parts(settings: TrainSettings, mesh: Mesh | None = None) -> Parts:
     """Load and check everything; what loads slowest comes last.
+
+    mesh: the base is read straight into its shards; None puts it on one device.
 
     Raises UserError for whatever cannot work.
     """
     tree = parse_tree(settings.tree) if settings.tree else None  # before anything large is read
     optimizer = optimizer_config(settings)
     with passing_note(f"loading {settings.base}"):
-        base = load_base(settings.base, resolve_dtype(settings.dtype))
+        dtype = resolve_dtype(settings.dtype)
+        base = load_base(settings.base, dtype, place_on(mesh, dtype) if mesh else None)
         tokenizer = with_chat_template(load_tokenizer(base.directory), settings.chat_template)
     base_fingerprint = fingerprint(base)
     if notice := shape_notice(settings.base):
@@ -89,7 +96,9 @@ def load_parts(settings: TrainSettings) -> Parts:
         prompts = evaluation_prompts(
             settings.eval_prompts, data.heldout, base, tokenizer, settings.eval_num_prompts
         )
-        evaluator = DecodingEvaluator(base, head, tree, prompts, settings.eval_max_new_tokens)
+        evaluator = DecodingEvaluator(
+            base, head, tree, prompts, settings.eval_max_new_tokens, mesh=mesh
+        )
     return Parts(
         base=base,
         base_fingerprint=base_fingerprint,
@@ -101,6 +110,7 @@ def load_parts(settings: TrainSettings) -> Parts:
         pipeline=pipeline,
         tree=tree,
         evaluator=evaluator,
+        mesh=mesh,
     )
 
 

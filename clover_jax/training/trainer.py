@@ -27,6 +27,7 @@ TrainStep = Callable[[TrainState, Params, Batch], tuple[TrainState, StepMetrics]
 class Trainer:
     """What the loop works with.
 
+    place: puts a batch on the devices that work on it.
     evaluate: decodes held-out prompts with the state of a step and records the result.
     export: writes the draft directory of a step.
     rate: step -> learning rate, for the log.
@@ -35,6 +36,7 @@ class Trainer:
     step: TrainStep
     base_params: Params
     batches: grain.DatasetIterator
+    place: Callable[[Batch], Batch]
     checkpoints: Checkpoints
     log: MetricsLog
     progress: Progress
@@ -58,7 +60,7 @@ class Trainer:
         clock = Clock()
         while done < self.steps and not self.stop.is_set():
             with clock.waiting():
-                batch = next(self.batches)
+                batch = self.place(next(self.batches))
             state, metrics = self.step(state, self.base_params, batch)
             done += 1
             watch.take(done, metrics)

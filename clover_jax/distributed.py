@@ -1,0 +1,138 @@
+"""Several processes, on one machine or many, that work as one run.
+
+Each process starts the same command. Where they find each other stands in the environment, which
+`launch/local_processes` or a cluster's starter sets: JAX_COORDINATOR_ADDRESS (HOST:PORT of process
+0), JAX_NUM_PROCESSES and JAX_PROCESS_ID; a coordinator "auto" asks the cluster (SLURM, Cloud TPU,
+GKE) for all three. All processes run the same programs in the same order; files and output are
+process 0's, the primary's, affair.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import numpy as np
+
+from clover_jax.array_types import Array, PyTree
+from clover_jax.errors import UserError
+
+COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
+STATUS_LOST = 3  # another process has gone away: start all again
+# What the backends say when another process has gone away.
+_LOST = ("gloo", "connection closed", "connection reset", "coordination service", "heartbeat")
+
+
+@contextlib.contextmanager
+def joined_processes() -> Iterator[None]:
+    """Join the other processes that the environment names; alone where it names none.
+
+    Where another process ends before this one, says so and ends with STATUS_LOST. Raises UserError
+    for an incomplete environment.
+    """
+    coordinator = os.environ.get(COORDINATOR)
+    if coordinator is None:
+        yield
+        return
+    if coordinator == "auto":
+        os.environ.pop(COORDINATOR)  # JAX would take it for an address
+        jax.distributed.initialize()
+    else:
+        count, number = _whole_number(COUNT), _whole_number(NUMBER)
+        if not 0 <= number < count:
+            raise UserError(f"{NUMBER}={number} must lie between 0 and {COUNT} - 1 = {count - 1}")
+        jax.distributed.initialize(coordinator, count, number)
+    try:
+        yield
+    except (jax.errors.JaxRuntimeError, ValueError) as error:
+        if not any(word in str(error).lower() for word in _LOST):
+            raise
+        reason = str(error).strip().splitlines()[0][:200]
+        print(
+            f"process {jax.process_index()}: another process of this run has ended, so this one "
+            f"cannot go on ({reason}); start all of them again, they go on from the last "
+            "checkpoint",
+            file=sys.stderr,
+            flush=True,
+        )
+        # JAX's own end would wait for the process that is gone.
+        os._exit(STATUS_LOST)
+
+
+def _whole_number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise UserError(
+            f"{COORDINATOR}={os.environ[COORDINATOR]} needs {name}, a whole number, beside it, "
+            f"found {text!r}; launch/local_processes sets all three"
+        )
+    return int(text)
+
+
+def is_primary() -> bool:
+    """Return whether this process writes files and output."""
+    return jax.process_index() == 0
+
+
+def wait_for_all(name: str) -> None:
+    """Return when every process has come to this point."""
+    if jax.process_count() > 1:
+        from jax.experimental import multihost_utils
+
+        multihost_utils.sync_global_devices(name)
+
+
+def to_host(values: PyTree) -> PyTree:
+    """Bring arrays to the host, whole; every process calls it, and each gets all of them."""
+
+    def bring(array: Array) -> np.ndarray:
+        if not isinstance(array, jax.Array) or array.is_fully_addressable:
+            return np.asarray(array)
+        if array.is_fully_replicated:
+            return np.asarray(array.addressable_data(0))
+        from jax.experimental import multihost_utils
+
+        return multihost_utils.process_allgather(array, tiled=True)
+
+    return jax.tree.map(bring, values)
+
+
+class AgreedEvent(threading.Event):
+    """An event that is set in all processes at the same step, once it is set in one.
+
+    Asking the others means waiting for the device, so that is done once in `every` questions.
+    """
+
+    def __init__(self, event: threading.Event, every: int = 16):
+        """Watch this process's event; every process must ask equally often."""
+        super().__init__()
+        self._event, self._every, self._asked = event, every, 0
+
+    def is_set(self) -> bool:
+        """Return whether the processes have agreed that it is set."""
+        if not super().is_set() and self._asked % self._every == 0:
+            from jax.experimental import multihost_utils
+
+            if np.any(multihost_utils.process_allgather(np.array(self._event.is_set()))):
+                self.set()
+        self._asked += 1
+        return super().is_set()
+
+
+def agreed(event: threading.Event) -> threading.Event:
+    """Return an event that all processes see at once; alone, the very event."""
+    return AgreedEvent(event) if jax.process_count() > 1 else event
+
+
+def of_primary(value: Any) -> Any:
+    """Return what the primary holds, a number or array of the same shape in every process."""
+    if jax.process_count() == 1:
+        return value
+    from jax.experimental import multihost_utils
+
+    return multihost_utils.broadcast_one_to_all(value)

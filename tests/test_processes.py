@@ -1,0 +1,122 @@
+"""Several real processes as one run, over loopback, started by launch/local_processes."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import REPOSITORY, WARNINGS
+
+BASE = REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base"
+LAUNCH = REPOSITORY / "launch" / "local_processes"
+
+
+@pytest.fixture
+def train(tmp_path):
+    """A function that gives the command of a small run in a workdir."""
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt_ids": [i, i + 1], "output_ids": list(range(i + 2, i + 20))} for i in range(30)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    small = {"batch_size": 4, "seq_len": 32, "warmup_steps": 2, "log_every": 1}
+    small |= {"num_positions": 2, "num_augmenting_layers": 1, "base": BASE, "data": data}
+
+    def command(workdir, **changes):
+        flags = small | {"workdir": tmp_path / workdir} | changes
+        flags = [f"--{name}={value}" for name, value in flags.items()]
+        return [sys.executable, *WARNINGS, "-m", "clover_jax.train", *flags]
+
+    return command
+
+
+def losses(workdir: Path):
+    return [json.loads(line)["loss"] for line in (workdir / "metrics.jsonl").open()]
+
+
+def environment(devices):
+    flags = f"--xla_force_host_platform_device_count={devices}"
+    return os.environ | {"XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()}
+
+
+def run(command, devices=1):
+    finished = subprocess.run(
+        command, cwd=REPOSITORY, env=environment(devices), capture_output=True, text=True
+    )
+    assert finished.returncode == 0, finished.stderr
+    return finished.stdout
+
+
+def test_two_processes_train_as_one_does_with_their_devices(train, tmp_path):
+    said = run([LAUNCH, "2", *train("two", steps=3)])
+    alone = run(train("one", steps=3, mesh="data=2"), devices=2)
+    assert json.loads(said.splitlines()[-1])["finished"]
+    spoken = [line for line in said.splitlines() if not line.startswith("[Gloo]")]
+    assert len(spoken) == len(alone.splitlines())  # one of the two processes speaks
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-6)
+    assert (tmp_path / "two" / "draft" / "draft.json").exists()
+
+
+def wait_for(condition, process):
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_a_killed_process_ends_the_others_and_a_restart_goes_on(train, tmp_path):
+    flags = {"steps": 400, "checkpoint_every": 2}
+    command = [LAUNCH, "2", *train("w", **flags)]
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(command, cwd=REPOSITORY, stdout=pipe, stderr=pipe, text=True)
+    second = int(re.search(r"process ids \d+ (\d+)", run.stderr.readline())[1])
+    wait_for((tmp_path / "w" / "checkpoints" / "4").exists, run)
+    os.kill(second, signal.SIGKILL)
+    said = run.communicate()[1]
+    assert run.returncode == 128 + signal.SIGKILL
+    assert "local_processes: process 1 was killed by signal 9; ending the other 1." in said
+    assert "process 0: another process of this run has ended" in said
+    reached = len(losses(tmp_path / "w"))
+    last = reached + 4
+    again = subprocess.run(
+        [LAUNCH, "2", *train("w", **flags | {"steps": last})],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert again.returncode == 0, again.stderr
+    assert "going on from step" in again.stderr
+    assert len(losses(tmp_path / "w")) == last
+
+
+@pytest.mark.parametrize("arguments", [[], ["2"], ["zero", "true"], ["0", "true"]])
+def test_the_launcher_says_how_it_is_used(arguments):
+    finished = subprocess.run([LAUNCH, *arguments], capture_output=True, text=True)
+    assert finished.returncode == 2
+    assert finished.stderr.startswith("usage: ")
+
+
+def test_the_launcher_ends_all_when_one_fails():
+    script = '[ "$JAX_PROCESS_ID" = 1 ] && exit 7; exec sleep 600'
+    command = [LAUNCH, "3", "bash", "-c", script]
+    finished = subprocess.run(
+        command, capture_output=True, text=True, env=os.environ | {"GRACE": "0"}
+    )
+    assert finished.returncode == 7
+    assert "process 1 ended with status 7; ending the other 2." in finished.stderr
+
+
+def test_an_incomplete_environment_is_named(train):
+    finished = subprocess.run(
+        train("w"),
+        cwd=REPOSITORY,
+        env=os.environ | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2"},
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 2
+    assert "needs JAX_PROCESS_ID, a whole number, beside it, found ''" in finished.stderr

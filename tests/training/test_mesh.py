@@ -1,0 +1,125 @@
+"""Training on 8 simulated devices: the same values as on one, and what is moved for it."""
+
+import json
+
+MESHES = ("data=8", "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "tensor=8")
+
+# Prints, for one device and each mesh: losses of all steps, the worst relative difference of the
+# first step's gradients, and the shapes that are gathered or reduced in the compiled step.
+STEPS = """
+import dataclasses, json, re, sys
+import jax, numpy as np
+from clover_jax.drafters import registry
+from clover_jax.sharding import make_mesh, param_shardings, parse_mesh, place_rows
+from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
+from tests.tiny_models import TINY, random_base
+from tests.training.training_data import random_batch
+
+base = dataclasses.replace(
+    TINY, vocab_size=128, num_heads=8, num_kv_heads=8, head_dim=4, num_layers=1
+)
+head = registry.head(
+    registry.config_for_base("clover2", base, num_positions=2, num_augmenting_layers=1)
+)
+optimizer = OptimizerConfig(20, 1e-3, 2, clip_value=0.0)
+batches = [jax.tree.map(np.asarray, random_batch(8, 32, 128, seed)) for seed in range(20)]
+
+
+def train(mesh):
+    config = TrainStepConfig(base, head, optimizer, loss_chunk=16, mesh=mesh)
+    params = random_base(base)
+    shapes = jax.eval_shape(lambda p: init_state(config, p, 0), params)
+    placed = param_shardings(shapes, mesh)
+    params = jax.device_put(params, param_shardings(params, mesh))
+    state = jax.jit(lambda p: init_state(config, p, 0), out_shardings=placed)(params)
+    step = make_train_step(config).lower(state, params, place_rows(batches[0], mesh)).compile()
+    losses, gradient = [], None
+    for batch in batches:
+        state, metrics = step(state, params, place_rows(batch, mesh))
+        losses.append(float(metrics.loss))
+        if gradient is None:  # Adam's first moment after one step, but for a factor
+            gradient = jax.device_get(state.opt_state[1][0].mu)
+    jax.tree.map(lambda x, there: check(x.sharding.is_equivalent_to(there, x.ndim)), state, placed)
+    return losses, gradient, step.as_text()
+
+
+def check(condition):
+    assert condition
+
+
+def distance(a, b):
+    return float(np.abs(a - b).max() / np.abs(b).max())
+
+
+reference = None
+for name in ["data=1", *sys.argv[1:]]:
+    losses, gradient, text = train(make_mesh(parse_mesh(name, 8)))
+    reference = reference or gradient
+    worst = max(jax.tree.leaves(jax.tree.map(distance, gradient, reference)))
+    moved = re.findall(r"= \\S+\\[([\\d,]*)\\]\\S* (all-gather|all-to-all)", text)
+    moved = sorted({tuple(int(n) for n in dims.split(",") if n) for dims, _ in moved})
+    print(json.dumps({"mesh": name, "losses": losses, "gradient": worst, "gathered": moved}))
+"""
+
+
+def test_every_mesh_trains_as_one_device_does(run_python):
+    rows = [json.loads(line) for line in run_python(STEPS, *MESHES, devices=8).splitlines()]
+    alone, *others = rows
+    assert [row["mesh"] for row in others] == list(MESHES)
+    assert alone["losses"][-1] < alone["losses"][0]
+    for row in others:
+        name = row["mesh"]
+        assert abs(row["losses"][0] / alone["losses"][0] - 1) < 1e-5, name
+        assert row["gradient"] < 1e-5, name
+        assert abs(row["losses"][-1] / alone["losses"][-1] - 1) < 1e-4, name
+    gathered = {row["mesh"]: [tuple(shape) for shape in row["gathered"]] for row in others}
+    assert gathered["data=8"] == []  # only gradients are summed
+    assert (32, 5, 8, 4) not in gathered["tensor=8"]
+    for name in MESHES:
+        vocabulary = [shape for shape in gathered[name] if shape[-1] == 128]
+        assert vocabulary == [], f"{name}: logits are gathered"
+        assert (128, 32) not in gathered[name], f"{name}: the whole lm_head is gathered"
+
+
+# Two steps on one set of devices, two on another; prints the metrics of both parts.
+RESUMED = """
+import json, sys, threading
+from pathlib import Path
+from clover_jax.sharding import mesh_for
+from clover_jax.training.run import run_training
+from clover_jax.training.settings import TrainSettings
+
+base, data, workdir, *meshes = sys.argv[1:]
+for steps, mesh in zip((2, 4), meshes):
+    settings = TrainSettings(
+        base=base, data=data, steps=4, batch_size=4, seq_len=32, warmup_steps=2, log_every=1,
+        checkpoint_every=2, num_positions=2, num_augmenting_layers=1,
+    )
+    log = Path(workdir) / "metrics.jsonl"
+    class StopAt(threading.Event):
+        def is_set(self):
+            return log.exists() and len(log.read_text().splitlines()) >= steps
+    report = run_training(settings, Path(workdir), StopAt(), mesh_for(mesh or None))
+print(json.dumps(report))
+"""
+
+
+def test_a_run_goes_on_with_another_number_of_devices(run_python, fixtures_dir, tmp_path):
+    data = tmp_path / "rows.jsonl"
+    ids = [{"prompt_ids": [i, i + 1], "output_ids": list(range(i + 2, i + 20))} for i in range(30)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in ids))
+    base = fixtures_dir / "clover2_reference" / "base"
+
+    def losses(name, *meshes):
+        workdir = tmp_path / name
+        printed = run_python(RESUMED, str(base), str(data), str(workdir), *meshes, devices=4)
+        assert json.loads(printed.splitlines()[-1])["finished"]
+        rows = [json.loads(line) for line in (workdir / "metrics.jsonl").read_text().splitlines()]
+        return [row["loss"] for row in rows]
+
+    alone = losses("alone", "", "")
+    changed = losses("changed", "data=2,tensor=2", "fsdp=2")
+    assert len(alone) == len(changed) == 4
+    for a, b in zip(alone, changed, strict=True):
+        assert abs(a / b - 1) < 1e-4
