@@ -269,7 +269,7 @@ def test_two_reports_are_set_side_by_side(finished, folder, capsys):
         (["--compare=/nowhere/a.json,b"], "/nowhere/a.json cannot be read"),
         (["--drafts=x"], "'x' should be NAME=DIR"),
         (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
-        (["--mesh=data=2"], "evaluate uses one device for now"),
+        (["--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2(argv, said, capsys):

@@ -35,7 +35,8 @@ def train(tmp_path):
 
 
 def losses(workdir: Path):
-    return [json.loads(line)["loss"] for line in (workdir / "metrics.jsonl").open()]
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
 
 
 def environment(devices):

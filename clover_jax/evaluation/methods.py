@@ -11,6 +11,7 @@ from clover_jax.decoding.engine import Engine, Request, bucket
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.generation.models import Models, load_plain, with_draft
+from clover_jax.sharding import mesh_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +36,7 @@ def load_methods(options: Options, dtype: jnp.dtype) -> list[Method]:
 
     Raises UserError for what is missing, broken or does not fit the base.
     """
-    plain = load_plain(options.base, dtype)
+    plain = load_plain(options.base, dtype, mesh_for(options.mesh))
     methods = [Method(VANILLA, plain)]
     for choice in options.draft_choices:
         models = with_draft(

@@ -48,8 +48,6 @@ class Options:
     draft_rope_theta: float | None
 
     def __post_init__(self):
-        if self.mesh is not None:
-            raise UserError(f"--mesh={self.mesh}: evaluate uses one device for now; leave it out")
         _ = self.all_batch_sizes, self.draft_choices  # raise now
 
     @property
