@@ -377,14 +377,16 @@ def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
     """
     if mesh.shape["fsdp"] == 1:
         return 0
-    whole = make_abstract_mesh(dataclasses.replace(shape_of(mesh), fsdp=1))
-
-    def size(params: PyTree) -> int:
-        return bytes_per_device(params, param_shardings(params, whole))
-
-    layers = [size({name: part}) for name, part in base.items() if name.startswith("layers_")]
     vocabulary = {name: base[name] for name in ("embedding", "lm_head") if name in base}
-    return size(vocabulary) + 2 * max(layers)
+    layers = [part for name, part in base.items() if name.startswith("layers_")]
+    largest = max(whole_over_rows(layer, mesh) for layer in layers)
+    return whole_over_rows(vocabulary, mesh) + 2 * largest
+
+
+def whole_over_rows(params: PyTree, mesh: AnyMesh) -> int:
+    """Return the bytes on a device of params that are gathered over fsdp."""
+    whole = make_abstract_mesh(dataclasses.replace(shape_of(mesh), fsdp=1))
+    return bytes_per_device(params, param_shardings(params, whole))
 
 
 def place_on(mesh: Mesh, dtype: jnp.dtype) -> Place:

@@ -20,6 +20,7 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
+from clover_jax.errors import UserError
 
 
 def define_flags(flags: absl_flags.FlagValues) -> None:
@@ -94,6 +95,14 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
         "the token tree to decode with; recorded in the draft [paper25, or clover4 where the head "
         "is too shallow for it]",
     )
+    absl_flags.DEFINE_boolean(
+        "dry_run",
+        False,
+        "print what the run would take (params, memory of a device, FLOPs, time) and end; --mesh "
+        "may then have more devices than there are",
+        flag_values=flags,
+    )
+    text("target", None, "hardware for --dry_run, such as tpu-v5e:4x4 or gpu-h200 [this machine]")
 
 
 def main(flags: absl_flags.FlagValues) -> int:
@@ -104,12 +113,28 @@ def main(flags: absl_flags.FlagValues) -> int:
 
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     settings = {name: flags[name].value for name in names}
+    if flags.dry_run:
+        return _dry_run(TrainSettings(**settings), flags)
+    if flags.target:
+        raise UserError(f"--target={flags.target} is for --dry_run; a run takes what is here")
     workdir = cli.workdir_of(flags, "train")
     with joined_processes(), cli.sigterm_as_event() as stop:
         report = api.train(workdir, stop=stop, mesh=flags.mesh, **settings)
         if is_primary():
             print(_summary(report))
             cli.report(report)
+    return 0
+
+
+def _dry_run(settings, flags: absl_flags.FlagValues) -> int:
+    """Print what a run would take; raises UserError where it cannot fit."""
+    from clover_jax.benchmark.targets import parse_target
+    from clover_jax.training.dry_run import dry_run
+
+    found = dry_run(settings, flags.mesh, parse_target(flags.target) if flags.target else None)
+    print("\n".join(found.lines()))
+    found.check_memory()
+    cli.report(found.to_row())
     return 0
 
 
