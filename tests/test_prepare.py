@@ -193,7 +193,9 @@ def test_samples_of_another_tokenizer_are_refused_with_both_hashes(prepared):
 )
 def test_activations_that_the_head_reads_must_be_there(base, prepared, names, message):
     if message is None:
-        assert load(prepared, base, names).samples[0].hidden["pre_norm"].dtype == np.float32
+        data = load(prepared, base, names)
+        assert data.samples[0].hidden["pre_norm"].dtype == np.float32
+        assert data.tokens_only[0].hidden is None
     else:
         with pytest.raises(UserError, match=message):
             load(prepared, base, names)

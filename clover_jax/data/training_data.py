@@ -32,6 +32,12 @@ class TrainingData(NamedTuple):
     heldout: Sequence[Record]
     hash: str
 
+    @property
+    def tokens_only(self) -> Samples:
+        """The same samples without activations, which would be large to read for nothing."""
+        samples = self.samples
+        return PreparedSamples(samples.directory) if samples.hidden_names else samples
+
 
 def load_training_data(
     spec: str,

@@ -89,7 +89,7 @@ def load_parts(settings: TrainSettings, mesh: Mesh | None = None) -> Parts:
     coverage = None
     if settings.draft_vocab is not None:
         head, coverage = reduce_vocabulary(
-            head, settings.draft_vocab, base, tokenizer, data.samples
+            head, settings.draft_vocab, base, tokenizer, data.tokens_only
         )
     evaluator = None
     if settings.eval_every:
