@@ -19,7 +19,7 @@ from clover_jax.benchmark.targets import Target, find_devices
 from clover_jax.benchmark.work import count_work
 from clover_jax.decoding.compiler_options import options_for
 from clover_jax.decoding.step import speculate_and_verify
-from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.models.attention import READINGS
 from clover_jax.sharding import (
     MeshShape,
     bytes_per_device,
@@ -117,7 +117,7 @@ def compile_step(
     text = compiled.as_text()
     program = Program(text)
     memory = compiled.memory_analysis()
-    trips = math.ceil(context / CACHE_CHUNK)
+    trips = math.ceil(context / READINGS[target.platform].chunk_of(size))
     result = CompiledStep(
         target=target.name,
         devices=shape.size,

@@ -1,0 +1,57 @@
+"""Attention over a cache: every platform's way of reading it gives the same."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.models import attention
+from clover_jax.models.attention import READINGS, Reading, attend
+from clover_jax.models.cache import KeyValue
+
+FEW_SCORES = dataclasses.replace(READINGS["cuda"], most_scores=2**14)
+
+
+def plain(query, fresh, mask, cache, length):
+    """Return one softmax over the cache and the fresh rows, laid side by side."""
+    key, value = (jnp.concatenate(pair, axis=2) for pair in zip(cache, fresh, strict=True))
+    live = jnp.arange(cache[0].shape[2]) < length[:, None, None]
+    seen = jnp.concatenate([jnp.broadcast_to(live, (*mask.shape[:2], live.shape[2])), mask], axis=2)
+    scores = jnp.einsum("bkgth,bksh->bkgts", query, key) * query.shape[-1] ** -0.5
+    weight = jax.nn.softmax(jnp.where(seen[:, None, None], scores, -jnp.inf), axis=-1)
+    return jnp.einsum("bkgts,bksh->bkgth", weight, value)
+
+
+@pytest.mark.parametrize(
+    "reading", [*READINGS.values(), FEW_SCORES], ids=[*READINGS, "cuda, few scores"]
+)
+def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, reading):
+    monkeypatch.setitem(READINGS, "cpu", reading)
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+    query = jax.random.normal(next(keys), (2, 2, 3, 4, 8))
+    fresh = [jax.random.normal(next(keys), (2, 2, 4, 8)) for _ in range(2)]
+    cache = [jax.random.normal(next(keys), (2, 2, 1024, 8)) for _ in range(2)]
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (2, 4, 4))
+    length = jnp.array([3, 700])
+    found = attend(query, KeyValue(*fresh), mask, KeyValue(*cache), length)
+    np.testing.assert_allclose(found, plain(query, fresh, mask, cache, length), atol=2e-6)
+
+
+def test_a_reading_takes_what_its_scores_allow():
+    unbounded = Reading(chunk=None, most_scores=4 * 100 * 1024)
+    assert unbounded.chunk_of(1024, num_queries=100) == 1024
+    assert unbounded.chunk_of(1024, num_queries=101) == 512
+    assert unbounded.chunk_of(4096, num_queries=10**6) == attention.CACHE_CHUNK
+    assert Reading(chunk=512).chunk_of(4096) == 512
+    assert Reading(chunk=512).chunk_of(100) == 100
+    assert Reading(chunk=512).chunk_of(768) == attention.CACHE_CHUNK  # which divides it
+
+
+def test_a_cache_of_no_whole_chunks_is_refused():
+    with pytest.raises(ValueError, match=r"cache length \(300\) must be a multiple of 256"):
+        rows = KeyValue(jnp.zeros((1, 1, 300, 8)), jnp.zeros((1, 1, 300, 8)))
+        fresh = KeyValue(jnp.zeros((1, 1, 1, 8)), jnp.zeros((1, 1, 1, 8)))
+        mask = jnp.ones((1, 1, 1), bool)
+        attend(jnp.zeros((1, 1, 1, 1, 8)), fresh, mask, rows, jnp.array([1]))
