@@ -134,9 +134,9 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     parts["verify"] = bench.reading(verify, drafted.tree, cache_bytes=bench.base_cache_bytes)
     verified = parts["verify"].run()
     parts["accept"] = bench.reading(
-        lambda weights, state, drafted, logits: accept(config, state, drafted, logits),
+        lambda weights, state, drafted, verified: accept(config, state, drafted, verified),
         drafted,
-        verified.logits,
+        verified,
     )
     accepted = parts["accept"].run()
     parts["commit"] = bench.updating(

@@ -55,6 +55,11 @@ class SamplingConfig(JsonConfig):
                 "rules take children as given"
             )
 
+    @property
+    def needs_choices_only(self) -> bool:
+        """Whether the base's most probable tokens decide, and no other logits are looked at."""
+        return self.verify == "greedy" and self.force_accept is None
+
 
 GREEDY = SamplingConfig()
 

@@ -29,9 +29,8 @@ from clover_jax.decoding.lossless import accept_sampled
 from clover_jax.decoding.lossless_point_mass import accept_drawn
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig, warp
 from clover_jax.decoding.state import RUNNING, DecodeState
-from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig
-from clover_jax.decoding.verify import tree_logits, verify
+from clover_jax.decoding.verify import tree_choices, tree_logits, verify
 from clover_jax.drafters.drafter import frozen_from_base, select_features, with_draft_rows
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
@@ -122,12 +121,14 @@ class Absorbed:
 class Verified:
     """What one base forward says of every slot.
 
-    logits: [B, T, V] of the token after each slot.
+    choices: [B, T] the most probable token after each slot, where the rule asks for no more.
+    logits: [B, T, V] of the token after each slot, where it does.
     fresh: keys and values of the slots.
     features: [B, T, F] what the head will read of them.
     """
 
-    logits: Float[Array, "B T V"]
+    choices: Int[Array, "B T"] | None
+    logits: Float[Array, "B T V"] | None
     fresh: Cache
     features: Float[Array, "B T F"]
 
@@ -153,7 +154,7 @@ def speculate_and_verify(
     with jax.named_scope("verify"):
         verified = verify_tree(config, weights, state, drafted.tree)
     with jax.named_scope("accept"):
-        accepted = accept(config, state, drafted, verified.logits)
+        accepted = accept(config, state, drafted, verified)
     with jax.named_scope("commit"):
         return commit(state, drafted.tree, accepted, verified.fresh, verified.features)
 
@@ -215,19 +216,22 @@ def verify_tree(
     # A row that has ended must not make the others read as far as it got.
     length = jnp.where(state.finish == RUNNING, state.length, 0)
     output = verify(config.base, weights.base, tree, config.tree.depth, state.cache, length)
-    logits = tree_logits(weights.base, output)
-    return Verified(logits, output.fresh, tree_features(config, output.hidden))
+    features = tree_features(config, output.hidden)
+    if config.sampling.needs_choices_only:
+        return Verified(tree_choices(weights.base, output), None, output.fresh, features)
+    return Verified(None, tree_logits(weights.base, output), output.fresh, features)
 
 
 def accept(
-    config: StepConfig, state: DecodeState, drafted: Drafted, logits: Float[Array, "B T V"]
+    config: StepConfig, state: DecodeState, drafted: Drafted, verified: Verified
 ) -> Accepted:
     """Apply the verification rule that the config names."""
     sampling, tree, depth = config.sampling, drafted.tree, config.tree.depth
+    if sampling.needs_choices_only:
+        return accept_path(tree, verified.choices, depth)
+    logits = verified.logits
     if sampling.force_accept is not None:
         return accept_forced(tree, logits, sampling.force_accept, depth)
-    if sampling.verify == "greedy":
-        return accept_path(tree, argmax(logits), depth)
     if sampling.verify == "typical":
         log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))
         thresholds = (sampling.typical_epsilon, sampling.typical_delta)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import jax
+import jax.numpy as jnp
+
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import Decoder, DecoderOutput, project
+
+MOST_LOGITS = 2**23  # of which a GPU holds so many at a time: 32 MiB, which its cache can keep
 
 
 def verify(
@@ -30,3 +36,42 @@ def verify(
 def tree_logits(params: Params, output: DecoderOutput) -> Float[Array, "B T V"]:
     """Return the base's logits of the token after every slot."""
     return project(frozen_from_base(params).lm_head, output.hidden["post_norm"])
+
+
+def tree_choices(params: Params, output: DecoderOutput) -> Int[Array, "B T"]:
+    """Return the base's most probable token after every slot, the lowest id among equals."""
+    matrix, hidden = frozen_from_base(params).lm_head, output.hidden["post_norm"]
+    if jax.sharding.get_abstract_mesh().size > 1:
+        return largest(matrix, hidden)  # on a mesh a device has a part as it is
+    return jax.lax.platform_dependent(
+        matrix, hidden, cuda=largest_in_parts, rocm=largest_in_parts, default=largest
+    )
+
+
+def largest(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+    """Return the id of the largest logit; on TPU the logits are reduced where they are made."""
+    return argmax(project(matrix, hidden))
+
+
+def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+    """Return the same from one part of the vocabulary after the other.
+
+    A GPU writes logits to memory before it compares them: for 16 rows of 26 slots and a vocabulary
+    of 128k they are 203 MiB. Slices with constant bounds are read in place, those of a loop copied.
+    """
+    shape, vocabulary = hidden.shape[:-1], matrix.shape[0]
+    size = _part_of(vocabulary, hidden.size // hidden.shape[-1])
+    best, ids = jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32)
+    for start in range(0, vocabulary, size):
+        logits = project(matrix[start : start + size], hidden)
+        peak = logits.max(axis=-1)
+        ids = jnp.where(peak > best, argmax(logits) + start, ids)  # an equal one later does not win
+        best = jnp.maximum(best, peak)
+    return ids
+
+
+def _part_of(vocabulary: int, rows: int) -> int:
+    """Return how many tokens make a part: a power of two, or all of them."""
+    if rows * vocabulary <= MOST_LOGITS:
+        return vocabulary
+    return 1 << (max(MOST_LOGITS // rows, 1024).bit_length() - 1)

@@ -26,9 +26,8 @@ from clover_jax.decoding.step import (
     decode_chunk,
     weights_for,
 )
-from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree
-from clover_jax.decoding.verify import tree_logits, verify
+from clover_jax.decoding.verify import tree_choices, verify
 from clover_jax.evaluation.methods import Method
 
 METHOD = (
@@ -123,7 +122,7 @@ def _verifications(
         output = verify(
             config.base, weights.base, tree.replace(tokens=tokens), depth, state.cache, length
         )
-        return argmax(tree_logits(weights.base, output)), None
+        return tree_choices(weights.base, output), None
 
     tokens, _ = jax.lax.scan(body, tree.tokens, length=_STEPS)
     return state, tokens
