@@ -13,7 +13,8 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.benchmark.hlo import Computation, Instruction, Program, short_source
+from clover_jax.benchmark.hlo import Program
+from clover_jax.benchmark.hlo_text import Computation, Instruction, short_source
 from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
 from clover_jax.benchmark.targets import Target, find_devices
 from clover_jax.benchmark.work import count_work
@@ -189,14 +190,16 @@ def _costly(program: Program, target: Target, trips: int) -> list[str]:
     above: collections.Counter[str] = collections.Counter()
     for computation, instruction in program.instructions():
         times = _times(program, computation, trips)
-        moved = program.moved_bytes(computation, instruction)
         where = short_source(instruction.source) or instruction.opcode
         what = f"{instruction.opcode} {where}"
         if target.chip.clock:
+            moved = program.moved_bytes(computation, instruction)
             excess = instruction.cycles / target.chip.clock - moved / target.chip.bandwidth
             above[what] += times * max(excess, 0.0)
         else:
-            above[what] += times * instruction.result_bytes / target.chip.bandwidth
+            above[what] += (
+                times * program.written_bytes(computation, instruction) / target.chip.bandwidth
+            )
     return [f"{1e6 * value:.0f} us {name}" for name, value in above.most_common(TOP)]
 
 

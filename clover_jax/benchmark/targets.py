@@ -95,6 +95,8 @@ def prepare_environment(target: Target, environment: MutableMapping[str, str]) -
     environment.setdefault("TPU_SKIP_MDS_QUERY", "1")
     environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     environment.setdefault("TPU_MIN_LOG_LEVEL", "4")
+    # It touches no device, so another process may compile at the same time.
+    environment.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     if target.platform == "cuda":
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
         # There is no device to try kernels on.

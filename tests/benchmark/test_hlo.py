@@ -3,7 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from clover_jax.benchmark.hlo import Program, short_source
+from clover_jax.benchmark.hlo import Program
+from clover_jax.benchmark.hlo_text import short_source
 
 # What matters of a program for TPU: S(1) is fast memory, a fusion's inside is never stored.
 TPU = """HloModule jit_step, is_scheduled=true
@@ -151,6 +152,7 @@ def test_an_update_in_place_moves_its_rows_only():
     program = Program(lowered.compile().as_text())
     assert program.made((500, 64)) == []
     assert sum(program.moved_bytes(c, i) for c, i in program.instructions()) < 500 * 64 * 4 / 10
+    assert sum(program.written_bytes(c, i) for c, i in program.instructions()) == 64 * 4
 
 
 def test_a_rolled_buffer_is_seen_as_made_anew():
