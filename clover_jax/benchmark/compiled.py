@@ -118,7 +118,8 @@ def compile_step(
     text = compiled.as_text()
     program = Program(text)
     memory = compiled.memory_analysis()
-    trips = math.ceil(context / READINGS[target.platform].chunk_of(size))
+    queries = batch * subject.base.num_heads * (subject.tree.num_nodes + 1)
+    trips = math.ceil(context / READINGS[target.platform].chunk_of(size, queries))
     result = CompiledStep(
         target=target.name,
         devices=shape.size,
@@ -147,7 +148,7 @@ def compile_step(
 
 
 def _times(program: Program, computation: Computation, trips: int) -> int:
-    """Return how often a computation runs; loops of unknown length go over the cache's chunks."""
+    """Return how often a computation runs; loops of unknown length go over the base's cache."""
     return program.executed[computation.name].times(trips)
 
 
@@ -167,11 +168,14 @@ def _estimated_seconds(program: Program, target: Target, trips: int) -> float | 
 
 
 def _made(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
-    """Return the instructions that write anew what has the size of one of the arrays' shards."""
+    """Return the instructions that write anew what has the size of one of the arrays' shards.
+
+    A small one, a bias by heads, has the size of many an activation.
+    """
     shards = {
         place.shard_shape(leaf.shape)
         for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
-        if leaf.ndim > 1
+        if leaf.ndim > 1 and leaf.size * leaf.dtype.itemsize >= WORTH_NAMING
     }
     return _listed(i for shard in sorted(shards) for i in program.made(shard))
 

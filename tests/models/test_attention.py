@@ -7,11 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.models import attention
-from clover_jax.models.attention import READINGS, Reading, attend
+from clover_jax.models.attention import CACHE_CHUNK, READINGS, Reading, attend
 from clover_jax.models.cache import KeyValue
 
-FEW_SCORES = dataclasses.replace(READINGS["cuda"], most_scores=2**14)
+FEW_SCORES = {
+    f"{name}, few scores": dataclasses.replace(READINGS[name], most_scores=2**17)
+    for name in ("cuda", "tpu")
+}
+EVERY = READINGS | FEW_SCORES
 
 
 def plain(query, fresh, mask, cache, length):
@@ -24,9 +27,7 @@ def plain(query, fresh, mask, cache, length):
     return jnp.einsum("bkgts,bksh->bkgth", weight, value)
 
 
-@pytest.mark.parametrize(
-    "reading", [*READINGS.values(), FEW_SCORES], ids=[*READINGS, "cuda, few scores"]
-)
+@pytest.mark.parametrize("reading", EVERY.values(), ids=EVERY)
 def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, reading):
     monkeypatch.setitem(READINGS, "cpu", reading)
     keys = iter(jax.random.split(jax.random.key(0), 5))
@@ -40,13 +41,12 @@ def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, reading):
 
 
 def test_a_reading_takes_what_its_scores_allow():
-    unbounded = Reading(chunk=None, most_scores=4 * 100 * 1024)
-    assert unbounded.chunk_of(1024, num_queries=100) == 1024
-    assert unbounded.chunk_of(1024, num_queries=101) == 512
-    assert unbounded.chunk_of(4096, num_queries=10**6) == attention.CACHE_CHUNK
-    assert Reading(chunk=512).chunk_of(4096) == 512
-    assert Reading(chunk=512).chunk_of(100) == 100
-    assert Reading(chunk=512).chunk_of(768) == attention.CACHE_CHUNK  # which divides it
+    reading = Reading(most_scores=4 * 100 * 1024)
+    assert reading.chunk_of(1024, num_queries=100) == 1024
+    assert reading.chunk_of(1024, num_queries=101) == 512
+    assert reading.chunk_of(4096, num_queries=10**6) == CACHE_CHUNK
+    assert Reading().chunk_of(4096, num_queries=1) == CACHE_CHUNK
+    assert Reading().chunk_of(100, num_queries=1) == 100
 
 
 def test_a_cache_of_no_whole_chunks_is_refused():
