@@ -34,7 +34,7 @@ def define_flags(flags):
         "tree",
         None,
         "drafted tree of all drafts, or NAME=TREE,NAME=TREE: paper25, chain:P, dynamic:NODES, "
-        "clover4, file:PATH [the one the draft was measured with, or paper25]",
+        "clover4, file:PATH, auto (measured) [the one the draft was measured with, or paper25]",
     )
     text("prompts", None, "file of prompt rows, .jsonl or .jsonl.gz [those of the base's folder]")
     text("output", None, "folder for the report [the workdir]")

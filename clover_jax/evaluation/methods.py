@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 
 import jax.numpy as jnp
@@ -10,7 +11,9 @@ import jax.numpy as jnp
 from clover_jax.decoding.engine import Engine, Request, bucket
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.options import VANILLA, Options
-from clover_jax.generation.models import Models, load_plain, with_draft
+from clover_jax.generation.auto_tree import with_auto_tree
+from clover_jax.generation.models import AUTO, Models, load_plain, with_draft
+from clover_jax.generation.settings import GenerationSettings
 from clover_jax.sharding import mesh_for
 
 
@@ -31,10 +34,11 @@ class Method:
         return self.models.tree.depth
 
 
-def load_methods(options: Options, dtype: jnp.dtype) -> list[Method]:
+def load_methods(options: Options, settings: GenerationSettings, dtype: jnp.dtype) -> list[Method]:
     """Load the base once, then every draft; plain decoding comes first.
 
-    Raises UserError for what is missing, broken or does not fit the base.
+    A draft with the tree "auto" gets the one that pays at `batch_size`. Raises UserError for what
+    is missing, broken or does not fit the base.
     """
     plain = load_plain(options.base, dtype, mesh_for(options.mesh))
     methods = [Method(VANILLA, plain)]
@@ -42,12 +46,25 @@ def load_methods(options: Options, dtype: jnp.dtype) -> list[Method]:
         models = with_draft(
             plain,
             choice.source,
-            choice.tree,
+            None if choice.tree == AUTO else choice.tree,
             allow_base_mismatch=options.allow_base_mismatch,
             draft_rope_theta=options.draft_rope_theta,
         )
+        if choice.tree == AUTO:
+            models = _with_tree_that_pays(choice.name, models, settings, options.batch_size)
         methods.append(Method(choice.name, models, choice.source))
     return methods
+
+
+def _with_tree_that_pays(
+    name: str, models: Models, settings: GenerationSettings, batch_size: int
+) -> Models:
+    chosen = with_auto_tree(models, settings, batch_size, calibration=None)
+    if chosen.draft is not None:
+        return chosen
+    # A draft is there to be measured: the report then shows by how much it does not pay.
+    print(f"{name} is measured with {models.tree.name} all the same", file=sys.stderr, flush=True)
+    return models
 
 
 def make_engines(

@@ -50,7 +50,7 @@ def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -
     directory = Path(options.output).expanduser()
     with exact_matmuls(str(dtype)):
         with passing_note(f"loading {options.base}"):
-            methods = load_methods(options, dtype)
+            methods = load_methods(options, settings, dtype)
         source = options.prompts
         if prompts is None:
             source = str(_shipped(methods[0].models))

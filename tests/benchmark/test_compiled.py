@@ -1,0 +1,39 @@
+"""What the compilers of absent hardware make of a whole step; they must be installed."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+
+import pytest
+
+from tests.conftest import REPOSITORY
+
+COMPILERS = {"tpu-v6e:2x2": "libtpu", "gpu-h200": "jax_plugins.xla_cuda13"}
+
+
+def is_installed(module):
+    try:
+        return importlib.util.find_spec(module) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("target", COMPILERS)
+def test_a_compiled_step_copies_no_cache(target, batch):
+    if not is_installed(COMPILERS[target]):
+        pytest.skip(f"{COMPILERS[target]} is not installed")
+    flags = [f"--target={target}", "--base=shape:llama-100m:2", f"--batch_size={batch}"]
+    finished = subprocess.run(
+        [sys.executable, "-m", "clover_jax.bench", *flags, "--context=2000"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    figures = json.loads(finished.stdout.splitlines()[-1])
+    assert figures["cache_copies"] == []
+    assert figures["moved_over_floor"] < 2

@@ -1,0 +1,67 @@
+"""The models that evaluate measures: the automatic tree among them, its measurements given."""
+
+import json
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.benchmark.tree_choice import CostTable
+from clover_jax.evaluation.methods import load_methods
+from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.generation import auto_tree
+from clover_jax.generation.settings import GenerationSettings
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
+
+CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, 0.0, ((1, 0.0), (8, 0.0)), 0.0)
+DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, 0.0, ((1, 0.0),), 0.0)
+
+
+@pytest.fixture(scope="module")
+def options(tmp_path_factory):
+    root = tmp_path_factory.mktemp("models")
+    base = save_tiny_base(root / "base")
+    (base / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [5, 6, 7, 8]}) + "\n")
+    draft = save_tiny_draft(root / "draft", base)
+    rest = dict.fromkeys(("prompts", "mesh", "batch_sizes", "limit_prompts", "draft_rope_theta"))
+    flags = {"repeats": 1, "seed": 0, "overwrite": False, "allow_base_mismatch": False} | rest
+    return Options(
+        base=str(base),
+        drafts=f"a={draft},b={draft}",
+        tree="a=auto,b=chain:1",
+        output=str(root / "out"),
+        dtype="float32",
+        batch_size=2,
+        **flags,
+    )
+
+
+@pytest.fixture
+def load(options, tmp_path, monkeypatch):
+    """Load what is measured where decoding costs this and the head is always right."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+    def ranks(subject, prompts, tokens, depth, **_):
+        return np.zeros((tokens, depth), int)
+
+    monkeypatch.setattr(auto_tree, "measure_ranks", ranks)
+
+    def run(costs):
+        monkeypatch.setattr(auto_tree, "measure_costs", lambda *_: costs)
+        return load_methods(options, GenerationSettings(), jnp.dtype("float32"))
+
+    return run
+
+
+def test_a_draft_gets_the_tree_that_pays(load, capsys):
+    methods = load(CHEAP)
+    assert [method.name for method in methods] == [VANILLA, "a", "b"]
+    assert [method.models.tree.name for method in methods[1:]] == ["auto", "chain:1"]
+    assert "x plain decoding is expected" in capsys.readouterr().err
+
+
+def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):
+    chosen = load(DEAR)[1].models
+    assert chosen.draft is not None
+    assert chosen.tree.num_nodes > 0
+    assert f"a is measured with {chosen.tree.name} all the same" in capsys.readouterr().err
