@@ -70,3 +70,29 @@ def test_every_training_flagfile_runs_two_steps_with_its_shapes_shrunk(
     assert [row["step"] for row in rows] == [1, 2]
     assert all(math.isfinite(row["loss"]) for row in rows)
     assert (tmp_path / "draft" / "draft.json").is_file()
+
+
+# What stands for a base that tests cannot download, and the devices that the flagfile speaks of.
+AT_FULL_SIZE = {
+    "clover2_llama3_8b": ("shape:llama3-8b", "fsdp=16", "tpu-v5e:4x4"),
+    "clover2_vicuna7b": ("shape:vicuna-7b", "fsdp=4", "gpu-h200"),
+    "clover_baichuan7b": ("shape:4096x32x125696", "fsdp=4", "gpu-h200"),
+    "clover2_qwen3_0p6b": ("shape:1024x28x151936", "fsdp=1", "gpu-h200"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if "llama3" not in n else []) for n in AT_FULL_SIZE],
+)
+def test_every_recipe_fits_its_devices_at_full_size(name, capsys):
+    base, mesh, target = AT_FULL_SIZE[name]
+    flagfile = REPOSITORY / "experiments" / f"{name}.flags"
+    arguments = [f"--flagfile={flagfile}", f"--base={base}", f"--mesh={mesh}", "--dry_run"]
+    status = cli.run(train.main, train.define_flags, [*arguments, f"--target={target}"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    report = json.loads(captured.out.splitlines()[-1])
+    assert report["total_bytes"] < report["device_memory"]
+    # The file says what was computed, to a tenth of a gigabyte.
+    assert f"{report['total_bytes'] / 1e9:.1f} GB" in flagfile.read_text()
