@@ -41,10 +41,12 @@ def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, reading):
 
 
 def test_a_reading_takes_what_its_scores_allow():
-    reading = Reading(most_scores=4 * 100 * 1024)
+    reading = Reading(most_scores=4 * 100 * 1024, stops_early=False)
     assert reading.chunk_of(1024, num_queries=100) == 1024
     assert reading.chunk_of(1024, num_queries=101) == 512
     assert reading.chunk_of(4096, num_queries=10**6) == CACHE_CHUNK
+    assert Reading(most_scores=2**30).chunk_of(1024, num_queries=1) == 512
+    assert Reading(most_scores=2**30).chunk_of(256, num_queries=1) == 256
     assert Reading().chunk_of(4096, num_queries=1) == CACHE_CHUNK
     assert Reading().chunk_of(100, num_queries=1) == 100
 
