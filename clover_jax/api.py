@@ -12,31 +12,32 @@ With a draft the same text comes in fewer forwards, `piece.tau` tokens at each:
     api.train("runs/clover2", steps=1000, data="builtin:python")
     models = api.load_draft(models, "runs/clover2")
 
-The commands are made of these functions. What a user can get wrong raises `UserError`.
+`generate_rows` decodes many prompts at once, into the rows of the command's files. The command
+`train` calls `train` here; `generate` loads and decodes by the functions that these are made of, so
+texts and figures are the same, and adds files, resuming and a bar. What a user can get wrong raises
+`UserError`.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import functools
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from clover_jax.data.prompts import Prompt, parse_prompt
-from clover_jax.decoding.engine import Engine
-from clover_jax.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.generation.models import Models, load_plain, with_draft
-from clover_jax.generation.row_stream import RowEvent, RowStream
-from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.text_pieces import TextPieces
 from clover_jax.sharding import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 
-__all__ = ["Piece", "UserError", "generate", "load_base", "load_draft", "train"]
+__all__ = ["Piece", "UserError", "generate", "generate_rows", "load_base", "load_draft", "train"]
 
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 
@@ -103,14 +104,34 @@ def generate(
     """
     row = as_prompt(prompt)
     chosen = GenerationSettings(**settings)
-    stream = open_stream(models, [row], chosen, batch_size=1, seed=seed)
+    stream = open_stream(models, [row], chosen, seed=seed, strict=True)
     pieces, num_seen = TextPieces(models.tokenizer), 0
-    for event in exactly(models, stream):
+    for event in stream:
         turn = event.generation
         ids, num_seen = turn.output_ids[num_seen:], len(turn.output_ids)
         reason = event.job.turns[-1].finish_reason if event.turn_ended else None
         text = pieces.take(event)
         yield Piece(text, ids, num_seen, turn.target_forwards, turn.tau, reason)
+
+
+def generate_rows(
+    models: Models,
+    prompts: Iterable[PromptLike | Mapping[str, Any]],
+    *,
+    batch_size: int = 8,
+    seed: int = 0,
+    **settings: Any,
+) -> Iterator[dict[str, Any]]:
+    """Decode many prompts, `batch_size` at once, and yield each one's output row when it ends.
+
+    prompts: as `generate` takes them, or rows as in the command's files ({"turns": [...]}, ...).
+    Yields what `generate --output` writes: index (of the prompt), output_ids, text, tau, ...
+    A prompt that cannot be decoded raises its UserError.
+    """
+    rows = [as_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+    chosen = GenerationSettings(**settings)
+    stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=True)
+    yield from (event.row for event in stream if event.row is not None)
 
 
 def train(
@@ -131,42 +152,14 @@ def train(
     return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
 
 
-def as_prompt(prompt: PromptLike) -> Prompt:
-    """Return the prompt row that stands for text, token ids or messages."""
-    if isinstance(prompt, str):
-        return parse_prompt({"prompt": prompt}, index=0, source="prompt")
-    rows = list(prompt)
-    key = "messages" if rows and isinstance(rows[0], Mapping) else "prompt_ids"
-    return parse_prompt({key: rows}, index=0, source="prompt")
-
-
-def open_stream(
-    models: Models,
-    prompts: Sequence[Prompt],
-    settings: GenerationSettings,
-    *,
-    batch_size: int,
-    seed: int = 0,
-) -> RowStream:
-    """Return the events of decoding all prompts; one that fails raises."""
-    sampling = sampling_for(settings, prompts)
-    head = models.draft.head if models.draft else None
-    engine = _engine(models.base.config, head, models.tree, sampling, seed, batch_size)
-    return RowStream(engine, models, prompts, settings, strict=True)
-
-
-def exactly(models: Models, stream: RowStream) -> Iterator[RowEvent]:
-    """Iterate with float32 that means float32, leaving the caller's own setting alone."""
-    events, dtype = iter(stream), str(models.base.params["embedding"].dtype)
-    while True:
-        with exact_matmuls(dtype):
-            event = next(events, None)
-        if event is None:
-            return
-        yield event
-
-
-@functools.lru_cache(maxsize=8)
-def _engine(base, head, tree, sampling, seed: int, batch_size: int) -> Engine:
-    """Return an engine, whose programs are compiled once for all calls that ask for the same."""
-    return Engine(base, head, tree, sampling, seed=seed, batch_size=batch_size)
+def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
+    """Return the prompt row that stands for text, token ids or messages, or that is given."""
+    if isinstance(prompt, Mapping):
+        row = dict(prompt)
+    elif isinstance(prompt, str):
+        row = {"prompt": prompt}
+    else:
+        listed = list(prompt)
+        of_messages = bool(listed) and isinstance(listed[0], Mapping)
+        row = {"messages" if of_messages else "prompt_ids": listed}
+    return parse_prompt(row, index=index, source=f"prompt {index}")

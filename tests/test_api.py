@@ -4,7 +4,9 @@ import json
 
 import pytest
 
-from clover_jax import api
+from clover_jax import api, cli
+from clover_jax import generate as command
+from clover_jax.compile_clock import CompileClock
 from clover_jax.errors import UserError
 from clover_jax.models.tokenizer import decode_text
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
@@ -69,6 +71,38 @@ def test_a_stop_string_ends_the_text_before_itself(models):
     cut = list(api.generate(models, "def f(", max_new_tokens=20, stop=(stop,)))
     assert "".join(piece.text for piece in cut) == whole[: whole.index(stop)]
     assert cut[-1].finish_reason == "stop"
+
+
+def test_rows_are_those_of_the_command(models, folder, tmp_path):
+    rows = [{"prompt": "def f("}, {"turns": ["a", "b"], "max_new_tokens": 5}, {"prompt_ids": [7]}]
+    (tmp_path / "prompts.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = {
+        "base": folder / "base",
+        "draft": folder / "draft",
+        "prompts": tmp_path / "prompts.jsonl",
+        "output": tmp_path / "rows.jsonl",
+        "max_new_tokens": 12,
+        "temperature": 0.7,
+        "batch_size": 2,
+        "seed": 3,
+    }
+    argv = [f"--{name}={value}" for name, value in flags.items()]
+    assert cli.run(command.main, command.define_flags, argv) == 0
+    written = [json.loads(line) for line in (tmp_path / "rows.jsonl").read_text().splitlines()]
+    drafting = api.load_draft(models, folder / "draft")
+    given = ["def f(", *rows[1:]]
+    found = api.generate_rows(
+        drafting, given, batch_size=2, seed=3, max_new_tokens=12, temperature=0.7
+    )
+    found = sorted(found, key=lambda row: row["index"])
+    assert [row | {"seconds": 0} for row in found] == [row | {"seconds": 0} for row in written]
+
+
+def test_the_same_call_again_compiles_nothing(models):
+    list(api.generate(models, "def f(", max_new_tokens=9))
+    with CompileClock() as clock:
+        list(api.generate(models, "def g(x", max_new_tokens=11))
+    assert clock.seconds == 0
 
 
 def test_mistakes_are_user_errors(models):

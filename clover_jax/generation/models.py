@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import json
 from typing import TYPE_CHECKING, Any
@@ -13,11 +14,13 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
+from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
 from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
 from clover_jax.drafters.directory import Draft, load_draft
+from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import matrix_hash
@@ -54,18 +57,10 @@ class Models:
         seed: int = 0,
         steps_per_chunk: int = 8,
     ) -> Engine:
-        """Return an engine with that many slots."""
-        return Engine(
-            self.base.config,
-            self.draft.head if self.draft else None,
-            self.tree,
-            sampling,
-            seed=seed,
-            batch_size=batch_size,
-            steps_per_chunk=steps_per_chunk,
-            max_eos=max(8, len(self.base.config.eos_token_ids)),
-            mesh=self.mesh,
-        )
+        """Return an engine with that many slots: for the same arguments the same, as compiled."""
+        head = self.draft.head if self.draft else None
+        arguments = (sampling, seed, batch_size, steps_per_chunk, self.mesh)
+        return _engine(self.base.config, head, self.tree, *arguments)
 
     @property
     def draft_params(self) -> Params | None:
@@ -101,7 +96,7 @@ def load_models(
     Raises UserError for what is missing, broken or does not fit together.
     """
     if tree == AUTO:
-        tree = None  # chosen once everything is loaded: see benchmark/auto_tree.py
+        tree = None  # chosen once everything is loaded: see auto_tree.py
     chosen = parse_tree(tree) if tree else None  # before anything large is read
     if draft == NO_DRAFT and chosen and chosen.num_nodes:
         raise UserError(
@@ -142,6 +137,29 @@ def with_draft(
         head = dataclasses.replace(head, params=jax.device_put(head.params, there))
     chosen = parse_tree(tree or head.tree or default_tree(head.head.config.max_depth))
     return dataclasses.replace(plain, draft=head, tree=chosen)
+
+
+@functools.lru_cache(maxsize=8)
+def _engine(
+    base: BaseConfig,
+    head: DraftHead | None,
+    tree: TreeConfig | AdaptiveTree,
+    sampling: SamplingConfig,
+    seed: int,
+    batch_size: int,
+    steps_per_chunk: int,
+    mesh: Mesh | None,
+) -> Engine:
+    return Engine(
+        base,
+        head,
+        tree,
+        sampling,
+        seed=seed,
+        batch_size=batch_size,
+        steps_per_chunk=steps_per_chunk,
+        mesh=mesh,
+    )
 
 
 def params_hash(params: Params) -> str:

@@ -9,12 +9,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.decoding.engine import Engine, Generation, Request
+from clover_jax.decoding.engine import Engine, Generation, Progress, Request
+from clover_jax.dtypes import exact_matmuls
 from clover_jax.errors import UserError
 from clover_jax.generation.models import Models
 from clover_jax.generation.overflow import Skipped
 from clover_jax.generation.row_job import RowJob
-from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.settings import GenerationSettings, sampling_for
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,10 +35,39 @@ class RowEvent:
     row: dict[str, Any] | None = None
 
 
+def open_stream(
+    models: Models,
+    prompts: Sequence[Prompt | BadPrompt],
+    settings: GenerationSettings,
+    *,
+    batch_size: int = 1,
+    seed: int = 0,
+    steps_per_chunk: int = 8,
+    finished: int = 0,
+    strict: bool = False,
+) -> RowStream:
+    """Return the events of decoding rows; commands and the library decode by this.
+
+    batch_size: rows at once, if there are so many.
+    finished: how many of the first rows are there already. They are not decoded, but still count in
+        what the engine must be able to do, so that the rest comes out as it would have.
+    strict: a row that fails raises its UserError.
+    """
+    left = prompts[finished:]
+    engine = models.engine(
+        batch_size=max(1, min(batch_size, len(left))),
+        sampling=sampling_for(settings, prompts),
+        seed=seed,
+        steps_per_chunk=steps_per_chunk,
+    )
+    return RowStream(engine, models, left, settings, strict)
+
+
 class RowStream:
     """Decodes prompt rows in the slots of an engine; iterate over it once for the events.
 
-    Rows are taken one by one as slots become free, and end in any order.
+    Rows are taken one by one as slots become free, and end in any order. Float32 means float32
+    here, whatever precision the caller has set for matmuls.
     """
 
     def __init__(
@@ -49,6 +79,7 @@ class RowStream:
         strict: bool = False,
     ):
         """Take the rows; with `strict` one that fails raises its UserError."""
+        self.batch_size = engine.batch_size
         self._engine, self._models = engine, models
         self._settings, self._strict = settings, strict
         self._jobs: dict[int, RowJob] = {}
@@ -78,8 +109,16 @@ class RowStream:
             yield RowEvent(job, progress.row, ended, row)
         yield from self._take_not_decoded()
 
-    def _stream(self, requests: Iterator[Request | None]):
-        return self._engine.stream(self._models.base.params, self._models.draft_params, requests)
+    def _stream(self, requests: Iterator[Request | None]) -> Iterator[Progress]:
+        params = self._models.base.params
+        steps = self._engine.stream(params, self._models.draft_params, requests)
+        while True:
+            # Around each step, not around the loop: the consumer's own work is not ours to set.
+            with exact_matmuls(str(params["embedding"].dtype)):
+                progress = next(steps, None)
+            if progress is None:
+                return
+            yield progress
 
     def _take_not_decoded(self) -> Iterator[RowEvent]:
         while self._not_decoded:

@@ -30,8 +30,8 @@ from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.models import AUTO, Models, load_models
 from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
-from clover_jax.generation.row_stream import RowStream
-from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.settings import GenerationSettings
 from clover_jax.jsonl import read_rows
 from clover_jax.models.shapes import shape_notice
 from clover_jax.progress import Progress, passing_note, progress_bar
@@ -129,22 +129,25 @@ def _decode(
     if options.output is not None:
         for row in read_rows(Path(options.output).expanduser()):
             figures.add(row)
-    tokens_before, left = figures.tokens, prompts[sink.finished :]
+    tokens_before = figures.tokens
     if sink.finished:
         print(f"{sink.finished} rows are in {options.output} already", file=sys.stderr, flush=True)
-    engine = models.engine(
-        batch_size=1 if options.is_live else max(1, min(options.batch_size, len(left))),
-        sampling=sampling_for(settings, prompts),
+    stream = open_stream(
+        models,
+        prompts,
+        settings,
+        batch_size=1 if options.is_live else options.batch_size,
         seed=options.seed,
         # On a terminal a step at a time, for the eye; else as many as cost the host no time.
         steps_per_chunk=1 if options.is_live and sys.stdout.isatty() else 8,
+        finished=sink.finished,
+        strict=options.strict or options.is_live,
     )
-    stream = RowStream(engine, models, left, settings, strict=options.strict or options.is_live)
     with CompileClock() as compiling:
-        with passing_note("compiling"), memory_advice(engine.batch_size):
+        with passing_note("compiling"), memory_advice(stream.batch_size):
             stream.warm_up()
         started, compiled_before = time.perf_counter(), compiling.seconds
-        with memory_advice(engine.batch_size):
+        with memory_advice(stream.batch_size):
             if options.is_live:
                 decode_live(stream, sink, figures, LiveText(sys.stdout, models.tokenizer))
             else:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from clover_jax import api
 from clover_jax.array_types import Params
 from clover_jax.data.prompts import Prompt, read_prompts
 from clover_jax.decoding.tree import default_tree, parse_tree
@@ -17,6 +16,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.directory import Draft
 from clover_jax.errors import UserError
 from clover_jax.generation.models import Models
+from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.run import SHIPPED_PROMPTS
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.interchange.stored_head import StoredHead
@@ -89,11 +89,8 @@ def _with_head(base: Models, stored: StoredHead, tree: str) -> Models:
 def _rows(
     models: Models, prompts: Sequence[Prompt], settings: GenerationSettings
 ) -> dict[int, dict[str, Any]]:
-    stream = api.open_stream(
-        models, prompts, settings, batch_size=max(1, min(BATCH_SIZE, len(prompts)))
-    )
-    events = api.exactly(models, stream)
-    return {event.row["index"]: event.row for event in events if event.row is not None}
+    stream = open_stream(models, prompts, settings, batch_size=BATCH_SIZE, strict=True)
+    return {event.row["index"]: event.row for event in stream if event.row is not None}
 
 
 def _tau(rows: dict[int, dict[str, Any]]) -> float:

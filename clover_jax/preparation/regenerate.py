@@ -16,8 +16,8 @@ from clover_jax.errors import UserError
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.models import Models, load_models
 from clover_jax.generation.output import decode_with_bar
-from clover_jax.generation.row_stream import RowStream
-from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.settings import GenerationSettings
 from clover_jax.jsonl import read_rows
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.progress import passing_note, progress_bar
@@ -59,7 +59,7 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
     ) as rows:
         for row in read_rows(path):
             figures.add(row)
-        _decode(models, prompts[rows.finished :], settings, options, rows, figures)
+        _decode(models, prompts, settings, options, rows, figures)
     return Regenerated(_read(path), figures.to_dict())
 
 
@@ -84,16 +84,17 @@ def _decode(
     rows: RowWriter,
     figures: Figures,
 ) -> None:
-    if not prompts:
+    if rows.finished == len(prompts):
         return
-    engine = models.engine(
-        batch_size=min(options.batch_size, len(prompts)),
-        sampling=sampling_for(settings, prompts),
+    stream = open_stream(
+        models,
+        prompts,
+        settings,
+        batch_size=options.batch_size,
         seed=options.seed,
+        finished=rows.finished,
     )
-    stream = RowStream(engine, models, prompts, settings)
-    total = rows.finished + len(prompts)
-    with progress_bar(total, "regenerate", "row", initial=rows.finished) as bar:
+    with progress_bar(len(prompts), "regenerate", "row", initial=rows.finished) as bar:
         decode_with_bar(stream, rows, figures, bar)
 
 
