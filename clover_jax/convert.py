@@ -8,7 +8,7 @@ which is recognised; --to says what is written:
   eagle        the official EAGLE-1 and -2 layout
   eagle3       the official EAGLE-3 layout
   medusa       the original Medusa layout; medusa_vllm is vLLM's
-  speculators  an EAGLE-1 head as vLLM's speculators describe it
+  speculators  an EAGLE-1 or EAGLE-3 head as vLLM's speculators describe it
 
 Every tensor is accounted for, values are kept bit for bit, and nothing is written unless all of it
 can be.

@@ -1,5 +1,7 @@
 """The convert command: exact round trips, and each way to spoil a head said in one line."""
 
+import dataclasses
+import itertools
 import json
 import pickle
 import zipfile
@@ -63,8 +65,16 @@ def assert_same_tensors(one, other):
         assert tensor.tobytes() == other[name].tobytes(), name
 
 
-@pytest.mark.parametrize("layout, name", [("clover2", "clover2"), ("eagle", "eagle1")])
-def test_there_and_back_again_is_exact(command, reference, tmp_path, layout, name):
+@pytest.mark.parametrize(
+    "folder, layout, name",
+    [
+        ("clover2_reference", "clover2", "clover2"),
+        ("clover2_reference", "eagle", "eagle1"),
+        ("eagle3_reference", "eagle3", "eagle3"),
+    ],
+)
+def test_there_and_back_again_is_exact(command, fixtures_dir, tmp_path, folder, layout, name):
+    reference = fixtures_dir / folder
     base = f"--base={reference / 'base'}"
     native, foreign, again = tmp_path / "native", tmp_path / "foreign", tmp_path / "again"
     status, report, _ = command(base, f"--input={reference / name}", f"--output={native}")
@@ -113,12 +123,101 @@ def test_an_eagle_head_goes_out_for_speculators(command, reference, tmp_path):
     assert one.head.config == other.head.config
 
 
-def test_a_layout_of_another_kind_of_head_is_refused(command, reference, tmp_path):
-    base = f"--base={reference / 'base'}"
-    given = (base, f"--input={reference / 'eagle1'}", f"--output={tmp_path / 'out'}")
-    status, _, error = command(*given, "--to=medusa")
-    assert (status, list(tmp_path.iterdir())) == (2, [])
-    assert "--to=medusa holds medusa heads, and this is a eagle head; it can be written as" in error
+def test_an_eagle3_head_goes_out_for_speculators_and_comes_back(command, fixtures_dir, tmp_path):
+    """To vLLM's names and config, from there home, and from home back to the official layout."""
+    reference = fixtures_dir / "eagle3_reference"
+    base = copy_of(reference / "base", tmp_path / "base")
+    edit_json(base / "config.json", architectures=["MistralForCausalLM"])
+    steps = [reference / "eagle3", *(tmp_path / name for name in ("out", "native", "back"))]
+    targets = ("speculators", "orbax", "eagle3")
+    for (source, result), to in zip(itertools.pairwise(steps), targets, strict=True):
+        argv = (f"--base={base}", f"--input={source}", f"--output={result}", f"--to={to}")
+        assert command(*argv)[0] == 0
+    assert_same_tensors(reference / "eagle3", tmp_path / "back")
+    written, official = load_file(tmp_path / "out" / WEIGHTS), load_file(steps[0] / WEIGHTS)
+    renamed = {name.replace("midlayer.", "layers.0."): value for name, value in official.items()}
+    renamed["embed_tokens.weight"] = load_file(base / WEIGHTS)["model.embed_tokens.weight"]
+    assert {name: (x.dtype, x.tobytes()) for name, x in written.items()} == {
+        name: (x.dtype, x.tobytes()) for name, x in renamed.items()
+    }
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["architectures"] == ["Eagle3Speculator"]
+    assert values["norm_before_residual"] is False
+    assert values["eagle_aux_hidden_state_layer_ids"] == [2, 4, 5]
+    assert (values["draft_vocab_size"], values["target_hidden_size"]) == (40, 32)
+    assert values["transformer_layer_config"]["vocab_size"] == 96
+    verifier = {"name_or_path": str(base), "architectures": ["MistralForCausalLM"]}
+    assert values["speculators_config"]["verifier"] == verifier
+    loaded = load_base(str(base))
+    assert_trees_equal(load_draft(steps[1], loaded).params, load_draft(steps[0], loaded).params)
+
+
+def save_head(folder, base_folder, kind, options=(), **changes):
+    """Write a native draft whose config has changes that its maker does not offer."""
+    base = load_base(str(base_folder))
+    config = registry.config_for_base(kind, base.config, **dict(options))
+    config = dataclasses.replace(config, **changes)
+    params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
+    save_draft(folder, config, params, None, fingerprint(base), {})
+
+
+VOCABULARY = {"draft_to_target": (0, 5, 6, 95)}
+CANNOT_HOLD = {
+    "clover_lr": (
+        ("clover_lr", {"rank": 4}),
+        "clover2",
+        "--to=clover2 holds clover2 heads, and this is one of kind clover_lr, which no other",
+    ),
+    "clover": (("clover",), "clover2", "of kind clover, which no other program's layout holds"),
+    "eagle as medusa": (
+        ("eagle",),
+        "medusa",
+        "which can be written as orbax, eagle, speculators",
+    ),
+    "clover2 for vLLM": (
+        ("clover2",),
+        "speculators",
+        "--to=speculators holds eagle and eagle3 heads, and this is one of kind clover2",
+    ),
+    "clover2, few tokens": (("clover2", VOCABULARY), "clover2", "layout has no draft vocabulary"),
+    "eagle, few tokens": (("eagle", VOCABULARY), "eagle", "layout has no draft vocabulary"),
+    "eagle, few, for vLLM": (("eagle", VOCABULARY), "speculators", "has no draft vocabulary"),
+    "medusa, few tokens": (("medusa", VOCABULARY), "medusa", "Medusa's layouts have no draft voc"),
+    "eagle3 of a short base": (
+        ("eagle3",),
+        "eagle3",
+        "this head reads layer_1, layer_1, pre_norm, but readers of the official EAGLE-3 layout",
+    ),
+    "eagle3 of a short base, for vLLM": (
+        ("eagle3",),
+        "speculators",
+        "reads layer_1, layer_1, pre_norm of its base, but vLLM gives heads the states that",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CANNOT_HOLD)
+def test_what_a_layout_cannot_hold_is_refused_with_the_reason(command, speaking, tmp_path, case):
+    (kind, *given), to, message = CANNOT_HOLD[case]
+    changes = given[0] if given and "draft_to_target" in given[0] else {}
+    options = {} if changes or not given else given[0]
+    save_head(tmp_path / "head", speaking / "base", kind, options, **changes)
+    argv = (f"--base={speaking / 'base'}", f"--input={tmp_path / 'head'}", f"--to={to}")
+    status, _, error = command(*argv, f"--output={tmp_path / 'out'}")
+    assert (status, error.count("\n")) == (2, 1)
+    assert message in error
+    assert [path.name for path in tmp_path.iterdir()] == ["head"]
+
+
+def test_vllm_takes_a_head_that_reads_other_layers(command, fixtures_dir, tmp_path):
+    """The official layout cannot say which states a head reads; speculators' can."""
+    base_folder = fixtures_dir / "eagle3_reference" / "base"
+    features = ("layer_1", "layer_3", "layer_7")
+    save_head(tmp_path / "head", base_folder, "eagle3", features=features)
+    argv = (f"--base={base_folder}", f"--input={tmp_path / 'head'}", f"--output={tmp_path / 'out'}")
+    assert command(*argv, "--to=speculators")[0] == 0
+    draft = load_draft(tmp_path / "out", load_base(str(base_folder)))
+    assert draft.head.config.features == features
 
 
 def test_bfloat16_stays_bfloat16(command, reference, tmp_path):
@@ -449,6 +548,48 @@ CLOVER2 = {
     "base with fewer layers": (base_config(num_hidden_layers=2), "base has tensors model.layers.2"),
     "base config broken": (cut_file("base/config.json", 25), "base/config.json is not JSON"),
 }
+SPECULATORS = {
+    "norm unsaid": (config(norm_before_residual=...), "norm_before_residual is missing; only"),
+    "norm before the residual": (
+        config(norm_before_residual=True),
+        "norm_before_residual is True; only heads with false can be read",
+    ),
+    "a state beyond the base": (
+        config(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
+        "eagle_aux_hidden_state_layer_ids must be 3 different layers of the base's 8, in ascending",
+    ),
+    "a state twice": (
+        config(eagle_aux_hidden_state_layer_ids=[2, 2, 5]),
+        "in ascending order, not [2, 2, 5]",
+    ),
+    "no layer": (config(transformer_layer_config=...), "has no transformer_layer_config object"),
+    "another algorithm": (
+        config(speculators_model_type="mlp"),
+        "speculators_model_type 'mlp' cannot be read, only 'eagle' and 'eagle3'",
+    ),
+    "draft vocabulary of another size": (
+        config(draft_vocab_size=39),
+        "tensor d2t must have shape (39,), as config.json says; found (40,)",
+    ),
+    "an id beyond the vocabulary": (
+        tensors(lambda t: t["d2t"].__setitem__(-1, 90)),
+        "d2t and t2d disagree",
+    ),
+    "no table": (tensors(lambda t: t.pop("t2d")), "tensor t2d must have shape (96,)"),
+    "no embedding": (
+        tensors(lambda t: t.pop("embed_tokens.weight")),
+        "lacks tensor embed_tokens.weight",
+    ),
+    "embedding of another base": (
+        set_value("embed_tokens.weight", 9.0, (4, 0)),
+        "embed_tokens.weight differs from the input embedding of the base",
+    ),
+    "official names": (
+        tensors(lambda t: t.update({"midlayer.norm.weight": t.pop("norm.weight")})),
+        "lacks tensor norm.weight",
+    ),
+    "NaN": (set_value("fc.weight", np.nan), "tensor fc.weight holds values that are not finite"),
+}
 TORCH = {
     "pickle with code": (
         zipped({"archive/data.pkl": pickle.dumps(RunsCode()), "archive/version": "3\n"}),
@@ -532,6 +673,27 @@ def test_a_spoilt_clover2_head(command, reference, tmp_path, monkeypatch, corrup
     spoil, message = CLOVER2[corruption]
     copy_of(reference / "clover2", tmp_path / "head")
     copy_of(reference / "base", tmp_path / "base")
+    spoil(tmp_path)
+    assert_refused(command, tmp_path, message)
+
+
+@pytest.fixture(scope="module")
+def speculators(fixtures_dir, tmp_path_factory):
+    """An EAGLE-3 head as vLLM's speculators describe it, and its base."""
+    reference, folder = fixtures_dir / "eagle3_reference", tmp_path_factory.mktemp("speculators")
+    copy_of(reference / "base", folder / "base")
+    given = {"input": reference / "eagle3", "output": folder / "head", "base": folder / "base"}
+    conversion.convert(
+        conversion.ConvertOptions(**{k: str(v) for k, v in given.items()}, to="speculators")
+    )
+    return folder
+
+
+@pytest.mark.parametrize("corruption", SPECULATORS)
+def test_a_spoilt_speculators_head(command, speculators, tmp_path, corruption):
+    spoil, message = SPECULATORS[corruption]
+    copy_of(speculators / "head", tmp_path / "head")
+    copy_of(speculators / "base", tmp_path / "base")
     spoil(tmp_path)
     assert_refused(command, tmp_path, message)
 

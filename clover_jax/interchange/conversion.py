@@ -100,9 +100,7 @@ def convert_head(
 def _verify(
     options: ConvertOptions, base: BaseModel, source: StoredHead, staged: Path
 ) -> Verification:
-    result = open_head(
-        str(staged), base, allow_base_mismatch=options.allow_base_mismatch, layout=options.to
-    )
+    result = open_head(str(staged), base, allow_base_mismatch=options.allow_base_mismatch)
     models = load_plain(options.base, resolve_dtype(options.dtype))
     prompts = held_out_prompts(models, options.prompts, options.num_prompts)
     return verify(models, source, result, prompts, options.max_new_tokens)

@@ -30,7 +30,6 @@ from clover_jax.models.tensor_files import SINGLE, TensorFiles
 from clover_jax.models.tensor_map import Leaf, Piece, assemble, stored_shapes, take_apart, whole
 
 OFFSETS, KEPT = "d2t", "t2d"
-_LAYER = "midlayer."
 
 
 def read_eagle3(
@@ -60,7 +59,18 @@ def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> 
     Raises UserError for what is missing or cannot be.
     """
     path = directory / "config.json"
-    values = read_json_object(path)
+    features = feature_layers(base.num_layers)
+    return parse_config(read_json_object(path), path, rope_theta, features)
+
+
+def parse_config(
+    values: dict[str, Any], path: Path, rope_theta: float | None, features: tuple[str, ...]
+) -> Eagle3Config:
+    """Turn the fields of a head's config into ours; raises as `read_config`.
+
+    path: of the config, for messages; the tensors d2t and t2d lie beside it.
+    features: the states of the base that the head reads.
+    """
     layer = read_layer(values, path, rope_theta)
     size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
@@ -70,8 +80,8 @@ def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> 
     return Eagle3Config(
         layer=layer,
         vocab_size=vocab_size,
-        features=feature_layers(base.num_layers),
-        draft_to_target=_read_vocabulary(TensorFiles(directory), size, vocab_size),
+        features=features,
+        draft_to_target=_read_vocabulary(TensorFiles(path.parent), size, vocab_size),
         loss=METHOD_LOSS,
     )
 
@@ -120,17 +130,20 @@ def check_exportable(config: Eagle3Config) -> None:
     check_llama_layer(config.layer)
 
 
-def eagle3_leaves(config: Eagle3Config) -> list[Leaf]:
-    """Return where the official tensors lie in `drafters.eagle3.Eagle3`'s params."""
+def eagle3_leaves(config: Eagle3Config, prefix: str = "midlayer.") -> list[Leaf]:
+    """Return where the official tensors lie in `drafters.eagle3.Eagle3`'s params.
+
+    prefix: of the names of the layer's tensors.
+    """
     width = config.layer.hidden_size
     # [D, 3D] over the three states to fc [3, D, D].
     shape = (width, NUM_FEATURES * width)
     piece = Piece("fc.weight", shape, (width, NUM_FEATURES, width), (1, 2, 0))
     return [
         Leaf(("fc",), (NUM_FEATURES, width, width), (piece,)),
-        norm_leaf(("embedding_norm",), f"{_LAYER}input_layernorm", width),
-        norm_leaf(("state_norm",), f"{_LAYER}hidden_norm", width),
-        *layer_leaves(config.layer, (), _LAYER, input_norm=False, read_width=2 * width),
+        norm_leaf(("embedding_norm",), f"{prefix}input_layernorm", width),
+        norm_leaf(("state_norm",), f"{prefix}hidden_norm", width),
+        *layer_leaves(config.layer, (), prefix, input_norm=False, read_width=2 * width),
         norm_leaf(("output_norm",), "norm", width),
         whole(("lm_head",), "lm_head.weight", (config.draft_vocab_size, width)),
     ]

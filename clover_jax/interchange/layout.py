@@ -23,7 +23,8 @@ def nothing_more(config: DrafterConfig) -> dict[str, np.ndarray]:
 class Layout:
     """One format of draft heads.
 
-    name: as `convert --to` and `recognise` call it.
+    name: as `recognise` calls it.
+    to: as `convert --to` calls it; one value may stand for a layout of each of several kinds.
     kind: the drafter whose heads it holds.
     read_config: from the folder, a rotary base (None for the layout's own) and the base's config,
         the head's config.
@@ -36,6 +37,7 @@ class Layout:
     """
 
     name: str
+    to: str
     kind: str
     read_config: Callable[[Path, float | None, BaseConfig], DrafterConfig]
     leaves: Callable[[DrafterConfig], list[Leaf]]

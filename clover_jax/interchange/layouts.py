@@ -27,6 +27,7 @@ def _read_eagle(directory: Path, rope_theta: float | None, base: BaseConfig):
 LAYOUTS: dict[str, Layout] = {
     "clover2": Layout(
         name="clover2",
+        to="clover2",
         kind="clover2",
         read_config=_read_clover2,
         leaves=clover2_leaves,
@@ -36,6 +37,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "eagle": Layout(
         name="eagle",
+        to="eagle",
         kind="eagle",
         read_config=_read_eagle,
         leaves=eagle.eagle_leaves,
@@ -45,6 +47,7 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "eagle3": Layout(
         name="eagle3",
+        to="eagle3",
         kind="eagle3",
         read_config=eagle3.read_config,
         leaves=eagle3.eagle3_leaves,
@@ -54,21 +57,25 @@ LAYOUTS: dict[str, Layout] = {
     ),
     "medusa": medusa.ORIGINAL,
     "medusa_vllm": medusa.VLLM,
-    "speculators": speculators.LAYOUT,
+    "speculators": speculators.EAGLE_LAYOUT,
+    "speculators_eagle3": speculators.EAGLE3_LAYOUT,
 }
 
 
-def layout_for(name: str, kind: str) -> Layout:
-    """Return the layout of this name.
+def layout_for(to: str, kind: str) -> Layout:
+    """Return the layout that `convert --to` means for a head of a kind.
 
-    kind: of the head that is to be written in it.
-    Raises UserError where the layout holds heads of another kind.
+    Raises UserError where that layout holds heads of other kinds.
     """
-    layout = LAYOUTS[name]
-    if layout.kind != kind:
-        fitting = [NATIVE, *(other.name for other in LAYOUTS.values() if other.kind == kind)]
-        raise UserError(
-            f"--to={name} holds {layout.kind} heads, and this is a {kind} head; "
-            f"it can be written as {', '.join(fitting)}"
+    fitting = {layout.to: layout for layout in LAYOUTS.values() if layout.kind == kind}
+    if to in fitting:
+        return fitting[to]
+    kinds = " and ".join(layout.kind for layout in LAYOUTS.values() if layout.to == to)
+    raise UserError(
+        f"--to={to} holds {kinds} heads, and this is one of kind {kind}, which "
+        + (
+            f"can be written as {', '.join([NATIVE, *fitting])}"
+            if fitting
+            else f"no other program's layout holds; only --to={NATIVE} is left"
         )
-    return layout
+    )

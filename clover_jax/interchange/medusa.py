@@ -134,6 +134,7 @@ def _leaves(config: MedusaConfig, weight: str, bias: str, matrix: str) -> list[L
 
 ORIGINAL = Layout(
     name="medusa",
+    to="medusa",
     kind="medusa",
     read_config=read_original,
     leaves=original_leaves,
@@ -143,6 +144,7 @@ ORIGINAL = Layout(
 )
 VLLM = Layout(
     name="medusa_vllm",
+    to="medusa_vllm",
     kind="medusa",
     read_config=read_vllm,
     leaves=vllm_leaves,

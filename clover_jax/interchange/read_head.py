@@ -34,7 +34,8 @@ def read_head(
     check_widths(config, base, directory)
     files, leaves = TensorFiles(directory), layout.leaves(config)
     copies = dict.fromkeys(layout.copies, (config.vocab_size, config.layer.hidden_size))
-    files.check(stored_shapes(leaves) | copies)
+    further = {name: array.shape for name, array in layout.more_tensors(config).items()}
+    files.check(stored_shapes(leaves) | copies | further)
     for name, which in () if allow_base_mismatch else layout.copies.items():
         ours = base.lm_head if which == "lm_head" else base.params["embedding"]
         check_copy(name, files.read(name), ours, MATRIX_NAMES[which], base, directory)

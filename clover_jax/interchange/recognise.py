@@ -10,7 +10,8 @@ from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
 from clover_jax.models.tensor_files import TensorFiles
 
-CLOVER2, EAGLE, EAGLE3, SPECULATORS = "clover2", "eagle", "eagle3", "speculators"
+CLOVER2, EAGLE, EAGLE3 = "clover2", "eagle", "eagle3"
+SPECULATORS, SPECULATORS_EAGLE3 = "speculators", "speculators_eagle3"
 MEDUSA, MEDUSA_VLLM = "medusa", "medusa_vllm"
 
 
@@ -23,7 +24,8 @@ def recognise(directory: Path) -> str:
     if "clover" in values:
         return CLOVER2
     if "speculators_model_type" in values:
-        return SPECULATORS
+        is_eagle3 = values["speculators_model_type"] == "eagle3"
+        return SPECULATORS_EAGLE3 if is_eagle3 else SPECULATORS
     if "medusa_num_heads" in values:
         return MEDUSA
     if values.get("model_type") == "medusa":

@@ -1,76 +1,186 @@
-"""EAGLE-1 heads with the config of vLLM's speculators; the tensors are the official ones."""
+"""EAGLE heads in the layout of vLLM's speculators: a config of their own beside official tensors.
+
+Sources: the speculators library's schema and vLLM's reader. EAGLE-3's layer is called `layers.0.`
+here, not `midlayer.`, and the base's embedding is stored with it. `norm_before_residual` is always
+written: without it vLLM takes true and the schema false. Our heads, like the method's own, add to
+the state as it was before its norm.
+"""
 
 from __future__ import annotations
 
+import functools
+import re
 from pathlib import Path
 from typing import Any
 
-from clover_jax.config import BaseConfig
+from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.drafters.eagle import EagleConfig
+from clover_jax.drafters.eagle3 import NUM_FEATURES, Eagle3Config, feature_layers
 from clover_jax.errors import UserError
-from clover_jax.interchange import eagle
+from clover_jax.interchange import eagle, eagle3
 from clover_jax.interchange.layout import Layout
+from clover_jax.interchange.llama_fields import llama_fields
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
+from clover_jax.models.families import read_architecture
 
+TARGET = "speculators"
 VERSION = "0.1.0"
-DRAFTED_TOKENS = 5  # what a server drafts unless it is told otherwise
+LAYER = "layers.0."
+DRAFTED_TOKENS = 5  # what a server drafts with an EAGLE-1 head unless it is told otherwise
+_ALGORITHM, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
+_STATES, _NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
 
 
-def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
-    """Read the head's config out of `transformer_layer_config`.
-
-    Raises UserError for another algorithm than EAGLE-1.
-    """
+def read_eagle_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
+    """Read an EAGLE-1 head's config; raises UserError for another algorithm."""
     path = directory / "config.json"
-    values = read_json_object(path)
-    algorithm = values.get("speculators_model_type")
-    if algorithm != "eagle":
-        raise UserError(
-            f"{path}: speculators_model_type {algorithm!r} cannot be read, only 'eagle'"
-        )
-    layer = values.get("transformer_layer_config")
-    if not isinstance(layer, dict):
-        raise UserError(f"{path} has no transformer_layer_config object")
-    fields = layer | {"bias": values.get("fusion_bias", False)}
+    values = _read_values(path)
+    fields = values[_LAYER_CONFIG] | {"bias": values.get("fusion_bias", False)}
     return eagle.parse_config(fields, path, rope_theta)
 
 
-def config_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
-    """Return what config.json holds for a head of a base."""
+def read_eagle3_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Eagle3Config:
+    """Read an EAGLE-3 head's config and vocabulary.
+
+    Raises UserError for another arrangement of its norm, or states that no base has.
+    """
+    path = directory / "config.json"
+    values = _read_values(path)
+    if values.get(_NORM_FIRST) is not False:
+        raise UserError(
+            f"{path}: {_NORM_FIRST} is {values.get(_NORM_FIRST, 'missing')}; only heads with false "
+            "can be read, which add to the state as it was before its norm"
+        )
+    fields = values[_LAYER_CONFIG] | {"draft_vocab_size": values.get("draft_vocab_size")}
+    return eagle3.parse_config(fields, path, rope_theta, _features(values, path, base))
+
+
+def eagle_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
+    """Return what config.json holds for an EAGLE-1 head of a base."""
+    own = {
+        "architectures": ["EagleSpeculator"],
+        _STATES: None,
+        "layernorms": False,
+        "fusion_bias": config.fc_bias,
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        _LAYER_CONFIG: eagle.config_fields(config, base.config),
+    }
+    return _shared_fields("eagle", config, base, DRAFTED_TOKENS) | own
+
+
+def eagle3_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
+    """Return what config.json holds for an EAGLE-3 head of a base."""
+    own = {
+        "architectures": ["Eagle3Speculator"],
+        _STATES: _state_ids(config),
+        _LAYER_CONFIG: {
+            "architectures": ["LlamaForCausalLM"],
+            **llama_fields(config, base.config),
+        },
+    }
+    return _shared_fields("eagle3", config, base, config.num_positions) | own
+
+
+def check_eagle3_exportable(config: Eagle3Config) -> None:
+    """Raise UserError for a head that vLLM would run differently."""
+    eagle3.check_exportable(config)
+    _state_ids(config)
+
+
+def _shared_fields(
+    algorithm: str, config: DrafterConfig, base: BaseModel, drafted_tokens: int
+) -> dict[str, Any]:
     proposal = {
         "proposal_type": "greedy",
-        "speculative_tokens": DRAFTED_TOKENS,
+        "speculative_tokens": drafted_tokens,
         "verifier_accept_k": 1,
         "accept_tolerance": 0.0,
     }
     return {
-        "architectures": ["EagleSpeculator"],
-        "speculators_model_type": "eagle",
+        _ALGORITHM: algorithm,
         "speculators_version": VERSION,
-        "draft_vocab_size": config.vocab_size,
-        "norm_before_residual": False,
+        "draft_vocab_size": config.draft_vocab_size,
+        _NORM_FIRST: False,
         "target_hidden_size": config.layer.hidden_size,
-        "eagle_aux_hidden_state_layer_ids": None,
-        "layernorms": False,
-        "fusion_bias": config.fc_bias,
-        "transformer_layer_architecture": "LlamaDecoderLayer",
-        "transformer_layer_config": eagle.config_fields(config, base.config),
         "speculators_config": {
-            "algorithm": "eagle",
+            "algorithm": algorithm,
             "default_proposal_method": "greedy",
             "proposal_methods": [proposal],
-            "verifier": {"name_or_path": base.source, "architectures": ["LlamaForCausalLM"]},
+            "verifier": {
+                "name_or_path": base.source,
+                "architectures": [read_architecture(base.directory)],
+            },
         },
     }
 
 
-LAYOUT = Layout(
+def _read_values(path: Path) -> dict[str, Any]:
+    values = read_json_object(path)
+    algorithm = values[_ALGORITHM]
+    if algorithm not in ("eagle", "eagle3"):
+        raise UserError(
+            f"{path}: {_ALGORITHM} {algorithm!r} cannot be read, only 'eagle' and 'eagle3'"
+        )
+    if not isinstance(values.get(_LAYER_CONFIG), dict):
+        raise UserError(f"{path} has no {_LAYER_CONFIG} object")
+    return values
+
+
+def _features(values: dict[str, Any], path: Path, base: BaseConfig) -> tuple[str, ...]:
+    """Return the states that a config names, by default those of the method."""
+    ids = values.get(_STATES)
+    if ids is None:
+        return feature_layers(base.num_layers)
+    if not _are_states(ids, base.num_layers):
+        raise UserError(
+            f"{path}: {_STATES} must be {NUM_FEATURES} different layers of the base's "
+            f"{base.num_layers}, in ascending order, not {ids!r}"
+        )
+    return tuple(f"layer_{index}" for index in ids)
+
+
+def _are_states(ids: Any, num_layers: int) -> bool:
+    if not isinstance(ids, list) or not all(type(index) is int for index in ids):
+        return False
+    return (
+        len(ids) == NUM_FEATURES and ids == sorted(set(ids)) and 0 <= ids[0] <= ids[-1] < num_layers
+    )
+
+
+def _state_ids(config: Eagle3Config) -> list[int]:
+    """Return the layers whose states a head reads.
+
+    Raises UserError for others than vLLM hands out: each once, in the order of the layers.
+    """
+    found = [re.fullmatch(r"layer_(\d+)", name) for name in config.features]
+    ids = [int(match[1]) for match in found if match]
+    if len(ids) < NUM_FEATURES or ids != sorted(set(ids)):
+        raise UserError(
+            f"this head reads {', '.join(config.features)} of its base, but vLLM gives heads the "
+            f"states that enter {NUM_FEATURES} different layers, in ascending order"
+        )
+    return ids
+
+
+EAGLE_LAYOUT = Layout(
     name="speculators",
+    to=TARGET,
     kind="eagle",
-    read_config=read_config,
+    read_config=read_eagle_config,
     leaves=eagle.eagle_leaves,
-    config_fields=config_fields,
+    config_fields=eagle_fields,
     check_exportable=eagle.check_exportable,
     copies={eagle.EMBEDDING: "embedding"},
+)
+EAGLE3_LAYOUT = Layout(
+    name="speculators_eagle3",
+    to=TARGET,
+    kind="eagle3",
+    read_config=read_eagle3_config,
+    leaves=functools.partial(eagle3.eagle3_leaves, prefix=LAYER),
+    config_fields=eagle3_fields,
+    check_exportable=check_eagle3_exportable,
+    copies={eagle.EMBEDDING: "embedding"},
+    more_tensors=eagle3.vocabulary_tensors,
 )

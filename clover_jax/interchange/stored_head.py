@@ -63,12 +63,10 @@ def open_head(
     rope_theta: float | None = None,
     allow_base_mismatch: bool = False,
     cut_vocab: bool = False,
-    layout: str | None = None,
 ) -> StoredHead:
     """Find a head and check all of it but the values; the arguments are those of `load_draft`.
 
     cut_vocab: leave out the rows by which a foreign head's vocabulary is longer than the base's.
-    layout: whose it is, where that is known; else it is recognised.
     Raises UserError naming whatever is missing, broken or does not fit.
     """
     directory = find_directory(source)
@@ -85,7 +83,7 @@ def open_head(
             f"{directory} is no draft: it has neither draft.json (a draft directory or a workdir "
             "with one) nor config.json (others' layouts)"
         )
-    layout = LAYOUTS[layout or recognise(directory)]
+    layout = LAYOUTS[recognise(directory)]
     config = layout.read_config(directory, rope_theta, base.config)
     fitted = _fit_vocabulary(config, base, directory, cut_vocab)
     check_widths(fitted, base, directory)
@@ -126,7 +124,10 @@ def _fit_vocabulary(
             f"{wanted}; give the base that the head was trained for or, where the last "
             f"{ours - wanted} rows are padding, --cut_vocab"
         )
-    return dataclasses.replace(config, vocab_size=wanted)
+    try:
+        return dataclasses.replace(config, vocab_size=wanted)
+    except ValueError as error:  # ids of its draft vocabulary lie in what would be cut
+        raise UserError(f"{directory}, without its last {ours - wanted} rows: {error}") from error
 
 
 def _open_foreign(

@@ -73,6 +73,12 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     return Checkpoint(config, family.leaves(config), family.adjust(values))
 
 
+def read_architecture(directory: Path) -> str:
+    """Return the architecture of a base's folder; raises as `architecture_of`."""
+    path = directory / "config.json"
+    return architecture_of(read_json_object(path), path)
+
+
 def read_base_config(directory: Path) -> BaseConfig:
     """Return the config of a folder; raises as `read_checkpoint`."""
     return read_checkpoint(directory).config
