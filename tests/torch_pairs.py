@@ -16,7 +16,7 @@ SHAPE = {
     "vocab_size": 64,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 3,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "max_position_embeddings": 128,
@@ -48,12 +48,18 @@ def torch_logits(model, ids: list[int], **arguments) -> np.ndarray:
 
 def our_logits(base: BaseModel, ids, positions=None, mask=None):
     """Logits [B, T, V] of a full forward."""
-    ids = jnp.asarray(ids, jnp.int32)
+    ids = np.asarray(ids, np.int32)
     if positions is None:
-        positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
-    mask = causal_mask(*ids.shape) if mask is None else mask
-    output = jax.jit(Decoder(base.config).apply)({"params": base.params}, ids, positions, mask)
-    return project(base.lm_head, output.hidden["post_norm"])
+        positions = np.broadcast_to(np.arange(ids.shape[1], dtype=np.int32), ids.shape)
+
+    @jax.jit
+    def forward(params, ids, positions, mask):
+        mask = causal_mask(*ids.shape) if mask is None else mask
+        output = Decoder(base.config).apply({"params": params}, ids, positions, mask)
+        lm_head = params.get("lm_head", params["embedding"])
+        return project(lm_head, output.hidden["post_norm"])
+
+    return forward(base.params, ids, positions, mask)
 
 
 def random_ids(num: int, vocab_size: int = 64, seed: int = 0) -> list[int]:
@@ -61,35 +67,51 @@ def random_ids(num: int, vocab_size: int = 64, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(vocab_size, size=num).tolist()
 
 
-def assert_ragged_decoding(expected: Logits, base: BaseModel, cache_length: int = 64) -> None:
+def assert_padded_rows(expected: Logits, base: BaseModel, lengths=(64, 9, 33)) -> None:
+    """Compare the rows of a padded batch with a full forward of each alone.
+
+    expected: the logits of a full forward, one row alone.
+    """
+    padded, rows = np.zeros((len(lengths), max(lengths)), np.int32), []
+    for index, length in enumerate(lengths):
+        rows.append(random_ids(length, seed=length))
+        padded[index, :length] = rows[-1]
+    found = np.asarray(our_logits(base, padded))
+    for index, row in enumerate(rows):
+        np.testing.assert_allclose(found[index, : len(row)], expected(row), **CLOSE)
+
+
+def assert_ragged_decoding(
+    expected: Logits, base: BaseModel, cache_length: int = 64, prompts=(10, 19, 1)
+) -> None:
     """Prefill padded prompts of unequal length, then go on token by token in one batch.
 
     expected: the logits of a full forward, one row alone.
     """
-    rows = [random_ids(n, seed=n) for n in (30, 41, 25)]
-    prompts = np.array([10, 19, 1])
-    num_steps = 20
+    num_steps, prompts = 20, np.array(prompts)
+    rows = [random_ids(size + num_steps, seed=int(size)) for size in prompts]
     decoder, config = Decoder(base.config), base.config
 
     @jax.jit
-    def forward(ids, cache, length):
+    def forward(params, ids, cache, length):
         positions = length[:, None] + jnp.arange(ids.shape[1])
-        variables = {"params": base.params}
+        variables = {"params": params}
         output = decoder.apply(variables, ids, positions, causal_mask(*ids.shape), cache, length)
-        logits = project(base.lm_head, output.hidden["post_norm"])
+        lm_head = params.get("lm_head", params["embedding"])
+        logits = project(lm_head, output.hidden["post_norm"])
         return logits, write_rows(cache, output.fresh, length)
 
     padded = np.zeros((len(rows), max(prompts)), np.int32)
     for index, (row, size) in enumerate(zip(rows, prompts, strict=True)):
         padded[index, :size] = row[:size]
     cache = init_cache(config.layer, config.num_layers, len(rows), cache_length, "float32")
-    logits, cache = forward(jnp.asarray(padded), cache, jnp.zeros(len(rows), jnp.int32))
-    found = [[logits[i, :size]] for i, size in enumerate(prompts)]
+    logits, cache = forward(base.params, padded, cache, np.zeros(len(rows), np.int32))
+    found = [[np.asarray(logits)[i, :size]] for i, size in enumerate(prompts)]
     for step in range(num_steps):
         ids = [[row[size + step]] for row, size in zip(rows, prompts, strict=True)]
-        logits, cache = forward(jnp.asarray(ids), cache, jnp.asarray(prompts + step))
-        for index in range(len(rows)):
-            found[index].append(logits[index])
-    for index, (row, size) in enumerate(zip(rows, prompts, strict=True)):
-        full = expected(row[: size + num_steps])
-        np.testing.assert_allclose(np.concatenate(found[index]), full, **CLOSE)
+        length = (prompts + step).astype(np.int32)
+        logits, cache = forward(base.params, np.array(ids, np.int32), cache, length)
+        for index, row_logits in enumerate(np.asarray(logits)):
+            found[index].append(row_logits)
+    for index, row in enumerate(rows):
+        np.testing.assert_allclose(np.concatenate(found[index]), expected(row), **CLOSE)

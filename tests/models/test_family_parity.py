@@ -1,37 +1,59 @@
 """Every family gives the numbers of a torch model: transformers' own, or a Llama repacked."""
 
+import functools
+from typing import NamedTuple
+
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
+from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.models.distance import alibi_slopes
 from clover_jax.models.loading import load_base
-from tests.tiny_checkpoints import edit_json
+from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json
 from tests.torch_pairs import (
-    CLOSE,
     SHAPE,
+    Logits,
+    assert_padded_rows,
     assert_ragged_decoding,
-    our_logits,
-    random_ids,
     save_random_model,
     torch_logits,
 )
 
 pytestmark = pytest.mark.parity
 
-# family -> (transformers' class without "Config", changes of the shape)
+# A head count that is no power of two has slopes of another rule.
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+NO_GROUPS = {"num_key_value_heads": 4}
+WINDOW = 7
+
+
+class Family(NamedTuple):
+    """A random torch model to compare with.
+
+    architecture: the class in transformers, without "ForCausalLM". changes: of the shape.
+    repack: what makes another family's folder of the saved one, and wraps or edits the model.
+    """
+
+    architecture: str
+    changes: dict
+    repack: str | None = None
+
+
 FAMILIES = {
-    "mistral, a short window": ("Mistral", {"sliding_window": 7}),
-    "mistral, no window": ("Mistral", {"sliding_window": None}),
-    "qwen2": ("Qwen2", {}),
-    "qwen2, some layers with a window": (
-        "Qwen2",
-        {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1},
+    "mistral, a short window": Family("Mistral", {"sliding_window": WINDOW}),
+    "mistral, no window": Family("Mistral", {"sliding_window": None, **NO_GROUPS}),
+    "qwen2": Family("Qwen2", {}),
+    "qwen2, some layers with a window": Family(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
     ),
-    "qwen3": (
+    "qwen3": Family(
         "Qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "baichuan 7b": Family("Llama", NO_GROUPS, "rotary"),
+    "baichuan 13b": Family("Llama", SIX_HEADS, "alibi"),
+    "baichuan 2": Family("Llama", NO_GROUPS, "normalised"),
 }
 
 
@@ -40,67 +62,47 @@ def torch():
     return pytest.importorskip("torch")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
-def pair(torch, tmp_path_factory, request):
-    """A random torch model of a family and the same model loaded by us."""
+@pytest.fixture(scope="module")
+def make(torch, tmp_path_factory):
+    """A function that makes a family's (expected logits, base), once for each."""
     import transformers
 
-    name, changes = FAMILIES[request.param]
-    torch.manual_seed(0)
-    config = getattr(transformers, f"{name}Config")(**(SHAPE | changes))
-    folder = tmp_path_factory.mktemp(name)
-    model = save_random_model(getattr(transformers, f"{name}ForCausalLM")(config), folder)
-    return model, load_base(str(folder))
-
-
-def test_logits(pair):
-    model, base = pair
-    ids = random_ids(64)
-    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
-
-
-def test_padded_rows(torch, pair):
-    """Each row of a padded batch has torch's logits under its attention mask."""
-    model, base = pair
-    lengths = (64, 9, 33)
-    ids = np.zeros((len(lengths), max(lengths)), np.int64)
-    for row, length in enumerate(lengths):
-        ids[row, :length] = random_ids(length, seed=length)
-    real = np.arange(ids.shape[1]) < np.array(lengths)[:, None]
-    with torch.no_grad():
-        expected = model(torch.tensor(ids), attention_mask=torch.tensor(real)).logits.numpy()
-    np.testing.assert_allclose(np.asarray(our_logits(base, ids))[real], expected[real], **CLOSE)
-
-
-def test_decoding_with_a_cache(pair):
-    model, base = pair
-    assert_ragged_decoding(lambda ids: torch_logits(model, ids), base)
-
-
-def test_a_window_skips_whole_chunks_of_a_long_cache(torch, tmp_path):
-    from transformers import MistralConfig, MistralForCausalLM
-
-    torch.manual_seed(0)
-    config = MistralConfig(**(SHAPE | {"sliding_window": 7}))
-    model = save_random_model(MistralForCausalLM(config), tmp_path)
-    base = load_base(str(tmp_path))
-    assert_ragged_decoding(lambda ids: torch_logits(model, ids), base, cache_length=512)
-
-
-@pytest.fixture
-def llama(torch, tmp_path):
-    """A function that makes a random torch Llama without grouped heads, saved in `tmp_path`."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    def make(**changes):
+    @functools.cache
+    def make(name):
+        family = FAMILIES[name]
         torch.manual_seed(0)
-        config = LlamaConfig(**(SHAPE | {"num_key_value_heads": None} | changes))
-        return save_random_model(LlamaForCausalLM(config), tmp_path)
+        config = getattr(transformers, f"{family.architecture}Config")
+        model = getattr(transformers, f"{family.architecture}ForCausalLM")
+        folder = tmp_path_factory.mktemp("family")
+        saved = save_random_model(model(config(**(SHAPE | family.changes))), folder)
+        expected = functools.partial(torch_logits, saved)
+        if family.repack:
+            expected = REPACKS[family.repack](saved, folder)
+        return expected, load_base(str(folder))
 
     return make
 
 
-def repack_as_baichuan(folder, architecture, **changes):
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padded_rows(make, name):
+    """64 tokens, and shorter rows beside them."""
+    assert_padded_rows(*make(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_with_a_cache(make, name):
+    assert_ragged_decoding(*make(name))
+
+
+def test_a_window_leaves_whole_chunks_of_a_long_cache_behind(make):
+    """The first chunk is needed at first, and no longer when the shortest row has grown."""
+    expected, base = make("mistral, a short window")
+    prompts = np.array([10, 19, 0]) + CACHE_CHUNK - 4
+    assert prompts.min() < CACHE_CHUNK < prompts.min() + 20 - WINDOW
+    assert_ragged_decoding(expected, base, 2 * CACHE_CHUNK, prompts)
+
+
+def repack_as_baichuan(folder, architecture="BaichuanForCausalLM", **changes):
     """Turn a saved Llama into Baichuan's layout."""
     tensors = load_file(folder / "model.safetensors")
     for name in [name for name in tensors if name.endswith("q_proj.weight")]:
@@ -111,53 +113,69 @@ def repack_as_baichuan(folder, architecture, **changes):
     edit_json(folder / "config.json", **(own | changes))
 
 
-@pytest.mark.parametrize("architecture", ["BaiChuanForCausalLM", "BaichuanForCausalLM"])
-def test_baichuan_7b(llama, tmp_path, architecture):
-    model = llama()
-    repack_as_baichuan(tmp_path, architecture, rope_parameters=...)
-    base, ids = load_base(str(tmp_path)), random_ids(64)
-    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
-    assert_ragged_decoding(lambda ids: torch_logits(model, ids), base)
+def repack_rotary(model, folder) -> Logits:
+    """7B: the same numbers, in other tensors."""
+    repack_as_baichuan(folder, rope_parameters=...)
+    return functools.partial(torch_logits, model)
 
 
-@pytest.mark.parametrize("num_heads", [4, 6])
-def test_baichuan_13b(torch, llama, tmp_path, num_heads):
-    """Against torch's Llama with its rotation taken out and Bloom's ALiBi as a mask."""
+def repack_alibi(model, folder) -> Logits:
+    """13B: torch's Llama with its rotation taken out and Bloom's ALiBi as a mask."""
+    import torch
     from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    heads, width = model.config.num_attention_heads, model.config.hidden_size
 
     class NoRotation(torch.nn.Module):
         def forward(self, x, position_ids):
-            shape = (*position_ids.shape, SHAPE["hidden_size"] // 4)
+            shape = (*position_ids.shape, width // heads)
             return torch.ones(shape), torch.zeros(shape)
 
-    width = {4: 32, 6: 48}[num_heads]
-    model = llama(num_attention_heads=num_heads, hidden_size=width)
     model.model.rotary_emb = NoRotation()
+    repack_as_baichuan(folder, max_position_embeddings=..., model_max_length=96)
 
     def expected(ids):
         real = torch.ones(1, len(ids), dtype=torch.int64)
-        alibi = build_alibi_tensor(real, num_heads, torch.float32)  # [N, 1, T]
+        alibi = build_alibi_tensor(real, heads, torch.float32)  # [N, 1, T]
         future = torch.triu(torch.full((len(ids), len(ids)), -1e9), diagonal=1)
         return torch_logits(model, ids, attention_mask=(alibi + future)[None])
 
-    repack_as_baichuan(
-        tmp_path, "BaichuanForCausalLM", max_position_embeddings=..., model_max_length=96
-    )
-    base, ids = load_base(str(tmp_path)), random_ids(64)
-    assert base.config.alibi
-    assert base.config.max_position_embeddings == 96
-    np.testing.assert_allclose(our_logits(base, [ids])[0], expected(ids), **CLOSE)
-    assert_ragged_decoding(expected, base)
+    return expected
 
 
-def test_baichuan_2_has_a_normalised_output_matrix(torch, llama, tmp_path):
-    model = llama()
-    repack_as_baichuan(tmp_path, "BaichuanForCausalLM", z_loss_weight=0)
+def repack_normalised(model, folder) -> Logits:
+    """Baichuan 2: the rows of lm_head have length 1 when they are used, not as they are stored."""
+    import torch
+
+    repack_as_baichuan(folder, z_loss_weight=0)
     with torch.no_grad():
         rows = model.lm_head.weight
         rows.copy_(torch.nn.functional.normalize(rows))
-    base, ids = load_base(str(tmp_path)), random_ids(64)
-    np.testing.assert_allclose(our_logits(base, [ids])[0], torch_logits(model, ids), **CLOSE)
+    return functools.partial(torch_logits, model)
+
+
+REPACKS = {"rotary": repack_rotary, "alibi": repack_alibi, "normalised": repack_normalised}
+
+
+def test_the_first_baichuan_is_spelt_otherwise(make, tmp_path):
+    _, base = make("baichuan 7b")
+    folder = copy_of(base.directory, tmp_path / "first")
+    edit_json(folder / "config.json", architectures=["BaiChuanForCausalLM"])
+    first = load_base(str(folder))
+    assert first.config == base.config
+    assert_trees_equal(first.params, base.params)
+
+
+def test_baichuan_13b_is_told_by_its_length(make):
+    _, base = make("baichuan 13b")
+    assert (base.config.alibi, base.config.max_position_embeddings) == (True, 96)
+
+
+def test_baichuan_2_stores_rows_of_any_length(make):
+    """Else normalising them would change nothing, and the comparison could not fail."""
+    _, base = make("baichuan 2")
+    stored = load_file(base.directory / "model.safetensors")["lm_head.weight"]
+    assert np.abs(np.linalg.norm(stored, axis=1) - 1).max() > 0.1
 
 
 @pytest.mark.parametrize("num_heads", [1, 4, 6, 12, 32, 40])
