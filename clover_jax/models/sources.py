@@ -25,8 +25,12 @@ HUB_PATTERNS = (
     "chat_template*",
     "draft.json",
     "params/*",
+    "best/*",  # of a training workdir; a star stands for folders too
+    "draft/*",
     "medusa_lm_head.*",
 )
+# Fetched where a repository has no other weights: bases often hold the same ones in both forms.
+TORCH_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
 
 
@@ -63,20 +67,27 @@ def _download(source: str) -> Path:
     from huggingface_hub.errors import HFValidationError, HTTPError, RevisionResolutionError
 
     repository, _, revision = source.partition("@")
-    try:
-        return Path(
-            snapshot_download(
-                repository,
-                revision=revision or None,
-                allow_patterns=list(HUB_PATTERNS),
-                # From the environment, never from a file that another program left.
-                token=os.environ.get("HF_TOKEN") or False,
-            )
+
+    def fetch(patterns: tuple[str, ...]) -> Path:
+        # The token is from the environment, never from a file that another program left.
+        token = os.environ.get("HF_TOKEN") or False
+        found = snapshot_download(
+            repository, revision=revision or None, allow_patterns=list(patterns), token=token
         )
+        return Path(found)
+
+    try:
+        folder = fetch(HUB_PATTERNS)
+        return folder if _has_weights(folder) else fetch(HUB_PATTERNS + TORCH_PATTERNS)
     # OSError: no connection, or a full disk.
     except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
         reason = str(error).strip().splitlines()[0].rstrip(".")
         raise UserError(
             f"{source!r} is no folder here and cannot be fetched from the hub ({reason}); "
-            "to work offline, give a folder that holds its config.json, tokenizer and weights"
+            "to work offline, give a folder that holds its config.json, tokenizer and weights, or "
+            "set HF_HUB_OFFLINE=1 where the hub's cache has it"
         ) from error
+
+
+def _has_weights(folder: Path) -> bool:
+    return any(folder.glob("*.safetensors")) or any(folder.glob("**/draft.json"))

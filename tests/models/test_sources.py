@@ -3,6 +3,7 @@
 import huggingface_hub
 import pytest
 from huggingface_hub.errors import LocalEntryNotFoundError
+from huggingface_hub.utils import filter_repo_objects
 
 from clover_jax.errors import UserError
 from clover_jax.models.sources import HUB_PATTERNS, find_directory
@@ -36,8 +37,10 @@ def test_a_hub_id_offline_says_how_to_go_on(hub):
     )
     with pytest.raises(UserError, match=message):
         find_directory("owner/name")
+    with pytest.raises(UserError, match=r"or set HF_HUB_OFFLINE=1 where the hub's cache has it$"):
+        find_directory("owner/name")
     asked = {"revision": None, "allow_patterns": list(HUB_PATTERNS), "token": False}
-    assert hub == [("owner/name", asked)]
+    assert hub == [("owner/name", asked)] * 2
 
 
 def test_a_token_comes_from_the_environment_only(hub, monkeypatch):
@@ -54,9 +57,36 @@ def test_a_hub_id_may_name_a_revision(hub):
     assert hub[0][1]["revision"] == "v1.0"
 
 
-def test_a_hub_id_gives_the_downloaded_folder(monkeypatch, tmp_path):
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda *_, **__: str(tmp_path))
+REPOSITORIES = {
+    "base": (
+        ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"],
+        ["pytorch_model.bin", "original/consolidated.00.pth", "README.md"],
+    ),
+    "old head": (["config.json", "pytorch_model.bin"], ["training_args.bin"]),
+    "draft": (["draft.json", "params/d/0", "params/ocdbt.process_0/d/1"], ["README.md"]),
+    "workdir": (
+        ["best/draft.json", "best/params/d/0", "draft/draft.json", "draft/params/manifest.ocdbt"],
+        ["checkpoints/2/state/d/0", "metrics.jsonl", "tensorboard/events"],
+    ),
+    "medusa": (["config.json", "medusa_lm_head.pt"], []),
+}
+
+
+@pytest.mark.parametrize("name", REPOSITORIES)
+def test_what_is_fetched_of_a_repository(monkeypatch, tmp_path, name):
+    """What is read, as the hub's own filter selects it, and nothing else."""
+    wanted, others = REPOSITORIES[name]
+
+    def snapshot_download(repository, allow_patterns, **options):
+        for path in filter_repo_objects(wanted + others, allow_patterns=allow_patterns):
+            (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
+            (tmp_path / path).touch()
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
     assert find_directory("owner/name") == tmp_path
+    found = [path for path in tmp_path.rglob("*") if path.is_file()]
+    assert sorted(str(path.relative_to(tmp_path)) for path in found) == sorted(wanted)
 
 
 @pytest.mark.parametrize(
