@@ -20,16 +20,17 @@ def write_card(folder: Path, head: StoredHead, to: str, base: BaseModel, name: s
     name: of the repository, for the commands that the card shows.
     """
     config, trained, facts = head.config, head.card.base, head.card.provenance
-    flags = facts.get("flags") or facts.get("settings") or {}
+    flags = facts.get("flags") or {}
     rows = {
         "drafter": config.kind,
         "layout": to,
         "base": base.source,
         "base's lm_head (SHA-256)": trained.lm_head,
         "base's tokenizer (SHA-256)": trained.tokenizer or _UNKNOWN,
-        "data": flags.get("data", _UNKNOWN),
-        "steps": facts.get("steps", _UNKNOWN),
-        "tau": facts.get("tau", _UNKNOWN),
+        "data": flags.get("data") or _UNKNOWN,
+        "data (SHA-256)": facts.get("data_hash") or _UNKNOWN,
+        "steps": facts.get("steps") or _UNKNOWN,
+        "tau": facts.get("tau") or _UNKNOWN,
         "tree": head.card.tree or _UNKNOWN,
         "dtype": head.dtype,
     }

@@ -19,6 +19,7 @@ from clover_jax import checkpoint
 from clover_jax.drafters.directory import load_draft
 from clover_jax.errors import UserError
 from clover_jax.files import only_process_in
+from clover_jax.interchange import conversion
 from clover_jax.models.loading import load_base
 from clover_jax.training import outputs, run, trainer
 from clover_jax.training.run import run_training
@@ -123,6 +124,26 @@ def test_a_run_writes_metrics_eval_and_both_drafts(whole_run):
     assert card["tree"] == "chain:3"
     assert (workdir / "best" / "draft.json").is_file()
     assert list((workdir / "tensorboard").iterdir())
+
+
+def test_the_hubs_card_tells_of_a_trained_head(whole_run, data, tmp_path):
+    """`convert --push` finds in the draft what the run recorded."""
+    workdir, report = whole_run
+    out = tmp_path / "out"
+    options = {"input": str(workdir), "output": str(out), "base": str(BASE), "to": "orbax"}
+    published = conversion.convert(
+        conversion.ConvertOptions(**options, push="me/head", card_only=True)
+    )
+    assert (published["repository"], published["uploaded"]) == ("me/head", None)
+    made = json.loads((out / "draft.json").read_text())["provenance"]
+    assert made["converted_from"] == str(workdir)
+    card = (out / "README.md").read_text().splitlines()
+    assert f"| data | {data} |" in card
+    assert f"| data (SHA-256) | {made['data_hash']} |" in card
+    assert f"| steps | {report['best_step']} |" in card
+    assert f"| tau | {report['tau']} |" in card
+    assert "| tree | chain:3 |" in card
+    assert_same_params(params_of(tmp_path, "out"), params_of(workdir, "best"))
 
 
 def test_tau_and_hit_rates_agree(whole_run):
