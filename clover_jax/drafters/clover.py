@@ -57,12 +57,14 @@ class CloverConfig(DrafterConfig):
     regressive_block: what mixes a drafted token into the state, one of REGRESSIVE_BLOCKS; "none"
         has no regressive connection: every position reads z_t.
     num_augmenting_layers: depth of the Augmenting Block; 0 leaves it out: z_t = h_t.
+    decoder_bias: whether the Attention Decoder's query, key and value have one, as in Clover-2.
     """
 
     kind: str = "clover"
     num_positions: int = 3
     regressive_block: str = "attention_decoder"
     num_augmenting_layers: int = 1
+    decoder_bias: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -127,7 +129,7 @@ class Clover(nn.Module):
         cfg = self.config
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         if cfg.regressive_block == "attention_decoder":
-            self.regressive = AttentionDecoder(cfg.layer, bias=False, silu=True)
+            self.regressive = AttentionDecoder(cfg.layer, bias=cfg.decoder_bias, silu=True)
         elif cfg.regressive_block == "mlp":
             self.regressive = RegressiveMLP(cfg.layer)
         else:
@@ -228,6 +230,7 @@ def make_config(
     num_positions: int = 3,
     num_augmenting_layers: int = 1,
     regressive_block: str = "attention_decoder",
+    decoder_bias: bool = False,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> CloverConfig:
@@ -243,6 +246,7 @@ def make_config(
         max_depth=num_positions,
         num_augmenting_layers=num_augmenting_layers,
         regressive_block=regressive_block,
+        decoder_bias=decoder_bias,
         loss=loss or LossSpec(hard_ce=1.0, decay=0.8),
     )
 
