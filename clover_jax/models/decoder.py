@@ -64,7 +64,10 @@ class SelfAttention(nn.Module):
             matrix_init(cfg.num_heads * cfg.head_dim),
             (cfg.num_kv_heads, groups, cfg.head_dim, width),
         )
-        fused = jnp.einsum("btd,dkch->bkcth", x, qkv)
+        # One product with a matrix: contracted as it is stored, some compilers transpose `qkv`
+        # at every step. Its columns stay in the order of K, so that shards of heads stay whole.
+        columns = jnp.einsum("btd,dn->btn", x, qkv.reshape(width, -1))
+        fused = jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *heads))
         if cfg.qkv_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
             fused = fused + bias[:, :, None]
