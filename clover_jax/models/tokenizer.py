@@ -34,8 +34,16 @@ def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | N
 
     transformers.logging.set_verbosity_error()
     try:
-        return transformers.AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+        # Said outright: left to its default, transformers asks on the terminal.
+        return transformers.AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{directory}: its tokenizer is code of its own, which is never run here; save it "
+                "once as tokenizer.json with transformers, or give prompts as prompt_ids"
+            ) from error
         raise UserError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
 
 

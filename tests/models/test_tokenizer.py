@@ -100,3 +100,13 @@ def test_a_character_that_the_context_begins_belongs_to_what_follows(tokenizers)
     assert decode_text(tokenizer, [second, mark], [mark, first]) == "é!"
     stream = TextStream(tokenizer, [mark, first])
     assert [stream.push([second]), stream.push([mark])] == ["é", "!"]
+
+
+def test_a_tokenizer_that_is_code_is_refused_and_never_run(tmp_path):
+    config = {"auto_map": {"AutoTokenizer": ["tokenization_own.OwnTokenizer", None]}}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"}))
+    (tmp_path / "tokenizer.model").write_bytes(b"")
+    (tmp_path / "tokenization_own.py").write_text("raise SystemExit('the code was run')")
+    with pytest.raises(UserError, match="is code of its own, which is never run here"):
+        load_tokenizer(tmp_path)
