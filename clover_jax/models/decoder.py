@@ -66,7 +66,7 @@ class SelfAttention(nn.Module):
         )
         # One product with a matrix: contracted as it is stored, some compilers transpose `qkv`
         # at every step. Its columns stay in the order of K, so that shards of heads stay whole.
-        columns = jnp.einsum("btd,dn->btn", x, qkv.reshape(width, -1))
+        columns = jnp.einsum("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
         fused = jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *heads))
         if cfg.qkv_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
