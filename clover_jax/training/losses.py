@@ -351,9 +351,9 @@ def _to_sources(by_slot: Array, operands: _Operands, shape: tuple[int, ...]) -> 
     return jnp.stack(gradients)
 
 
-def _regression(u: Float[Array, "C D+"], states: Float[Array, "C D"]) -> Float[Array, " C"]:
+def _regression(u: Float[Array, "*b D+"], states: Float[Array, "*b D"]) -> Float[Array, "*b"]:
     """Return R of each pair: of u, only what stands for a state of the base."""
-    return smooth_l1(u[:, : states.shape[1]], states).mean(axis=-1)
+    return smooth_l1(u[..., : states.shape[-1]], states).mean(axis=-1)
 
 
 def to_draft(config: DrafterConfig, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
