@@ -33,7 +33,7 @@ from clover_jax.generation.models import Models, load_plain, with_draft
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.text_pieces import TextPieces
-from clover_jax.sharding import mesh_for
+from clover_jax.meshes import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 

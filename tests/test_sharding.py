@@ -12,14 +12,12 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
+from clover_jax.meshes import MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.models.shapes import base_shapes
 from clover_jax.sharding import (
-    MeshShape,
     bytes_per_device,
     decode_state_shardings,
-    make_abstract_mesh,
     param_shardings,
-    parse_mesh,
     row_shardings,
 )
 from clover_jax.training.optimizer import OptimizerConfig

@@ -53,3 +53,12 @@ def assert_trees_equal(a: Any, b: Any) -> None:
             other = other[key.key]
         assert leaf.dtype == other.dtype, path
         np.testing.assert_array_equal(np.asarray(leaf), np.asarray(other), err_msg=str(path))
+
+
+def assert_same_tensors(one: Path, other: Path) -> None:
+    """Assert that two folders hold the same tensors, bit for bit."""
+    one, other = (load_file(folder / "model.safetensors") for folder in (one, other))
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype, name
+        assert tensor.tobytes() == other[name].tobytes(), name

@@ -19,8 +19,9 @@ from clover_jax.benchmark.subject import Subject
 from clover_jax.config import DrafterConfig
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import commit
-from clover_jax.decoding.engine import Engine, Request, bucket
+from clover_jax.decoding.engine import Engine, bucket
 from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.decoding.state import DecodeState, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree

@@ -20,14 +20,12 @@ from clover_jax.benchmark.targets import Target, find_devices
 from clover_jax.benchmark.work import count_work
 from clover_jax.decoding.compiler_options import options_for
 from clover_jax.decoding.step import speculate_and_verify
+from clover_jax.meshes import MeshShape, make_mesh, parse_mesh
 from clover_jax.models.attention import READINGS
 from clover_jax.sharding import (
-    MeshShape,
     bytes_per_device,
     decode_state_shardings,
-    make_mesh,
     param_shardings,
-    parse_mesh,
     with_shardings,
 )
 

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from clover_jax.benchmark.subject import Subject
 from clover_jax.benchmark.timing import Run
-from clover_jax.decoding.engine import Engine, Progress, Request
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Progress, Request
 from clover_jax.decoding.sampling import SamplingConfig
 
 

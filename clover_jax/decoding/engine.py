@@ -7,24 +7,23 @@ longer buffers than any before (lengths come in buckets).
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from clover_jax.array_types import Array, Params
+from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.compiler_options import options_here
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.requests import Generation, Progress, Request, check_request
 from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig
 from clover_jax.decoding.state import (
     EMPTY,
@@ -41,80 +40,6 @@ from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
-from clover_jax.sharding import (
-    decode_state_shardings,
-    param_shardings,
-    put_whole,
-    replicated,
-    shape_of,
-)
-
-
-@dataclasses.dataclass(frozen=True)
-class Request:
-    """One prompt to decode.
-
-    index: the caller's number for it. max_new_tokens: tokens to emit at most, the one that
-    prefill gives included. eos_ids: tokens that end the text (emitted too).
-    temperature, top_k (0: all), top_p (1: all): used unless verification is greedy.
-    seed: of the row's key; None derives it from the engine's seed and `index`.
-    """
-
-    index: int
-    prompt_ids: Sequence[int]
-    max_new_tokens: int
-    eos_ids: Sequence[int] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int | None = None
-
-
-@dataclasses.dataclass
-class Generation:
-    """A decoded prompt.
-
-    accepted: drafted tokens accepted at each target forward, before EOS or the limit cut them.
-    proposed: drafted tokens verified at each.
-    ranks: of each accepted token, forward by forward, how many of its siblings come before it.
-    seconds: from the start of its prefill to its last chunk of steps.
-    finish_reason: "eos", "length" or "stop"; None while it runs.
-    """
-
-    index: int
-    prompt_ids: list[int]
-    output_ids: list[int] = dataclasses.field(default_factory=list)
-    accepted: list[int] = dataclasses.field(default_factory=list)
-    proposed: list[int] = dataclasses.field(default_factory=list)
-    ranks: list[list[int]] = dataclasses.field(default_factory=list)
-    finish_reason: str | None = None
-    seconds: float = 0.0
-
-    @property
-    def target_forwards(self) -> int:
-        """Base forwards after prefill."""
-        return len(self.accepted)
-
-    @property
-    def tau(self) -> float | None:
-        """Emitted tokens per target forward; None when prefill's own token was the only one."""
-        return (len(self.output_ids) - 1) / len(self.accepted) if self.accepted else None
-
-
-@dataclasses.dataclass(frozen=True)
-class Progress:
-    """New tokens of one row after a chunk of steps (or its prefill); `row` is complete if done."""
-
-    row: Generation
-    new_ids: list[int]
-    done: bool
-
-    def stop(self) -> None:
-        """Ask for no more tokens of this row, before the next progress is taken.
-
-        Its slot is free for the next request; the row gets no further progress.
-        """
-        self.row.finish_reason = self.row.finish_reason or "stop"
 
 
 class Engine:
@@ -154,21 +79,21 @@ class Engine:
             self.config = StepConfig(base, head, tree, sampling)
         except ValueError as error:
             raise UserError(str(error)) from error
-        self._mesh = mesh
-        row_shards = shape_of(mesh).num_row_shards if mesh else 1
-        self.batch_size = -(-batch_size // row_shards) * row_shards
+        self._placement = Placement(mesh)
+        self.batch_size = self._placement.whole_rows(batch_size)
         self.max_eos = max_eos or max(8, len(base.eos_token_ids))
         self._seed = seed
         self._prefill_size = prefill_size
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
         chunk = functools.partial(decode_chunk, self.config, steps_per_chunk)
         empty = functools.partial(empty_state, base, head, tree)
-        self._prefill = self._compiled(prefill, donate_argnums=1)
-        self._decode = self._compiled(chunk, donate_argnums=1, compiler_options=options_here())
-        self._insert = self._compiled(insert, donate_argnums=0)
-        self._grow = self._compiled(grow, static_argnums=1)
-        self._clear = self._compiled(clear, donate_argnums=0)
-        self._empty = self._compiled(empty, static_argnums=(0, 1, 2, 3))
+        compiled = self._placement.compiled
+        self._prefill = compiled(prefill, donate_argnums=1)
+        self._decode = compiled(chunk, donate_argnums=1, compiler_options=options_here())
+        self._insert = compiled(insert, donate_argnums=0)
+        self._grow = compiled(grow, static_argnums=1)
+        self._clear = compiled(clear, donate_argnums=0)
+        self._empty = compiled(empty, static_argnums=(0, 1, 2, 3))
 
     def generate(
         self,
@@ -195,7 +120,7 @@ class Engine:
             the next turn of a conversation waits for an answer. The stream ends when every row has
             finished and the source is exhausted or gives None.
         """
-        weights = self._place(weights_for(self.config.head, base_params, draft_params))
+        weights = self._placement.weights(weights_for(self.config.head, base_params, draft_params))
         source = iter(requests)
         slots: list[Generation | None] = [None] * self.batch_size
         started = [0.0] * self.batch_size
@@ -211,7 +136,7 @@ class Engine:
             if all(row is None for row in slots):
                 return
             state, record = self._decode(weights, state)
-            after = self._read(_AfterChunk(state.tokens, state.end, state.finish, record))
+            after = self._placement.read(_AfterChunk(state.tokens, state.end, state.finish, record))
             for slot, row in enumerate(slots):
                 if row is not None:
                     yield _collect(row, slot, after, started[slot])
@@ -224,7 +149,7 @@ class Engine:
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]
     ) -> DecodeState:
         """Return a state whose first slots hold these requests, each with its first token."""
-        weights = self._place(weights_for(self.config.head, base_params, draft_params))
+        weights = self._placement.weights(weights_for(self.config.head, base_params, draft_params))
         state = None
         for slot, request in enumerate(requests):
             state = self._fill(weights, state, slot, request)
@@ -232,40 +157,7 @@ class Engine:
 
     def check(self, request: Request) -> None:
         """Raise UserError for a request that cannot be decoded by this base."""
-        context = self.config.base.max_position_embeddings
-        vocabulary = self.config.base.vocab_size
-        if not request.prompt_ids:
-            raise UserError("the prompt has no tokens; give at least one")
-        if len(request.prompt_ids) >= context:
-            raise UserError(
-                f"the prompt has {len(request.prompt_ids)} tokens and the base's context is "
-                f"{context}: shorten it, or use --context_overflow=truncate_left"
-            )
-        if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
-            raise UserError(f"prompt ids must lie in 0 .. {vocabulary - 1}")
-        if request.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens ({request.max_new_tokens}) must be at least 1")
-        if len(request.eos_ids) > self.max_eos:
-            raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {self.max_eos} fit")
-        self._check_sampling(request)
-
-    def _check_sampling(self, request: Request) -> None:
-        sampling = self.config.sampling
-        if not 0 <= request.temperature < math.inf:
-            raise UserError(f"temperature ({request.temperature}) must be 0 or more")
-        if request.seed is not None and not 0 <= request.seed < 2**32:
-            raise UserError(f"seed ({request.seed}) must lie in 0 .. {2**32 - 1}")
-        if request.top_k < 0:
-            raise UserError(f"top_k ({request.top_k}) must be 1 or more, or 0 for all tokens")
-        if not 0 < request.top_p <= 1:
-            raise UserError(f"top_p ({request.top_p}) must lie in (0, 1]")
-        if request.temperature > 0 and sampling.verify == "greedy":
-            raise UserError(
-                f"temperature {request.temperature} needs --verify=lossless or typical; greedy "
-                "verification takes the most probable token"
-            )
-        if (request.top_k or request.top_p < 1) and not sampling.truncate:
-            raise UserError("top_k and top_p need an engine with SamplingConfig(truncate=True)")
+        check_request(request, self.config.base, self.config.sampling, self.max_eos)
 
     def _limit(self, request: Request) -> int:
         context = self.config.base.max_position_embeddings
@@ -302,10 +194,10 @@ class Engine:
         eos = np.full((1, self.max_eos), -1, np.int32)
         eos[0, : len(request.eos_ids)] = request.eos_ids
         row = self._empty(1, size, self.max_eos, like.cache[0].key.dtype).replace(
-            tokens=self._array(prompt),
-            end=self._array([length], np.int32),
-            limit=self._array([self._limit(request)], np.int32),
-            eos=self._array(eos),
+            tokens=self._placement.array(prompt),
+            end=self._placement.array([length], np.int32),
+            limit=self._placement.array([self._limit(request)], np.int32),
+            eos=self._placement.array(eos),
             sampling=self._row_sampling(request),
         )
         for start in range(0, length, self._prefill_size):
@@ -317,50 +209,13 @@ class Engine:
             key = jax.random.fold_in(jax.random.key(self._seed), request.index)
         else:
             key = jax.random.key(request.seed)
+        top_k = min(request.top_k, self.config.base.vocab_size)
         return RowSampling(
-            key=self._array(jax.random.key_data(key)[None]),
-            temperature=self._array([request.temperature], np.float32),
-            top_k=self._array([min(request.top_k, self.config.base.vocab_size)], np.int32),
-            top_p=self._array([request.top_p], np.float32),
+            key=self._placement.array(jax.random.key_data(key)[None]),
+            temperature=self._placement.array([request.temperature], np.float32),
+            top_k=self._placement.array([top_k], np.int32),
+            top_p=self._placement.array([request.top_p], np.float32),
         )
-
-    def _array(self, value: Any, dtype: np.dtype | None = None) -> Array:
-        """Put a host's value on the device, or whole on every device of the mesh."""
-        if self._mesh is None:
-            return jnp.array(value, dtype)
-        return put_whole(np.asarray(value, dtype), self._mesh)
-
-    def _compiled(self, function: Callable, **options: Any) -> Callable:
-        """Return a compiled function of states; on a mesh its result lies as states do there."""
-        if self._mesh is None:
-            return jax.jit(function, **options)
-
-        def placed(*arguments: Any) -> Any:
-            result = function(*arguments)
-            states, *records = result if isinstance(result, tuple) else (result,)
-            there = decode_state_shardings(states, self._mesh)
-            states = jax.lax.with_sharding_constraint(states, there)
-            return (states, *records) if records else states
-
-        compiled = jax.jit(placed, **options)
-
-        def call(*arguments: Any) -> Any:
-            with jax.set_mesh(self._mesh):
-                return compiled(*arguments)
-
-        return call
-
-    def _place(self, weights: Weights) -> Weights:
-        """Split weights over the mesh; those that lie there already stay."""
-        if self._mesh is None:
-            return weights
-        return jax.device_put(weights, param_shardings(weights, self._mesh))
-
-    def _read(self, after: _AfterChunk) -> _AfterChunk:
-        """Bring to this host what may lie on the devices of others."""
-        if jax.process_count() > 1:
-            after = jax.jit(lambda x: x, out_shardings=replicated(self._mesh))(after)
-        return jax.device_get(after)
 
 
 def bucket(size: int) -> int:

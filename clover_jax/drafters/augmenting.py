@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
-from clover_jax.models.cache import Cache
-from clover_jax.models.decoder import DecoderLayer
+from clover_jax.models.cache import Cache, after, write_rows
+from clover_jax.models.decoder import DecoderLayer, causal_mask
 
 
 def augment(
@@ -31,6 +32,32 @@ def take_last(x: Float[Array, "B A D"], count: Int[Array, " B"]) -> Float[Array,
     """Return the last of the first count[b] positions of each row."""
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return jnp.take_along_axis(x, last, axis=1)
+
+
+class Absorbed(NamedTuple):
+    """What a trunk made of accepted positions: z at the last one, [B, 1, D], and its cache."""
+
+    last: Array
+    cache: Cache
+
+
+def absorb_positions(
+    trunk: Callable[..., tuple[Array, Cache]],
+    size: int,
+    start: Int[Array, " B"],
+    count: Int[Array, " B"],
+    cache: Cache,
+) -> Absorbed:
+    """Run a trunk over `size` positions from start[b] on, of which the first count[b] are accepted.
+
+    trunk: (positions [B, A], mask [B, A, A], cache, length [B]) -> z [B, A, D] and its fresh keys
+        and values.
+    """
+    positions = start[:, None] + jnp.arange(size)
+    # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
+    z, fresh = trunk(positions, causal_mask(len(start), size), cache, start)
+    last = take_last(z, count)
+    return Absorbed(last, write_rows(cache, fresh, after(start, last)))
 
 
 def from_last_layer(base_params: Params, num_layers: int) -> Params:

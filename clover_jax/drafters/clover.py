@@ -23,6 +23,7 @@ the final norm after the residual block instead of before it.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -38,12 +39,12 @@ from clover_jax.drafters.attention_decoder import (
     unit,
     with_matrices,
 )
-from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
+from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
 from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
-from clover_jax.models.cache import Cache, after, init_cache, write_rows
-from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
+from clover_jax.models.cache import Cache, init_cache
+from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm, matrix_init, rms_norm
 
 NOISE = 0.01  # standard deviation of the initialisation noise; ours, the paper gives none
@@ -152,13 +153,8 @@ class Clover(nn.Module):
         cache: Cache,
     ) -> tuple[CloverState, Cache]:
         """Run the Augmenting Block over accepted positions; see the contract."""
-        batch, size = next_tokens.shape
-        positions = start[:, None] + jnp.arange(size)
-        # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
-        mask = causal_mask(batch, size)
-        z, fresh = augment(self.augmenting, features, positions, mask, cache, start)
-        last = take_last(z, count)
-        cache = write_rows(cache, fresh, after(start, last))
+        trunk = functools.partial(augment, self.augmenting, features)
+        last, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
         if self.regressive is None:
             return CloverState(last), cache
         token = jnp.take_along_axis(next_tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)

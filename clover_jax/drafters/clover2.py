@@ -26,11 +26,11 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
-from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
+from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
 from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
-from clover_jax.models.cache import Cache, after, init_cache, write_rows
-from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
+from clover_jax.models.cache import Cache, init_cache
+from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm
 
 NOISE = 0.01  # width of the release's uniform initialisation noise
@@ -113,13 +113,8 @@ class Clover2(nn.Module):
         cache: Cache,
     ) -> tuple[Clover2State, Cache]:
         """Run the trunk over accepted positions; see the contract."""
-        batch, size = next_tokens.shape
-        positions = start[:, None] + jnp.arange(size)
-        # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
-        mask = causal_mask(batch, size)
-        z, fresh = self._trunk(frozen, features, next_tokens, positions, mask, cache, start)
-        root = take_last(z, count)
-        cache = write_rows(cache, fresh, after(start, root))
+        trunk = functools.partial(self._trunk, frozen, features, next_tokens)
+        root, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
         return Clover2State(state=root, projected=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:

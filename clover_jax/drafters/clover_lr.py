@@ -24,6 +24,7 @@ Losses: the regression is taken on u alone; the cross-entropies on the corrected
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import flax.linen as nn
@@ -34,7 +35,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
-from clover_jax.drafters.augmenting import augment, from_last_layer, take_last
+from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
 from clover_jax.drafters.drafter import (
     Frozen,
     frozen_from_base,
@@ -42,8 +43,8 @@ from clover_jax.drafters.drafter import (
     with_draft_rows,
 )
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
-from clover_jax.models.cache import Cache, after, init_cache, write_rows
-from clover_jax.models.decoder import DecoderLayer, causal_mask, packed_mask, project
+from clover_jax.models.cache import Cache, init_cache
+from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm
 
 DEFAULT_RANK = 256
@@ -159,14 +160,9 @@ class CloverLR(nn.Module):
         cache: Cache,
     ) -> tuple[CloverLRState, Cache]:
         """Run the trunk over accepted positions, and the one pass over lm_head at the last."""
-        batch, size = next_tokens.shape
-        positions = start[:, None] + jnp.arange(size)
-        z, fresh = self._trunk(
-            frozen, features, next_tokens, positions, causal_mask(batch, size), cache, start
-        )
-        root = take_last(z, count)
+        trunk = functools.partial(self._trunk, frozen, features, next_tokens)
+        root, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
         block = project(output_matrix(self.config, frozen), self._block(root[:, 0]))
-        cache = write_rows(cache, fresh, after(start, root))
         return CloverLRState(block=block, state=self._first(root)), cache
 
     def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:

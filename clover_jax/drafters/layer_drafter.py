@@ -18,10 +18,11 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import DrafterConfig, LayerConfig
+from clover_jax.drafters.augmenting import absorb_positions
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
-from clover_jax.models.cache import Cache, KeyValue, after, init_cache, write_rows
-from clover_jax.models.decoder import Attend, attend, causal_mask
+from clover_jax.models.cache import Cache, KeyValue, init_cache
+from clover_jax.models.decoder import Attend, attend
 from clover_jax.models.distance import Distance
 
 
@@ -94,20 +95,14 @@ class LayerDrafter(nn.Module):
         cache: Cache,
     ) -> tuple[BranchState, Cache]:
         """Run the layer over accepted positions, from the base's own states; see the contract."""
-        batch, size = next_tokens.shape
-        hidden, fresh = self.run(
-            embed(frozen, next_tokens),
-            self.fuse(features),
-            start[:, None] + jnp.arange(size),
-            # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
-            causal_mask(batch, size),
-            cache[0],
-            start,
-        )
-        last = jnp.maximum(count - 1, 0)[:, None, None]
-        root = jnp.take_along_axis(hidden, last, axis=1)
-        cache = write_rows(cache, (fresh,), after(start, root))
-        path = empty_path(self.config.layer, batch, 1, root.dtype)
+        embedded, states = embed(frozen, next_tokens), self.fuse(features)
+
+        def trunk(positions, mask, cache, length):
+            hidden, fresh = self.run(embedded, states, positions, mask, cache[0], length)
+            return hidden, (fresh,)
+
+        root, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
+        path = empty_path(self.config.layer, len(root), 1, root.dtype)
         return BranchState(root, path, (start + count)[:, None]), cache
 
     def propose(self, frozen: Frozen, state: BranchState, depth: int) -> Float[Array, "B W Vd"]:

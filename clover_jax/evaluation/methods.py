@@ -8,13 +8,14 @@ from collections.abc import Sequence
 
 import jax.numpy as jnp
 
-from clover_jax.decoding.engine import Engine, Request, bucket
+from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.generation.auto_tree import with_auto_tree
 from clover_jax.generation.models import AUTO, Models, load_plain, with_draft
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.sharding import mesh_for
+from clover_jax.meshes import mesh_for
 
 
 @dataclasses.dataclass(frozen=True)

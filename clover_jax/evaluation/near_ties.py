@@ -18,7 +18,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import Array, Float, Int
-from clover_jax.decoding.engine import Engine, Request, bucket
+from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, gumbel, warp
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import StepConfig, Weights

@@ -15,7 +15,8 @@ from clover_jax.data.prompts import (
     prompts_hash,
     read_prompts_and_mistakes,
 )
-from clover_jax.decoding.engine import Engine, Request
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Request
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, near_ties, stage_times

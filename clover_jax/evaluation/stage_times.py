@@ -17,7 +17,8 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array
-from clover_jax.decoding.engine import Engine, Request
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
     StepConfig,

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
-from clover_jax.decoding.engine import Generation
+from clover_jax.decoding.requests import Generation
 from clover_jax.generation.row_job import RowJob, spelling_context
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.stop_strings import settled_length

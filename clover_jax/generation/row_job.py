@@ -8,7 +8,7 @@ from typing import Any
 
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt
-from clover_jax.decoding.engine import Generation, Progress, Request
+from clover_jax.decoding.requests import Generation, Progress, Request
 from clover_jax.errors import UserError
 from clover_jax.generation.models import Models
 from clover_jax.generation.overflow import fit_context

@@ -9,7 +9,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.decoding.engine import Engine, Generation, Progress, Request
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Generation, Progress, Request
 from clover_jax.dtypes import exact_matmuls
 from clover_jax.errors import UserError
 from clover_jax.generation.models import Models

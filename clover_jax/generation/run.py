@@ -33,10 +33,10 @@ from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decod
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.jsonl import read_rows
+from clover_jax.meshes import mesh_for
 from clover_jax.models.shapes import shape_notice
 from clover_jax.progress import Progress, passing_note, progress_bar
 from clover_jax.row_writer import RowWriter
-from clover_jax.sharding import mesh_for
 
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from clover_jax.decoding.engine import Generation
+from clover_jax.decoding.requests import Generation
 from clover_jax.generation.row_job import spelling_context
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.stop_strings import settled_length

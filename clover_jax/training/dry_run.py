@@ -21,17 +21,15 @@ from clover_jax.benchmark.targets import Target
 from clover_jax.data.batch import Batch
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
+from clover_jax.meshes import MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.models.base import BaseModel
 from clover_jax.models.families import read_base_config
 from clover_jax.models.shapes import base_shapes, cast_shapes, is_shape, shape_config
 from clover_jax.models.sources import find_directory
 from clover_jax.sharding import (
-    MeshShape,
     bytes_per_device,
     gathered_bytes,
-    make_abstract_mesh,
     param_shardings,
-    parse_mesh,
     row_shardings,
     whole_over_rows,
 )

@@ -17,7 +17,8 @@ from clover_jax.data.chat import encode_record
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import read_prompts
 from clover_jax.data.records import Record
-from clover_jax.decoding.engine import Engine, Generation, Request
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Generation, Request
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError

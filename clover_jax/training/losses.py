@@ -32,17 +32,23 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int, Params
-from clover_jax.config import DrafterConfig
+from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.data.batch import Batch
-from clover_jax.drafters.drafter import Frozen, output_matrix
+from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.models.decoder import project
 from clover_jax.training.label_mask import likely_next
-from clover_jax.training.pairs import CompactTargets, compact_targets, labelled_targets, pair_mask
+from clover_jax.training.loss_chunks import (
+    Chunk,
+    Operands,
+    Terms,
+    num_chunks,
+    take_chunk,
+    to_draft,
+    to_sources,
+)
+from clover_jax.training.pairs import compact_targets, labelled_targets, pair_mask
 
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
 
@@ -68,62 +74,10 @@ class _Static(NamedTuple):
     chunk: int
 
 
-class _Terms(NamedTuple):
-    """Something of each of the three terms; where it is of all positions, [P] each."""
-
-    regression: Array
-    soft_ce: Array
-    hard_ce: Array
-
-
-@struct.dataclass
-class _Operands:
-    """What the loss reads and never differentiates.
-
-    params:      the head's other params (its `logits` may set up all of them).
-    states:      [R, n, D] the base's g.
-    next_tokens: [R, n] the token that follows each target, in the head's vocabulary; -1 outside.
-    mask:        [P, R, n] pairs that count, by target index.
-    has_next:    [R, n] whether that token belongs to the target's document.
-    scale:       R, S and H's decay^i / divisor.
-    """
-
-    params: Params
-    frozen: Frozen
-    states: Float[Array, "R n D"]
-    next_tokens: Int[Array, "R n"]
-    mask: Bool[Array, "P R n"]
-    has_next: Bool[Array, "R n"]
-    scale: _Terms
-    targets: CompactTargets
-
-
-@struct.dataclass
-class _Chunk:
-    """C targets a group; slots beyond the last used one repeat some target, all masked.
-
-    hidden:      [P, R, C, D] the states whose pairs have these targets.
-    states:      [R, C, D] the base's g.
-    teacher:     [R, C, Vd] softmax(lm_head g), of the tokens that the head can propose.
-    reachable:   [R, C] whether the base's most probable token is one of them.
-    next_tokens: [R, C] in the head's vocabulary; -1 outside.
-    mask:        [P, R, C]
-    has_next:    [R, C]
-    """
-
-    hidden: Float[Array, "P R C D"]
-    states: Float[Array, "R C D"]
-    teacher: Float[Array, "R C Vd"]
-    reachable: Bool[Array, "R C"]
-    next_tokens: Int[Array, "R C"]
-    mask: Bool[Array, "P R C"]
-    has_next: Bool[Array, "R C"]
-
-
 class _Sums(NamedTuple):
     """Sums over counted pairs, [P] each (or [] for one position)."""
 
-    terms: _Terms
+    terms: Terms
     hits: Array
 
 
@@ -168,12 +122,12 @@ def distillation_loss(
     labelled = (mask & has_next).sum(axis=(1, 2))
     spec = head.config.loss
     if spec.divisor == "positions":
-        divisors = _Terms(*[jnp.full_like(pairs, rows * size) + spec.divisor_offset] * 3)
+        divisors = Terms(*[jnp.full_like(pairs, rows * size) + spec.divisor_offset] * 3)
     else:
-        divisors = _Terms(*(count + spec.divisor_offset for count in (pairs, pairs, labelled)))
+        divisors = Terms(*(count + spec.divisor_offset for count in (pairs, pairs, labelled)))
     decay = spec.decay ** jnp.arange(num_positions)
     owned, others = split_output_params(head, params)
-    operands = _Operands(
+    operands = Operands(
         params=others,
         frozen=frozen,
         states=target_states.reshape(groups, -1, target_states.shape[-1]),
@@ -202,23 +156,25 @@ def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _chunked_loss(
-    static: _Static, owned: Params, hidden: Array, operands: _Operands
+    static: _Static, owned: Params, hidden: Array, operands: Operands
 ) -> tuple[Array, _Sums]:
     """Return the value alone; differentiated, `_value_and_gradient` takes its place."""
 
     def body(number: Array, sums: _Sums) -> _Sums:
-        chunk = _take_chunk(static, hidden, operands, number)
+        chunk = take_chunk(static.head.config, hidden, operands, static.chunk, number)
         parts = [
             _position_loss(owned, chunk.hidden[i], static.head, operands, chunk, i)[1]
             for i in range(hidden.shape[0])
         ]
         return jax.tree.map(jnp.add, sums, _stack(parts))
 
-    sums = jax.lax.fori_loop(0, _num_chunks(static, operands), body, _zero_sums(hidden.shape[0]))
+    sums = jax.lax.fori_loop(
+        0, num_chunks(operands, static.chunk), body, _zero_sums(hidden.shape[0])
+    )
     return _weigh(static.head, operands.scale, sums.terms), sums
 
 
-def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands: _Operands):
+def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands: Operands):
     """Compute the value and, in the same pass over the chunks, the gradient."""
     num_positions, width = hidden.shape[0], hidden.shape[-1]
     groups, num_targets, _ = operands.states.shape
@@ -226,7 +182,7 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
     differentiate = jax.grad(_position_loss, argnums=(0, 1), has_aux=True)
 
     def body(number: Array, carry: _Carry) -> _Carry:
-        chunk = _take_chunk(static, hidden, operands, number)
+        chunk = take_chunk(static.head.config, hidden, operands, static.chunk, number)
         parts, gradients, d_owned = [], [], carry.d_owned
         for i in range(num_positions):
             # Position by position: of the head's logits only one [C, V] is live at a time.
@@ -249,9 +205,9 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
         d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
         d_owned=jax.tree.map(jnp.zeros_like, owned),
     )
-    end = jax.lax.fori_loop(0, _num_chunks(static, operands), body, start)
+    end = jax.lax.fori_loop(0, num_chunks(operands, static.chunk), body, start)
     value = (_weigh(static.head, operands.scale, end.sums.terms), end.sums)
-    return value, (end.d_owned, _to_sources(end.d_hidden, operands, hidden.shape))
+    return value, (end.d_owned, to_sources(end.d_hidden, operands, hidden.shape))
 
 
 def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents: tuple):
@@ -264,42 +220,8 @@ def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents
 _chunked_loss.defvjp(_value_and_gradient, _scale_gradient)
 
 
-def _num_chunks(static: _Static, operands: _Operands) -> Array:
-    return (operands.targets.count.max() + static.chunk - 1) // static.chunk
-
-
-def _take_chunk(static: _Static, hidden: Array, operands: _Operands, number: Array) -> _Chunk:
-    """Gather chunk `number` of the compacted targets and the P states that aim at each."""
-    groups, width = operands.states.shape[0], hidden.shape[-1]
-    slots = number * static.chunk + jnp.arange(static.chunk)
-    index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")
-    flat = hidden.reshape(hidden.shape[0], groups, -1, width)
-    # A counted pair's source lies i + 1 before its target in the same row; others are masked.
-    sources = [_take_rows(states, index - 1 - i) for i, states in enumerate(flat)]
-    states = _take_rows(operands.states, index)
-    used = slots < operands.targets.count[:, None]
-    config, frozen = static.head.config, operands.frozen
-    reachable = jnp.ones(index.shape, bool)
-    if config.draft_to_target is not None:
-        reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
-    return _Chunk(
-        hidden=jnp.stack(sources),
-        states=states,
-        teacher=jax.nn.softmax(project(output_matrix(config, frozen), states)),
-        reachable=reachable,
-        next_tokens=jnp.take_along_axis(operands.next_tokens, index, axis=1),
-        mask=jnp.take_along_axis(operands.mask, index[None], axis=2) & used,
-        has_next=jnp.take_along_axis(operands.has_next, index, axis=1),
-    )
-
-
-def _take_rows(states: Float[Array, "R n D"], index: Int[Array, "R C"]) -> Float[Array, "R C D"]:
-    """Gather rows of each group; an index before the first gives the first."""
-    return jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
-
-
 def _position_loss(
-    owned: Params, u: Array, head: DraftHead, operands: _Operands, chunk: _Chunk, position: int
+    owned: Params, u: Array, head: DraftHead, operands: Operands, chunk: Chunk, position: int
 ) -> tuple[Array, _Sums]:
     """Return one position's weighted loss over a chunk, and the sums of its terms."""
     logits = head.module.apply(
@@ -311,7 +233,7 @@ def _position_loss(
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     mask = chunk.mask[position]
     is_told = mask & chunk.has_next & (chunk.next_tokens >= 0)
-    terms = _Terms(
+    terms = Terms(
         regression=_masked_sum(mask, _regression(u, chunk.states)),
         soft_ce=_masked_sum(
             mask & chunk.reachable, log_total - (chunk.teacher * logits).sum(axis=-1)
@@ -328,44 +250,17 @@ def _masked_sum(mask: Array, values: Array) -> Array:
     return jnp.where(mask, values, 0.0).sum()
 
 
-def _weigh(head: DraftHead, scale: _Terms, sums: _Terms) -> Array:
+def _weigh(head: DraftHead, scale: Terms, sums: Terms) -> Array:
     """Return the loss of these sums; a term of weight 0 costs no gradient."""
     spec = head.config.loss
-    weights = _Terms(spec.regression, spec.soft_ce, spec.hard_ce)
+    weights = Terms(spec.regression, spec.soft_ce, spec.hard_ce)
     parts = zip(weights, scale, sums, strict=True)
     return sum(((w * s * term).sum() for w, s, term in parts if w), jnp.zeros(()))
-
-
-def _to_sources(by_slot: Array, operands: _Operands, shape: tuple[int, ...]) -> Array:
-    """Bring a gradient by compact slot back to [P, B, S, D], by gathers (a scatter is slow)."""
-    num_positions, rows, size, width = shape
-    groups = by_slot.shape[1]
-    mask = operands.mask.reshape(shape[:-1])
-    gradients = []
-    for i in range(num_positions):
-        # Position t of the result belongs to target t + 1 + i.
-        by_target = jnp.where(mask[i], operands.targets.rank, -1)
-        slot = jnp.pad(by_target, ((0, 0), (0, i + 1)), constant_values=-1)[:, -size:]
-        found = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
-        gradients.append(jnp.where(slot[..., None] >= 0, found, 0))
-    return jnp.stack(gradients)
 
 
 def _regression(u: Float[Array, "*b D+"], states: Float[Array, "*b D"]) -> Float[Array, "*b"]:
     """Return R of each pair: of u, only what stands for a state of the base."""
     return smooth_l1(u[..., : states.shape[-1]], states).mean(axis=-1)
-
-
-def to_draft(config: DrafterConfig, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Return tokens in the head's own vocabulary, -1 where it lacks them.
-
-    Example: with draft_to_target (2, 5), [5, 3, 2] is [1, -1, 0].
-    """
-    if config.draft_to_target is None:
-        return tokens
-    inverse = np.full(config.vocab_size, -1, np.int32)
-    inverse[list(config.draft_to_target)] = np.arange(config.draft_vocab_size)
-    return jnp.asarray(inverse)[tokens]
 
 
 def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"]:
@@ -376,7 +271,7 @@ def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"
 
 def _zero_sums(num_positions: int) -> _Sums:
     zeros = jnp.zeros(num_positions)
-    return _Sums(_Terms(zeros, zeros, zeros), zeros)
+    return _Sums(Terms(zeros, zeros, zeros), zeros)
 
 
 def _stack(parts: list[_Sums]) -> _Sums:

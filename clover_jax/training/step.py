@@ -16,7 +16,8 @@ from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.sharding import AnyMesh, gathered, param_shardings, replicated, shape_of
+from clover_jax.meshes import AnyMesh, shape_of
+from clover_jax.sharding import gathered, param_shardings, replicated
 from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
 from clover_jax.training.teacher import TeacherOutput, teach

@@ -8,7 +8,7 @@ import jax, jax.numpy as jnp
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree import parse_tree
-from clover_jax.sharding import make_mesh, parse_mesh
+from clover_jax.meshes import make_mesh, parse_mesh
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
 base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)

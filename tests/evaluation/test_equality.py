@@ -5,7 +5,7 @@ import dataclasses
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.decoding.engine import Request
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.evaluation import near_ties

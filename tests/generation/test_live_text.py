@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from clover_jax.data.prompts import parse_prompt
-from clover_jax.decoding.engine import Generation
+from clover_jax.decoding.requests import Generation
 from clover_jax.generation.live_text import LiveText, groups
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.models.tokenizer import load_tokenizer

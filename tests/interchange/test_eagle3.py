@@ -6,7 +6,6 @@ import json
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
 
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
@@ -15,6 +14,7 @@ from clover_jax.errors import UserError
 from clover_jax.interchange.eagle3 import read_eagle3, write_eagle3
 from clover_jax.models.loading import load_base
 from tests.tiny_checkpoints import (
+    assert_same_tensors,
     assert_trees_equal,
     copy_of,
     edit_json,
@@ -50,12 +50,7 @@ def test_it_is_recognised_and_loads_as_a_draft(folder, base):
 def test_reading_and_writing_gives_the_same_tensors(reference_dir, tmp_path, base):
     config, params = read_eagle3(reference_dir / "eagle3", base)
     write_eagle3(tmp_path / "written", config, params, base)
-    written = load_file(tmp_path / "written" / "model.safetensors")
-    original = load_file(reference_dir / "eagle3" / "model.safetensors")
-    assert written.keys() == original.keys()
-    for name, tensor in original.items():
-        assert written[name].dtype == tensor.dtype
-        np.testing.assert_array_equal(written[name], tensor, err_msg=name)
+    assert_same_tensors(reference_dir / "eagle3", tmp_path / "written")
     fields = json.loads((reference_dir / "eagle3" / "config.json").read_text())
     found = json.loads((tmp_path / "written" / "config.json").read_text())
     named = ("architectures", "vocab_size", "draft_vocab_size", "num_hidden_layers", "rope_theta")

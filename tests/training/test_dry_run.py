@@ -9,7 +9,7 @@ import pytest
 from clover_jax import cli, train
 from clover_jax.benchmark.targets import parse_target
 from clover_jax.errors import UserError
-from clover_jax.sharding import MeshShape
+from clover_jax.meshes import MeshShape
 from clover_jax.training.dry_run import dry_run
 from clover_jax.training.flops import count_flops
 from clover_jax.training.settings import TrainSettings

@@ -10,7 +10,8 @@ STEPS = """
 import dataclasses, json, re, sys
 import jax, numpy as np
 from clover_jax.drafters import registry
-from clover_jax.sharding import make_mesh, param_shardings, parse_mesh, place_rows
+from clover_jax.meshes import make_mesh, parse_mesh
+from clover_jax.sharding import param_shardings, place_rows
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.tiny_models import TINY, random_base
@@ -86,7 +87,7 @@ def test_every_mesh_trains_as_one_device_does(run_python):
 RESUMED = """
 import json, sys, threading
 from pathlib import Path
-from clover_jax.sharding import mesh_for
+from clover_jax.meshes import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 

@@ -1,0 +1,67 @@
+"""Where a decode's arrays lie: on one device, or split over a mesh."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from clover_jax.array_types import Array, PyTree
+from clover_jax.decoding.step import Weights
+from clover_jax.meshes import shape_of
+from clover_jax.sharding import decode_state_shardings, param_shardings, put_whole, replicated
+
+
+@dataclasses.dataclass(frozen=True)
+class Placement:
+    """The devices of an engine; mesh: None for a single one."""
+
+    mesh: Mesh | None
+
+    def whole_rows(self, batch_size: int) -> int:
+        """Return the least number of rows, `batch_size` or more, that all devices can share."""
+        shards = shape_of(self.mesh).num_row_shards if self.mesh else 1
+        return -(-batch_size // shards) * shards
+
+    def array(self, value: Any, dtype: np.dtype | None = None) -> Array:
+        """Put a host's value on the device, or whole on every device of the mesh."""
+        if self.mesh is None:
+            return jnp.array(value, dtype)
+        return put_whole(np.asarray(value, dtype), self.mesh)
+
+    def weights(self, weights: Weights) -> Weights:
+        """Split weights over the mesh; those that lie there already stay."""
+        if self.mesh is None:
+            return weights
+        return jax.device_put(weights, param_shardings(weights, self.mesh))
+
+    def compiled(self, function: Callable, **options: Any) -> Callable:
+        """Return a compiled function of states; on a mesh its result lies as states do there."""
+        if self.mesh is None:
+            return jax.jit(function, **options)
+
+        def placed(*arguments: Any) -> Any:
+            result = function(*arguments)
+            states, *records = result if isinstance(result, tuple) else (result,)
+            there = decode_state_shardings(states, self.mesh)
+            states = jax.lax.with_sharding_constraint(states, there)
+            return (states, *records) if records else states
+
+        compiled = jax.jit(placed, **options)
+
+        def call(*arguments: Any) -> Any:
+            with jax.set_mesh(self.mesh):
+                return compiled(*arguments)
+
+        return call
+
+    def read(self, arrays: PyTree) -> PyTree:
+        """Bring to this host what may lie on the devices of others."""
+        if jax.process_count() > 1:
+            arrays = jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(arrays)
+        return jax.device_get(arrays)

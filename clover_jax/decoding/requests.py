@@ -1,0 +1,120 @@
+"""What the engine is asked and what it answers: requests, generations, progress."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from clover_jax.config import BaseConfig
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """One prompt to decode.
+
+    index: the caller's number for it. max_new_tokens: tokens to emit at most, the one that
+    prefill gives included. eos_ids: tokens that end the text (emitted too).
+    temperature, top_k (0: all), top_p (1: all): used unless verification is greedy.
+    seed: of the row's key; None derives it from the engine's seed and `index`.
+    """
+
+    index: int
+    prompt_ids: Sequence[int]
+    max_new_tokens: int
+    eos_ids: Sequence[int] = ()
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+
+
+@dataclasses.dataclass
+class Generation:
+    """A decoded prompt.
+
+    accepted: drafted tokens accepted at each target forward, before EOS or the limit cut them.
+    proposed: drafted tokens verified at each.
+    ranks: of each accepted token, forward by forward, how many of its siblings come before it.
+    seconds: from the start of its prefill to its last chunk of steps.
+    finish_reason: "eos", "length" or "stop"; None while it runs.
+    """
+
+    index: int
+    prompt_ids: list[int]
+    output_ids: list[int] = dataclasses.field(default_factory=list)
+    accepted: list[int] = dataclasses.field(default_factory=list)
+    proposed: list[int] = dataclasses.field(default_factory=list)
+    ranks: list[list[int]] = dataclasses.field(default_factory=list)
+    finish_reason: str | None = None
+    seconds: float = 0.0
+
+    @property
+    def target_forwards(self) -> int:
+        """Base forwards after prefill."""
+        return len(self.accepted)
+
+    @property
+    def tau(self) -> float | None:
+        """Emitted tokens per target forward; None when prefill's own token was the only one."""
+        return (len(self.output_ids) - 1) / len(self.accepted) if self.accepted else None
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """New tokens of one row after a chunk of steps (or its prefill); `row` is complete if done."""
+
+    row: Generation
+    new_ids: list[int]
+    done: bool
+
+    def stop(self) -> None:
+        """Ask for no more tokens of this row, before the next progress is taken.
+
+        Its slot is free for the next request; the row gets no further progress.
+        """
+        self.row.finish_reason = self.row.finish_reason or "stop"
+
+
+def check_request(
+    request: Request, base: BaseConfig, sampling: SamplingConfig, max_eos: int
+) -> None:
+    """Raise UserError for a request that cannot be decoded by this base, in this way.
+
+    max_eos: EOS tokens that there is room for.
+    """
+    context, vocabulary = base.max_position_embeddings, base.vocab_size
+    if not request.prompt_ids:
+        raise UserError("the prompt has no tokens; give at least one")
+    if len(request.prompt_ids) >= context:
+        raise UserError(
+            f"the prompt has {len(request.prompt_ids)} tokens and the base's context is "
+            f"{context}: shorten it, or use --context_overflow=truncate_left"
+        )
+    if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
+        raise UserError(f"prompt ids must lie in 0 .. {vocabulary - 1}")
+    if request.max_new_tokens < 1:
+        raise UserError(f"max_new_tokens ({request.max_new_tokens}) must be at least 1")
+    if len(request.eos_ids) > max_eos:
+        raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {max_eos} fit")
+    _check_sampling(request, sampling)
+
+
+def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
+    if not 0 <= request.temperature < math.inf:
+        raise UserError(f"temperature ({request.temperature}) must be 0 or more")
+    if request.seed is not None and not 0 <= request.seed < 2**32:
+        raise UserError(f"seed ({request.seed}) must lie in 0 .. {2**32 - 1}")
+    if request.top_k < 0:
+        raise UserError(f"top_k ({request.top_k}) must be 1 or more, or 0 for all tokens")
+    if not 0 < request.top_p <= 1:
+        raise UserError(f"top_p ({request.top_p}) must lie in (0, 1]")
+    if request.temperature > 0 and sampling.verify == "greedy":
+        raise UserError(
+            f"temperature {request.temperature} needs --verify=lossless or typical; greedy "
+            "verification takes the most probable token"
+        )
+    if (request.top_k or request.top_p < 1) and not sampling.truncate:
+        raise UserError("top_k and top_p need an engine with SamplingConfig(truncate=True)")

@@ -1,0 +1,136 @@
+"""The targets of a loss, chunk by chunk: what a chunk reads, and where its gradient goes.
+
+A chunk takes its targets from every group of rows side by side, the compacted ones in order, and
+gathers the P states that aim at each.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import DrafterConfig
+from clover_jax.drafters.drafter import Frozen, output_matrix
+from clover_jax.models.decoder import project
+from clover_jax.training.pairs import CompactTargets
+
+
+class Terms(NamedTuple):
+    """Something of each of the three terms; where it is of all positions, [P] each."""
+
+    regression: Array
+    soft_ce: Array
+    hard_ce: Array
+
+
+@struct.dataclass
+class Operands:
+    """What the loss reads and never differentiates.
+
+    params:      the head's other params (its `logits` may set up all of them).
+    states:      [R, n, D] the base's g.
+    next_tokens: [R, n] the token that follows each target, in the head's vocabulary; -1 outside.
+    mask:        [P, R, n] pairs that count, by target index.
+    has_next:    [R, n] whether that token belongs to the target's document.
+    scale:       R, S and H's decay^i / divisor.
+    """
+
+    params: Params
+    frozen: Frozen
+    states: Float[Array, "R n D"]
+    next_tokens: Int[Array, "R n"]
+    mask: Bool[Array, "P R n"]
+    has_next: Bool[Array, "R n"]
+    scale: Terms
+    targets: CompactTargets
+
+
+@struct.dataclass
+class Chunk:
+    """C targets a group; slots beyond the last used one repeat some target, all masked.
+
+    hidden:      [P, R, C, D] the states whose pairs have these targets.
+    states:      [R, C, D] the base's g.
+    teacher:     [R, C, Vd] softmax(lm_head g), of the tokens that the head can propose.
+    reachable:   [R, C] whether the base's most probable token is one of them.
+    next_tokens: [R, C] in the head's vocabulary; -1 outside.
+    mask:        [P, R, C]
+    has_next:    [R, C]
+    """
+
+    hidden: Float[Array, "P R C D"]
+    states: Float[Array, "R C D"]
+    teacher: Float[Array, "R C Vd"]
+    reachable: Bool[Array, "R C"]
+    next_tokens: Int[Array, "R C"]
+    mask: Bool[Array, "P R C"]
+    has_next: Bool[Array, "R C"]
+
+
+def num_chunks(operands: Operands, size: int) -> Int[Array, ""]:
+    """Return the chunks of `size` targets a group that hold all used ones."""
+    return (operands.targets.count.max() + size - 1) // size
+
+
+def take_chunk(
+    config: DrafterConfig, hidden: Array, operands: Operands, size: int, number: Array
+) -> Chunk:
+    """Gather chunk `number` of the compacted targets and the P states that aim at each."""
+    groups, width = operands.states.shape[0], hidden.shape[-1]
+    slots = number * size + jnp.arange(size)
+    index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")
+    flat = hidden.reshape(hidden.shape[0], groups, -1, width)
+    # A counted pair's source lies i + 1 before its target in the same row; others are masked.
+    sources = [_take_rows(states, index - 1 - i) for i, states in enumerate(flat)]
+    states = _take_rows(operands.states, index)
+    used = slots < operands.targets.count[:, None]
+    frozen = operands.frozen
+    reachable = jnp.ones(index.shape, bool)
+    if config.draft_to_target is not None:
+        reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
+    return Chunk(
+        hidden=jnp.stack(sources),
+        states=states,
+        teacher=jax.nn.softmax(project(output_matrix(config, frozen), states)),
+        reachable=reachable,
+        next_tokens=jnp.take_along_axis(operands.next_tokens, index, axis=1),
+        mask=jnp.take_along_axis(operands.mask, index[None], axis=2) & used,
+        has_next=jnp.take_along_axis(operands.has_next, index, axis=1),
+    )
+
+
+def _take_rows(states: Float[Array, "R n D"], index: Int[Array, "R C"]) -> Float[Array, "R C D"]:
+    """Gather rows of each group; an index before the first gives the first."""
+    return jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
+
+
+def to_sources(by_slot: Array, operands: Operands, shape: tuple[int, ...]) -> Array:
+    """Bring a gradient by compact slot back to [P, B, S, D], by gathers (a scatter is slow)."""
+    num_positions, rows, size, width = shape
+    groups = by_slot.shape[1]
+    mask = operands.mask.reshape(shape[:-1])
+    gradients = []
+    for i in range(num_positions):
+        # Position t of the result belongs to target t + 1 + i.
+        by_target = jnp.where(mask[i], operands.targets.rank, -1)
+        slot = jnp.pad(by_target, ((0, 0), (0, i + 1)), constant_values=-1)[:, -size:]
+        found = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
+        gradients.append(jnp.where(slot[..., None] >= 0, found, 0))
+    return jnp.stack(gradients)
+
+
+def to_draft(config: DrafterConfig, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """Return tokens in the head's own vocabulary, -1 where it lacks them.
+
+    Example: with draft_to_target (2, 5), [5, 3, 2] is [1, -1, 0].
+    """
+    if config.draft_to_target is None:
+        return tokens
+    inverse = np.full(config.vocab_size, -1, np.int32)
+    inverse[list(config.draft_to_target)] = np.arange(config.draft_vocab_size)
+    return jnp.asarray(inverse)[tokens]
