@@ -25,16 +25,7 @@ def define_decoding_flags(flags: absl_flags.FlagValues) -> None:
     define("float", "draft_rope_theta", None, "rotary base for a layout that does not say it")
     define("bool", "allow_base_mismatch", False, "use a draft that was trained for another base")
     define("integer", "max_new_tokens", 128, "tokens to emit at most, a turn", lower_bound=1)
-    define("float", "temperature", 0.0, "0 takes the most probable token", lower_bound=0.0)
-    define("integer", "top_k", 0, "draw from this many tokens at most; 0: from all", lower_bound=0)
-    define(
-        "float",
-        "top_p",
-        1.0,
-        "draw from the most probable tokens up to this mass",
-        lower_bound=0.0,
-        upper_bound=1.0,
-    )
+    define_sampling_flags(flags)
     choose(
         "verify",
         None,
@@ -56,6 +47,17 @@ def define_decoding_flags(flags: absl_flags.FlagValues) -> None:
         ["error", "truncate_left", "skip"],
         "what becomes of a prompt that is longer than the base's context",
     )
+
+
+def define_sampling_flags(flags: absl_flags.FlagValues) -> None:
+    """Define how the base's distribution is warped."""
+    number, whole = absl_flags.DEFINE_float, absl_flags.DEFINE_integer
+    greedy = "0 takes the most probable token"
+    number("temperature", 0.0, greedy, lower_bound=0.0, flag_values=flags)
+    kept = "draw from this many tokens at most; 0: from all"
+    whole("top_k", 0, kept, lower_bound=0, flag_values=flags)
+    mass = "draw from the most probable tokens up to this mass"
+    number("top_p", 1.0, mass, lower_bound=0.0, upper_bound=1.0, flag_values=flags)
 
 
 def generation_settings(flags: absl_flags.FlagValues) -> GenerationSettings:

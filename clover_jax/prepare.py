@@ -20,6 +20,7 @@ from pathlib import Path
 from absl import flags as absl_flags
 
 from clover_jax import cli
+from clover_jax.decoding_flags import define_sampling_flags
 from clover_jax.errors import UserError
 
 
@@ -63,16 +64,7 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     define("string", "tree", None, "drafted tree [the one the draft was measured with]")
     define("bool", "allow_base_mismatch", False, "use a draft that was trained for another base")
     define("integer", "max_new_tokens", 512, "tokens of an answer at most", lower_bound=1)
-    define("float", "temperature", 0.0, "0 takes the most probable token", lower_bound=0.0)
-    define("integer", "top_k", 0, "draw from this many tokens at most; 0: from all", lower_bound=0)
-    define(
-        "float",
-        "top_p",
-        1.0,
-        "draw from the most probable tokens up to this mass",
-        lower_bound=0.0,
-        upper_bound=1.0,
-    )
+    define_sampling_flags(flags)
     cli.define_common_flags(flags)
 
 
