@@ -59,6 +59,7 @@ class CloverConfig(DrafterConfig):
         has no regressive connection: every position reads z_t.
     num_augmenting_layers: depth of the Augmenting Block; 0 leaves it out: z_t = h_t.
     decoder_bias: whether the Attention Decoder's query, key and value have one, as in Clover-2.
+    decoder_silu: whether its result goes through a SiLU, as in the paper's figure, not in its text.
     """
 
     kind: str = "clover"
@@ -66,6 +67,7 @@ class CloverConfig(DrafterConfig):
     regressive_block: str = "attention_decoder"
     num_augmenting_layers: int = 1
     decoder_bias: bool = False
+    decoder_silu: bool = True
 
     def __post_init__(self):
         super().__post_init__()
@@ -130,7 +132,7 @@ class Clover(nn.Module):
         cfg = self.config
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         if cfg.regressive_block == "attention_decoder":
-            self.regressive = AttentionDecoder(cfg.layer, bias=cfg.decoder_bias, silu=True)
+            self.regressive = AttentionDecoder(cfg.layer, cfg.decoder_bias, cfg.decoder_silu)
         elif cfg.regressive_block == "mlp":
             self.regressive = RegressiveMLP(cfg.layer)
         else:
@@ -227,6 +229,7 @@ def make_config(
     num_augmenting_layers: int = 1,
     regressive_block: str = "attention_decoder",
     decoder_bias: bool = False,
+    decoder_silu: bool = True,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> CloverConfig:
@@ -243,6 +246,7 @@ def make_config(
         num_augmenting_layers=num_augmenting_layers,
         regressive_block=regressive_block,
         decoder_bias=decoder_bias,
+        decoder_silu=decoder_silu,
         loss=loss or LossSpec(hard_ce=1.0, decay=0.8),
     )
 

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clover_jax.drafters import registry
 from clover_jax.drafters.attention_decoder import AttentionDecoder
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.tokens import extend, shift_left, window
@@ -118,6 +119,19 @@ def test_an_attention_decoder_without_bias_has_none():
     x = jnp.ones((1, TINY.hidden_size))
     params = AttentionDecoder(TINY.layer, bias=False).init(jax.random.key(0), x, x)["params"]
     assert set(params) == {"norm", "query", "key_value"}
+
+
+def test_an_attention_decoders_silu_is_on_what_it_adds_and_can_be_left_out():
+    x, e = 3 * random_text()[0]
+    params = AttentionDecoder(TINY.layer).init(jax.random.key(0), x, e)
+    added = {
+        silu_too: AttentionDecoder(TINY.layer, silu=silu_too).apply(params, x, e) - x
+        for silu_too in (False, True)
+    }
+    assert added[False].min() < -0.5
+    np.testing.assert_allclose(added[True], silu(np.asarray(added[False])), atol=1e-5)
+    assert registry.config_for_base("clover", TINY).decoder_silu
+    assert not registry.config_for_base("clover", TINY, decoder_silu=False).decoder_silu
 
 
 def test_shift_left_and_its_window_give_the_docstrings_examples():
