@@ -2,10 +2,10 @@
 
 Clover-2 passes over lm_head once for every drafted position: on a vocabulary of 128k that is three
 quarters of what its draft reads. Here the trunk proposes all P positions in *one* batched pass, and
-what a drafted token changes is a correction of rank r. With f_t the base's states entering some
-layers and its last one h_t, and E the rows of lm_head:
+what a drafted token changes is a correction of rank r. With f_t the base's states entering some of
+its layers, h_t its last one, and E the rows of lm_head:
 
-    x_t = sum_j W_f^j f_t^j                                fused features; starts as h_t
+    x_t = h_t + sum_j W_f^j f_t^j                          fused features; starts as h_t
     a_t = AttentionDecoder1(x_t, E[x_{t+1}])
     z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))          as in Clover-2
     u^i = head_norm(W_i z_t + b_i),  i = 0 .. P-1          all positions at once
@@ -13,7 +13,7 @@ layers and its last one h_t, and E the rows of lm_head:
     s^i = GRU(s^{i-1}, W_e E[x_{t+1+i}])                   the regressive connection, rank r
     logits^i = lm_head u^i + R C s^i                       proposes x_{t+2+i}; C s^0 counts as 0
 
-W_f, W_i [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f selects h; the trunk as in
+W_f, W_i [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; the trunk as in
 Clover-2; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero, so that the
 correction begins at nothing; R = lm_head Q with Q the r directions in which lm_head varies most, so
 that similar tokens begin with similar corrections. Position 0 begins as Clover-2's.
@@ -131,11 +131,12 @@ class CloverLR(nn.Module):
         width, rank, num_features = cfg.layer.hidden_size, cfg.rank, len(cfg.features)
         matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
         if num_features > 1:
-            self.fuse = self.param("fuse", matrix, (num_features, width, width))
+            self.fuse = self.param("fuse", zeros, (num_features - 1, width, width))
         self.attention_decoder_1 = AttentionDecoder(cfg.layer)
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
-        self.block = self.param("block", matrix, (cfg.num_positions, width, width))
+        # One matrix of P D columns: a stack of P is laid out anew at every step.
+        self.block = self.param("block", matrix, (width, cfg.num_positions, width))
         self.block_bias = self.param("block_bias", zeros, (cfg.num_positions, width))
         self.head_norm = RMSNorm(cfg.layer.rms_norm_eps)
         if rank:
@@ -234,10 +235,10 @@ class CloverLR(nn.Module):
         if len(self.config.features) == 1:
             return features
         each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
-        return jnp.einsum("...fd,fde->...e", each, self.fuse)
+        return each[..., -1, :] + jnp.einsum("...fd,fde->...e", each[..., :-1, :], self.fuse)
 
     def _block(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
-        return self.head_norm(jnp.einsum("...d,pde->...pe", z, self.block) + self.block_bias)
+        return self.head_norm(jnp.einsum("...d,dpe->...pe", z, self.block) + self.block_bias)
 
     def _first(self, z: Float[Array, "*b D"]) -> Float[Array, "*b r"]:
         """Return s^0."""
@@ -290,7 +291,7 @@ def init_from_base(
         name: with_matrices(config.layer, params[name], query, key_value),
         "trunk_norm": final_norm,
         "head_norm": final_norm,
-        "block": noisy(jnp.broadcast_to(identity, params["block"].shape)),
+        "block": noisy(jnp.broadcast_to(identity[:, None], params["block"].shape)),
     }
     if config.rank:
         random = jax.random.normal(next(keys), (width, width))
@@ -298,8 +299,6 @@ def init_from_base(
         new["state_in"] = jnp.linalg.qr(random)[0][:, : config.rank]
         rows = output_matrix(config, frozen_from_base(with_draft_rows(base_params, config)))
         new |= {"token_in": directions, "correction_out": rows @ directions}
-    if len(config.features) > 1:
-        new["fuse"] = jnp.zeros_like(params["fuse"]).at[-1].set(identity)
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
 
 
