@@ -1,0 +1,117 @@
+"""The generate command and what it cannot decode: bad rows, flags, contexts, memory."""
+
+import json
+
+import jax
+import pytest
+
+from clover_jax.decoding.engine import Engine
+
+
+def test_a_bad_row_is_reported_and_passed_over(command, prompts_file, tmp_path):
+    rows = [
+        {"prompt": "good"},
+        {"promp": "misspelt"},
+        {"prompt": "hot", "temperature": 0.7},
+        {"prompt_ids": [5, 261]},
+        {"prompt_ids": [5] * 128},
+        {"prompt": "good"},
+    ]
+    path = prompts_file(*rows)
+    arguments = (f"--prompts={path}", f"--output={tmp_path / 'out'}", "--max_new_tokens=4")
+    status, lines, error = command(*arguments, "--verify=greedy")
+    assert status == 1
+    written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+    assert [row["index"] for row in written] == list(range(6))
+    assert written[0]["output_ids"] == written[5]["output_ids"]
+    said = [
+        f"{path}:2: expected one of prompt, question",
+        f"{path}:3: temperature 0.7 asks for sampling, which verify=greedy does not do",
+        f"{path}:4: token id 261 is outside the base's vocabulary, 0 to 260",
+        f"{path}:5: the prompt has 128 tokens and the base's context is 128; shorten it",
+    ]
+    for row, start in zip(written[1:5], said, strict=True):
+        assert row["error"].startswith(start)
+        assert set(row) == {"index", "error"}
+        assert f"row {row['index']} failed: {start}" in error
+    assert (json.loads(lines[-1])["rows"], json.loads(lines[-1])["failed"]) == (6, 4)
+
+
+@pytest.mark.parametrize("bad", [{"promp": "misspelt"}, {"prompt_ids": [261]}])
+def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
+    path = prompts_file({"prompt": "good"}, bad)
+    status, lines, error = command(f"--prompts={path}", "--strict", "--max_new_tokens=4")
+    assert status == 2
+    assert f"clover_jax.generate: {path}:2: " in error
+    assert not any("tau" in line for line in lines[1:])
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--prompt=a", "--prompts=b"], "--prompt and --prompts exclude each other"),
+        (["--prompt="], "the prompt is empty; give at least one token"),
+        (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
+        (["--prompt=a", "--tree=paper25"], "'paper25' has 25 nodes and there is no draft to fill"),
+        (["--prompt=a", "--draft=/nowhere"], "'/nowhere' is neither a folder, nor a hub id"),
+        (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
+        (
+            ["--prompt=a", "--temperature=1", "--verify=typical", "--draft_sampling=sampled"],
+            "draft_sampling 'sampled' needs verify 'lossless'",
+        ),
+        (["--prompt=a", "--max_new_tokens=0"], "--max_new_tokens=0"),
+        (["--prompt=a", "--stop="], "a stop string is empty"),
+        (["--prompt=a", "--overwrite"], "--overwrite is for --output=FILE, which is missing"),
+        (["--prompt=a", "--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(command, argv, said):
+    status, lines, error = command(*argv)
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert said in error
+
+
+def test_too_little_memory_says_what_to_do(command, prompts_file, monkeypatch):
+    def stream(*arguments):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(Engine, "stream", stream)
+    path = prompts_file({"prompt": "a"}, {"prompt": "b"})
+    status, lines, error = command(f"--prompts={path}")
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert "too little memory to decode 2 rows at once; give a smaller --batch_size" in error
+
+
+def test_other_settings_are_refused_and_named(command, prompts_file, tmp_path, draft):
+    arguments = (f"--prompts={prompts_file({'prompt': 'a'})}", f"--output={tmp_path / 'out'}")
+    assert command(*arguments, "--max_new_tokens=3")[0] == 0
+    before = (tmp_path / "out").read_bytes()
+    status, lines, error = command(*arguments, "--max_new_tokens=4")
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert "was written with max_new_tokens 3, not 4; repeat that command" in error
+    assert (tmp_path / "out").read_bytes() == before
+    assert command(*arguments, "--max_new_tokens=4", "--overwrite")[0] == 0
+
+
+def test_a_base_without_a_template_is_said(command, prompts_file):
+    path = prompts_file({"turns": ["a"]}, {"prompt": "b"})
+    _, _, error = command(f"--prompts={path}", "--max_new_tokens=2")
+    assert "no chat template: in 1 of 2 rows turns and answers are joined by newlines" in error
+
+
+def test_a_prompt_beyond_the_context_is_cut_on_the_left_or_skipped(decode, command, prompts_file):
+    ids = [0, *range(2, 202)]
+    rows = [{"prompt_ids": ids}, {"prompt": "the"}]
+    status, (cut, _) = decode(rows, "--context_overflow=truncate_left")
+    assert status == 0
+    assert cut["prompt_ids"] == [0, *ids[-(128 - 20 - 1) :]]  # BOS stays, and room for 20
+    assert len(cut["output_ids"]) == 20
+    status, (skipped, good) = decode(rows, "--context_overflow=skip")
+    assert status == 0
+    assert skipped["skipped"].endswith("has 201 tokens and the base's context is 128")
+    assert len(good["output_ids"]) == 20
+    _, lines, error = command(
+        f"--prompts={prompts_file(*rows)}", "--context_overflow=skip", "--max_new_tokens=2"
+    )
+    assert json.loads(lines[-1])["skipped"] == 1
+    assert "row 0 skipped: " in error
