@@ -69,12 +69,11 @@ class Clover2State:
     """The recurrent state of W branches.
 
     state: [B, W, D] s^i.
-    projected: [B, W, D] the lower half of W_1 times the embedding of the token that led here;
-        unused at the root.
+    embedded: [B, W, D] the embedding of the token that led here; unused at the root.
     """
 
     state: Float[Array, "B W D"]
-    projected: Float[Array, "B W D"]
+    embedded: Float[Array, "B W D"]
 
 
 class Clover2(nn.Module):
@@ -115,11 +114,13 @@ class Clover2(nn.Module):
         """Run the trunk over accepted positions; see the contract."""
         trunk = functools.partial(self._trunk, frozen, features, next_tokens)
         root, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
-        return Clover2State(state=root, projected=jnp.zeros_like(root)), cache
+        return Clover2State(state=root, embedded=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:
         """Return the logits of the tokens after each branch."""
-        return self.logits(frozen, self._output(state, depth), depth)
+        if depth == 0:
+            return self.logits(frozen, self._first_output(state.state), depth)
+        return self.logits(frozen, self._joint_output(state), depth)
 
     def advance(
         self,
@@ -133,10 +134,7 @@ class Clover2(nn.Module):
         """Feed a drafted token back: the regressive connection."""
         above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
         embedded = embed(frozen, token)
-        return Clover2State(
-            state=self.attention_decoder_2(above, embedded),
-            projected=self._project_token(embedded),
-        )
+        return Clover2State(self.attention_decoder_2(above, embedded), embedded)
 
     def train_forward(
         self,
@@ -156,15 +154,11 @@ class Clover2(nn.Module):
         embedded = embed(frozen, extend(tokens, count))
         key_value = self.attention_decoder_2.read(embedded)
         projected = self._project_token(embedded)
-        branch = Clover2State(state=z, projected=jnp.zeros_like(z))
-        outputs = [self._output(branch, 0)]
+        state, outputs = z, [self._first_output(z)]
         for depth in range(1, count):
             following = functools.partial(window, start=depth + 1, size=tokens.shape[1])
-            branch = Clover2State(
-                state=self.attention_decoder_2.mix(branch.state, following(key_value)),
-                projected=following(projected),
-            )
-            outputs.append(self._output(branch, depth))
+            state = self.attention_decoder_2.mix(state, following(key_value))
+            outputs.append(self._later_output(state, following(projected)))
         return jnp.stack(outputs[: self.num_positions])
 
     def logits(
@@ -188,18 +182,34 @@ class Clover2(nn.Module):
         z, fresh = augment(layers, features, positions, mask, cache, length)
         return self.attention_decoder_1(self.trunk_norm(z), embedded), fresh
 
+    def _first_output(self, state: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Return u^0."""
+        if self.config.output_projector:
+            state = state @ self.projector_0 + self.projector_0_bias
+        return self.head_norm(state)
+
+    def _joint_output(self, branch: Clover2State) -> Float[Array, "B W D"]:
+        """Return u^i as the equation has it: one half of W_1 alone is copied first on GPU."""
+        x = branch.state
+        if self.config.output_projector:
+            both = jnp.concatenate([x, branch.embedded], axis=-1)
+            matrix = self.projector_1.reshape(both.shape[-1], -1)
+            x = both @ matrix + self.projector_1_bias
+        return self.head_norm(x)
+
     def _project_token(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        """Return the token's part of W_1 [s ; e], which training shares among positions."""
         if not self.config.output_projector:
             return jnp.zeros_like(embedded)
         return embedded @ self.projector_1[1]
 
-    def _output(self, branch: Clover2State, depth: int) -> Float[Array, "B W D"]:
-        x = branch.state
-        if self.config.output_projector and depth == 0:
-            x = x @ self.projector_0 + self.projector_0_bias
-        elif self.config.output_projector:
-            x = x @ self.projector_1[0] + branch.projected + self.projector_1_bias
-        return self.head_norm(x)
+    def _later_output(
+        self, state: Float[Array, "*b D"], projected: Float[Array, "*b D"]
+    ) -> Float[Array, "*b D"]:
+        """Return u^i from a state and what `_project_token` gave."""
+        if self.config.output_projector:
+            state = state @ self.projector_1[0] + projected + self.projector_1_bias
+        return self.head_norm(state)
 
 
 def make_config(
