@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import flax.linen as nn
+import jax
 import jax.numpy as jnp
 from flax import struct
 
@@ -64,10 +65,7 @@ class SelfAttention(nn.Module):
             matrix_init(cfg.num_heads * cfg.head_dim),
             (cfg.num_kv_heads, groups, cfg.head_dim, width),
         )
-        # One product with a matrix: contracted as it is stored, some compilers transpose `qkv`
-        # at every step. Its columns stay in the order of K, so that shards of heads stay whole.
-        columns = jnp.einsum("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
-        fused = jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *heads))
+        fused = jax.lax.platform_dependent(x, qkv, tpu=_split_heads, default=_split_columns)
         if cfg.qkv_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
             fused = fused + bias[:, :, None]
@@ -94,6 +92,20 @@ class SelfAttention(nn.Module):
         key = self.param("key_norm", nn.initializers.ones, shape)
         scale = jnp.stack([query] * cfg.num_groups + [key])[:, None]
         return rms_norm(query_key, scale, cfg.rms_norm_eps)
+
+
+def _split_heads(x: Float[Array, "B T D"], qkv: Float[Array, "D K C H"]) -> Array:
+    """Return [B, K, C, T, H], contracted as it is stored: flattened, a TPU lays `qkv` out anew."""
+    return jnp.einsum("btd,dkch->bkcth", x, qkv)
+
+
+def _split_columns(x: Float[Array, "B T D"], qkv: Float[Array, "D K C H"]) -> Array:
+    """Return the same by one product with a matrix: otherwise XLA for CPU transposes `qkv`.
+
+    Columns stay in the order of K, so that shards of heads stay whole.
+    """
+    columns = jnp.einsum("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
+    return jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *qkv.shape[1:]))
 
 
 class DecoderLayer(nn.Module):
