@@ -30,7 +30,10 @@ def verify(
     """
     mask = ancestor_mask(tree.parent, depth)
     positions = length[:, None] + node_depth(mask)
-    return Decoder(config).apply({"params": params}, tree.tokens, positions, mask, cache, length)
+    output = Decoder(config).apply({"params": params}, tree.tokens, positions, mask, cache, length)
+    hold = jax.lax.optimization_barrier
+    fresh = jax.lax.platform_dependent(output.fresh, cuda=hold, rocm=hold, default=lambda x: x)
+    return output.replace(fresh=fresh)
 
 
 def tree_logits(params: Params, output: DecoderOutput) -> Float[Array, "B T V"]:

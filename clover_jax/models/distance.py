@@ -45,6 +45,10 @@ class Distance:
             return None
         return dataclasses.replace(self, window=window)
 
+    def of_rows(self, rows: slice) -> Distance:
+        """Return the rules for some rows of the batch."""
+        return dataclasses.replace(self, positions=self.positions[rows])
+
     def mask(self, key_positions: Int[Array, "*b S"]) -> Bool[Array, "B 1 1 T S"]:
         """Return True where a key lies within the window."""
         return self._back(key_positions) < self.window

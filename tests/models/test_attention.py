@@ -14,7 +14,8 @@ FEW_SCORES = {
     f"{name}, few scores": dataclasses.replace(READINGS[name], most_scores=2**17)
     for name in ("cuda", "tpu")
 }
-EVERY = READINGS | FEW_SCORES
+ROW_BY_ROW = {"cuda, row by row": dataclasses.replace(READINGS["cuda"], rows_scores=1)}
+EVERY = READINGS | FEW_SCORES | ROW_BY_ROW
 
 
 def plain(query, fresh, mask, cache, length):
@@ -31,11 +32,11 @@ def plain(query, fresh, mask, cache, length):
 def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, reading):
     monkeypatch.setitem(READINGS, "cpu", reading)
     keys = iter(jax.random.split(jax.random.key(0), 5))
-    query = jax.random.normal(next(keys), (2, 2, 3, 4, 8))
-    fresh = [jax.random.normal(next(keys), (2, 2, 4, 8)) for _ in range(2)]
-    cache = [jax.random.normal(next(keys), (2, 2, 1024, 8)) for _ in range(2)]
-    mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (2, 4, 4))
-    length = jnp.array([3, 700])
+    query = jax.random.normal(next(keys), (3, 2, 3, 4, 8))
+    fresh = [jax.random.normal(next(keys), (3, 2, 4, 8)) for _ in range(2)]
+    cache = [jax.random.normal(next(keys), (3, 2, 1024, 8)) for _ in range(2)]
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((4, 4), bool)), (3, 4, 4))
+    length = jnp.array([3, 700, 0])
     found = attend(query, KeyValue(*fresh), mask, KeyValue(*cache), length)
     np.testing.assert_allclose(found, plain(query, fresh, mask, cache, length), atol=2e-6)
 
@@ -49,6 +50,14 @@ def test_a_reading_takes_what_its_scores_allow():
     assert Reading(most_scores=2**30).chunk_of(256, num_queries=1) == 256
     assert Reading().chunk_of(4096, num_queries=1) == CACHE_CHUNK
     assert Reading().chunk_of(100, num_queries=1) == 100
+
+
+def test_rows_are_read_in_groups_as_large_as_their_scores_allow():
+    reading = Reading(rows_scores=4 * 100 * 5)
+    assert reading.rows_at_once(batch=16, scores_of_row=100) == 5
+    assert reading.rows_at_once(batch=3, scores_of_row=100) == 3
+    assert reading.rows_at_once(batch=16, scores_of_row=10**6) == 1
+    assert Reading().rows_at_once(batch=16, scores_of_row=10**6) == 16
 
 
 def test_a_cache_of_no_whole_chunks_is_refused():

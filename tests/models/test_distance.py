@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from clover_jax.config import LayerConfig
-from clover_jax.models.attention import attend
+from clover_jax.models.attention import READINGS, attend
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.distance import Distance, alibi_slopes
 
@@ -51,12 +51,15 @@ def naive(query, fresh, cache, length, config):
     return np.einsum("kgts,ksh->kgth", weights / weights.sum(axis=-1, keepdims=True), values)
 
 
+@pytest.mark.parametrize("rows_scores", [None, 1], ids=["all rows", "row by row"])
 @pytest.mark.parametrize(
     "rules",
     [{"sliding_window": 2}, {"sliding_window": 300}, {"alibi": True}],
     ids=["a window within the tree", "a window over chunks", "alibi"],
 )
-def test_a_tree_after_caches_of_several_lengths(rules):
+def test_a_tree_after_caches_of_several_lengths(rules, rows_scores, monkeypatch):
+    reading = dataclasses.replace(READINGS["cpu"], rows_scores=rows_scores)
+    monkeypatch.setitem(READINGS, "cpu", reading)
     config = dataclasses.replace(LAYER, **rules)
     lengths = np.array([0, 5, 700])  # the window skips whole chunks of the last row alone
     for rows in ([0, 1, 2], [2]):
