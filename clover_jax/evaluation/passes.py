@@ -2,133 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from pathlib import Path
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 from clover_jax.compile_clock import CompileClock
-from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.equality import compare_rows
 from clover_jax.evaluation.legs import Leg, LegJournal, LegKey, speed
 from clover_jax.evaluation.methods import Method, warm_up
 from clover_jax.evaluation.options import VANILLA
+from clover_jax.evaluation.plan import Plan
+from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.rows import RowMaker, turns_of
-from clover_jax.evaluation.tally import Tally
-from clover_jax.evaluation.tasks import Tasks
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.run import memory_advice
-from clover_jax.generation.settings import GenerationSettings
-from clover_jax.jsonl import read_rows
 from clover_jax.progress import Progress, passing_note, progress_bar
-from clover_jax.row_writer import RowWriter
-
-ROWS = "rows"
-
-
-@dataclasses.dataclass(frozen=True)
-class Plan:
-    """What is decoded: all tasks, `repeats` times at every batch size.
-
-    longest: positions that the longest row may need.
-    """
-
-    tasks: Tasks
-    settings: GenerationSettings
-    sampling: SamplingConfig
-    seed: int
-    repeats: int
-    batch_sizes: Sequence[int]
-    longest: int
-
-    @property
-    def prompts(self) -> list[Prompt | BadPrompt]:
-        """All rows, task by task."""
-        return [prompt for rows in self.tasks.values() for prompt in rows]
-
-    def legs(self, methods: Sequence[Method]) -> Iterator[LegKey]:
-        """Yield the keys of all legs in the order in which they run.
-
-        Who begins changes from turn to turn.
-        """
-        turn = 0
-        names = [method.name for method in methods]
-        for batch_size in self.batch_sizes:
-            for task in self.tasks:
-                for repeat in range(self.repeats):
-                    first = turn % len(names)
-                    for name in names[first:] + names[:first]:
-                        yield LegKey(batch_size, task, repeat, name)
-                    turn += 1
-
-
-class RowFile:
-    """One method's rows: kept on disk as they first came, and in memory.
-
-    A row's "index" is its place when tasks follow one another; "row" is its place in the input.
-    """
-
-    def __init__(self, writer: RowWriter, plan: Plan, method: Method):
-        """Take the open writer, and read what an earlier session has left."""
-        self._writer, self._method, self._plan = writer, method, plan
-        self._place = {prompt.index: place for place, prompt in enumerate(plan.prompts)}
-        self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
-        self.rows: dict[int, dict[str, Any]] = {}
-        self._tallies = {task: Tally(method.depth) for task in plan.tasks}
-        for row in read_rows(writer.path):
-            self._keep(row)
-
-    def add(self, row: dict[str, Any]) -> bool:
-        """Take an output row; return whether its tokens differ from those it had before."""
-        number = row["index"]
-        before = self.rows.get(number)
-        if before is not None:
-            return [t.output_ids for t in turns_of(before)] != [t.output_ids for t in turns_of(row)]
-        placed = {**row, "index": self._place[number], "row": number, "task": self._task[number]}
-        self._keep(placed)
-        self._writer.append(placed)
-        return False
-
-    def has_all(self, task: str) -> bool:
-        """Whether every row of a task is there."""
-        return all(prompt.index in self.rows for prompt in self._plan.tasks[task])
-
-    def tally(self, task: str | None = None) -> Tally:
-        """Return the sums over the rows that are there, of one task or of all."""
-        if task is not None:
-            return self._tallies[task]
-        tally = Tally(self._method.depth)
-        for row in self.rows.values():
-            tally.add(row)
-        return tally
-
-    def _keep(self, row: dict[str, Any]) -> None:
-        self.rows[row["row"]] = row
-        self._tallies[row["task"]].add(row)
-
-
-@contextlib.contextmanager
-def open_rows(
-    directory: Path, methods: Sequence[Method], plan: Plan, base: str, overwrite: bool
-) -> Iterator[dict[str, RowFile]]:
-    """Open DIR/rows/NAME.jsonl of every method; only the same settings resume one."""
-    # Not batch sizes and repeats: they change times, which are kept by leg, and no row.
-    common = {"base": base, "run_seed": plan.seed, **plan.settings.to_dict()}
-    with contextlib.ExitStack() as stack:
-        files = {}
-        for method in methods:
-            writer = RowWriter(
-                directory / ROWS / f"{method.name}.jsonl",
-                settings={"draft": method.source, **common, **method.models.identity()},
-                prompts_hash=prompts_hash(plan.prompts),
-                overwrite=overwrite,
-            )
-            files[method.name] = RowFile(stack.enter_context(writer), plan, method)
-        yield files
 
 
 class Passes:

@@ -13,8 +13,9 @@ from clover_jax.evaluation.legs import LegJournal, speed, split_turns
 from clover_jax.evaluation.markdown import report_text
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import VANILLA
-from clover_jax.evaluation.passes import Plan, RowFile
+from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.plots import draw_plots
+from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
 from clover_jax.files import write_json, write_text
 from clover_jax.jsonl import plain_values, read_rows

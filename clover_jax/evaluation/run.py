@@ -25,8 +25,10 @@ from clover_jax.evaluation.legs import LegJournal
 from clover_jax.evaluation.manifest import manifest
 from clover_jax.evaluation.methods import Method, load_methods, make_engines
 from clover_jax.evaluation.options import Options
-from clover_jax.evaluation.passes import Passes, Plan, RowFile, open_rows
+from clover_jax.evaluation.passes import Passes
+from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.report import Measured, build_report, key_figures, write_report
+from clover_jax.evaluation.row_files import RowFile, open_rows
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.tasks import group_by_task
 from clover_jax.generation.models import Models

@@ -1,0 +1,49 @@
+"""What an evaluation decodes, and in which order."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+
+from clover_jax.data.prompts import BadPrompt, Prompt
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.evaluation.legs import LegKey
+from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.tasks import Tasks
+from clover_jax.generation.settings import GenerationSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """What is decoded: all tasks, `repeats` times at every batch size.
+
+    longest: positions that the longest row may need.
+    """
+
+    tasks: Tasks
+    settings: GenerationSettings
+    sampling: SamplingConfig
+    seed: int
+    repeats: int
+    batch_sizes: Sequence[int]
+    longest: int
+
+    @property
+    def prompts(self) -> list[Prompt | BadPrompt]:
+        """All rows, task by task."""
+        return [prompt for rows in self.tasks.values() for prompt in rows]
+
+    def legs(self, methods: Sequence[Method]) -> Iterator[LegKey]:
+        """Yield the keys of all legs in the order in which they run.
+
+        Who begins changes from turn to turn.
+        """
+        turn = 0
+        names = [method.name for method in methods]
+        for batch_size in self.batch_sizes:
+            for task in self.tasks:
+                for repeat in range(self.repeats):
+                    first = turn % len(names)
+                    for name in names[first:] + names[:first]:
+                        yield LegKey(batch_size, task, repeat, name)
+                    turn += 1

@@ -1,0 +1,83 @@
+"""The row file of every method: what it decoded, kept as it comes, and summed."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from clover_jax.data.prompts import prompts_hash
+from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Plan
+from clover_jax.evaluation.rows import turns_of
+from clover_jax.evaluation.tally import Tally
+from clover_jax.jsonl import read_rows
+from clover_jax.row_writer import RowWriter
+
+ROWS = "rows"
+
+
+class RowFile:
+    """One method's rows: kept on disk as they first came, and in memory.
+
+    A row's "index" is its place when tasks follow one another; "row" is its place in the input.
+    """
+
+    def __init__(self, writer: RowWriter, plan: Plan, method: Method):
+        """Take the open writer, and read what an earlier session has left."""
+        self._writer, self._method, self._plan = writer, method, plan
+        self._place = {prompt.index: place for place, prompt in enumerate(plan.prompts)}
+        self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
+        self.rows: dict[int, dict[str, Any]] = {}
+        self._tallies = {task: Tally(method.depth) for task in plan.tasks}
+        for row in read_rows(writer.path):
+            self._keep(row)
+
+    def add(self, row: dict[str, Any]) -> bool:
+        """Take an output row; return whether its tokens differ from those it had before."""
+        number = row["index"]
+        before = self.rows.get(number)
+        if before is not None:
+            return [t.output_ids for t in turns_of(before)] != [t.output_ids for t in turns_of(row)]
+        placed = {**row, "index": self._place[number], "row": number, "task": self._task[number]}
+        self._keep(placed)
+        self._writer.append(placed)
+        return False
+
+    def has_all(self, task: str) -> bool:
+        """Whether every row of a task is there."""
+        return all(prompt.index in self.rows for prompt in self._plan.tasks[task])
+
+    def tally(self, task: str | None = None) -> Tally:
+        """Return the sums over the rows that are there, of one task or of all."""
+        if task is not None:
+            return self._tallies[task]
+        tally = Tally(self._method.depth)
+        for row in self.rows.values():
+            tally.add(row)
+        return tally
+
+    def _keep(self, row: dict[str, Any]) -> None:
+        self.rows[row["row"]] = row
+        self._tallies[row["task"]].add(row)
+
+
+@contextlib.contextmanager
+def open_rows(
+    directory: Path, methods: Sequence[Method], plan: Plan, base: str, overwrite: bool
+) -> Iterator[dict[str, RowFile]]:
+    """Open DIR/rows/NAME.jsonl of every method; only the same settings resume one."""
+    # Not batch sizes and repeats: they change times, which are kept by leg, and no row.
+    common = {"base": base, "run_seed": plan.seed, **plan.settings.to_dict()}
+    with contextlib.ExitStack() as stack:
+        files = {}
+        for method in methods:
+            writer = RowWriter(
+                directory / ROWS / f"{method.name}.jsonl",
+                settings={"draft": method.source, **common, **method.models.identity()},
+                prompts_hash=prompts_hash(plan.prompts),
+                overwrite=overwrite,
+            )
+            files[method.name] = RowFile(stack.enter_context(writer), plan, method)
+        yield files
