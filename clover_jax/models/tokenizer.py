@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from clover_jax.errors import UserError
+from clover_jax.models.sentencepiece_tokenizer import is_sentencepiece_folder, load_sentencepiece
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,17 +35,25 @@ def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | N
 
     transformers.logging.set_verbosity_error()
     try:
+        if is_sentencepiece_folder(directory):
+            return load_sentencepiece(directory)
         # Said outright: left to its default, transformers asks on the terminal.
         return transformers.AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
+    except UserError:
+        raise
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file
         if "trust_remote_code" in str(error):
             raise UserError(
                 f"{directory}: its tokenizer is code of its own, which is never run here; save it "
                 "once as tokenizer.json with transformers, or give prompts as prompt_ids"
             ) from error
-        raise UserError(f"{directory}: its tokenizer cannot be loaded: {error}") from error
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{directory}: its tokenizer cannot be loaded: {reason}; save it as tokenizer.json "
+            "with transformers, or give prompts as prompt_ids and a folder without tokenizer files"
+        ) from error
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
