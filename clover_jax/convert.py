@@ -3,12 +3,14 @@
 The input is a draft directory, a training workdir, a hub id or a folder in an official layout,
 which is recognised; --to says what is written:
 
-  orbax        a draft directory of this program
-  clover2      the official Clover-2 layout
-  eagle        the official EAGLE-1 and -2 layout
-  eagle3       the official EAGLE-3 layout
-  medusa       the original Medusa layout; medusa_vllm is vLLM's
-  speculators  an EAGLE-1 or EAGLE-3 head as vLLM's speculators describe it
+  orbax         a draft directory of this program
+  clover2       the official Clover-2 layout
+  eagle         the official EAGLE-1 and -2 layout
+  eagle_vllm    the same for vLLM's method "eagle", whose fc has no bias
+  eagle_sglang  the same for SGLang, which has another name for it
+  eagle3        the official EAGLE-3 layout, which SGLang reads as well
+  medusa        the original Medusa layout; medusa_vllm is vLLM's
+  speculators   an EAGLE-3 head as vLLM's speculators describe it; an EAGLE-1 head as they once did
 
 Every tensor is accounted for, values are kept bit for bit, and nothing is written unless all of it
 can be.
@@ -18,7 +20,17 @@ import sys
 
 from clover_jax import cli
 
-TARGETS = ("orbax", "clover2", "eagle", "eagle3", "medusa", "medusa_vllm", "speculators")
+TARGETS = (
+    "orbax",
+    "clover2",
+    "eagle",
+    "eagle_vllm",
+    "eagle_sglang",
+    "eagle3",
+    "medusa",
+    "medusa_vllm",
+    "speculators",
+)
 
 
 def define_flags(flags):

@@ -7,7 +7,6 @@ fingerprint of its base, provenance, hashes of the files) and `params/` (orbax).
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 from pathlib import Path
 from typing import Any
@@ -20,19 +19,14 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.params_folder import restore_params, save_params
 from clover_jax.errors import UserError
 from clover_jax.files import atomic_directory
-from clover_jax.interchange.clover2 import read_clover2
-from clover_jax.interchange.eagle import read_eagle
-from clover_jax.interchange.eagle3 import read_eagle3
 from clover_jax.interchange.layouts import LAYOUTS
 from clover_jax.interchange.read_head import read_head
-from clover_jax.interchange.recognise import CLOVER2, EAGLE, EAGLE3, recognise
+from clover_jax.interchange.recognise import recognise
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
 from clover_jax.models.sources import find_directory
 
-# Layouts with a reader of their own; the others are read by their table entry alone.
-_READERS = {CLOVER2: read_clover2, EAGLE: read_eagle, EAGLE3: read_eagle3}
 FORMAT_VERSION = 1
 CARD = "draft.json"
 PARAMS = "params"
@@ -135,8 +129,9 @@ def load_draft(
             f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' layouts)"
         )
     layout = recognise(directory)
-    read = _READERS.get(layout) or functools.partial(read_head, LAYOUTS[layout])
-    config, params = read(directory, base, dtype, rope_theta, allow_base_mismatch)
+    config, params = read_head(
+        LAYOUTS[layout], directory, base, dtype, rope_theta, allow_base_mismatch
+    )
     return Draft(registry.head(config), params, None, {"layout": layout}, str(source))
 
 

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.drafter import Frozen, output_matrix
-from clover_jax.drafters.layer_drafter import LayerDrafter, embed
+from clover_jax.drafters.layer_drafter import LayerDrafter, embed, layer_for
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask, project
@@ -124,17 +124,22 @@ def make_config(
     num_positions: int = 1,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
+    fc_bias: bool = True,
+    llama_layer: bool = False,
 ) -> EagleConfig:
     """Return the head's config for a base; the rotary base is the base's own unless given.
+
+    llama_layer: leave out what the base's layers have beyond a plain Llama's.
 
     The loss defaults to the method's: regression + 0.1 x soft cross-entropy, each divided by the
     number of counted pairs.
     """
     return EagleConfig(
-        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        layer=layer_for(base, rope, llama_layer),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         loss=loss or METHOD_LOSS,
+        fc_bias=fc_bias,
     )
 
 

@@ -36,6 +36,7 @@ from clover_jax.drafters.layer_drafter import (
     attend_path,
     embed,
     empty_path,
+    layer_for,
 )
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.cache import KeyValue
@@ -154,14 +155,17 @@ def make_config(
     num_positions: int = 7,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
+    llama_layer: bool = False,
 ) -> Eagle3Config:
     """Return the head's config for a base; the rotary base is the base's own unless given.
+
+    llama_layer: leave out what the base's layers have beyond a plain Llama's.
 
     The loss defaults to the method's: soft cross-entropy, weighted 0.8^j, averaged over all
     positions, counted or not.
     """
     return Eagle3Config(
-        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        layer=layer_for(base, rope, llama_layer),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         features=feature_layers(base.num_layers),

@@ -8,6 +8,7 @@ over the tree, and a branch moves to another place of the beam as a whole.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -17,13 +18,27 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
-from clover_jax.config import DrafterConfig, LayerConfig
+from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
 from clover_jax.drafters.augmenting import absorb_positions
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, init_cache
 from clover_jax.models.decoder import Attend, attend
 from clover_jax.models.distance import Distance
+
+
+def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> LayerConfig:
+    """Return the shape of a head's layer: that of the base's layers.
+
+    rope: in place of the base's.
+    llama_layer: without what Llama's layers do not have (biases, norms of queries and keys,
+        ALiBi), which the readers of other programs do not expect.
+    """
+    layer = dataclasses.replace(base.layer, rope=rope or base.rope)
+    if not llama_layer:
+        return layer
+    extras = ("qkv_bias", "output_bias", "mlp_bias", "query_key_norm", "alibi")
+    return dataclasses.replace(layer, **dict.fromkeys(extras, False))
 
 
 @struct.dataclass

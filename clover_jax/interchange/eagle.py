@@ -7,77 +7,19 @@ the base's input embedding; output matrix and final norm are the base's own and 
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
-from safetensors.numpy import save
-
-from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle import METHOD_LOSS, EagleConfig
 from clover_jax.errors import UserError
-from clover_jax.files import atomic_directory
-from clover_jax.interchange.base_copies import check_copy, check_widths
+from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
 from clover_jax.json_files import read_json_object
-from clover_jax.models.base import BaseModel
 from clover_jax.models.llama_tensors import layer_leaves
-from clover_jax.models.loading import place_as
-from clover_jax.models.tensor_files import SINGLE, TensorFiles
-from clover_jax.models.tensor_map import (
-    Leaf,
-    Piece,
-    assemble,
-    stored_shapes,
-    take_apart,
-    whole,
-)
+from clover_jax.models.tensor_map import Leaf, Piece, whole
 
 EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
-
-
-def read_eagle(
-    directory: Path,
-    base: BaseModel,
-    dtype: jnp.dtype = jnp.float32,
-    rope_theta: float | None = None,
-    allow_base_mismatch: bool = False,
-) -> tuple[EagleConfig, Params]:
-    """Read a head in the official layout.
-
-    rope_theta: rotary base to use in place of the config's.
-    allow_base_mismatch: ignore what the head's copy of the embedding holds.
-    Raises UserError naming a missing, extra or misshapen tensor, or where the copy is not the
-        base's.
-    """
-    config = read_config(directory / "config.json", rope_theta)
-    check_widths(config, base, directory)
-    files = TensorFiles(directory)
-    leaves = eagle_leaves(config)
-    files.check(stored_shapes(leaves) | {EMBEDDING: (config.vocab_size, config.layer.hidden_size)})
-    if not allow_base_mismatch:
-        stored, ours = files.read(EMBEDDING), base.params["embedding"]
-        check_copy(EMBEDDING, stored, ours, "input embedding", base, directory)
-    return config, assemble(leaves, files.read, place_as(dtype))
-
-
-def write_eagle(directory: Path, config: EagleConfig, params: Params, base: BaseModel) -> None:
-    """Write a head in the official layout, atomically, in the dtype of its params.
-
-    Raises UserError for a head that the layout cannot hold.
-    """
-    check_exportable(config)
-    tensors = take_apart(eagle_leaves(config), params)
-    dtype = next(iter(tensors.values())).dtype
-    tensors[EMBEDDING] = np.asarray(base.params["embedding"]).astype(dtype)
-    with atomic_directory(directory) as unfinished:
-        # Not save_file: it makes files that only their owner may read.
-        (unfinished / SINGLE).write_bytes(save(tensors, metadata={"format": "pt"}))
-        fields = config_fields(config, base.config)
-        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def read_config(path: Path, rope_theta: float | None = None) -> EagleConfig:
@@ -126,3 +68,19 @@ def eagle_leaves(config: EagleConfig) -> list[Leaf]:
     if config.fc_bias:
         leaves.append(whole(("fc_bias",), "fc.bias", (width,)))
     return leaves + layer_leaves(config.layer, ("layer",), "layers.0.", input_norm=False)
+
+
+def _read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
+    return read_config(directory / "config.json", rope_theta)
+
+
+LAYOUT = Layout(
+    name="eagle",
+    to="eagle",
+    kind="eagle",
+    read_config=_read_config,
+    leaves=eagle_leaves,
+    config_fields=lambda config, base: config_fields(config, base.config),
+    check_exportable=check_exportable,
+    copies={EMBEDDING: "embedding"},
+)

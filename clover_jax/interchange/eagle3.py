@@ -7,50 +7,23 @@ entering the base's layers 2, L // 2 and L - 3, which nothing in the layout says
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
 import numpy as np
-from safetensors.numpy import save
 
-from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle3 import METHOD_LOSS, NUM_FEATURES, Eagle3Config, feature_layers
 from clover_jax.errors import UserError
-from clover_jax.files import atomic_directory
-from clover_jax.interchange.base_copies import check_widths
+from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.models.llama_tensors import layer_leaves, norm_leaf
-from clover_jax.models.loading import place_as
-from clover_jax.models.tensor_files import SINGLE, TensorFiles
-from clover_jax.models.tensor_map import Leaf, Piece, assemble, stored_shapes, take_apart, whole
+from clover_jax.models.tensor_files import TensorFiles
+from clover_jax.models.tensor_map import Leaf, Piece, whole
 
 OFFSETS, KEPT = "d2t", "t2d"
-
-
-def read_eagle3(
-    directory: Path,
-    base: BaseModel,
-    dtype: jnp.dtype = jnp.float32,
-    rope_theta: float | None = None,
-    allow_base_mismatch: bool = False,
-) -> tuple[Eagle3Config, Params]:
-    """Read a head in the official layout.
-
-    rope_theta: rotary base to use in place of the config's.
-    allow_base_mismatch: taken for the sake of the other readers; nothing stored tells bases apart.
-    Raises UserError naming a missing, extra or misshapen tensor, or where d2t and t2d disagree.
-    """
-    config, files = read_config(directory, rope_theta, base.config), TensorFiles(directory)
-    check_widths(config, base, directory)
-    leaves = eagle3_leaves(config)
-    further = {name: array.shape for name, array in vocabulary_tensors(config).items()}
-    files.check(stored_shapes(leaves) | further)
-    return config, assemble(leaves, files.read, place_as(dtype))
 
 
 def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Eagle3Config:
@@ -84,20 +57,6 @@ def parse_config(
         draft_to_target=_read_vocabulary(TensorFiles(path.parent), size, vocab_size),
         loss=METHOD_LOSS,
     )
-
-
-def write_eagle3(directory: Path, config: Eagle3Config, params: Params, base: BaseModel) -> None:
-    """Write a head in the official layout, atomically, in the dtype of its params.
-
-    Raises UserError for a head that readers of the layout would run differently.
-    """
-    check_exportable(config)
-    fields = exported_fields(config, base)
-    tensors = take_apart(eagle3_leaves(config), params) | vocabulary_tensors(config)
-    with atomic_directory(directory) as unfinished:
-        # Not save_file: it makes files that only their owner may read.
-        (unfinished / SINGLE).write_bytes(save(tensors, metadata={"format": "pt"}))
-        (unfinished / "config.json").write_text(json.dumps(fields, indent=2) + "\n")
 
 
 def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
@@ -166,3 +125,15 @@ def _read_vocabulary(files: TensorFiles, size: int, vocab_size: int) -> tuple[in
             "marks, in ascending order"
         )
     return None if size == vocab_size else tuple(ids.tolist())
+
+
+LAYOUT = Layout(
+    name="eagle3",
+    to="eagle3",
+    kind="eagle3",
+    read_config=read_config,
+    leaves=eagle3_leaves,
+    config_fields=exported_fields,
+    check_exportable=check_exportable,
+    more_tensors=vocabulary_tensors,
+)

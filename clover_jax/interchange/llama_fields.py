@@ -67,5 +67,6 @@ def check_llama_layer(layer: LayerConfig) -> None:
     if layer.alibi or layer.query_key_norm:
         raise UserError(
             f"this head has {'ALiBi' if layer.alibi else 'query and key norms'}, as its base has, "
-            "but the EAGLE layouts hold heads of Llama's layers only"
+            "but the EAGLE layouts hold heads of Llama's layers only; train with "
+            "--drafter_options=llama_layer=true to export it"
         )

@@ -3,7 +3,8 @@
 Sources: the speculators library's schema and vLLM's reader. EAGLE-3's layer is called `layers.0.`
 here, not `midlayer.`, and the base's embedding is stored with it. `norm_before_residual` is always
 written: without it vLLM takes true and the schema false. Our heads, like the method's own, add to
-the state as it was before its norm.
+the state as it was before its norm. Today's vLLM reads EAGLE-3 heads by this layout only; for
+EAGLE-1 heads, which the library's first version had as well, see eagle_servers.py.
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ def check_eagle3_exportable(config: Eagle3Config) -> None:
     """Raise UserError for a head that vLLM would run differently."""
     eagle3.check_exportable(config)
     _state_ids(config)
+    if config.layer.qkv_bias != config.layer.output_bias:
+        raise UserError(
+            f"this head's layer has qkv_bias {config.layer.qkv_bias} and output_bias "
+            f"{config.layer.output_bias}, but vLLM's has one attention_bias for both; train with "
+            "--drafter_options=llama_layer=true to export it"
+        )
 
 
 def _shared_fields(

@@ -48,11 +48,9 @@ def write_foreign(
     layout.check_exportable(head.config)
     leaves = layout.leaves(head.config)
     tensors = _own_tensors(head, leaves) + _copies(head, layout, base)
-    tensors += [
-        StreamedTensor(name, value.dtype, value.shape, iter([value]))
-        for name, value in layout.more_tensors(head.config).items()
-    ]
-    fields = layout.config_fields(head.config, base)
+    tensors += _further_tensors(head, layout)
+    # Servers run a head in this type, or in float16 where none is named.
+    fields = layout.config_fields(head.config, base) | {"torch_dtype": str(head.dtype)}
     with atomic_directory(directory) as unfinished:
         for _ in write_safetensors(unfinished / layout.file, tensors):
             progress.update()
@@ -95,6 +93,15 @@ def _copies(head: StoredHead, layout: Layout, base: BaseModel) -> list[StreamedT
         StreamedTensor(name, head.dtype, tuple(matrices[which].shape), parts(matrices[which]))
         for name, which in layout.copies.items()
     ]
+
+
+def _further_tensors(head: StoredHead, layout: Layout) -> list[StreamedTensor]:
+    """Return the tensors that follow from the config, numbers in the type of the head's own."""
+    tensors = []
+    for name, value in layout.more_tensors(head.config).items():
+        stored = value.astype(head.dtype) if value.dtype.kind == "f" else value
+        tensors.append(StreamedTensor(name, stored.dtype, stored.shape, iter([stored])))
+    return tensors
 
 
 def _in_parts(array: np.ndarray) -> Iterator[np.ndarray]:

@@ -139,7 +139,7 @@ CANNOT_HOLD = {
     "eagle as medusa": (
         ("eagle",),
         "medusa",
-        "which can be written as orbax, eagle, speculators",
+        "which can be written as orbax, eagle, eagle_vllm, eagle_sglang, speculators",
     ),
     "clover2 for vLLM": (
         ("clover2",),

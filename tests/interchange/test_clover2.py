@@ -12,8 +12,9 @@ import pytest
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.interchange.clover2 import COPIES, read_clover2, write_clover2
+from clover_jax.interchange.clover2 import COPIES
 from clover_jax.models.loading import load_base
+from tests.foreign_heads import read_layout, write_layout
 from tests.tiny_checkpoints import (
     assert_same_tensors,
     assert_trees_equal,
@@ -42,8 +43,8 @@ def folder(reference_dir, tmp_path):
 
 
 def test_reading_and_writing_gives_the_same_tensors(reference_dir, tmp_path, base):
-    config, params = read_clover2(reference_dir / "clover2", base)
-    write_clover2(tmp_path / "written", config, params, base)
+    config, params = read_layout("clover2", reference_dir / "clover2", base)
+    write_layout("clover2", tmp_path / "written", config, params, base)
     assert_same_tensors(reference_dir / "clover2", tmp_path / "written")
     fields = json.loads((reference_dir / "clover2" / "config.json").read_text())
     found = json.loads((tmp_path / "written" / "config.json").read_text())
@@ -65,30 +66,32 @@ def test_writing_and_reading_gives_the_same_head(tmp_path, changes, options):
     base = random_base(tmp_path, dataclasses.replace(TINY, **changes))
     config = registry.config_for_base("clover2", base.config, **options)
     params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
-    write_clover2(tmp_path / "head", config, params, base)
-    found_config, found_params = read_clover2(tmp_path / "head", base)
+    write_layout("clover2", tmp_path / "head", config, params, base)
+    found_config, found_params = read_layout("clover2", tmp_path / "head", base)
     assert found_config == config
     assert_trees_equal(found_params, params)
 
 
 def test_the_rotary_base_is_10_000_whatever_the_config_says_unless_given(folder, base):
     edit_json(folder / "config.json", rope_theta=5e5)
-    assert read_clover2(folder, base)[0].layer.rope == RopeConfig(theta=10_000.0)
-    assert read_clover2(folder, base, rope_theta=5e5)[0].layer.rope == RopeConfig(theta=5e5)
+    assert read_layout("clover2", folder, base)[0].layer.rope == RopeConfig(theta=10_000.0)
+    assert read_layout("clover2", folder, base, rope_theta=5e5)[0].layer.rope == RopeConfig(
+        theta=5e5
+    )
 
 
 @pytest.mark.parametrize(
     "rope", [RopeConfig(theta=5e5), RopeConfig(kind="linear", factor=2.0)], ids=["theta", "kind"]
 )
 def test_a_head_of_another_rotary_base_is_not_written(tmp_path, folder, base, rope):
-    config, params = read_clover2(folder, base)
+    config, params = read_layout("clover2", folder, base)
     other = dataclasses.replace(config, layer=dataclasses.replace(config.layer, rope=rope))
     message = (
         rf"rotates with base {rope.theta:.0f} \(type {rope.kind}\), but readers of the official "
         r"Clover-2 layout always use 10000 .*; train the head with --draft_rope_theta=10000"
     )
     with pytest.raises(UserError, match=message.replace("+", r"\+")):
-        write_clover2(tmp_path / "written", other, params, base)
+        write_layout("clover2", tmp_path / "written", other, params, base)
     assert not (tmp_path / "written").exists()
 
 
@@ -101,19 +104,21 @@ def test_a_head_of_another_rotary_base_is_not_written(tmp_path, folder, base, ro
     ],
 )
 def test_a_head_of_another_family_is_not_written(tmp_path, folder, base, changes, message):
-    config, params = read_clover2(folder, base)
+    config, params = read_layout("clover2", folder, base)
     layer = dataclasses.replace(config.layer, **changes)
     with pytest.raises(UserError, match=message):
-        write_clover2(tmp_path / "w", dataclasses.replace(config, layer=layer), params, base)
+        write_layout(
+            "clover2", tmp_path / "w", dataclasses.replace(config, layer=layer), params, base
+        )
     assert not (tmp_path / "w").exists()
 
 
 @pytest.mark.parametrize("change", [{"order": "block_first"}, {"output_projector": False}])
 def test_an_ablated_head_is_not_written(tmp_path, folder, base, change):
-    config, params = read_clover2(folder, base)
+    config, params = read_layout("clover2", folder, base)
     other = dataclasses.replace(config, **change)
     with pytest.raises(UserError, match="official Clover-2 layout holds heads with 'decoder_fir"):
-        write_clover2(tmp_path / "written", other, params, base)
+        write_layout("clover2", tmp_path / "written", other, params, base)
 
 
 def test_a_bfloat16_file_fits_a_float32_base(folder, base):
@@ -121,9 +126,11 @@ def test_a_bfloat16_file_fits_a_float32_base(folder, base):
         tensors.update({name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()})
 
     edit_tensors(folder, to_bfloat16)
-    _, params = read_clover2(folder, base)
+    _, params = read_layout("clover2", folder, base)
     assert params["projector_0"].dtype == jnp.float32
-    assert read_clover2(folder, base, jnp.bfloat16)[1]["projector_0"].dtype == jnp.bfloat16
+    assert (
+        read_layout("clover2", folder, base, jnp.bfloat16)[1]["projector_0"].dtype == jnp.bfloat16
+    )
 
 
 @pytest.mark.parametrize("name", COPIES)
@@ -134,21 +141,21 @@ def test_copies_of_another_output_matrix_are_refused(folder, base, name):
     edit_tensors(folder, spoil)
     message = rf"{name} differs from the output matrix of the base .*base \(first in row 7\); give"
     with pytest.raises(UserError, match=message):
-        read_clover2(folder, base)
-    read_clover2(folder, base, allow_base_mismatch=True)
+        read_layout("clover2", folder, base)
+    read_layout("clover2", folder, base, allow_base_mismatch=True)
 
 
 def test_a_missing_tensor_is_named(folder, base):
     edit_tensors(folder, lambda tensors: tensors.pop("clover_head_mlp_rnn2.k.bias"))
     with pytest.raises(UserError, match=r"lacks tensor clover_head_mlp_rnn2\.k\.bias, which"):
-        read_clover2(folder, base)
+        read_layout("clover2", folder, base)
 
 
 def test_an_extra_tensor_is_named(folder, base):
     extra = {"layers.2.input_layernorm.weight": np.ones(32, np.float32)}
     edit_tensors(folder, lambda tensors: tensors.update(extra))
     with pytest.raises(UserError, match=r"has tensor layers\.2\.input_layernorm\.weight, which"):
-        read_clover2(folder, base)
+        read_layout("clover2", folder, base)
 
 
 def test_a_misshapen_tensor_is_named(folder, base):
@@ -156,7 +163,7 @@ def test_a_misshapen_tensor_is_named(folder, base):
     edit_tensors(folder, lambda tensors: tensors.update(wrong))
     message = r"clover_head_mlp2\.weight has shape \(32, 32\); config.json asks for \(32, 64\)"
     with pytest.raises(UserError, match=message):
-        read_clover2(folder, base)
+        read_layout("clover2", folder, base)
 
 
 @pytest.mark.parametrize(
@@ -173,4 +180,4 @@ def test_a_misshapen_tensor_is_named(folder, base):
 def test_a_config_that_does_not_fit_is_refused(folder, base, changes, message):
     edit_json(folder / "config.json", **changes)
     with pytest.raises(UserError, match=message):
-        read_clover2(folder, base)
+        read_layout("clover2", folder, base)

@@ -10,7 +10,7 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.reference import speculative_greedy
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
-from clover_jax.interchange.clover2 import read_clover2, write_clover2
+from tests.foreign_heads import read_layout, write_layout
 from tests.tiny_checkpoints import random_base
 from tests.tiny_models import TINY
 
@@ -31,8 +31,8 @@ def test_other_positions_layers_heads_rope_and_eps(tmp_path, positions, layers, 
     )
     head = registry.head(head_config)
     params = registry.init_params(head, base.params, jax.random.key(1))
-    write_clover2(tmp_path / "head", head_config, params, base)
-    found, params = read_clover2(tmp_path / "head", base)
+    write_layout("clover2", tmp_path / "head", head_config, params, base)
+    found, params = read_layout("clover2", tmp_path / "head", base)
     assert found == head_config
     tree, prompt = parse_tree(f"chain:{positions}"), [5, 6, 7]
     (row,) = Engine(config, registry.head(found), tree).generate(base.params, params, [prompt], 20)

@@ -10,8 +10,8 @@ import pytest
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.interchange.eagle import read_eagle, write_eagle
 from clover_jax.models.loading import load_base
+from tests.foreign_heads import read_layout, write_layout
 from tests.tiny_checkpoints import (
     assert_same_tensors,
     assert_trees_equal,
@@ -40,8 +40,8 @@ def folder(reference_dir, tmp_path):
 
 
 def test_reading_and_writing_gives_the_same_tensors(reference_dir, tmp_path, base):
-    config, params = read_eagle(reference_dir / "eagle1", base)
-    write_eagle(tmp_path / "written", config, params, base)
+    config, params = read_layout("eagle", reference_dir / "eagle1", base)
+    write_layout("eagle", tmp_path / "written", config, params, base)
     assert_same_tensors(reference_dir / "eagle1", tmp_path / "written")
     fields = json.loads((reference_dir / "eagle1" / "config.json").read_text())
     found = json.loads((tmp_path / "written" / "config.json").read_text())
@@ -64,18 +64,18 @@ def test_writing_and_reading_gives_the_same_head(tmp_path, changes):
     config = registry.config_for_base("eagle", base.config)
     config = dataclasses.replace(config, fc_bias=not base.config.qkv_bias)
     params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
-    write_eagle(tmp_path / "head", config, params, base)
-    found_config, found_params = read_eagle(tmp_path / "head", base)
+    write_layout("eagle", tmp_path / "head", config, params, base)
+    found_config, found_params = read_layout("eagle", tmp_path / "head", base)
     assert found_config == config
     assert_trees_equal(found_params, params)
 
 
 def test_the_rotary_base_is_the_configs_else_10_000_unless_given(folder, base):
     edit_json(folder / "config.json", rope_theta=5e5)
-    assert read_eagle(folder, base)[0].layer.rope == RopeConfig(theta=5e5)
+    assert read_layout("eagle", folder, base)[0].layer.rope == RopeConfig(theta=5e5)
     edit_json(folder / "config.json", rope_theta=...)
-    assert read_eagle(folder, base)[0].layer.rope == RopeConfig(theta=1e4)
-    assert read_eagle(folder, base, rope_theta=2e5)[0].layer.rope == RopeConfig(theta=2e5)
+    assert read_layout("eagle", folder, base)[0].layer.rope == RopeConfig(theta=1e4)
+    assert read_layout("eagle", folder, base, rope_theta=2e5)[0].layer.rope == RopeConfig(theta=2e5)
 
 
 def test_a_copy_of_another_embedding_is_refused(folder, base):
@@ -85,8 +85,8 @@ def test_a_copy_of_another_embedding_is_refused(folder, base):
     edit_tensors(folder, spoil)
     message = "embed_tokens.weight differs from the input embedding of the base .*first in row 7"
     with pytest.raises(UserError, match=message):
-        read_eagle(folder, base)
-    read_eagle(folder, base, allow_base_mismatch=True)
+        read_layout("eagle", folder, base)
+    read_layout("eagle", folder, base, allow_base_mismatch=True)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +103,7 @@ def test_a_copy_of_another_embedding_is_refused(folder, base):
 def test_wrong_tensors_are_named(folder, base, edit, message):
     edit_tensors(folder, edit)
     with pytest.raises(UserError, match=message):
-        read_eagle(folder, base)
+        read_layout("eagle", folder, base)
 
 
 @pytest.mark.parametrize(
@@ -117,4 +117,4 @@ def test_wrong_tensors_are_named(folder, base, edit, message):
 def test_a_config_that_does_not_fit_is_refused(folder, base, changes, message):
     edit_json(folder / "config.json", **changes)
     with pytest.raises(UserError, match=message):
-        read_eagle(folder, base)
+        read_layout("eagle", folder, base)

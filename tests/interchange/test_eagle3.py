@@ -11,8 +11,8 @@ from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.drafters.directory import load_draft
 from clover_jax.errors import UserError
-from clover_jax.interchange.eagle3 import read_eagle3, write_eagle3
 from clover_jax.models.loading import load_base
+from tests.foreign_heads import read_layout, write_layout
 from tests.tiny_checkpoints import (
     assert_same_tensors,
     assert_trees_equal,
@@ -48,8 +48,8 @@ def test_it_is_recognised_and_loads_as_a_draft(folder, base):
 
 
 def test_reading_and_writing_gives_the_same_tensors(reference_dir, tmp_path, base):
-    config, params = read_eagle3(reference_dir / "eagle3", base)
-    write_eagle3(tmp_path / "written", config, params, base)
+    config, params = read_layout("eagle3", reference_dir / "eagle3", base)
+    write_layout("eagle3", tmp_path / "written", config, params, base)
     assert_same_tensors(reference_dir / "eagle3", tmp_path / "written")
     fields = json.loads((reference_dir / "eagle3" / "config.json").read_text())
     found = json.loads((tmp_path / "written" / "config.json").read_text())
@@ -64,8 +64,8 @@ def test_writing_and_reading_gives_the_same_head(tmp_path, table):
     config = registry.config_for_base("eagle3", base.config)
     config = dataclasses.replace(config, draft_to_target=table)
     params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
-    write_eagle3(tmp_path / "head", config, params, base)
-    found_config, found_params = read_eagle3(tmp_path / "head", base)
+    write_layout("eagle3", tmp_path / "head", config, params, base)
+    found_config, found_params = read_layout("eagle3", tmp_path / "head", base)
     assert found_config == config
     assert_trees_equal(found_params, params)
 
@@ -74,7 +74,7 @@ def test_a_head_that_reads_other_states_is_not_written(tmp_path):
     base = random_base(tmp_path)
     config = registry.config_for_base("eagle3", base.config)
     with pytest.raises(UserError, match=r"reads layer_1, layer_1, pre_norm, but readers of the"):
-        write_eagle3(tmp_path / "head", config, {}, base)
+        write_layout("eagle3", tmp_path / "head", config, {}, base)
     assert not (tmp_path / "head").exists()
 
 
@@ -102,7 +102,7 @@ def spoil_kept(tensors):
 def test_wrong_tensors_are_named(folder, base, edit, message):
     edit_tensors(folder, edit)
     with pytest.raises(UserError, match=message):
-        read_eagle3(folder, base)
+        read_layout("eagle3", folder, base)
 
 
 @pytest.mark.parametrize(
@@ -116,4 +116,4 @@ def test_wrong_tensors_are_named(folder, base, edit, message):
 def test_a_config_that_does_not_fit_is_refused(folder, base, changes, message):
     edit_json(folder / "config.json", **changes)
     with pytest.raises(UserError, match=message):
-        read_eagle3(folder, base)
+        read_layout("eagle3", folder, base)

@@ -9,13 +9,13 @@ from clover_jax.config import LossSpec
 from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
-from clover_jax.interchange.clover2 import read_clover2
 from clover_jax.models.loading import load_base
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.reference import plain_loss
 from clover_jax.training.step import TrainStepConfig, head_loss
 from clover_jax.training.teacher import online_teacher
+from tests.foreign_heads import read_layout
 from tests.tiny_models import TINY, random_base, random_head
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
@@ -26,7 +26,7 @@ ALL_TERMS = LossSpec(regression=3.0, soft_ce=0.5, hard_ce=2.0, decay=0.7, diviso
 def reference(fixtures_dir):
     folder = fixtures_dir / "clover2_reference"
     base = load_base(str(folder / "base"))
-    config, params = read_clover2(folder / "clover2", base, jnp.float32, 10_000.0, True)
+    config, params = read_layout("clover2", folder / "clover2", base, jnp.float32, 10_000.0, True)
     expected = np.load(folder / "expected.npz")
     tokens = jnp.asarray(expected["input_ids"], jnp.int32)
     batch = Batch(

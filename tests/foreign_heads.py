@@ -1,0 +1,39 @@
+"""Heads from memory to a folder in a layout of others, and back."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+
+from clover_jax.array_types import Params
+from clover_jax.config import DrafterConfig
+from clover_jax.drafters.directory import Card
+from clover_jax.interchange.layouts import LAYOUTS
+from clover_jax.interchange.read_head import read_head
+from clover_jax.interchange.stored_head import StoredHead
+from clover_jax.interchange.write_head import num_units, write_foreign
+from clover_jax.models.base import BaseModel
+from clover_jax.models.fingerprint import fingerprint
+from clover_jax.progress import progress_bar
+
+
+def write_layout(
+    name: str, folder: Path, config: DrafterConfig, params: Params, base: BaseModel
+) -> None:
+    """Write a head as `convert` does, in the type of its params."""
+    leaves = {
+        tuple(key.key for key in path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    dtype = next(iter(leaves.values())).dtype if leaves else np.dtype(np.float32)
+    card = Card(config, fingerprint(base), None, {})
+    head = StoredHead(card, "memory", shapes, dtype, leaves.__getitem__)
+    layout = LAYOUTS[name]
+    with progress_bar(num_units(head, layout), "write") as progress:
+        write_foreign(folder, head, layout, base, progress)
+
+
+def read_layout(name: str, folder: Path, base: BaseModel, *arguments, **options):
+    """Return (config, params) of a head; arguments are those of `read_head`."""
+    return read_head(LAYOUTS[name], folder, base, *arguments, **options)
