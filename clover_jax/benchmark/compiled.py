@@ -14,12 +14,14 @@ import jax
 
 from clover_jax.array_types import PyTree
 from clover_jax.benchmark.hlo import Program
+from clover_jax.benchmark.hlo_parts import sum_by_part
 from clover_jax.benchmark.hlo_text import Computation, Instruction, short_source
 from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
 from clover_jax.benchmark.targets import Target, find_devices
 from clover_jax.benchmark.work import count_work
 from clover_jax.decoding.compiler_options import options_for
-from clover_jax.decoding.step import speculate_and_verify
+from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
 from clover_jax.meshes import MeshShape, make_mesh, parse_mesh
 from clover_jax.models.attention import READINGS
 from clover_jax.sharding import (
@@ -30,6 +32,7 @@ from clover_jax.sharding import (
 )
 
 TOP = 8  # ops and temporaries that are named
+DRAFTING = ("absorb", "draft")
 WORTH_NAMING = 64 * 1024  # bytes; smaller ops are latency
 
 
@@ -43,6 +46,9 @@ class CompiledStep:
     counted_bytes: the compiler's own "bytes accessed" (prefetches twice, loops once); None where
         it gives none.
     estimated_seconds: sum of its cycle estimates at the chip's clock; None where it gives none.
+    moved_by_part, seconds_by_part: the same two by part of the step; what the head does is absorb
+        and draft together.
+    draft_floor_bytes: of these two parts; 0 without a head.
     cache_copies, weight_copies: instructions that write a whole cache or a whole weight anew.
     """
 
@@ -60,6 +66,9 @@ class CompiledStep:
     moved_bytes: float
     counted_bytes: float | None
     estimated_seconds: float | None
+    moved_by_part: dict[str, float]
+    seconds_by_part: dict[str, float] | None
+    draft_floor_bytes: float
     cache_copies: list[str]
     weight_copies: list[str]
     collectives: list[str]
@@ -70,6 +79,11 @@ class CompiledStep:
     def moved_over_floor(self) -> float:
         """Bytes moved, in floors."""
         return self.moved_bytes / self.floor_bytes
+
+    @property
+    def draft_bytes(self) -> float:
+        """What the head moves: absorbing and all levels of the tree."""
+        return sum(self.moved_by_part.get(part, 0.0) for part in DRAFTING)
 
     @property
     def counted_over_floor(self) -> float | None:
@@ -113,11 +127,17 @@ def compile_step(
     caches = (states.cache, states.draft_cache)
     cache_bytes = bytes_per_device(caches, decode_state_shardings(caches, device_mesh))
     floor_bytes = work.weight_bytes / shape.tensor + cache_bytes * context / size
+    draft_cache = bytes_per_device(states.draft_cache, state_places.draft_cache)
+    draft_floor = _draft_weight_bytes(subject, weights, states) / shape.tensor
     text = compiled.as_text()
     program = Program(text)
     memory = compiled.memory_analysis()
     queries = batch * subject.base.num_heads * (subject.tree.num_nodes + 1)
     trips = math.ceil(context / READINGS[target.platform].chunk_of(size, queries))
+    moved = sum_by_part(
+        program, lambda where, one: program.moved_bytes(where, one) * _times(program, where, trips)
+    )
+    estimate = _estimated_seconds(program, target, trips)
     result = CompiledStep(
         target=target.name,
         devices=shape.size,
@@ -130,12 +150,12 @@ def compile_step(
         cache_bytes=cache_bytes,
         floor_bytes=floor_bytes,
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
-        moved_bytes=sum(
-            program.moved_bytes(*found) * _times(program, found[0], trips)
-            for found in program.instructions()
-        ),
+        moved_bytes=sum(moved.values()),
         counted_bytes=_cost(compiled, "bytes accessed"),
-        estimated_seconds=_estimated_seconds(program, target, trips),
+        estimated_seconds=estimate and sum(estimate.values()),
+        moved_by_part=moved,
+        seconds_by_part=estimate,
+        draft_floor_bytes=draft_floor + draft_cache * context / size,
         cache_copies=_made(program, caches, decode_state_shardings(caches, device_mesh)),
         weight_copies=_made(program, subject.weights, weight_places),
         collectives=_listed(program.collectives()),
@@ -158,11 +178,23 @@ def _cost(compiled: Any, name: str) -> float | None:
     return None if not costs else costs.get(name)
 
 
-def _estimated_seconds(program: Program, target: Target, trips: int) -> float | None:
-    cycles = sum(
-        i.cycles * _times(program, computation, trips) for computation, i in program.instructions()
-    )
-    return cycles / target.chip.clock if cycles and target.chip.clock else None
+def _estimated_seconds(program: Program, target: Target, trips: int) -> dict[str, float] | None:
+    """Return the seconds of each part; None where the compiler estimates none."""
+    cycles = sum_by_part(program, lambda where, one: one.cycles * _times(program, where, trips))
+    if not target.chip.clock or not any(cycles.values()):
+        return None
+    return {part: count / target.chip.clock for part, count in cycles.items()}
+
+
+def _draft_weight_bytes(subject: Subject, weights: PyTree, states: DecodeState) -> float:
+    """Return what the head's products read of weights."""
+    if subject.head is None:
+        return 0.0
+
+    def drafting(weights: PyTree, state: DecodeState) -> Any:
+        return absorb_and_draft(subject.step(), weights, state, roots(state))
+
+    return count_work(drafting, weights, states).weight_bytes
 
 
 def _made(program: Program, arrays: PyTree, places: PyTree) -> list[str]:

@@ -75,6 +75,7 @@ def describe(compiled: CompiledStep, target: Target) -> list[str]:
         f"floor {1e3 * compiled.floor_seconds:.2f} ms by the data sheet"
         + ("" if estimate is None else f"; the compiler estimates {1e3 * estimate:.2f} ms"),
     ]
+    lines += _parts(compiled)
     groups = {
         "copies of a cache": compiled.cache_copies,
         "copies of a weight": compiled.weight_copies,
@@ -85,4 +86,22 @@ def describe(compiled: CompiledStep, target: Target) -> list[str]:
     for title, found in groups.items():
         lines.append(f"{title}: {'none' if not found else ''}".rstrip())
         lines += [f"  {item}" for item in found]
+    return lines
+
+
+def _parts(compiled: CompiledStep) -> list[str]:
+    """Return the bytes and the estimate by part, and the head's bytes against their floor."""
+    seconds = compiled.seconds_by_part or {}
+    listed = ", ".join(
+        f"{part} {moved / GIGA:.2f} GB"
+        + (f" and {1e3 * seconds[part]:.2f} ms" if part in seconds else "")
+        for part, moved in compiled.moved_by_part.items()
+    )
+    lines = [f"by part: {listed}"]
+    if compiled.draft_floor_bytes:
+        lines.append(
+            f"the head (absorb and draft): {compiled.draft_bytes / GIGA:.2f} GB, "
+            f"{compiled.draft_bytes / compiled.draft_floor_bytes:.2f} x its floor of "
+            f"{compiled.draft_floor_bytes / GIGA:.2f} GB"
+        )
     return lines

@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.benchmark.hlo import Program
+from clover_jax.benchmark.hlo_parts import part_of, sum_by_part
 from clover_jax.benchmark.hlo_text import short_source
 
 # What matters of a program for TPU: S(1) is fast memory, a fusion's inside is never stored.
@@ -162,3 +163,33 @@ def test_a_rolled_buffer_is_seen_as_made_anew():
     cache = jax.ShapeDtypeStruct((3, 2, 768, 8), jnp.float32)
     text = jax.jit(careless, donate_argnums=0).lower(cache).compile().as_text()
     assert Program(text).made((3, 2, 768, 8))
+
+
+PARTS = """HloModule jit_step
+
+ENTRY %main (weights: bf16[64,32], x: bf16[8,64]) -> bf16[8,32] {
+  %weights = bf16[64,32]{1,0} parameter(0)
+  %x = bf16[8,64]{1,0} parameter(1)
+  %split = f32[2,8,32]{2,1,0} custom-call(%x, %weights)
+  %drafted = bf16[8,32]{1,0} add(%split, %split), metadata={op_name="jit(step)/draft/Head.propose/add"}
+  %prefetch = bf16[64,32]{1,0} copy(%weights)
+  %through = bf16[64,32]{1,0} bitcast(%prefetch)
+  %verified = bf16[8,32]{1,0} dot(%drafted, %through), metadata={op_name="jit(step)/verify/Decoder/dot_general"}
+  %again = bf16[8,32]{1,0} dot(%verified, %through), metadata={op_name="jit(step)/accept/dot_general"}
+  ROOT %stray = bf16[8,32]{1,0} negate(%again)
+}
+"""  # noqa: E501
+
+
+def test_what_has_no_scope_belongs_to_the_first_part_that_uses_it():
+    program = Program(PARTS)
+    parts = part_of(program, "main")
+    assert parts["split"] == "draft"
+    assert parts["prefetch"] == parts["through"] == "verify"
+    assert parts["stray"] == "other"
+    moved = sum_by_part(program, program.moved_bytes)
+    assert list(moved) == ["draft", "verify", "accept", "other"]
+    assert sum(moved.values()) == sum(program.moved_bytes(*i) for i in program.instructions())
+    # The divided product reads both operands and writes float32 parts, which the sum reads twice.
+    product, addition = 8 * 64 * 2 + 64 * 32 * 2 + 2 * 8 * 32 * 4, 2 * 2 * 8 * 32 * 4 + 8 * 32 * 2
+    assert moved["draft"] == product + addition
