@@ -165,11 +165,13 @@ class BaseConfig(JsonConfig):
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec(JsonConfig):
-    """The distillation loss: sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i).
+    """The distillation loss: sum_i decay^i of the weighted terms; `training/losses.py` has them.
 
     regression: weight of SmoothL1(u^i, g) averaged over D.
     soft_ce: weight of the cross-entropy to the base's distribution.
     hard_ce: weight of the cross-entropy to the true token.
+    total_variation: weight of the distance to the base's distribution, which is how often a token
+        drawn from the head's is refused.
     divisor: what each sum over pairs is divided by: the number of "pairs" that count, or of all
         "positions" of the batch.
     divisor_offset: added to the divisor.
@@ -179,6 +181,7 @@ class LossSpec(JsonConfig):
     regression: float = 0.0
     soft_ce: float = 0.0
     hard_ce: float = 0.0
+    total_variation: float = 0.0
     decay: float = 1.0
     divisor: str = "pairs"
     divisor_offset: float = 1.0

@@ -75,6 +75,11 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     number("regression_weight", None, "weight of the regression loss [the method's]")
     number("soft_ce_weight", None, "weight of the cross-entropy to the base [the method's]")
     number("hard_ce_weight", None, "weight of the cross-entropy to the text [the method's]")
+    number(
+        "total_variation_weight",
+        None,
+        "weight of the share of drawn drafts that the base would refuse [the method's]",
+    )
     number("position_decay", None, "position i weighs this to the power of i [the method's]")
     absl_flags.DEFINE_bool(
         "label_mask",

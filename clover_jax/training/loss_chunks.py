@@ -21,11 +21,12 @@ from clover_jax.training.pairs import CompactTargets
 
 
 class Terms(NamedTuple):
-    """Something of each of the three terms; where it is of all positions, [P] each."""
+    """Something of each of the terms; where it is of all positions, [P] each."""
 
     regression: Array
     soft_ce: Array
     hard_ce: Array
+    total_variation: Array
 
 
 @struct.dataclass
@@ -37,7 +38,7 @@ class Operands:
     next_tokens: [R, n] the token that follows each target, in the head's vocabulary; -1 outside.
     mask:        [P, R, n] pairs that count, by target index.
     has_next:    [R, n] whether that token belongs to the target's document.
-    scale:       R, S and H's decay^i / divisor.
+    scale:       each term's decay^i / divisor.
     """
 
     params: Params

@@ -6,16 +6,20 @@ the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
     R_i = SmoothL1(u, g) averaged over D      regression
     S_i = - sum_v p(v) log q(v)               soft cross-entropy
     H_i = - log q(x_{t+2+i})                  hard cross-entropy
-    loss = sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i)
+    V_i = 1/2 sum_v |p(v) - q(v)|             total variation
+    loss = sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i + total_variation V_i)
 
 each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
 1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3.
 H counts the pairs whose target has a next token in its own document; a document's last has none.
 
+V is how often lossless verification refuses a token that was drawn from q. Where p and q hardly
+overlap its gradient vanishes; S beside it leads there, and weighs less as they come together.
+
 A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
-most probable token of the base lies outside has S_i = 0 but stays in the divisor, as in EAGLE-3:
-whatever the head proposes there will be refused. H_i is 0 where the true token lies outside. R_i
-counts everywhere, and accuracy is that of the whole vocabulary: outside is a miss.
+most probable token of the base lies outside has S_i = V_i = 0 but stays in the divisor, as in
+EAGLE-3: whatever the head proposes there will be refused. H_i is 0 where the true token lies
+outside. R_i counts everywhere, and accuracy is that of the whole vocabulary: outside is a miss.
 
 P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
@@ -57,7 +61,7 @@ DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
 class LossMetrics:
     """Per draft position, [P] each.
 
-    regression, soft_ce, hard_ce: the terms R_i, S_i, H_i, unweighted.
+    regression, soft_ce, hard_ce, total_variation: the terms R_i, S_i, H_i, V_i, unweighted.
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
     """
@@ -65,6 +69,7 @@ class LossMetrics:
     regression: Float[Array, " P"]
     soft_ce: Float[Array, " P"]
     hard_ce: Float[Array, " P"]
+    total_variation: Float[Array, " P"]
     accuracy: Float[Array, " P"]
     pairs: Int[Array, " P"]
 
@@ -122,9 +127,10 @@ def distillation_loss(
     labelled = (mask & has_next).sum(axis=(1, 2))
     spec = head.config.loss
     if spec.divisor == "positions":
-        divisors = Terms(*[jnp.full_like(pairs, rows * size) + spec.divisor_offset] * 3)
+        divisors = Terms(*[jnp.full_like(pairs, rows * size) + spec.divisor_offset] * 4)
     else:
-        divisors = Terms(*(count + spec.divisor_offset for count in (pairs, pairs, labelled)))
+        counts = Terms(pairs, pairs, labelled, pairs)
+        divisors = jax.tree.map(lambda count: count + spec.divisor_offset, counts)
     decay = spec.decay ** jnp.arange(num_positions)
     owned, others = split_output_params(head, params)
     operands = Operands(
@@ -233,15 +239,16 @@ def _position_loss(
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     mask = chunk.mask[position]
     is_told = mask & chunk.has_next & (chunk.next_tokens >= 0)
+    in_reach = mask & chunk.reachable
+    distance = jnp.abs(chunk.teacher - jnp.exp(logits - log_total[..., None])).sum(axis=-1)
     terms = Terms(
         regression=_masked_sum(mask, _regression(u, chunk.states)),
-        soft_ce=_masked_sum(
-            mask & chunk.reachable, log_total - (chunk.teacher * logits).sum(axis=-1)
-        ),
+        soft_ce=_masked_sum(in_reach, log_total - (chunk.teacher * logits).sum(axis=-1)),
         hard_ce=_masked_sum(is_told, log_total - jnp.where(is_next, logits, 0).sum(axis=-1)),
+        total_variation=_masked_sum(in_reach, 0.5 * distance),
     )
     hits = jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top
-    sums = _Sums(terms, _masked_sum(mask & chunk.reachable, hits))
+    sums = _Sums(terms, _masked_sum(in_reach, hits))
     scale = jax.tree.map(lambda of_all: of_all[position], operands.scale)
     return _weigh(head, scale, terms), jax.lax.stop_gradient(sums)
 
@@ -253,7 +260,7 @@ def _masked_sum(mask: Array, values: Array) -> Array:
 def _weigh(head: DraftHead, scale: Terms, sums: Terms) -> Array:
     """Return the loss of these sums; a term of weight 0 costs no gradient."""
     spec = head.config.loss
-    weights = Terms(spec.regression, spec.soft_ce, spec.hard_ce)
+    weights = Terms(spec.regression, spec.soft_ce, spec.hard_ce, spec.total_variation)
     parts = zip(weights, scale, sums, strict=True)
     return sum(((w * s * term).sum() for w, s, term in parts if w), jnp.zeros(()))
 
@@ -271,7 +278,7 @@ def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"
 
 def _zero_sums(num_positions: int) -> _Sums:
     zeros = jnp.zeros(num_positions)
-    return _Sums(Terms(zeros, zeros, zeros), zeros)
+    return _Sums(Terms(zeros, zeros, zeros, zeros), zeros)
 
 
 def _stack(parts: list[_Sums]) -> _Sums:

@@ -25,7 +25,8 @@ def plain_loss(
     """Return the loss and its terms per position, pair by pair as in methods: (t, t + 1 + i)."""
     spec = head.config.loss
     num_positions, _, size, _ = hidden.shape
-    terms = {"regression": [], "soft_ce": [], "hard_ce": [], "accuracy": [], "pairs": []}
+    names = ("regression", "soft_ce", "hard_ce", "total_variation", "accuracy", "pairs")
+    terms: dict[str, list] = {name: [] for name in names}
     total = jnp.zeros(())
     for i in range(num_positions):
         source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
@@ -51,6 +52,7 @@ def plain_loss(
             "regression": smooth.mean(axis=-1),
             "soft_ce": -(p * log_q).sum(axis=-1) * reachable,
             "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
+            "total_variation": 0.5 * jnp.abs(p - jnp.exp(log_q)).sum(axis=-1) * reachable,
         }
         after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]  # of the token to be told
         labelled = mask * (after == segment[:, target])

@@ -57,6 +57,7 @@ class TrainSettings(JsonConfig):
     regression_weight: float | None = None
     soft_ce_weight: float | None = None
     hard_ce_weight: float | None = None
+    total_variation_weight: float | None = None
     position_decay: float | None = None
     label_mask: bool = False
     loss_chunk: int = 512
@@ -74,6 +75,7 @@ class TrainSettings(JsonConfig):
             "regression": self.regression_weight,
             "soft_ce": self.soft_ce_weight,
             "hard_ce": self.hard_ce_weight,
+            "total_variation": self.total_variation_weight,
             "decay": self.position_decay,
             "label_mask": self.label_mask or None,
         }

@@ -19,7 +19,9 @@ from tests.foreign_heads import read_layout
 from tests.tiny_models import TINY, random_base, random_head
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
-ALL_TERMS = LossSpec(regression=3.0, soft_ce=0.5, hard_ce=2.0, decay=0.7, divisor_offset=0.25)
+ALL_TERMS = LossSpec(
+    regression=3.0, soft_ce=0.5, hard_ce=2.0, total_variation=1.5, decay=0.7, divisor_offset=0.25
+)
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,7 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
         (7, 3, {}),
         (16, 1, {"draft_to_target": tuple(range(1, 96, 2))}),
         (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
+        (16, 1, {"loss": LossSpec(total_variation=20.0)}),
     ],
 )
 def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, groups, changes):
