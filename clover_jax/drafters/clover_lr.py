@@ -18,7 +18,13 @@ Clover-2; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero
 correction begins at nothing; R = lm_head Q with Q the r directions in which lm_head varies most, so
 that similar tokens begin with similar corrections. Position 0 begins as Clover-2's.
 
-Losses: the regression is taken on u alone; the cross-entropies on the corrected logits.
+Losses: the regression is taken on u alone; the others on the corrected logits.
+
+In training x_{t+2}, x_{t+3}, .. are the text's. With `drafted_share` > 0 some of them are what the
+head itself proposes there, its most probable token, at random: none at first, that share at the
+end, without a gradient through the choice. The targets stay the text's, since the base is known
+there alone. EAGLE-3 and HASS do likewise with states, feeding back their own against the text's
+targets, and keep the text's tokens; the states here are the head's own in any case.
 """
 
 from __future__ import annotations
@@ -48,6 +54,7 @@ from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm
 
 DEFAULT_RANK = 256
+DRAFTED_CHUNK = 512  # positions whose logits exist at a time where drafted tokens are chosen
 NOISE = 0.01  # of the initialisation, as Clover-2's
 
 
@@ -57,11 +64,13 @@ class CloverLRConfig(DrafterConfig):
 
     rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
     num_augmenting_layers: depth of the Augmenting Block.
+    drafted_share: of the tokens fed back in training, those of its own at the end of the run.
     """
 
     kind: str = "clover_lr"
     rank: int = DEFAULT_RANK
     num_augmenting_layers: int = 2
+    drafted_share: float = 0.0
 
     def __post_init__(self):
         super().__post_init__()
@@ -74,6 +83,10 @@ class CloverLRConfig(DrafterConfig):
             raise ValueError(
                 f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"
             )
+        if not 0 <= self.drafted_share <= 1:
+            raise ValueError(f"drafted_share ({self.drafted_share}) must lie between 0 and 1")
+        if self.drafted_share and not self.rank:
+            raise ValueError("rank 0 feeds no token back: drafted_share must be 0")
         if self.features[-1] != "pre_norm":
             raise ValueError(f"the last of the features {self.features} must be pre_norm")
         if self.max_depth != self.num_positions:
@@ -120,6 +133,7 @@ class CloverLR(nn.Module):
     """The Clover-LR head; see the module's docstring for the equations."""
 
     config: CloverLRConfig
+    follows_progress = True  # of training: the share of drafted tokens grows with it
 
     @property
     def output_params(self) -> tuple[str, ...]:
@@ -197,8 +211,12 @@ class CloverLR(nn.Module):
         segment_ids: Int[Array, "B S"],
         positions: Int[Array, "B S"],
         rng: Array | None = None,
+        progress: Float[Array, ""] | float = 0.0,
     ) -> Float[Array, "P B S D+r"]:
-        """Return [u^i ; C s^i] under teacher forcing, the latter 0 at position 0."""
+        """Return [u^i ; C s^i], the latter 0 at position 0.
+
+        Teacher forced, but for the share of drafted tokens where `rng` chooses them.
+        """
         mask = packed_mask(segment_ids)
         z, _ = self._trunk(frozen, features, shift_left(tokens, 1), positions, mask, None, None)
         block = jnp.moveaxis(self._block(z), -2, 0)
@@ -212,6 +230,12 @@ class CloverLR(nn.Module):
         embedded = embed(frozen, extend(tokens, len(block))) @ self.token_in
         for depth in range(1, len(block)):
             following = window(embedded, depth + 1, tokens.shape[1])
+            if rng is not None and self.config.drafted_share:
+                above = jnp.concatenate([block[depth - 1], corrections[-1]], axis=-1)
+                drafted = embed(frozen, self._drafted(frozen, above, depth - 1)) @ self.token_in
+                share, key = progress * self.config.drafted_share, jax.random.fold_in(rng, depth)
+                is_drafted = jax.random.bernoulli(key, share, tokens.shape)
+                following = jnp.where(is_drafted[..., None], drafted, following)
             state = self.recurrence(state, following)
             corrections.append(state @ self.mix)
         return jnp.concatenate([block, jnp.stack(corrections)], axis=-1)
@@ -225,6 +249,22 @@ class CloverLR(nn.Module):
         if position == 0 or not self.config.rank:
             return logits
         return logits + project(self.correction_out, hidden[..., width:])
+
+    def _drafted(
+        self, frozen: Frozen, hidden: Float[Array, "B S D+r"], position: int
+    ) -> Int[Array, "B S"]:
+        """Return the most probable token of each position, few positions' logits at a time."""
+        rows, size, _ = hidden.shape
+        chunk = max(DRAFTED_CHUNK // rows, 1)
+        padded = jnp.pad(hidden, ((0, 0), (0, -size % chunk), (0, 0)))
+        chunks = jnp.moveaxis(padded.reshape(rows, -1, chunk, hidden.shape[-1]), 1, 0)
+
+        def best(hidden: Float[Array, "B C D+r"]) -> Int[Array, "B C"]:
+            return self.logits(frozen, jax.lax.stop_gradient(hidden), position).argmax(axis=-1)
+
+        found = jnp.moveaxis(jax.lax.map(best, chunks), 0, 1).reshape(rows, -1)[:, :size]
+        table = self.config.draft_to_target
+        return found if table is None else jnp.asarray(table)[found]
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
         x = self.attention_decoder_1(self._fused(features), embed(frozen, next_tokens))
@@ -251,6 +291,7 @@ def make_config(
     num_augmenting_layers: int = 2,
     rank: int | None = None,
     num_features: int = 3,
+    drafted_share: float = 0.0,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> CloverLRConfig:
@@ -269,6 +310,7 @@ def make_config(
         features=(*layers, "pre_norm"),
         rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
         num_augmenting_layers=num_augmenting_layers,
+        drafted_share=drafted_share,
         loss=loss or LossSpec(regression=1.0, soft_ce=1.0, decay=0.8),
     )
 

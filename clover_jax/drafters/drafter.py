@@ -93,7 +93,10 @@ class Drafter(Protocol):
         positions: Int[Array, "B S"],
         rng: Array | None,
     ) -> Float[Array, "P B S D"]:
-        """Return hidden[i, b, t], from which position i proposes x_{t+2+i}, teacher forced."""
+        """Return hidden[i, b, t], from which position i proposes x_{t+2+i}, teacher forced.
+
+        A module that sets `follows_progress` is also given `progress`, the share of the steps done.
+        """
         ...
 
     def logits(

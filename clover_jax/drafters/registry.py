@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+import types
+import typing
 from typing import Any
 
 import jax
@@ -56,8 +58,14 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
 def plain_options(kind: str) -> dict[str, type]:
     """Return the options of a kind that a user may set by name: name -> str, int, float or bool."""
     parameters = inspect.signature(_module_of(kind).make_config, eval_str=True).parameters
-    types = {name: parameter.annotation for name, parameter in parameters.items()}
-    return {name: hint for name, hint in types.items() if hint in (str, int, float, bool)}
+    hints = {name: _without_none(each.annotation) for name, each in parameters.items()}
+    return {name: hint for name, hint in hints.items() if hint in (str, int, float, bool)}
+
+
+def _without_none(hint: Any) -> Any:
+    """Return int for `int | None`, and everything else as it is."""
+    arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
+    return arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
 
 
 def config_from_dict(values: dict[str, Any]) -> DrafterConfig:

@@ -92,14 +92,17 @@ def head_loss(
     teacher: TeacherOutput,
     batch: Batch,
     key: Array,
+    progress: Float[Array, ""] | float = 0.0,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Return the head's loss on a batch, with its parts.
 
+    progress: the share of the run's steps that are done.
     The head computes in the teacher's dtype; its params and their gradient stay float32.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(teacher.features.dtype), params)
     params = gathered(params, config.mesh)
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
+    follows = getattr(config.head.module, "follows_progress", False)
     with jax.named_scope("head"):
         hidden = config.head.module.apply(
             {"params": params},
@@ -109,6 +112,7 @@ def head_loss(
             batch.segment_ids,
             batch.positions,
             key,
+            **({"progress": progress} if follows else {}),
             method="train_forward",
         )
     with jax.named_scope("loss"):
@@ -129,11 +133,12 @@ def train_step(
 ) -> tuple[TrainState, StepMetrics]:
     """Make one optimiser step; jitted by `make_train_step`."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    progress = state.step / config.optimizer.steps
     base_params = gathered(base_params, config.mesh)
     teacher = teach(config.base, base_params, config.head.config.features, batch)
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     (loss, positions), gradient = differentiate(
-        config, state.params, base_params, teacher, batch, key
+        config, state.params, base_params, teacher, batch, key, progress
     )
     with jax.named_scope("update"):
         updates, opt_state = make_optimizer(config.optimizer).update(
