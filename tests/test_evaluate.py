@@ -15,6 +15,7 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.evaluation.legs import LegJournal
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.generation import models
+from clover_jax.training.settings import TrainSettings
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 ROWS = [
@@ -40,6 +41,8 @@ def folder(tmp_path_factory):
     workdir = folder / "work"
     save_tiny_draft(workdir / "draft", base)
     (workdir / "eval.jsonl").write_text('{"step": 5, "tau": 1.5}\n{"step": 10, "tau": 1.75}\n')
+    settings = {"settings": TrainSettings(batch_size=4, seq_len=8).to_dict(), "identity": {}}
+    (workdir / "settings.json").write_text(json.dumps(settings))
     write_rows(folder, "bench.jsonl", ROWS)
     return folder
 
@@ -154,7 +157,7 @@ def test_the_page_and_the_plots_are_there(finished):
     assert "| chain | chain:2 (2) |" in page
     assert "cut on the left to fit it: 1." in page
     names = ("hit_rate", "accepted_lengths", "accepted_by_context", "speedup_by_task")
-    for name in (*names, "speedup_by_batch_size", "tau_by_step"):
+    for name in (*names, "speedup_by_batch_size", "tau_by_step", "tau_by_tokens"):
         assert f"![{name}](plots/{name}.png)" in page
         assert (finished.output / "plots" / f"{name}.png").stat().st_size > 5000
         assert (finished.output / "plots" / f"{name}.svg").exists()
@@ -162,7 +165,11 @@ def test_the_page_and_the_plots_are_there(finished):
     assert manifest["drafts"]["short"]["tree"] == "chain:1"
     assert manifest["flags"]["max_new_tokens"] == 9
     assert len(manifest["prompts"]["hash"]) == len(manifest["base"]["hash"]) == 64
-    assert finished.report["training"]["short"][-1] == {"step": 10, "tau": 1.75}
+    assert finished.report["training"]["short"][-1] == {
+        "step": 10,
+        "tau": 1.75,
+        "tokens": 320,
+    }
     assert "qa (batch size 2): vanilla" in finished.err
     assert "no chat template: in 4 of 4 rows" in finished.err
 

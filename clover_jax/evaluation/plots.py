@@ -61,7 +61,9 @@ def draw_plots(report: Mapping[str, Any], folder: Path) -> list[Path]:
     if len(report["batch_sizes"]) > 1:
         plots["speedup_by_batch_size"] = lambda: _speedup_by_batch_size(report, drafts)
     if any(report["training"].values()):
-        plots["tau_by_step"] = lambda: _tau_by_step(report, drafts)
+        plots["tau_by_step"] = lambda: _tau_in_training(report, drafts, "step")
+    if any("tokens" in row for rows in report["training"].values() for row in rows):
+        plots["tau_by_tokens"] = lambda: _tau_in_training(report, drafts, "tokens")
     return [save(name, draw, folder) for name, draw in plots.items()]
 
 
@@ -255,15 +257,17 @@ def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> 
     return figure
 
 
-def _tau_by_step(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
+def _tau_in_training(report: Mapping[str, Any], drafts: Sequence[str], by: str) -> Figure:
+    """Draw tau against what `by` counts, "step" or "tokens"; runs that lack it have no line."""
     figure, (axes,) = new_figure()
     ends = {}
     for number, name in enumerate(drafts):
         rows = report["training"].get(name, [])
-        points = [(row["step"], row["tau"]) for row in rows]
+        points = [(row[by], row["tau"]) for row in rows if by in row]
         _line(axes, points, number)
         ends |= {name: points[-1]} if points else {}
-    axes.set(xlabel="training step", ylabel="tau measured in training")
+    labels = {"step": "training step", "tokens": "training tokens"}
+    axes.set(xlabel=labels[by], ylabel="tau measured in training")
     axes.margins(y=0.15)
     axes.set_ylim(1, None)
     axes.set_xlim(0, None)

@@ -19,6 +19,8 @@ from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
 from clover_jax.files import write_json, write_text
 from clover_jax.jsonl import plain_values, read_rows
+from clover_jax.training.metrics import EVAL
+from clover_jax.training.settings import recorded_settings
 
 FORMAT = 1
 JSON, MARKDOWN, PLOTS = "report.json", "report.md", "plots"
@@ -169,9 +171,18 @@ def _is_lossless_word_for_word(plan: Plan) -> bool:
 
 
 def _training(source: str | None) -> list[dict[str, Any]]:
-    """Return step and tau of the measurements in training of a draft that lies in a workdir."""
+    """Return step, tokens and tau of the measurements in training of a draft in a workdir.
+
+    Tokens are those of all batches so far; left out where the run's settings are not there.
+    """
     folder = Path(source).expanduser()
-    for path in (folder / "eval.jsonl", folder.parent / "eval.jsonl"):
-        if path.is_file():
-            return [{"step": row["step"], "tau": row["tau"]} for row in read_rows(path)]
+    for workdir in (folder, folder.parent):
+        if not (workdir / EVAL).is_file():
+            continue
+        settings = recorded_settings(workdir)
+        rows = [{"step": row["step"], "tau": row["tau"]} for row in read_rows(workdir / EVAL)]
+        if settings is None:
+            return rows
+        size = settings.batch_size * settings.seq_len
+        return [row | {"tokens": row["step"] * size} for row in rows]
     return []
