@@ -4,6 +4,7 @@ Greedy text of a random model soon runs in circles, and a head initialised from 
 it part of the way: accepted lengths from 0 to the tree's depth all occur.
 """
 
+import dataclasses
 import functools
 
 import jax
@@ -57,10 +58,16 @@ def random_base(config: BaseConfig = TINY, seed: int = 0):
 
 
 @functools.cache
-def random_head(config: BaseConfig = TINY, name: str = "clover2", seed: int = 1):
+def random_head(
+    config: BaseConfig = TINY,
+    name: str = "clover2",
+    seed: int = 1,
+    draft_to_target: tuple[int, ...] | None = None,
+):
     """Return one of DRAFTERS for a base, and its params, initialised from `random_base(config)`."""
     kind, options = DRAFTERS[name]
-    head = registry.head(registry.config_for_base(kind, config, **options))
+    of_base = registry.config_for_base(kind, config, **options)
+    head = registry.head(dataclasses.replace(of_base, draft_to_target=draft_to_target))
     return head, registry.init_params(head, random_base(config), jax.random.key(seed))
 
 

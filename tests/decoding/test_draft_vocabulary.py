@@ -13,11 +13,10 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
 from clover_jax.decoding.tree import TreeConfig, parse_tree
-from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, output_matrix, with_draft_rows
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, train_step
-from tests.layer_heads import lively_head
+from tests.layer_heads import KINDS, lively_head
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 from tests.training.training_data import random_batch
 
@@ -39,15 +38,19 @@ def common_tokens():
 
 def reduced_head(kind):
     table = common_tokens()
-    if kind != "clover2":
+    if kind in KINDS:
         return lively_head(kind, draft_to_target=table)
-    head, params = random_head()
-    return registry.head(dataclasses.replace(head.config, draft_to_target=table)), params
+    return random_head(name=kind, draft_to_target=table)
 
 
 @pytest.mark.parametrize(
     ("kind", "tree"),
-    [("clover2", "paper25"), ("eagle", "dynamic:12:5:4"), ("eagle3", "dynamic:12:5:4")],
+    [
+        ("clover2", "paper25"),
+        ("clover_lr", "paper25"),
+        ("eagle", "dynamic:12:5:4"),
+        ("eagle3", "dynamic:12:5:4"),
+    ],
 )
 def test_greedy_text_equals_plain_text(kind, tree):
     head, params = reduced_head(kind)
