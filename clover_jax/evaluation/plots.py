@@ -259,6 +259,8 @@ def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> 
 
 def _tau_in_training(report: Mapping[str, Any], drafts: Sequence[str], by: str) -> Figure:
     """Draw tau against what `by` counts, "step" or "tokens"; runs that lack it have no line."""
+    from matplotlib.ticker import EngFormatter, MaxNLocator
+
     figure, (axes,) = new_figure()
     ends = {}
     for number, name in enumerate(drafts):
@@ -268,6 +270,8 @@ def _tau_in_training(report: Mapping[str, Any], drafts: Sequence[str], by: str) 
         ends |= {name: points[-1]} if points else {}
     labels = {"step": "training step", "tokens": "training tokens"}
     axes.set(xlabel=labels[by], ylabel="tau measured in training")
+    axes.xaxis.set_major_locator(MaxNLocator(6))
+    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.margins(y=0.15)
     axes.set_ylim(1, None)
     axes.set_xlim(0, None)
