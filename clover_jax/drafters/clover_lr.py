@@ -18,7 +18,8 @@ Clover-2; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero
 correction begins at nothing; R = lm_head Q with Q the r directions in which lm_head varies most, so
 that similar tokens begin with similar corrections. Position 0 begins as Clover-2's.
 
-Losses: the regression is taken on u alone; the others on the corrected logits.
+Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
+corrected logits; position i weighs 0.8^i.
 
 In training x_{t+2}, x_{t+3}, .. are the text's. With `drafted_share` > 0 some of them are what the
 head itself proposes there, its most probable token, at random: none at first, that share at the
@@ -54,6 +55,7 @@ from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm
 
 DEFAULT_RANK = 256
+METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8)
 DRAFTED_CHUNK = 512  # positions whose logits exist at a time where drafted tokens are chosen
 NOISE = 0.01  # of the initialisation, as Clover-2's
 
@@ -311,7 +313,7 @@ def make_config(
         rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
         num_augmenting_layers=num_augmenting_layers,
         drafted_share=drafted_share,
-        loss=loss or LossSpec(regression=1.0, soft_ce=1.0, decay=0.8),
+        loss=loss or METHOD_LOSS,
     )
 
 
