@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.top_k import argmax, top_k
+from clover_jax.decoding.top_k import _chunk_of, argmax, top_k
 
 
 @pytest.mark.parametrize("vocabulary", [50, 4096, 5000, 32_000])
@@ -15,6 +15,10 @@ def test_two_stages_give_what_one_gives_ties_included(vocabulary, k):
     values, ids = top_k(logits, k)
     np.testing.assert_array_equal(values, expected_values)
     np.testing.assert_array_equal(ids, expected_ids)
+
+
+def test_chunks_come_out_even_where_they_can():
+    assert [_chunk_of(size) for size in (128256, 4097, 32000, 4096)] == [1336, 1024, 1280, 1024]
 
 
 def test_argmax_takes_the_lowest_id_among_equals():
