@@ -192,9 +192,9 @@ class Clover2(nn.Module):
         """Return u^i as the equation has it: one half of W_1 alone is copied first on GPU."""
         x = branch.state
         if self.config.output_projector:
-            both = jnp.concatenate([x, branch.embedded], axis=-1)
-            matrix = self.projector_1.reshape(both.shape[-1], -1)
-            x = both @ matrix + self.projector_1_bias
+            both = jnp.stack([x, branch.embedded], axis=-2)  # not along D, which a mesh may split
+            matrix = self.projector_1.reshape(-1, x.shape[-1])
+            x = both.reshape(*x.shape[:-1], -1) @ matrix + self.projector_1_bias
         return self.head_norm(x)
 
     def _project_token(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
