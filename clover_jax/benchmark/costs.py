@@ -2,23 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from clover_jax.benchmark.parts import Bench, Part, drafting, stage_parts, step_part
+from clover_jax.benchmark.loops import STEPS, draft_loop, verify_loop
+from clover_jax.benchmark.parts import Bench, Part
 from clover_jax.benchmark.subject import Subject, cache_size, running_state
 from clover_jax.benchmark.timing import Run, time_in_turns
 from clover_jax.benchmark.tree_choice import CostTable
+from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.state import DecodeState
-from clover_jax.decoding.step import Weights, verify_tree
+from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 WIDTHS = (1, 2, 4, 8)
 ROUNDS = 7
+_ONE_LEVEL = TreeConfig("1", ((0,),))
 
 
 def measure_costs(
@@ -29,7 +34,7 @@ def measure_costs(
     widths: Sequence[int] = WIDTHS,
     rounds: int = ROUNDS,
 ) -> CostTable:
-    """Time the parts of steps with trees of several sizes, in turns.
+    """Time the parts of steps with trees of several sizes in turns, looping on the device.
 
     Raises UserError where the context is longer than the base's.
     """
@@ -39,27 +44,38 @@ def measure_costs(
     bench = Bench(subject, running_state(subject, batch, size, context), context)
     plain_subject = subject.plain()
     plain = Bench(plain_subject, running_state(plain_subject, batch, size, context), context)
-    stages = stage_parts(bench)
-    root_state = stages["absorb"].run()[1]
     widths = [width for width in widths if width <= subject.base.vocab_size]
-    runs: dict[str, Run] = {"plain": step_part(plain).run}
-    runs |= {name: stages[name].run for name in ("absorb", "accept", "commit")}
-    runs["first"] = stages["draft to level 1"].run
+    runs: dict[str, Run] = {
+        "plain": _in_place(plain, _steps).run,
+        "step": _in_place(bench, _steps).run,
+        "draft 0": _in_place(bench, draft_loop, _ONE_LEVEL).run,
+    }
     for width in widths:
-        deeper = subject.with_tree(_two_levels(width)).step()
-        runs[f"level {width}"] = bench.reading(drafting(deeper), root_state).run
+        runs[f"draft {width}"] = _in_place(bench, draft_loop, _two_levels(width)).run
     runs |= {f"verify {count}": _verifying(bench, batch, count).run for count in slots}
-    seconds = time_in_turns(runs, rounds)
-    return CostTable(
+    seconds = {name: found / STEPS for name, found in time_in_turns(runs, rounds).items()}
+    flat = seconds["draft 0"]
+    costs = CostTable(
         plain=seconds["plain"],
         verify=tuple((count, seconds[f"verify {count}"]) for count in slots),
-        absorb=seconds["absorb"],
-        first_level=seconds["first"],
-        level=tuple(
-            (width, max(seconds[f"level {width}"] - seconds["first"], 0.0)) for width in widths
-        ),
-        rest=seconds["accept"] + seconds["commit"],
+        first=flat,
+        level=tuple((width, max(seconds[f"draft {width}"] - flat, 0.0)) for width in widths),
+        rest=0.0,
     )
+    rest = max(seconds["step"] - costs.step(subject.tree), 0.0)
+    return dataclasses.replace(costs, rest=rest)
+
+
+def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Part:
+    """Return a loop over steps or their first half, from the same place in the text each time."""
+    subject = bench.subject if tree is None else bench.subject.with_tree(tree)
+    return bench.updating(functools.partial(loop, subject.step()))
+
+
+def _steps(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, StepRecord]:
+    return decode_chunk(config, STEPS, weights, state)
 
 
 def _two_levels(width: int) -> TreeConfig:
@@ -70,13 +86,9 @@ def _two_levels(width: int) -> TreeConfig:
 
 def _verifying(bench: Bench, batch: int, count: int) -> Part:
     """Return the base's forward over `count` slots: a root and its children."""
-    config = bench.subject.step()
     tokens = jax.random.randint(
         jax.random.key(3), (batch, count), 0, bench.subject.base.vocab_size, jnp.int32
     )
     parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
-
-    def stage(weights: Weights, state: DecodeState, tree: TokenTree) -> Any:
-        return verify_tree(config, weights, state, tree)
-
-    return bench.reading(stage, TokenTree(tokens, parent))
+    loop = functools.partial(verify_loop, bench.subject.step())
+    return bench.reading(loop, TokenTree(tokens, parent))

@@ -62,14 +62,14 @@ def expanded_widths(tree: TreeConfig | AdaptiveTree) -> list[int]:
 
 def _cell(costs: CostTable, batch: int, nodes: int, widths: Sequence[int]) -> Cell:
     verify = dict(costs.verify)[nodes + 1]
-    draft = costs.first_level + sum(dict(costs.level)[width] for width in widths)
-    step = costs.absorb + draft + verify + costs.rest
+    draft = costs.first + sum(dict(costs.level)[width] for width in widths)
+    step = draft + verify + costs.rest
     return Cell(
         batch_size=batch,
         nodes=nodes,
         plain_ms=round(1e3 * costs.plain, 4),
         verify_ms=round(1e3 * verify, 4),
-        draft_ms=round(1e3 * (costs.absorb + draft), 4),
+        draft_ms=round(1e3 * draft, 4),
         break_even=round(step / costs.plain - 1, 3),
     )
 

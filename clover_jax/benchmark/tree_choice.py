@@ -1,4 +1,4 @@
-"""Which tree pays: from a table of costs and from how often drafted tokens are right.
+"""Which trees may pay: from a table of costs and from how often drafted tokens are right.
 
 `choose_tree` is a pure function of both. A sample of acceptance is the text itself: at a position,
 the rank that the head gave to each of the next tokens, having been fed the ones before it. A static
@@ -15,9 +15,13 @@ from typing import Any
 import numpy as np
 
 from clover_jax.config import JsonConfig
+from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
 from clover_jax.decoding.tree import TreeConfig
 
 MOST_NODES = 127
+MOST_FINALISTS = 2
+MOST_WIDTH = 8  # of an adaptive level; a wider one was not measured
+WORTH_A_TRIAL = 0.8  # of plain decoding: parts timed apart are not that exact
 Points = tuple[tuple[float, ...], ...]  # (size, seconds) pairs, sizes ascending
 
 
@@ -27,15 +31,14 @@ class CostTable(JsonConfig):
 
     plain: a step of plain decoding, everything included.
     verify: (tree slots, seconds) of the base's forward.
-    absorb: taking in what was accepted. first_level: proposing the root's children.
+    first: taking in what was accepted and proposing the root's children.
     level: (expanded nodes, seconds) of going one level down and proposing there.
     rest: accepting and committing.
     """
 
     plain: float
     verify: Points
-    absorb: float
-    first_level: float
+    first: float
     level: Points
     rest: float
 
@@ -44,7 +47,7 @@ class CostTable(JsonConfig):
         widths = [level.expanded.size for level in tree.levels()]
         levels = sum(_between(self.level, width) for width in widths if width)
         verify = _between(self.verify, tree.num_slots)
-        return self.absorb + self.first_level + levels + verify + self.rest
+        return self.first + levels + verify + self.rest
 
 
 @dataclasses.dataclass(frozen=True)
@@ -137,22 +140,39 @@ def _between(points: Points, size: float) -> float:
     return float(np.interp(size, sizes, seconds))
 
 
-def describe_choice(choice: Choice, costs: CostTable) -> list[str]:
-    """Return a table of what was considered, and the reason in a line."""
-    lines = [f"{'depth':>5}{'nodes':>7}{'accepted':>10}{'step ms':>9}{'speed-up':>10}"]
+def finalists(choice: Choice, *, adaptive: bool) -> list[TreeConfig | AdaptiveTree]:
+    """Return the trees that are worth a trial, the one with the best prospects first.
+
+    adaptive: whether the children may be chosen by probability. A tree as large as the best static
+        one, which follows the draft's probabilities, costs about as much and is tried too; samples
+        of ranks do not say how many tokens it would have accepted.
+    """
+    worth = [other for other in choice.considered if other.speed_up > WORTH_A_TRIAL]
+    best = sorted(worth, key=lambda other: -other.speed_up)[:MOST_FINALISTS]
+    trees: list[TreeConfig | AdaptiveTree] = [other.tree for other in best]
+    if adaptive and trees:
+        trees.append(dynamic_like(best[0].tree))
+    return trees
+
+
+def dynamic_like(tree: TreeConfig) -> AdaptiveTree:
+    """Return the dynamic tree of as many nodes and levels, as wide as the widest level.
+
+    Example: paper25 expands 4 nodes of a level and looks at 4 children at most: dynamic:25:5:4.
+    """
+    sizes = [max(level.expanded.size, int(level.rank.max()) + 1) for level in tree.levels()]
+    width = min(max(sizes), MOST_WIDTH)
+    nodes = min(tree.num_nodes, width + (tree.depth - 1) * width**2)
+    return parse_adaptive(f"dynamic:{nodes}:{tree.depth}:{width}")
+
+
+def describe_prospects(choice: Choice, costs: CostTable) -> list[str]:
+    """Return a table of what was considered, as far as parts of steps can tell."""
+    lines = [f"by the parts of a step, timed apart; a plain step takes {1e3 * costs.plain:.2f} ms"]
+    lines.append(f"{'depth':>5}{'nodes':>7}{'accepted':>10}{'step ms':>9}{'speed-up':>10}")
     for other in choice.considered:
         lines.append(
             f"{other.tree.depth:>5}{other.tree.num_nodes:>7}{other.accepted:>10.2f}"
             f"{1e3 * other.seconds:>9.2f}{other.speed_up:>10.2f}"
-        )
-    if choice.tree.num_nodes == 0:
-        lines.append(
-            f"no tree pays (a plain step takes {1e3 * costs.plain:.2f} ms): plain decoding"
-        )
-    else:
-        widths = ", ".join(str(len(level.parent)) for level in choice.tree.levels())
-        lines.append(
-            f"tree auto: {choice.tree.num_nodes} nodes, {widths} by level; "
-            f"{choice.speed_up:.2f} x plain decoding is expected"
         )
     return lines

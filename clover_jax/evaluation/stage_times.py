@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array
+from clover_jax.benchmark.loops import STEPS, draft_loop, verify_loop
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import DecodeState
@@ -25,17 +26,17 @@ from clover_jax.decoding.step import (
     Weights,
     absorb_and_draft,
     decode_chunk,
+    roots,
     weights_for,
 )
 from clover_jax.decoding.tree import TokenTree
-from clover_jax.decoding.verify import tree_choices, verify
 from clover_jax.evaluation.methods import Method
 
 METHOD = (
     "the whole step, drafting and verifying each compiled and run alone, in a loop on the device, "
     "at the run's batch size on its first prompts, in turns; of each the fastest of 7"
 )
-_STEPS, _REPEATS = 8, 7
+_REPEATS = 7
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +72,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
     parts = {"step": _steps, "verify": _verifications}
     if engine.config.head is not None:
-        parts["draft"] = _drafts
+        parts["draft"] = draft_loop
     programs, states, times = {}, {}, {name: [] for name in parts}
     for name, part in parts.items():
         programs[name] = jax.jit(functools.partial(part, engine.config), donate_argnums=1)
@@ -84,7 +85,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
             states[name], result = program(weights, states[name])
             jax.block_until_ready((states[name], result))
             times[name].append(time.perf_counter() - started)
-    fastest = {name: min(found[1:]) / _STEPS for name, found in times.items()}  # the first compiles
+    fastest = {name: min(found[1:]) / STEPS for name, found in times.items()}  # the first compiles
     return StageTimes(
         batch_size=engine.batch_size,
         context=max(len(request.prompt_ids) for request in slots) + 1,
@@ -94,40 +95,16 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
 
 def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
     """Run steps; every call starts from the same place in the text."""
-    new, record = decode_chunk(config, _STEPS, weights, state)
+    new, record = decode_chunk(config, STEPS, weights, state)
     return state.replace(cache=new.cache, draft_cache=new.draft_cache), record.emitted.sum()
-
-
-def _drafts(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
-    def body(carry, _):
-        state, root = carry
-        state, drafted = absorb_and_draft(config, weights, state, root)
-        return (state, jnp.maximum(drafted.tree.tokens[:, -1], 0)), None
-
-    root = _root(state)
-    (state, last), _ = jax.lax.scan(body, (state, root), length=_STEPS)
-    return state, last
 
 
 def _verifications(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, Array]:
-    root, depth = _root(state), config.tree.depth
+    root = roots(state)
     tree = TokenTree(root[:, None], jnp.full((1, 1), -1))
     if config.head is not None:
         _, drafted = absorb_and_draft(config, weights, state, root)
         tree = drafted.tree
-
-    def body(tokens, _):
-        length = state.length
-        output = verify(
-            config.base, weights.base, tree.replace(tokens=tokens), depth, state.cache, length
-        )
-        return tree_choices(weights.base, output), None
-
-    tokens, _ = jax.lax.scan(body, tree.tokens, length=_STEPS)
-    return state, tokens
-
-
-def _root(state: DecodeState) -> Array:
-    return jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
+    return state, verify_loop(config, weights, state, tree)

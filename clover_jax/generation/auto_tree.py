@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +14,30 @@ import numpy as np
 from clover_jax.benchmark.calibration import measure_ranks
 from clover_jax.benchmark.costs import measure_costs
 from clover_jax.benchmark.disk_cache import cache_folder, remembered
+from clover_jax.benchmark.loops import STEPS
 from clover_jax.benchmark.subject import Subject
-from clover_jax.benchmark.tree_choice import Choice, CostTable, choose_tree, describe_choice
+from clover_jax.benchmark.tree_choice import (
+    CostTable,
+    choose_tree,
+    describe_prospects,
+    finalists,
+)
+from clover_jax.benchmark.tree_trial import Trial, describe, fastest, speed_up
 from clover_jax.benchmark.versions import versions
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.step import weights_for
+from clover_jax.decoding.tree import TreeConfig
 from clover_jax.generation.models import Models
 from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.trials import measure_trials
 from clover_jax.progress import passing_note
 
 PROMPTS = "prompts.jsonl"  # in a base's folder
 MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
+LEG_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
 # For a base that brings no prompts: different kinds of text, none of them long.
 SHIPPED = (
     "The history of the city begins with",
@@ -45,24 +57,40 @@ def with_auto_tree(
     """Return the models with the tree that gives most tokens a second, or without the draft.
 
     calibration: a file of prompt rows; None takes the base's own, else the shipped ones.
-    What was measured is kept on disk; the choice is explained on stderr.
+    The parts of a step and the head's ranks say which trees are worth a trial, a trial says which
+    pays. What was measured is kept on disk; the choice is explained on stderr.
     Raises UserError for prompts that cannot be used.
     """
     subject = _subject(models)
     prompts = _prompts(models, calibration)
-    with passing_note("measuring which tree pays"):
+    with passing_note("measuring which trees may pay"):
         costs = _costs(subject, batch_size)
         ranks = _ranks(subject, models, prompts, settings)
     choice = choose_tree(costs, ranks)
-    for line in describe_choice(choice, costs):
+    _explain(describe_prospects(choice, costs))
+    plain = dataclasses.replace(models, draft=None, tree=TreeConfig.root_only())
+    trees = finalists(choice, adaptive=settings.draft_sampling == "topk")
+    if not trees:
+        _explain(["no tree comes near paying: plain decoding"])
+        return plain
+    finalists_models = [dataclasses.replace(models, tree=tree) for tree in trees]
+    with passing_note(f"trying {len(trees)} trees"):
+        found = _trials([plain, *finalists_models], prompts, settings, batch_size, costs.plain)
+    _explain(describe([_name(tree) for tree in trees], found[1:], found[0]))
+    best = fastest([speed_up(trial, found[0]) for trial in found[1:]])
+    return plain if best is None else finalists_models[best]
+
+
+def _explain(lines: Sequence[str]) -> None:
+    for line in lines:
         print(line, file=sys.stderr, flush=True)
-    return _apply(models, choice)
 
 
-def _apply(models: Models, choice: Choice) -> Models:
-    if choice.tree.num_nodes == 0:
-        return dataclasses.replace(models, draft=None, tree=choice.tree)
-    return dataclasses.replace(models, tree=choice.tree)
+def _name(tree: TreeConfig | AdaptiveTree) -> str:
+    if isinstance(tree, AdaptiveTree):
+        return tree.name
+    widths = ", ".join(str(len(level.parent)) for level in tree.levels())
+    return f"{tree.num_nodes} nodes, {widths} by level"
 
 
 def _subject(models: Models) -> Subject:
@@ -94,6 +122,7 @@ def _costs(subject: Subject, batch_size: int) -> CostTable:
         "dtype": str(subject.dtype),
         "batch_size": batch_size,
         "context": context,
+        "in loops of": STEPS,
     }
     measured = remembered(
         "costs", key, lambda: measure_costs(subject, batch_size, context).to_dict(), cache_folder()
@@ -122,6 +151,34 @@ def _ranks(
 
     ranks = remembered("ranks", key, measure, cache_folder())["ranks"]
     return np.array(ranks, int).reshape(-1, depth)
+
+
+def _trials(
+    ways: Sequence[Models],
+    prompts: Sequence[Sequence[int]],
+    settings: GenerationSettings,
+    batch_size: int,
+    plain_seconds: float,
+) -> list[Trial]:
+    """Decode the prompts in every way, in turns; as many as take a few seconds plainly."""
+    at_once = max(1, int(LEG_SECONDS / (plain_seconds * NEW_TOKENS)))
+    # No slot stays empty: for large batches prompts are decoded several times.
+    count = max(min(len(prompts), at_once * batch_size), batch_size)
+    chosen = [prompts[index % len(prompts)] for index in range(count)]
+    key = _machine() | {
+        "models": ways[-1].identity(),
+        "trees": [models.tree.to_dict() for models in ways],
+        "prompts": chosen,
+        "settings": settings.to_dict(),
+        "batch_size": batch_size,
+    }
+
+    def measure() -> dict[str, Any]:
+        found = measure_trials(ways, chosen, NEW_TOKENS, settings, batch_size)
+        return {"trials": [trial.to_dict() for trial in found]}
+
+    trials = remembered("trials", key, measure, cache_folder())["trials"]
+    return [Trial.from_dict(trial) for trial in trials]
 
 
 def _machine() -> dict[str, Any]:

@@ -22,14 +22,14 @@ def cells(subject, monkeypatch):
     def costs(subject, batch, context, slots, widths, rounds):
         verify = tuple((count, 0.001 * batch * count) for count in slots)
         level = tuple((width, 0.0001 * width) for width in widths)
-        return CostTable(0.002, verify, 0.0005, 0.0002, level, 0.0001)
+        return CostTable(0.002, verify, 0.0007, level, 0.0001)
 
     monkeypatch.setattr(sweep, "measure_costs", costs)
     return sweep.sweep(subject, [1, 2], [4, 1], context=10, rounds=3)
 
 
 def test_a_cell_adds_up_what_a_step_costs(cells):
-    # absorb 0.5, first level 0.2, two more levels of width 1 at 0.1, verify 2.0, rest 0.1
+    # absorb and first level 0.7, two more levels of width 1 at 0.1, verify 2.0, rest 0.1
     assert dataclasses.asdict(cells[1]) == {
         "batch_size": 1,
         "nodes": 1,

@@ -8,16 +8,17 @@ import pytest
 from clover_jax.benchmark.tree_choice import (
     CostTable,
     choose_tree,
-    describe_choice,
+    describe_prospects,
+    dynamic_like,
     expected_accepted,
+    finalists,
 )
 from clover_jax.decoding.tree import parse_tree
 
 FREE_DRAFT = CostTable(
     plain=1.0,
     verify=((1, 1.0), (128, 1.0)),
-    absorb=0.0,
-    first_level=0.0,
+    first=0.0,
     level=((1, 0.0), (8, 0.0)),
     rest=0.0,
 )
@@ -51,11 +52,11 @@ def test_dear_slots_make_a_small_tree():
 
 
 def test_where_no_tree_pays_decoding_is_plain():
-    dear = dataclasses.replace(FREE_DRAFT, absorb=5.0)
+    dear = dataclasses.replace(FREE_DRAFT, first=5.0)
     choice = choose_tree(dear, RANKS)
     assert (choice.tree.num_nodes, choice.speed_up) == (0, 1.0)
     assert len(choice.considered) == 3
-    assert describe_choice(choice, dear)[-1].startswith("no tree pays (a plain step takes 1000")
+    assert finalists(choice, adaptive=True) == []
 
 
 def test_without_samples_decoding_is_plain():
@@ -67,10 +68,31 @@ def test_the_most_nodes_bound_the_tree():
     assert choose_tree(FREE_DRAFT, RANKS, most_nodes=3).tree.num_nodes == 3
 
 
-def test_the_table_names_every_depth_and_the_choice():
-    lines = describe_choice(choose_tree(FREE_DRAFT, RANKS), FREE_DRAFT)
-    assert [line.split()[:2] for line in lines[1:4]] == [["1", "2"], ["2", "5"], ["3", "8"]]
-    assert lines[-1] == "tree auto: 8 nodes, 2, 3, 3 by level; 3.75 x plain decoding is expected"
+def test_the_table_names_every_depth():
+    lines = describe_prospects(choose_tree(FREE_DRAFT, RANKS), FREE_DRAFT)
+    assert lines[0].endswith("a plain step takes 1000.00 ms")
+    assert [line.split()[:2] for line in lines[2:]] == [["1", "2"], ["2", "5"], ["3", "8"]]
+
+
+def test_the_best_two_and_a_dynamic_tree_like_the_best_are_tried():
+    choice = choose_tree(FREE_DRAFT, RANKS)
+    trees = finalists(choice, adaptive=True)
+    assert [tree.num_nodes for tree in trees] == [8, 5, 8]
+    assert trees[2].name == "dynamic:8:3:2"
+    assert finalists(choice, adaptive=False) == trees[:2]
+
+
+def test_a_tree_a_little_dearer_than_plain_decoding_is_tried_all_the_same():
+    dear = dataclasses.replace(FREE_DRAFT, first=3.0)
+    choice = choose_tree(dear, RANKS)
+    assert choice.tree.num_nodes == 0
+    assert [round(other.speed_up, 2) for other in choice.considered] == [0.5, 0.75, 0.94]
+    assert [tree.num_nodes for tree in finalists(choice, adaptive=False)] == [8]
+
+
+def test_a_dynamic_tree_is_as_wide_as_the_docstring_says():
+    assert dynamic_like(parse_tree("paper25")).name == "dynamic:25:5:4"
+    assert dynamic_like(parse_tree("chain:3")).name == "dynamic:3:3:1"
 
 
 def test_costs_between_measured_sizes_are_interpolated_and_beyond_grow():

@@ -7,14 +7,15 @@ import numpy as np
 import pytest
 
 from clover_jax.benchmark.tree_choice import CostTable
+from clover_jax.benchmark.tree_trial import Trial
 from clover_jax.evaluation.methods import load_methods
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.generation import auto_tree
 from clover_jax.generation.settings import GenerationSettings
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
-CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, 0.0, ((1, 0.0), (8, 0.0)), 0.0)
-DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, 0.0, ((1, 0.0),), 0.0)
+CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)
+DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, ((1, 0.0),), 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +45,11 @@ def load(options, tmp_path, monkeypatch):
     def ranks(subject, prompts, tokens, depth, **_):
         return np.zeros((tokens, depth), int)
 
+    def trials(ways, *_):
+        return [Trial((1.0, 1.0), 1.0), *[Trial((1.5, 1.5), 2.0) for _ in ways[1:]]]
+
     monkeypatch.setattr(auto_tree, "measure_ranks", ranks)
+    monkeypatch.setattr(auto_tree, "measure_trials", trials)
 
     def run(costs):
         monkeypatch.setattr(auto_tree, "measure_costs", lambda *_: costs)
@@ -57,7 +62,7 @@ def test_a_draft_gets_the_tree_that_pays(load, capsys):
     methods = load(CHEAP)
     assert [method.name for method in methods] == [VANILLA, "a", "b"]
     assert [method.models.tree.name for method in methods[1:]] == ["auto", "chain:1"]
-    assert "x plain decoding is expected" in capsys.readouterr().err
+    assert "1.50 x plain decoding (1.50 to 1.50) is expected" in capsys.readouterr().err
 
 
 def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):

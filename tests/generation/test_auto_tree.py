@@ -6,11 +6,12 @@ import pytest
 
 from clover_jax import cli, generate
 from clover_jax.benchmark.tree_choice import CostTable
+from clover_jax.benchmark.tree_trial import Trial
 from clover_jax.generation import auto_tree
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
-CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, 0.0, ((1, 0.0), (8, 0.0)), 0.0)
-DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, 0.0, ((1, 0.0),), 0.0)
+CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)
+DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, ((1, 0.0),), 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -18,6 +19,13 @@ def folders(tmp_path_factory):
     root = tmp_path_factory.mktemp("models")
     base = save_tiny_base(root / "base")
     return base, save_tiny_draft(root / "draft", base)
+
+
+def trials(gain):
+    """Return a trial in which every tree is that much faster than plain decoding."""
+    return lambda ways, *_: (
+        [Trial((1.0, 2.0), 1.0)] + [Trial((gain, 2 * gain), 2.0)] * (len(ways) - 1)
+    )
 
 
 @pytest.fixture
@@ -28,8 +36,10 @@ def decode(folders, tmp_path, monkeypatch, capsys):
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt_ids": [5, 6, 7, 8]}) + "\n")
 
-    def run(costs, name, *argv):
+    def run(costs, name, *argv, gain=None):
         monkeypatch.setattr(auto_tree, "measure_costs", lambda *_: costs)
+        if gain is not None:
+            monkeypatch.setattr(auto_tree, "measure_trials", trials(gain))
         base, draft = folders
         output = tmp_path / name
         argv = (f"--draft={draft}", f"--calibration={prompts}", *argv) if costs else argv
@@ -45,16 +55,33 @@ def decode(folders, tmp_path, monkeypatch, capsys):
 
 def test_the_tree_that_pays_is_used_and_explained(decode):
     plain, _ = decode(None, "plain.jsonl")
-    rows, printed = decode(CHEAP, "auto.jsonl", "--tree=auto")
-    assert "x plain decoding is expected" in printed.err
+    rows, printed = decode(CHEAP, "auto.jsonl", "--tree=auto", gain=1.5)
+    assert "1.50 x plain decoding (1.50 to 1.50) is expected" in printed.err
     assert [row["output_ids"] for row in rows] == [row["output_ids"] for row in plain]
     assert rows[0]["tau"] > 1
 
 
-def test_where_none_pays_it_says_so_and_decodes_plainly(decode):
+def test_where_none_comes_near_paying_nothing_is_tried(decode):
     rows, printed = decode(DEAR, "none.jsonl", "--tree=auto")
-    assert "no tree pays (a plain step takes 1000.00 ms): plain decoding" in printed.err
+    assert "a plain step takes 1000.00 ms" in printed.err
+    assert "no tree comes near paying: plain decoding" in printed.err
     assert rows[0]["tau"] == 1
+
+
+def test_where_the_trial_denies_what_the_parts_promised_decoding_is_plain(decode):
+    rows, printed = decode(CHEAP, "denied.jsonl", "--tree=auto", gain=0.5)
+    assert "no tree pays, or not in every round: plain decoding" in printed.err
+    assert rows[0]["tau"] == 1
+
+
+def test_a_trial_decodes_in_every_way_and_is_remembered(decode, monkeypatch):
+    _, first = decode(CHEAP, "first.jsonl", "--tree=auto")
+    monkeypatch.setattr(auto_tree, "measure_trials", None)
+    _, again = decode(CHEAP, "again.jsonl", "--tree=auto")
+    assert "by trial, in 5 rounds" in first.err
+    tried = [line for line in first.err.splitlines() if "x plain decoding (" in line]
+    assert len(tried) >= 3
+    assert [line for line in again.err.splitlines() if "x plain decoding (" in line] == tried
 
 
 def test_calibration_prompts_need_the_automatic_tree(folders, capsys):
