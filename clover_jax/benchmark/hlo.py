@@ -7,6 +7,7 @@ so a `copy` there moves nothing in memory.
 
 from __future__ import annotations
 
+import collections
 import dataclasses
 import functools
 from collections.abc import Iterator
@@ -43,6 +44,20 @@ class Loops:
         return self.known * trips**self.unknown
 
 
+@dataclasses.dataclass(frozen=True)
+class Sent:
+    """One kind of collective: how often in a run, and the bytes of one's result on a device."""
+
+    kind: str
+    times: int
+    num_bytes: int
+
+    @property
+    def in_all(self) -> int:
+        """Bytes of a run."""
+        return self.times * self.num_bytes
+
+
 class Program:
     """A compiled module, from its text."""
 
@@ -71,7 +86,9 @@ class Program:
         return found
 
     def _trip_count(self, loop: Instruction) -> int | None:
-        """Return the constant with which a loop's condition compares, None where there is none."""
+        """Return a loop's known trips, else the only constant of its condition; None without."""
+        if loop.trips is not None:
+            return loop.trips
         condition = self.computations.get(loop.condition or "")
         if condition is None:
             return None
@@ -114,6 +131,45 @@ class Program:
     def collectives(self) -> list[Instruction]:
         """Return the executed instructions that send something to other devices."""
         return [i for _, i in self.instructions() if i.opcode.removesuffix("-start") in COLLECTIVES]
+
+    def sent(self, trips: int) -> list[Sent]:
+        """Return what a run sends, the most bytes first.
+
+        trips: how often loops run that do not say it. A collective that runs beside other work is
+        spread over fusions; it counts once.
+        """
+        found = {}
+        for name, computation in self.computations.items():
+            for instruction in computation.instructions.values():
+                kind = instruction.opcode.removesuffix("-start")
+                runs = self._times(name, trips)
+                if kind in COLLECTIVES and runs:
+                    key = instruction.channel or instruction.name
+                    size = sum(array.num_bytes for array in instruction.results)
+                    found.setdefault(key, Sent(kind, runs, size))
+        counts: collections.Counter[tuple[str, int]] = collections.Counter()
+        for each in found.values():
+            counts[each.kind, each.num_bytes] += each.times
+        merged = [Sent(kind, times, size) for (kind, size), times in counts.items()]
+        return sorted(merged, key=lambda each: -each.in_all)
+
+    def _times(self, name: str, trips: int) -> int:
+        """Return how often a computation runs, by itself or within a fusion; 0 if never."""
+        if name in self.executed:
+            return self.executed[name].times(trips)
+        return max(
+            (self._times(caller, trips) for caller in self._callers.get(name, ())), default=0
+        )
+
+    @functools.cached_property
+    def _callers(self) -> dict[str, set[str]]:
+        """Fused computation -> the computations whose instructions call it."""
+        found: dict[str, set[str]] = {}
+        for name, computation in self.computations.items():
+            for instruction in computation.instructions.values():
+                if instruction.calls:
+                    found.setdefault(instruction.calls, set()).add(name)
+        return found
 
     def largest_results(self, count: int) -> list[Instruction]:
         """Return the executed instructions with the largest results in main memory."""

@@ -34,6 +34,8 @@ _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
+_TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
+_CHANNEL = re.compile(r"\bchannel_id=(\d+)")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,6 +75,8 @@ class Instruction:
     operands: names, in the same computation. calls: the fused computation of a fusion.
     number: which one it is, for a parameter; the value, for a whole constant.
     cycles: the compiler's estimate, where it gives one. source: the path of named scopes.
+    channel: of a collective; the parts of one that runs beside other work share it.
+    trips: of a loop, where the compiler says it.
     """
 
     name: str
@@ -86,6 +90,8 @@ class Instruction:
     source: str
     is_root: bool
     number: int | None = None
+    channel: int | None = None
+    trips: int | None = None
 
     @property
     def is_free(self) -> bool:
@@ -161,6 +167,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     listed = _OPERAND.findall(branches[1]) if branches else []
     patterns = (_CALLS, _CYCLES, _SOURCE, _CONDITION)
     calls, cycles, source, condition = (pattern.search(after) for pattern in patterns)
+    channel, trips = _CHANNEL.search(after), _TRIPS.search(after)
     return Instruction(
         name=name,
         opcode=opcode.strip(),
@@ -173,6 +180,8 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
         source=source[1].replace("\\'", "'") if source else "",
         is_root=is_root,
         number=int(arguments) if re.fullmatch(r"-?\d{1,18}", arguments) else None,
+        channel=int(channel[1]) if channel else None,
+        trips=int(trips[1]) if trips else None,
     )
 
 
@@ -180,8 +189,10 @@ def _own_results(opcode: str, arrays: list[ArrayShape]) -> tuple[ArrayShape, ...
     """Leave out what the start of an operation lists beside its result: sources and handles."""
     if opcode == "copy-start":
         return tuple(arrays[:1])
-    if opcode in ("all-gather-start", "collective-permute-start", "slice-start"):
+    if opcode in ("collective-permute-start", "slice-start"):
         return tuple(arrays[1:2])
+    if opcode == "all-gather-start":  # of several arrays at once: first what is sent of each
+        return tuple(arrays[len(arrays) // 2 :])
     return tuple(arrays)
 
 

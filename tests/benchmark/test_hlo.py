@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from clover_jax.benchmark.hlo import Program
+from clover_jax.benchmark.hlo import Program, Sent
 from clover_jax.benchmark.hlo_parts import part_of, sum_by_part
 from clover_jax.benchmark.hlo_text import short_source
 
@@ -80,6 +80,55 @@ ENTRY %main (at.2: s32[], buffer.2: f32[100,64]) -> f32[4,64] {
 """
 
 
+# A collective beside other work is spread over fusions that share its channel; one of several
+# arrays lists what is sent before what arrives.
+OVERLAPPED = """HloModule jit_step, is_scheduled=true
+
+%begin (shard: bf16[4,64]) -> (bf16[4,64], bf16[16,64]) {
+  %shard = bf16[4,64]{1,0} parameter(0)
+  %all-gather.1 = bf16[16,64]{1,0} all-gather(%shard), channel_id=7, dimensions={0}
+  ROOT %custom-call.1 = (bf16[4,64]{1,0}, bf16[16,64]{1,0}) custom-call(%all-gather.1), custom_call_target="AsyncCollectiveStart"
+}
+
+%end (whole: bf16[16,64]) -> bf16[16,64] {
+  %whole = bf16[16,64]{1,0} parameter(0)
+  %all-gather.2 = bf16[16,64]{1,0} all-gather(%whole), channel_id=7, dimensions={0}
+  ROOT %custom-call.2 = bf16[16,64]{1,0} custom-call(%all-gather.2), custom_call_target="AsyncCollectiveDone"
+}
+
+%body (state: (s32[], f32[8])) -> (s32[], f32[8]) {
+  %state = (s32[], f32[8]{0}) parameter(0)
+  %all-reduce.1 = f32[8]{0} all-reduce(%state), channel_id=8, to_apply=%unused
+  ROOT %tuple.1 = (s32[], f32[8]{0}) tuple(%state, %all-reduce.1)
+}
+
+%below (state.1: (s32[], f32[8])) -> pred[] {
+  ROOT %state.1 = (s32[], f32[8]{0}) parameter(0)
+}
+
+%unused (x: f32[], y: f32[]) -> f32[] {
+  %x = f32[] parameter(0)
+  %y = f32[] parameter(1)
+  ROOT %sum = f32[] add(%x, %y)
+}
+
+%never (z: f32[8]) -> f32[8] {
+  %z = f32[8]{0} parameter(0)
+  ROOT %all-reduce.2 = f32[8]{0} all-reduce(%z), channel_id=9, to_apply=%unused
+}
+
+ENTRY %main (weights: bf16[4,64], loop: f32[8]) -> f32[8] {
+  %weights = bf16[4,64]{1,0} parameter(0)
+  %loop = f32[8]{0} parameter(1)
+  %started = (bf16[4,64]{1,0}, bf16[16,64]{1,0}) fusion(%weights), kind=kCustom, calls=%begin
+  %ended = bf16[16,64]{1,0} fusion(%started), kind=kCustom, calls=%end
+  %while.1 = (s32[], f32[8]{0}) while(%loop), condition=%below, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  %all-gather-start.1 = ((bf16[4,64]{1,0}, f32[2]{0}), (bf16[16,64]{1,0}, f32[8]{0})) all-gather-start(%weights, %loop), channel_id=10, dimensions={0}
+  ROOT %all-gather-done.1 = (bf16[16,64]{1,0}, f32[8]{0}) all-gather-done(%all-gather-start.1)
+}
+"""  # noqa: E501
+
+
 def moved(program, name):
     return next(program.moved_bytes(c, i) for c, i in program.instructions() if i.name == name)
 
@@ -124,6 +173,15 @@ def test_collectives_are_listed_with_what_arrives():
     (gathered,) = Program(TPU).collectives()
     assert gathered.result_bytes == 32 * 32 * 2
     assert str(gathered).startswith("all-gather-start bf16[32,32]")
+
+
+def test_what_is_sent_is_counted_once_however_it_is_spread():
+    sent = Program(OVERLAPPED).sent(trips=3)
+    assert sent == [
+        Sent("all-gather", 1, 2 * 16 * 64 + 4 * 8),
+        Sent("all-gather", 1, 2 * 16 * 64),
+        Sent("all-reduce", 5, 4 * 8),
+    ]
 
 
 def test_cycles_and_sources_are_read():
