@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import functools
 import math
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import jax
 
 from clover_jax.array_types import PyTree
+from clover_jax.benchmark import figures
 from clover_jax.benchmark.hlo import Program
 from clover_jax.benchmark.hlo_parts import sum_by_part
-from clover_jax.benchmark.hlo_text import Computation, Instruction, short_source
 from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
 from clover_jax.benchmark.targets import Target, find_devices
 from clover_jax.benchmark.work import count_work
@@ -31,9 +29,7 @@ from clover_jax.sharding import (
     with_shardings,
 )
 
-TOP = 8  # ops and temporaries that are named
 DRAFTING = ("absorb", "draft")
-WORTH_NAMING = 64 * 1024  # bytes; smaller ops are latency
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,9 +131,10 @@ def compile_step(
     queries = batch * subject.base.num_heads * (subject.tree.num_nodes + 1)
     trips = math.ceil(context / READINGS[target.platform].chunk_of(size, queries))
     moved = sum_by_part(
-        program, lambda where, one: program.moved_bytes(where, one) * _times(program, where, trips)
+        program,
+        lambda where, one: program.moved_bytes(where, one) * figures.times(program, where, trips),
     )
-    estimate = _estimated_seconds(program, target, trips)
+    estimate = figures.estimated_seconds(program, target.chip, trips)
     result = CompiledStep(
         target=target.name,
         devices=shape.size,
@@ -151,39 +148,20 @@ def compile_step(
         floor_bytes=floor_bytes,
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
         moved_bytes=sum(moved.values()),
-        counted_bytes=_cost(compiled, "bytes accessed"),
+        counted_bytes=figures.compilers_cost(compiled, "bytes accessed"),
         estimated_seconds=estimate and sum(estimate.values()),
         moved_by_part=moved,
         seconds_by_part=estimate,
         draft_floor_bytes=draft_floor + draft_cache * context / size,
-        cache_copies=_made(program, caches, decode_state_shardings(caches, device_mesh)),
-        weight_copies=_made(program, subject.weights, weight_places),
-        collectives=_listed(program.collectives()),
-        costly=_costly(program, target, trips),
-        largest=_largest(program),
+        cache_copies=figures.written_anew(
+            program, caches, decode_state_shardings(caches, device_mesh)
+        ),
+        weight_copies=figures.written_anew(program, subject.weights, weight_places),
+        collectives=figures.listed(program.collectives()),
+        costly=figures.costly(program, target.chip, trips),
+        largest=figures.largest(program),
     )
     return result, text
-
-
-def _times(program: Program, computation: Computation, trips: int) -> int:
-    """Return how often a computation runs; loops of unknown length go over the base's cache."""
-    return program.executed[computation.name].times(trips)
-
-
-def _cost(compiled: Any, name: str) -> float | None:
-    try:
-        costs = compiled.cost_analysis()
-    except Exception:  # not every compiler for absent devices has one
-        return None
-    return None if not costs else costs.get(name)
-
-
-def _estimated_seconds(program: Program, target: Target, trips: int) -> dict[str, float] | None:
-    """Return the seconds of each part; None where the compiler estimates none."""
-    cycles = sum_by_part(program, lambda where, one: one.cycles * _times(program, where, trips))
-    if not target.chip.clock or not any(cycles.values()):
-        return None
-    return {part: count / target.chip.clock for part, count in cycles.items()}
 
 
 def _draft_weight_bytes(subject: Subject, weights: PyTree, states: DecodeState) -> float:
@@ -195,48 +173,3 @@ def _draft_weight_bytes(subject: Subject, weights: PyTree, states: DecodeState) 
         return absorb_and_draft(subject.step(), weights, state, roots(state))
 
     return count_work(drafting, weights, states).weight_bytes
-
-
-def _made(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
-    """Return the instructions that write anew what has the size of one of the arrays' shards.
-
-    A small one, a bias by heads, has the size of many an activation.
-    """
-    shards = {
-        place.shard_shape(leaf.shape)
-        for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
-        if leaf.ndim > 1 and leaf.size * leaf.dtype.itemsize >= WORTH_NAMING
-    }
-    return _listed(i for shard in sorted(shards) for i in program.made(shard))
-
-
-def _listed(instructions: Iterable[Instruction]) -> list[str]:
-    """Return each kind of instruction once, with how many there are."""
-    counts = collections.Counter(str(instruction) for instruction in instructions)
-    return [f"{count} x {name}" for name, count in counts.most_common()]
-
-
-def _costly(program: Program, target: Target, trips: int) -> list[str]:
-    """Return what costs most above the time that its bytes take.
-
-    Where the compiler estimates no cycles, what writes most to memory.
-    """
-    above: collections.Counter[str] = collections.Counter()
-    for computation, instruction in program.instructions():
-        times = _times(program, computation, trips)
-        where = short_source(instruction.source) or instruction.opcode
-        what = f"{instruction.opcode} {where}"
-        if target.chip.clock:
-            moved = program.moved_bytes(computation, instruction)
-            excess = instruction.cycles / target.chip.clock - moved / target.chip.bandwidth
-            above[what] += times * max(excess, 0.0)
-        else:
-            above[what] += (
-                times * program.written_bytes(computation, instruction) / target.chip.bandwidth
-            )
-    return [f"{1e6 * value:.0f} us {name}" for name, value in above.most_common(TOP)]
-
-
-def _largest(program: Program) -> list[str]:
-    found = [i for i in program.largest_results(TOP) if i.result_bytes >= WORTH_NAMING]
-    return [f"{i.result_bytes / 2**20:.1f} MiB {i}" for i in found]

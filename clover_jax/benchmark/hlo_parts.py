@@ -7,7 +7,7 @@ of a divided product, has none: it belongs to the first part that uses its resul
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from clover_jax.benchmark.hlo import Program
 from clover_jax.benchmark.hlo_text import Computation, Instruction, short_source
@@ -17,23 +17,28 @@ OTHER = "other"  # what nobody claims: a few scalars
 
 
 def sum_by_part(
-    program: Program, value: Callable[[Computation, Instruction], float]
+    program: Program,
+    value: Callable[[Computation, Instruction], float],
+    parts: Sequence[str] = PARTS,
 ) -> dict[str, float]:
-    """Return part -> sum of a value over its executed instructions."""
-    names = {name: part_of(program, name) for name in program.executed}
+    """Return part -> sum of a value over its executed instructions.
+
+    parts: the scopes that stand for them, those of a decode step by default.
+    """
+    names = {name: part_of(program, name, parts) for name in program.executed}
     totals: collections.Counter[str] = collections.Counter()
     for computation, instruction in program.instructions():
         totals[names[computation.name][instruction.name]] += value(computation, instruction)
-    return {part: totals[part] for part in (*PARTS, OTHER) if part in totals}
+    return {part: totals[part] for part in (*parts, OTHER) if part in totals}
 
 
-def part_of(program: Program, name: str) -> Mapping[str, str]:
+def part_of(program: Program, name: str, parts: Sequence[str] = PARTS) -> Mapping[str, str]:
     """Return instruction -> part for one computation of the program."""
     computation = program.computations[name]
     found: dict[str, str] = {}
     # Operands come first in the text, so that users are known before what they use.
     for instruction in reversed(computation.instructions.values()):
-        part = _scope(instruction)
+        part = _scope(instruction, parts)
         if part is not None:
             found[instruction.name] = part
         elif instruction.name not in found:
@@ -46,6 +51,13 @@ def part_of(program: Program, name: str) -> Mapping[str, str]:
     return found
 
 
-def _scope(instruction: Instruction) -> str | None:
-    first = short_source(instruction.source).partition("/")[0]
-    return first if first in PARTS else None
+def _scope(instruction: Instruction, parts: Sequence[str]) -> str | None:
+    """Return the outermost scope that is a part.
+
+    Example: of "while/body/transpose(jvp(head))/dot_general" it is "head".
+    """
+    for scope in short_source(instruction.source).split("/"):
+        name = scope.rpartition("(")[2].rstrip(")")
+        if name in parts:
+            return name
+    return None

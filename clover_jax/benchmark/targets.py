@@ -18,6 +18,10 @@ if TYPE_CHECKING:
 GIGA, TERA = 1e9, 1e12
 
 
+class NoCompiler(UserError):
+    """The compiler for a target is not installed."""
+
+
 @dataclasses.dataclass(frozen=True)
 class Chip:
     """One device, by its data sheet.
@@ -104,15 +108,19 @@ def prepare_environment(target: Target, environment: MutableMapping[str, str]) -
         environment["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 
-def find_devices(target: Target) -> list[jax.Device]:
+def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
     """Return the devices of a target that is not here.
 
-    Raises UserError where its compiler is not installed.
+    count: GPUs of one machine; a TPU's topology says how many there are.
+
+    Raises NoCompiler where its compiler is not installed.
     """
     import jax
     from jax.experimental import topologies
 
-    options = {"target_config": _H200, "topology": "1x1x1"} if target.platform == "cuda" else {}
+    options = {}
+    if target.platform == "cuda":
+        options = {"target_config": _H200, "topology": f"1x1x{count}"}
     name = "cuda" if target.platform == "cuda" else target.topology
     try:
         found = topologies.get_topology_desc(
@@ -120,7 +128,7 @@ def find_devices(target: Target) -> list[jax.Device]:
         )
     except Exception as error:  # the plugins raise what they like
         package = "jax[tpu]" if target.platform == "tpu" else "jax[cuda13]"
-        raise UserError(
+        raise NoCompiler(
             f"--target={target.name}: no compiler for it ({str(error).splitlines()[0][:150]}); "
             f'pip install "{package}=={jax.__version__}" in an environment of its own'
         ) from error

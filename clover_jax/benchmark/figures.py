@@ -1,0 +1,102 @@
+"""Figures of a compiled program, whichever step it is: time, copies, what costs most.
+
+trips: how often loops run whose count is data; a program does not say.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import jax
+
+from clover_jax.array_types import PyTree
+from clover_jax.benchmark.hlo import Program
+from clover_jax.benchmark.hlo_parts import PARTS, sum_by_part
+from clover_jax.benchmark.hlo_text import Computation, Instruction, short_source
+from clover_jax.benchmark.targets import Chip
+
+TOP = 8  # ops and temporaries that are named
+WORTH_NAMING = 64 * 1024  # bytes; smaller ops are latency
+MEBI = 2**20
+
+
+def times(program: Program, computation: Computation, trips: int) -> int:
+    """Return how often a computation runs."""
+    return program.executed[computation.name].times(trips)
+
+
+def compilers_cost(compiled: Any, name: str) -> float | None:
+    """Return one of the compiler's own costs; None where it gives none."""
+    try:
+        costs = compiled.cost_analysis()
+    except Exception:  # not every compiler for absent devices has one
+        return None
+    return None if not costs else costs.get(name)
+
+
+def estimated_seconds(
+    program: Program, chip: Chip, trips: int, parts: Sequence[str] = PARTS
+) -> dict[str, float] | None:
+    """Return the compiler's cycle estimates by part of the step; None where it gives none."""
+    cycles = sum_by_part(
+        program, lambda where, one: one.cycles * times(program, where, trips), parts
+    )
+    if not chip.clock or not any(cycles.values()):
+        return None
+    return {part: count / chip.clock for part, count in cycles.items()}
+
+
+def resident_bytes(memory: Any) -> int:
+    """Return what a device holds at most, of a compiler's `memory_analysis`."""
+    return (
+        memory.argument_size_in_bytes
+        + memory.output_size_in_bytes
+        - memory.alias_size_in_bytes
+        + memory.temp_size_in_bytes
+    )
+
+
+def written_anew(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
+    """Return the instructions that write anew what has the size of one of the arrays' shards.
+
+    A small one, a bias by heads, has the size of many an activation.
+    """
+    shards = {
+        place.shard_shape(leaf.shape)
+        for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
+        if leaf.ndim > 1 and leaf.size * leaf.dtype.itemsize >= WORTH_NAMING
+    }
+    return listed(i for shard in sorted(shards) for i in program.made(shard))
+
+
+def listed(instructions: Iterable[Instruction]) -> list[str]:
+    """Return each kind of instruction once, with how many there are."""
+    counts = collections.Counter(str(instruction) for instruction in instructions)
+    return [f"{count} x {name}" for name, count in counts.most_common()]
+
+
+def costly(program: Program, chip: Chip, trips: int) -> list[str]:
+    """Return what costs most above the time that its bytes take.
+
+    Where the compiler estimates no cycles, what writes most to memory.
+    """
+    above: collections.Counter[str] = collections.Counter()
+    for computation, instruction in program.instructions():
+        runs = times(program, computation, trips)
+        where = short_source(instruction.source) or instruction.opcode
+        what = f"{instruction.opcode} {where}"
+        if chip.clock:
+            moved = program.moved_bytes(computation, instruction)
+            excess = instruction.cycles / chip.clock - moved / chip.bandwidth
+            above[what] += runs * max(excess, 0.0)
+        else:
+            above[what] += runs * program.written_bytes(computation, instruction) / chip.bandwidth
+    return [f"{1e6 * value:.0f} us {name}" for name, value in above.most_common(TOP)]
+
+
+def largest(program: Program) -> list[str]:
+    """Return the largest results in main memory."""
+    found = [i for i in program.largest_results(TOP) if i.result_bytes >= WORTH_NAMING]
+    return [f"{i.result_bytes / MEBI:.1f} MiB {i}" for i in found]
