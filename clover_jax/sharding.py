@@ -25,6 +25,7 @@ axis letters of `array_types.py`. A new drafter adds its leaves there.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 import re
 from typing import Any
@@ -163,17 +164,38 @@ def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
 
     Left to itself, the compiler may take the split of a weight's D for one of the activations' D
     and compute all rows on every device. Gathered one by one, weights are needed one layer at a
-    time, and gradients are scattered back.
+    time, and their gradients are scattered back.
     """
     if mesh is None or mesh.shape["fsdp"] == 1:
         return params
 
     def gather(path: tuple, leaf: Array) -> Array:
         spec = _param_spec(_names(path), leaf.shape, mesh)
-        rest = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
-        return jax.lax.with_sharding_constraint(leaf, NamedSharding(mesh, rest))
+        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+        return _gather(NamedSharding(mesh, whole), NamedSharding(mesh, spec), leaf)
 
     return jax.tree.map_with_path(gather, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(whole: NamedSharding, at_rest: NamedSharding, leaf: Array) -> Array:
+    """Lay out anew; the gradient is laid out as the leaf lies at rest.
+
+    (That of a constraint is constrained to the very same: summed up whole on every device, at twice
+    the cost of a scattered sum.)
+    """
+    return jax.lax.with_sharding_constraint(leaf, whole)
+
+
+def _gather_forward(whole: NamedSharding, at_rest: NamedSharding, leaf: Array):
+    return _gather(whole, at_rest, leaf), None
+
+
+def _scatter_back(whole: NamedSharding, at_rest: NamedSharding, _: None, gradient: Array):
+    return (jax.lax.with_sharding_constraint(gradient, at_rest),)
+
+
+_gather.defvjp(_gather_forward, _scatter_back)
 
 
 def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
