@@ -216,6 +216,30 @@ def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
     return jax.tree.map(place, batch)
 
 
+def parts_of_rows(batch: PyTree, count: int, mesh: AnyMesh | None) -> PyTree:
+    """Split the rows of a batch in parts, for use within a compiled step: [count, B / count, ...].
+
+    Part k has every count-th row from k on, so that each device's rows go evenly to all parts and
+    none of them moves.
+    """
+
+    def split(leaf: Array) -> Array:
+        parts = jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
+        if mesh is None:
+            return parts
+        where = NamedSharding(mesh, PartitionSpec(None, ROWS))
+        return jax.lax.with_sharding_constraint(parts, where)
+
+    return jax.tree.map(split, batch)
+
+
+def placed_as_params(params: PyTree, mesh: AnyMesh | None) -> PyTree:
+    """Lay params or their gradient out as params lie at rest, for use within a compiled step."""
+    if mesh is None:
+        return params
+    return jax.lax.with_sharding_constraint(params, param_shardings(params, mesh))
+
+
 def place_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     """Put a batch of NumPy arrays, the same in every process, on the devices of a mesh."""
 

@@ -50,6 +50,12 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     whole("steps", 1000, "optimiser steps", least=1)
     whole("batch_size", 8, "rows of a batch", least=1)
     whole("seq_len", 512, "tokens of a row; documents are packed into rows", least=2)
+    whole(
+        "gradient_accumulation_steps",
+        1,
+        "parts of a batch, one after another, whose gradients are summed: less memory, same values",
+        least=1,
+    )
     number("learning_rate", 1e-3, "peak learning rate; it falls to 0 at the last step")
     whole("warmup_steps", 100, "steps over which the rate rises to its peak")
     absl_flags.DEFINE_enum(

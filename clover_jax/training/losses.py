@@ -38,7 +38,8 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import LossSpec
 from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
@@ -52,7 +53,13 @@ from clover_jax.training.loss_chunks import (
     to_draft,
     to_sources,
 )
-from clover_jax.training.pairs import compact_targets, labelled_targets, pair_mask
+from clover_jax.training.pairs import (
+    PairCounts,
+    compact_targets,
+    count_pairs,
+    labelled_targets,
+    pair_mask,
+)
 
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
 
@@ -64,6 +71,8 @@ class LossMetrics:
     regression, soft_ce, hard_ce, total_variation: the terms R_i, S_i, H_i, V_i, unweighted.
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
+
+    All may be summed over the parts of a batch whose `counts` were the whole batch's.
     """
 
     regression: Float[Array, " P"]
@@ -107,6 +116,7 @@ def distillation_loss(
     batch: Batch,
     chunk: int = DEFAULT_CHUNK,
     groups: int = 1,
+    counts: PairCounts | None = None,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Return the loss and its parts; differentiable by `params` and `hidden` only.
 
@@ -116,22 +126,15 @@ def distillation_loss(
         part in the regression.
     target_states: the base's g. Neither they nor `frozen` receive a gradient.
     chunk: targets per chunk and group. groups: R, which divides B; it changes no value.
+    counts: of the batch that this one is a part of; None where it is the whole.
     """
     num_positions, rows, size, _ = hidden.shape
-    likely = None
-    if head.config.loss.label_mask:
-        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk)
-    mask = pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
+    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk)
     has_next = labelled_targets(batch.segment_ids)
-    pairs = mask.sum(axis=(1, 2))
-    labelled = (mask & has_next).sum(axis=(1, 2))
-    spec = head.config.loss
-    if spec.divisor == "positions":
-        divisors = Terms(*[jnp.full_like(pairs, rows * size) + spec.divisor_offset] * 4)
-    else:
-        counts = Terms(pairs, pairs, labelled, pairs)
-        divisors = jax.tree.map(lambda count: count + spec.divisor_offset, counts)
-    decay = spec.decay ** jnp.arange(num_positions)
+    own = count_pairs(mask, has_next)
+    whole = own if counts is None else counts
+    divisors = _divisors(head.config.loss, whole)
+    decay = head.config.loss.decay ** jnp.arange(num_positions)
     owned, others = split_output_params(head, params)
     operands = Operands(
         params=others,
@@ -148,9 +151,36 @@ def distillation_loss(
     means = jax.tree.map(jnp.divide, sums.terms, divisors)
     return loss, LossMetrics(
         **means._asdict(),
-        accuracy=sums.hits / jnp.maximum(pairs, 1),
-        pairs=pairs,
+        accuracy=sums.hits / jnp.maximum(whole.pairs, 1),
+        pairs=own.pairs,
     )
+
+
+def counted_pairs(
+    head: DraftHead,
+    num_positions: int,
+    frozen: Frozen,
+    target_states: Float[Array, "B S D"] | None,
+    batch: Batch,
+    chunk: int,
+) -> Bool[Array, "P B S"]:
+    """Return which pairs count for this head, by target index.
+
+    num_positions: P, of the states that are there.
+    target_states: the base's g, which only a head with `label_mask` looks at.
+    """
+    likely = None
+    if head.config.loss.label_mask:
+        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk)
+    return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
+
+
+def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
+    if spec.divisor == "positions":
+        counted = Terms(*[jnp.broadcast_to(counts.positions, counts.pairs.shape)] * 4)
+    else:
+        counted = Terms(counts.pairs, counts.pairs, counts.labelled, counts.pairs)
+    return jax.tree.map(lambda count: count + spec.divisor_offset, counted)
 
 
 def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params]:

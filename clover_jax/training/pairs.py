@@ -7,6 +7,8 @@ target state, and so the teacher's softmax, lie in one column.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -56,6 +58,28 @@ def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
     """Slot tau holds x[tau - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
     size = x.shape[1]
     return jnp.pad(x, ((0, 0), (by, 0)))[:, :size]
+
+
+class PairCounts(NamedTuple):
+    """How many pairs count; a batch that is taken in parts has the sums of theirs.
+
+    pairs:     [P] by draft position.
+    labelled:  [P] those whose target has a next token in its own document.
+    positions: [] positions of the text, padding too.
+    """
+
+    pairs: Int[Array, " P"]
+    labelled: Int[Array, " P"]
+    positions: Int[Array, ""]
+
+
+def count_pairs(mask: Bool[Array, "P B S"], has_next: Bool[Array, "B S"]) -> PairCounts:
+    """Count what `pair_mask` and `labelled_targets` gave."""
+    return PairCounts(
+        pairs=mask.sum(axis=(1, 2)),
+        labelled=(mask & has_next).sum(axis=(1, 2)),
+        positions=jnp.asarray(has_next.size, jnp.int32),
+    )
 
 
 @struct.dataclass

@@ -64,6 +64,7 @@ def _train(
         parts.optimizer,
         loss_chunk=settings.loss_chunk,
         mesh=parts.mesh,
+        accumulation_steps=settings.gradient_accumulation_steps,
     )
     dataset = make_pipeline(parts.data.samples, parts.pipeline)
     with contextlib.ExitStack() as stack:

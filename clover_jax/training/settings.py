@@ -14,10 +14,12 @@ from clover_jax.json_files import read_json_object
 
 SETTINGS = "settings.json"
 
-# These change what is reported and when, or where the schedule ends; not what was learnt so far.
+# These change what is reported and when, how a batch is gone through, or where the schedule ends;
+# not what was learnt so far.
 MAY_CHANGE = frozenset(
     {
         "steps",
+        "gradient_accumulation_steps",
         "log_every",
         "checkpoint_every",
         "eval_every",
@@ -43,6 +45,7 @@ class TrainSettings(JsonConfig):
     steps: int = 1000
     batch_size: int = 8
     seq_len: int = 512
+    gradient_accumulation_steps: int = 1
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     schedule: str = "linear"

@@ -17,6 +17,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
+from clover_jax.meshes import AnyMesh, shape_of
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
 from clover_jax.models.loading import load_base
@@ -72,6 +73,7 @@ def load_parts(settings: TrainSettings, mesh: Mesh | None = None) -> Parts:
     Raises UserError for whatever cannot work.
     """
     tree = parse_tree(settings.tree) if settings.tree else None  # before anything large is read
+    check_rows(settings, mesh)
     optimizer = optimizer_config(settings)
     with passing_note(f"loading {settings.base}"):
         dtype = resolve_dtype(settings.dtype)
@@ -183,6 +185,20 @@ def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
         )
     except ValueError as error:
         raise UserError(str(error)) from error
+
+
+def check_rows(settings: TrainSettings, mesh: AnyMesh | None) -> None:
+    """Raise UserError where a batch does not give every device rows for every part of it."""
+    parts = settings.gradient_accumulation_steps
+    shards = shape_of(mesh).num_row_shards if mesh else 1
+    if settings.batch_size % (parts * shards):
+        split = f"data x fsdp = {shards} of the mesh"
+        if parts > 1:
+            split = f"--gradient_accumulation_steps={parts} x {split} = {parts * shards}"
+        raise UserError(
+            f"--batch_size={settings.batch_size} must be divisible by {split}, so that every "
+            "device gets as many rows"
+        )
 
 
 def pipeline_config(settings: TrainSettings, base: BaseModel, head: DraftHead) -> PipelineConfig:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,9 +18,21 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.meshes import AnyMesh, shape_of
-from clover_jax.sharding import gathered, param_shardings, replicated
-from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, distillation_loss
+from clover_jax.sharding import (
+    gathered,
+    param_shardings,
+    parts_of_rows,
+    placed_as_params,
+    replicated,
+)
+from clover_jax.training.losses import (
+    DEFAULT_CHUNK,
+    LossMetrics,
+    counted_pairs,
+    distillation_loss,
+)
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
+from clover_jax.training.pairs import PairCounts, count_pairs, labelled_targets
 from clover_jax.training.teacher import TeacherOutput, teach
 
 
@@ -59,6 +72,7 @@ class TrainStepConfig:
 
     loss_chunk: targets per chunk of the loss, on each device.
     mesh: the devices that the arguments are split over; None: a single one.
+    accumulation_steps: parts of a batch, whose gradients are summed before the update.
     """
 
     base: BaseConfig
@@ -66,6 +80,7 @@ class TrainStepConfig:
     optimizer: OptimizerConfig
     loss_chunk: int = DEFAULT_CHUNK
     mesh: AnyMesh | None = None
+    accumulation_steps: int = 1
 
     @property
     def loss_groups(self) -> int:
@@ -93,11 +108,13 @@ def head_loss(
     batch: Batch,
     key: Array,
     progress: Float[Array, ""] | float = 0.0,
+    counts: PairCounts | None = None,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Return the head's loss on a batch, with its parts.
 
     progress: the share of the run's steps that are done.
     The head computes in the teacher's dtype; its params and their gradient stay float32.
+    counts: as in `distillation_loss`.
     """
     params = jax.tree.map(lambda leaf: leaf.astype(teacher.features.dtype), params)
     params = gathered(params, config.mesh)
@@ -125,7 +142,88 @@ def head_loss(
             batch,
             config.loss_chunk,
             config.loss_groups,
+            counts,
         )
+
+
+class BatchGradient(NamedTuple):
+    """The loss of a batch or of a part of it, its parts by position, its gradient by `params`."""
+
+    loss: Float[Array, ""]
+    positions: LossMetrics
+    gradient: Params
+
+
+def batch_gradient(
+    config: TrainStepConfig,
+    params: Params,
+    base_params: Params,
+    batch: Batch,
+    key: Array,
+    progress: Float[Array, ""] | float = 0.0,
+    counts: PairCounts | None = None,
+) -> BatchGradient:
+    """Run the teacher and differentiate the head's loss; the arguments are `head_loss`'s."""
+    base_params = gathered(base_params, config.mesh)
+    teacher = teach(config.base, base_params, config.head.config.features, batch)
+    differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
+    (loss, positions), gradient = differentiate(
+        config, params, base_params, teacher, batch, key, progress, counts
+    )
+    return BatchGradient(loss, positions, gradient)
+
+
+def accumulated_gradient(
+    config: TrainStepConfig,
+    params: Params,
+    base_params: Params,
+    batch: Batch,
+    key: Array,
+    progress: Float[Array, ""] | float = 0.0,
+) -> BatchGradient:
+    """Return the whole batch's loss and gradient, one part of its rows after another.
+
+    Divided by the whole batch's pairs, the parts sum up to it. Where a method draws noise, each
+    part draws its own.
+    """
+    parts = parts_of_rows(batch, config.accumulation_steps, config.mesh)
+
+    def gradient_of(part: Batch, number: Array) -> BatchGradient:
+        # What does not depend on the part is otherwise moved out of the loop: the whole base would
+        # be gathered before it.
+        base, part = jax.lax.optimization_barrier((base_params, part))
+        part_key = jax.random.fold_in(key, number)
+        return batch_gradient(config, params, base, part, part_key, progress, counts)
+
+    def add(total: BatchGradient, operands: tuple[Batch, Array]) -> tuple[BatchGradient, None]:
+        total = jax.tree.map(jnp.add, total, gradient_of(*operands))
+        return total._replace(gradient=placed_as_params(total.gradient, config.mesh)), None
+
+    with jax.named_scope("count"):
+        counts = _counts_of_all(config, base_params, parts)
+    operands = parts, jnp.arange(config.accumulation_steps)
+    first = jax.tree.map(lambda leaf: leaf[0], operands)
+    zeros = jax.tree.map(
+        lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(gradient_of, *first)
+    )
+    return jax.lax.scan(add, zeros, operands)[0]
+
+
+def _counts_of_all(config: TrainStepConfig, base_params: Params, parts: Batch) -> PairCounts:
+    """Count the pairs of all parts; a head with `label_mask` asks the base for that."""
+
+    def of_part(part: Batch) -> PairCounts:
+        states, base = None, base_params
+        if config.head.config.loss.label_mask:
+            base, part = jax.lax.optimization_barrier((base_params, part))
+            base = gathered(base, config.mesh)
+            states = teach(config.base, base, config.head.config.features, part).states
+        frozen = frozen_from_base(base)
+        positions = config.head.config.num_positions
+        mask = counted_pairs(config.head, positions, frozen, states, part, config.loss_chunk)
+        return count_pairs(mask, labelled_targets(part.segment_ids))
+
+    return jax.tree.map(lambda count: count.sum(axis=0), jax.lax.map(of_part, parts))
 
 
 def train_step(
@@ -134,18 +232,16 @@ def train_step(
     """Make one optimiser step; jitted by `make_train_step`."""
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     progress = state.step / config.optimizer.steps
-    base_params = gathered(base_params, config.mesh)
-    teacher = teach(config.base, base_params, config.head.config.features, batch)
-    differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
-    (loss, positions), gradient = differentiate(
-        config, state.params, base_params, teacher, batch, key, progress
-    )
+    differentiate = accumulated_gradient if config.accumulation_steps > 1 else batch_gradient
+    found = differentiate(config, state.params, base_params, batch, key, progress)
     with jax.named_scope("update"):
         updates, opt_state = make_optimizer(config.optimizer).update(
-            gradient, state.opt_state, state.params
+            found.gradient, state.opt_state, state.params
         )
         params = optax.apply_updates(state.params, updates)
-    metrics = StepMetrics(loss=loss, positions=positions, gradient_norm=optax.tree.norm(gradient))
+    metrics = StepMetrics(
+        loss=found.loss, positions=found.positions, gradient_norm=optax.tree.norm(found.gradient)
+    )
     return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
 

@@ -3,6 +3,7 @@
 import json
 
 MESHES = ("data=8", "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "tensor=8")
+IN_PARTS = "data=2,fsdp=2,tensor=2:2"  # the batch in two parts
 
 # Prints, for one device and each mesh: losses of all steps, the worst relative difference of the
 # first step's gradients, and the shapes that are gathered or reduced in the compiled step.
@@ -27,8 +28,8 @@ optimizer = OptimizerConfig(20, 1e-3, 2, clip_value=0.0)
 batches = [jax.tree.map(np.asarray, random_batch(8, 32, 128, seed)) for seed in range(20)]
 
 
-def train(mesh):
-    config = TrainStepConfig(base, head, optimizer, loss_chunk=16, mesh=mesh)
+def train(mesh, parts):
+    config = TrainStepConfig(base, head, optimizer, 16, mesh, accumulation_steps=parts)
     params = random_base(base)
     shapes = jax.eval_shape(lambda p: init_state(config, p, 0), params)
     placed = param_shardings(shapes, mesh)
@@ -55,7 +56,8 @@ def distance(a, b):
 
 reference = None
 for name in ["data=1", *sys.argv[1:]]:
-    losses, gradient, text = train(make_mesh(parse_mesh(name, 8)))
+    mesh, _, parts = name.partition(":")
+    losses, gradient, text = train(make_mesh(parse_mesh(mesh, 8)), int(parts or 1))
     reference = reference or gradient
     worst = max(jax.tree.leaves(jax.tree.map(distance, gradient, reference)))
     moved = re.findall(r"= \\S+\\[([\\d,]*)\\]\\S* (all-gather|all-to-all)", text)
@@ -65,9 +67,11 @@ for name in ["data=1", *sys.argv[1:]]:
 
 
 def test_every_mesh_trains_as_one_device_does(run_python):
-    rows = [json.loads(line) for line in run_python(STEPS, *MESHES, devices=8).splitlines()]
+    rows = [
+        json.loads(line) for line in run_python(STEPS, *MESHES, IN_PARTS, devices=8).splitlines()
+    ]
     alone, *others = rows
-    assert [row["mesh"] for row in others] == list(MESHES)
+    assert [row["mesh"] for row in others] == [*MESHES, IN_PARTS]
     assert alone["losses"][-1] < alone["losses"][0]
     for row in others:
         name = row["mesh"]
