@@ -15,6 +15,7 @@ given, or a loss that is not finite; 3: another process of the run has gone away
 """
 
 import dataclasses
+import os
 import sys
 
 from absl import flags as absl_flags
@@ -113,24 +114,31 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
         "may then have more devices than there are",
         flag_values=flags,
     )
-    text("target", None, "hardware for --dry_run, such as tpu-v5e:4x4 or gpu-h200 [this machine]")
+    text(
+        "target",
+        None,
+        "hardware for --dry_run, such as tpu-v5e:4x4 or gpu-h200; where its compiler is installed, "
+        "the step is compiled for it [this machine]",
+    )
+    text("program", None, "file for the compiled program's text, with --target")
 
 
 def main(flags: absl_flags.FlagValues) -> int:
     """Train and report."""
-    from clover_jax import api
-    from clover_jax.distributed import is_primary, joined_processes
     from clover_jax.training.settings import TrainSettings
 
     names = [field.name for field in dataclasses.fields(TrainSettings)]
-    settings = {name: flags[name].value for name in names}
+    settings = TrainSettings(**{name: flags[name].value for name in names})
     if flags.dry_run:
-        return _dry_run(TrainSettings(**settings), flags)
+        return _dry_run(settings, flags)
     if flags.target:
         raise UserError(f"--target={flags.target} is for --dry_run; a run takes what is here")
+    from clover_jax import api
+    from clover_jax.distributed import is_primary, joined_processes
+
     workdir = cli.workdir_of(flags, "train")
     with joined_processes(), cli.sigterm_as_event() as stop:
-        report = api.train(workdir, stop=stop, mesh=flags.mesh, **settings)
+        report = api.train(workdir, stop=stop, mesh=flags.mesh, **vars(settings))
         if is_primary():
             print(_summary(report))
             cli.report(report)
@@ -139,13 +147,22 @@ def main(flags: absl_flags.FlagValues) -> int:
 
 def _dry_run(settings, flags: absl_flags.FlagValues) -> int:
     """Print what a run would take; raises UserError where it cannot fit."""
-    from clover_jax.benchmark.targets import parse_target
-    from clover_jax.training.dry_run import dry_run
+    from clover_jax.benchmark.targets import parse_target, prepare_environment
 
-    found = dry_run(settings, flags.mesh, parse_target(flags.target) if flags.target else None)
-    print("\n".join(found.lines()))
-    found.check_memory()
-    cli.report(found.to_row())
+    target = parse_target(flags.target) if flags.target else None
+    if target is not None:
+        prepare_environment(target, os.environ)  # before JAX is imported
+    from clover_jax.training.dry_run import dry_run, dry_run_compiled
+
+    found = dry_run(settings, flags.mesh, target)
+    print("\n".join(found.lines()), flush=True)
+    compiled = dry_run_compiled(settings, found, target, flags.program) if target else None
+    if compiled is None:
+        found.check_memory()
+    else:
+        print("\n".join(compiled.lines()))
+        compiled.check_memory()
+    cli.report(found.to_row() | {"compiled": compiled and compiled.to_row()})
     return 0
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -17,30 +18,29 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Params
-from clover_jax.benchmark.targets import Target
-from clover_jax.data.batch import Batch
+from clover_jax.benchmark.targets import NoCompiler, Target
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.meshes import MeshShape, make_abstract_mesh, parse_mesh
-from clover_jax.models.base import BaseModel
-from clover_jax.models.families import read_base_config
-from clover_jax.models.shapes import base_shapes, cast_shapes, is_shape, shape_config
-from clover_jax.models.sources import find_directory
+from clover_jax.models.shapes import cast_shapes
+from clover_jax.progress import passing_note
 from clover_jax.sharding import (
     bytes_per_device,
     gathered_bytes,
     param_shardings,
-    row_shardings,
     whole_over_rows,
 )
+from clover_jax.training.compiled import CompiledTraining, compile_training_step
 from clover_jax.training.flops import count_flops
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import make_head, optimizer_config, pipeline_config
-from clover_jax.training.step import TrainStepConfig, init_state, train_step
+from clover_jax.training.setup import check_rows
+from clover_jax.training.step import train_step
+from clover_jax.training.step_shapes import StepShapes, step_shapes
 
 # Of the data sheet's rate; what well-tuned training reaches, so the time is a hopeful one.
 UTILISATION = 0.4
 FLOAT32 = 4
+AT_REST = ("base", "draft", "optimiser")  # on a device between steps
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,17 +68,23 @@ class DryRun:
         """Bytes of a device in all."""
         return sum(self.bytes_per_device.values())
 
-    def check_memory(self) -> None:
-        """Raise UserError where a device's memory is known and too small."""
-        if self.device_memory is None or self.total_bytes <= self.device_memory:
+    def check_memory(self, at_rest: bool = False) -> None:
+        """Raise UserError where a device's memory is known and too small.
+
+        at_rest: count only what lies there between steps.
+        """
+        parts = {k: n for k, n in self.bytes_per_device.items() if k in AT_REST or not at_rest}
+        needed = sum(parts.values())
+        if self.device_memory is None or needed <= self.device_memory:
             return
-        largest = max(self.bytes_per_device, key=self.bytes_per_device.get)
+        largest = max(parts, key=parts.get)
         advice = {
             "base": "split the base over more devices by fsdp or tensor",
-            "activations": "give a smaller --batch_size or --seq_len, or more devices",
+            "activations": "give a smaller --batch_size or --seq_len, more devices, or more "
+            "--gradient_accumulation_steps",
         }
         raise UserError(
-            f"a device would need {_gigabytes(self.total_bytes)} and has "
+            f"a device would need {_gigabytes(needed)} and has "
             f"{_gigabytes(self.device_memory)}; the largest part is {largest} with "
             f"{_gigabytes(self.bytes_per_device[largest])}: "
             f"{advice.get(largest, 'split it over more devices by fsdp')}"
@@ -122,31 +128,28 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
     """
     shape = _mesh_shape(mesh, target)
     placed = make_abstract_mesh(shape)
-    config = _step_config(settings)
-    base = base_shapes(config.base, _dtype(settings, target))
-    state = jax.eval_shape(lambda params: init_state(config, params, settings.seed), base)
-    batch = _batch_shapes(settings)
-    row_shardings(batch, placed)  # the rows must split evenly
+    check_rows(settings, placed)
+    step = step_shapes(settings, _dtype(settings, target))
     flops = count_flops(
-        functools.partial(train_step, config),
-        state,
-        base,
-        batch,
-        loop_trips=math.ceil(settings.batch_size * settings.seq_len / config.loss_chunk),
+        functools.partial(train_step, step.config),
+        step.state,
+        step.base,
+        step.batch,
+        loop_trips=step.trips(),
     )
-    kinds = {"base": base, "draft": state.params, "optimiser": state.opt_state}
+    kinds = {"base": step.base, "draft": step.state.params, "optimiser": step.state.opt_state}
     sizes = {
         kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
     }
     sizes["gradients"] = sizes["draft"]
-    draft = cast_shapes(state.params, jax.tree.leaves(base)[0].dtype)
-    sizes["gathered"] = gathered_bytes(base, placed) + whole_over_rows(draft, placed)
-    sizes["activations"] = activation_bytes(config, state.params, settings, shape, base)
+    draft = cast_shapes(step.state.params, jax.tree.leaves(step.base)[0].dtype)
+    sizes["gathered"] = gathered_bytes(step.base, placed) + whole_over_rows(draft, placed)
+    sizes["activations"] = activation_bytes(step, shape)
     rate = target.chip.matrix_rate if target else None
     return DryRun(
         mesh=shape,
-        base_params=_count(base),
-        draft_params=_count(state.params),
+        base_params=_count(step.base),
+        draft_params=_count(step.state.params),
         bytes_per_device=sizes,
         device_memory=target.chip.memory if target else _memory_here(),
         flops_per_step=flops,
@@ -154,6 +157,27 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
         steps=settings.steps,
         seconds=settings.steps * flops / (shape.size * rate * UTILISATION) if rate else None,
     )
+
+
+def dry_run_compiled(
+    settings: TrainSettings, found: DryRun, target: Target, program: str | None = None
+) -> CompiledTraining | None:
+    """Compile the step of a dry run for its target; None, said on stderr, without the compiler.
+
+    program: a file for the compiled program's text. Raises UserError where a device cannot hold
+    what lies there between steps, or where the compiler says that the step does not fit.
+    """
+    found.check_memory(at_rest=True)  # before minutes of compilation
+    step = step_shapes(settings, _dtype(settings, target))
+    try:
+        with passing_note(f"compiling for {target.name}"):
+            compiled = compile_training_step(step, found.mesh, target)
+    except NoCompiler as error:
+        print(f"figures are computed only: {error}", file=sys.stderr, flush=True)
+        return None
+    if program is not None:
+        Path(program).expanduser().write_text(compiled.text)
+    return compiled.figures
 
 
 def _count(params: Params) -> int:
@@ -174,51 +198,27 @@ def _dtype(settings: TrainSettings, target: Target | None) -> jnp.dtype:
     return jnp.dtype("bfloat16") if is_elsewhere else resolve_dtype(settings.dtype)
 
 
-def _step_config(settings: TrainSettings) -> TrainStepConfig:
-    base = _described_base(settings.base)
-    head = make_head(settings, base)
-    pipeline_config(settings, base, head)  # raises for rows that cannot be
-    chunk = min(settings.loss_chunk, settings.batch_size * settings.seq_len)
-    return TrainStepConfig(base.config, head, optimizer_config(settings), chunk)
-
-
-def _described_base(source: str) -> BaseModel:
-    """Return a base without params: its config is all that shapes need."""
-    if is_shape(source):
-        return BaseModel(shape_config(source), {}, Path(source), source)
-    directory = find_directory(source)
-    return BaseModel(read_base_config(directory), {}, directory, source)
-
-
-def _batch_shapes(settings: TrainSettings) -> Batch:
-    shape = settings.batch_size, settings.seq_len
-    ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-    return Batch(ids, ids, ids, jax.ShapeDtypeStruct(shape, bool))
-
-
-def activation_bytes(
-    config: TrainStepConfig,
-    draft: Params,
-    settings: TrainSettings,
-    mesh: MeshShape,
-    base: Params,
-) -> int:
+def activation_bytes(step: StepShapes, mesh: MeshShape) -> int:
     """Estimate the bytes of what a device computes on the way, at their largest.
 
     The teacher keeps only what the head reads, so one of its layers counts. Of the head's layers
     everything is kept for the way back: scores and weights of the attention in float32, the MLP's
     inner states; of each position some states of width D. The loss holds a few chunks of logits.
     """
-    layer, size = config.base, jax.tree.leaves(base)[0].dtype.itemsize
-    rows = settings.batch_size // mesh.num_row_shards
-    tokens = rows * settings.seq_len
+    config, layer = step.config, step.config.base
+    size = jax.tree.leaves(step.base)[0].dtype.itemsize
+    batch_size, seq_len = step.batch.tokens.shape
+    rows = batch_size // (mesh.num_row_shards * config.accumulation_steps)
+    tokens = rows * seq_len
     heads = layer.num_heads / (mesh.tensor if layer.num_kv_heads % mesh.tensor == 0 else 1)
-    scores = FLOAT32 * rows * heads * settings.seq_len**2
+    scores = FLOAT32 * rows * heads * seq_len**2
     inner = size * tokens * 3 * layer.intermediate_size / mesh.tensor
     state = size * tokens * layer.hidden_size
     teacher = 2 * scores + inner + 6 * state
     kept = (len(config.head.config.features) + 1) * state
-    num_layers = sum(_is_layer(path) for path, _ in jax.tree_util.tree_leaves_with_path(draft))
+    num_layers = sum(
+        _is_layer(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.state.params)
+    )
     positions = config.head.config.num_positions
     head = num_layers * (2 * scores + inner + 6 * state) + positions * 6 * state
     logits = FLOAT32 * min(config.loss_chunk, tokens) * layer.vocab_size / mesh.tensor
