@@ -5,18 +5,22 @@ quarters of what its draft reads. Here the trunk proposes all P positions in *on
 what a drafted token changes is a correction of rank r. With f_t the base's states entering some of
 its layers, h_t its last one, and E the rows of lm_head:
 
-    x_t = h_t + sum_j W_f^j f_t^j                          fused features; starts as h_t
-    a_t = AttentionDecoder1(x_t, E[x_{t+1}])
+    x_t = unit(h_t + sum_j W_f^j f_t^j)                    fused features; starts as h_t
+    a_t = AttentionDecoder1(x_t, e_{t+1})                  e_t = unit(E[x_t])
     z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))          as in Clover-2
     u^i = head_norm(W_i z_t + b_i),  i = 0 .. P-1          all positions at once
     s^0 = tanh(W_s z_t)                                    [r]
-    s^i = GRU(s^{i-1}, W_e E[x_{t+1+i}])                   the regressive connection, rank r
+    s^i = GRU(s^{i-1}, W_e e_{t+1+i})                      the regressive connection, rank r
     logits^i = lm_head u^i + R C s^i                       proposes x_{t+2+i}; C s^0 counts as 0
+
+unit(x) has a mean square of 1. A base's last state may be tens of times larger than its rows of
+lm_head: left so (`unit_inputs=false`), as Clover-2 leaves them, the head learns slowly what a token
+says.
 
 W_f, W_i [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; the trunk as in
 Clover-2; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero, so that the
 correction begins at nothing; R = lm_head Q with Q the r directions in which lm_head varies most, so
-that similar tokens begin with similar corrections. Position 0 begins as Clover-2's.
+that similar tokens begin with similar corrections. But for `unit`, position 0 begins as Clover-2's.
 
 Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
 corrected logits; position i weighs 0.8^i.
@@ -41,7 +45,12 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
+from clover_jax.drafters.attention_decoder import (
+    AttentionDecoder,
+    check_heads,
+    unit,
+    with_matrices,
+)
 from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
 from clover_jax.drafters.drafter import (
     Frozen,
@@ -66,12 +75,14 @@ class CloverLRConfig(DrafterConfig):
 
     rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
     num_augmenting_layers: depth of the Augmenting Block.
+    unit_inputs: whether states and tokens are scaled to a mean square of 1 before the head.
     drafted_share: of the tokens fed back in training, those of its own at the end of the run.
     """
 
     kind: str = "clover_lr"
     rank: int = DEFAULT_RANK
     num_augmenting_layers: int = 2
+    unit_inputs: bool = True
     drafted_share: float = 0.0
 
     def __post_init__(self):
@@ -202,7 +213,7 @@ class CloverLR(nn.Module):
         if not self.config.rank:
             return state
         above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
-        following = self.recurrence(above, embed(frozen, token) @ self.token_in)
+        following = self.recurrence(above, self._embed(frozen, token) @ self.token_in)
         return CloverLRState(block=state.block, state=following)
 
     def train_forward(
@@ -229,12 +240,13 @@ class CloverLR(nn.Module):
         state = self._first(z)
         corrections = [jnp.zeros_like(state)]
         # What depends on a token alone is computed once; every position shifts it further.
-        embedded = embed(frozen, extend(tokens, len(block))) @ self.token_in
+        embedded = self._embed(frozen, extend(tokens, len(block))) @ self.token_in
         for depth in range(1, len(block)):
             following = window(embedded, depth + 1, tokens.shape[1])
             if rng is not None and self.config.drafted_share:
                 above = jnp.concatenate([block[depth - 1], corrections[-1]], axis=-1)
-                drafted = embed(frozen, self._drafted(frozen, above, depth - 1)) @ self.token_in
+                drafted = self._drafted(frozen, above, depth - 1)
+                drafted = self._embed(frozen, drafted) @ self.token_in
                 share, key = progress * self.config.drafted_share, jax.random.fold_in(rng, depth)
                 is_drafted = jax.random.bernoulli(key, share, tokens.shape)
                 following = jnp.where(is_drafted[..., None], drafted, following)
@@ -269,7 +281,8 @@ class CloverLR(nn.Module):
         return found if table is None else jnp.asarray(table)[found]
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
-        x = self.attention_decoder_1(self._fused(features), embed(frozen, next_tokens))
+        token = self._embed(frozen, next_tokens)
+        x = self.attention_decoder_1(self._unit(self._fused(features)), token)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh
 
@@ -278,6 +291,15 @@ class CloverLR(nn.Module):
             return features
         each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
         return each[..., -1, :] + jnp.einsum("...fd,fde->...e", each[..., :-1, :], self.fuse)
+
+    def _embed(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+        return self._unit(embed(frozen, tokens))
+
+    def _unit(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+        if not self.config.unit_inputs:
+            return x
+        length = x.shape[-1] ** 0.5  # without an eps that counts: rows of lm_head may be small
+        return (length * unit(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
 
     def _block(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
         return self.head_norm(jnp.einsum("...d,dpe->...pe", z, self.block) + self.block_bias)
@@ -293,6 +315,7 @@ def make_config(
     num_augmenting_layers: int = 2,
     rank: int | None = None,
     num_features: int = 3,
+    unit_inputs: bool = True,
     drafted_share: float = 0.0,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
@@ -312,6 +335,7 @@ def make_config(
         features=(*layers, "pre_norm"),
         rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
         num_augmenting_layers=num_augmenting_layers,
+        unit_inputs=unit_inputs,
         drafted_share=drafted_share,
         loss=loss or METHOD_LOSS,
     )

@@ -47,6 +47,26 @@ def test_it_begins_without_a_correction_and_with_the_last_state_alone():
     np.testing.assert_allclose(hidden, alone, atol=1e-6)
 
 
+@pytest.mark.parametrize("unit_inputs", [True, False])
+def test_the_size_of_states_and_rows_means_nothing_where_inputs_are_scaled(unit_inputs):
+    head, params = head_with(unit_inputs=unit_inputs), lively_params(name="clover_lr")
+    batch = random_batch()
+    teacher = online_teacher(TINY, random_base(), head.config.features, batch)
+    frozen = frozen_from_base(random_base())
+
+    def hidden(features, lm_head):
+        inputs = (features, batch.tokens, batch.segment_ids, batch.positions)
+        module, weights = head.module, frozen.replace(lm_head=lm_head)
+        return module.apply({"params": params}, weights, *inputs, method="train_forward")
+
+    found = hidden(teacher.features, frozen.lm_head)
+    for other in (
+        hidden(7 * teacher.features, frozen.lm_head),
+        hidden(teacher.features, 7 * frozen.lm_head),
+    ):
+        assert np.allclose(found, other, atol=1e-3) == unit_inputs
+
+
 @pytest.mark.parametrize("table", [None, tuple(range(3, 96, 2))])
 def test_drafted_tokens_are_the_heads_own_most_probable_ones(table):
     head, params = head_with(drafted_share=1.0), lively_params(name="clover_lr")
