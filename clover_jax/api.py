@@ -24,7 +24,7 @@ import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from clover_jax.data.prompts import Prompt, parse_prompt
 from clover_jax.dtypes import resolve_dtype
@@ -39,6 +39,7 @@ from clover_jax.training.settings import TrainSettings
 
 __all__ = ["Piece", "UserError", "generate", "generate_rows", "load_base", "load_draft", "train"]
 
+Settings = TypeVar("Settings", GenerationSettings, TrainSettings)
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 
@@ -64,7 +65,8 @@ class Piece:
 def load_base(source: str = "builtin:tiny", dtype: str = "auto", mesh: str | None = None) -> Models:
     """Load a base and its tokenizer, for plain decoding.
 
-    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`) or "builtin:tiny".
+    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
+        or "shape:NAME" for random weights.
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
     mesh: the devices to decode on, such as "tensor=4"; None: one.
     """
@@ -103,7 +105,7 @@ def generate(
     A second call with the same models and kind of settings compiles nothing.
     """
     row = as_prompt(prompt)
-    chosen = GenerationSettings(**settings)
+    chosen = _chosen(GenerationSettings, settings)
     stream = open_stream(models, [row], chosen, seed=seed, strict=True)
     pieces, num_seen = TextPieces(models.tokenizer), 0
     for event in stream:
@@ -129,7 +131,7 @@ def generate_rows(
     A prompt that cannot be decoded raises its UserError.
     """
     rows = [as_prompt(prompt, index) for index, prompt in enumerate(prompts)]
-    chosen = GenerationSettings(**settings)
+    chosen = _chosen(GenerationSettings, settings)
     stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=True)
     yield from (event.row for event in stream if event.row is not None)
 
@@ -147,7 +149,7 @@ def train(
     mesh: the devices to train on, such as "data=2,fsdp=-1"; None: one.
     settings: fields of `TrainSettings`, which are the flags of `python -m clover_jax.train`.
     """
-    chosen = TrainSettings(**settings)
+    chosen = _chosen(TrainSettings, settings)
     stop = stop or threading.Event()
     return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
 
@@ -158,8 +160,21 @@ def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
         row = dict(prompt)
     elif isinstance(prompt, str):
         row = {"prompt": prompt}
+    elif not isinstance(prompt, Iterable):
+        raise UserError(
+            f"prompt {index} must be text, token ids, messages or a row, not {prompt!r}"
+        )
     else:
         listed = list(prompt)
         of_messages = bool(listed) and isinstance(listed[0], Mapping)
         row = {"messages" if of_messages else "prompt_ids": listed}
     return parse_prompt(row, index=index, source=f"prompt {index}")
+
+
+def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
+    """Return settings of a kind; raises UserError listing its fields where one is unknown."""
+    known = [field.name for field in dataclasses.fields(kind)]
+    unknown = [name for name in given if name not in known]
+    if unknown:
+        raise UserError(f"{unknown[0]!r} is no setting; the settings are {', '.join(known)}")
+    return kind(**given)

@@ -5,9 +5,16 @@ import contextlib
 import jax
 import jax.numpy as jnp
 
+from clover_jax.errors import UserError
+
 
 def resolve_dtype(name: str) -> jnp.dtype:
-    """Return the dtype that `--dtype` names; auto is float32 on CPU and bfloat16 elsewhere."""
+    """Return the dtype that `--dtype` names; auto is float32 on CPU and bfloat16 elsewhere.
+
+    Raises UserError for another name.
+    """
+    if name not in ("auto", "float32", "bfloat16"):
+        raise UserError(f"dtype {name!r} is unknown; use auto, float32 or bfloat16")
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)

@@ -115,7 +115,7 @@ class _Lines(_Closing):
             self._print()
 
     def __exit__(self, *exception: object) -> None:
-        if not isinstance(exception[1], UserError):  # which is told in one line, and that alone
+        if not isinstance(exception[1], UserError | OSError):  # told in one line, and that alone
             self.close()
 
     def _print(self) -> None:

@@ -65,6 +65,14 @@ def test_a_draft_gives_the_same_text_in_fewer_forwards(models, folder):
     assert drafted[-1].tau == 23 / drafted[-1].forwards
 
 
+def test_models_show_in_a_notebook_what_they_are_not_all_they_hold(models, folder):
+    shown = repr(api.load_draft(models, folder / "draft"))
+    assert "Clover2Config" in shown
+    assert f"source='{folder / 'base'}'" in shown
+    assert "Array" not in shown
+    assert "AddedToken" not in shown
+
+
 def test_a_stop_string_ends_the_text_before_itself(models):
     whole = "".join(p.text for p in api.generate(models, "def f(", max_new_tokens=20))
     stop = whole[4:6]
@@ -108,6 +116,16 @@ def test_the_same_call_again_compiles_nothing(models):
 def test_mistakes_are_user_errors(models):
     with pytest.raises(UserError, match="prompt_ids must be a list of token ids, at least one"):
         list(api.generate(models, []))
+    with pytest.raises(
+        UserError, match="prompt 0 must be text, token ids, messages or a row, not 5"
+    ):
+        list(api.generate(models, 5))
+    with pytest.raises(UserError, match="'max_tokens' is no setting; the settings are max_new_tok"):
+        list(api.generate(models, "a", max_tokens=5))
+    with pytest.raises(UserError, match="'step' is no setting; the settings are base, "):
+        api.train("nowhere", step=5)
+    with pytest.raises(UserError, match="dtype 'int8' is unknown; use auto, float32 or bfloat16"):
+        api.load_base(dtype="int8")
     with pytest.raises(UserError, match="is neither a folder, nor a hub id"):
         api.load_draft(models, "no such/folder/here")
 

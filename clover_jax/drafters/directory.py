@@ -44,7 +44,7 @@ class Draft:
     """
 
     head: registry.DraftHead
-    params: Params
+    params: Params = dataclasses.field(repr=False)
     tree: str | None
     provenance: dict[str, Any]
     source: str

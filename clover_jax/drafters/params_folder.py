@@ -8,10 +8,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 
 from clover_jax.array_types import Params
 from clover_jax.errors import UserError
+from clover_jax.models.finite import check_finite
 
 
 def save_params(folder: Path, params: Params) -> dict[str, str]:
@@ -35,8 +37,8 @@ def restore_params(folder: Path, expected: Params, dtype: jnp.dtype, files: Any)
 
     expected: the tree of ShapeDtypeStructs that the draft's config asks for.
     files: what `save_params` returned.
-    Raises UserError naming a file that is missing or altered, or a tensor that is missing, extra
-        or misshapen.
+    Raises UserError naming a file that is missing or altered, or a tensor that is missing, extra,
+        misshapen or not of finite numbers.
     """
     stored = check_folder(folder, expected, files)
     with ocp.StandardCheckpointer() as checkpointer:
@@ -45,6 +47,8 @@ def restore_params(folder: Path, expected: Params, dtype: jnp.dtype, files: Any)
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=device), stored
         )
         params = checkpointer.restore(folder.absolute(), target)
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        check_finite(np.asarray(leaf), "/".join(key.key for key in path), folder)
     return jax.tree.map(lambda leaf: leaf.astype(dtype), params)
 
 

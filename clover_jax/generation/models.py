@@ -45,7 +45,7 @@ class Models:
     """
 
     base: BaseModel
-    tokenizer: PreTrainedTokenizerBase | None
+    tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(repr=False)
     draft: Draft | None
     tree: TreeConfig | AdaptiveTree
     mesh: Mesh | None = None

@@ -10,7 +10,7 @@ from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
 from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
-from clover_jax.models.llama_config import parse_llama_config
+from clover_jax.models.llama_config import MOST_LAYERS, check_count, parse_llama_config
 
 ROPE_THETA = 10_000.0  # what readers of the layout use, whatever rope_theta says
 
@@ -25,16 +25,12 @@ def read_config(path: Path, rope_theta: float = ROPE_THETA) -> Clover2Config:
     if not isinstance(clover, dict):
         raise UserError(f'{path} has no "clover" object; it is not an official Clover-2 head')
     for name in ("num_heads", "num_layers"):
-        if not isinstance(clover.get(name), int) or clover[name] < 1:
-            raise UserError(
-                f"{path}: clover.{name} must be a positive whole number, not {clover.get(name)!r}"
-            )
+        check_count({f"clover.{name}": clover.get(name)}, f"clover.{name}", path, MOST_LAYERS)
     llama = parse_llama_config(values, path)
     _check_widths(llama.layer)
-    scale = clover.get("heads_coefficient", 1.0)
-    loss = LossSpec(
-        regression=10.0 * scale, soft_ce=scale, decay=clover.get("decay_coefficient", 0.7)
-    )
+    scale = _number(clover, "heads_coefficient", 1.0, path)
+    decay = _number(clover, "decay_coefficient", 0.7, path)
+    loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=decay)
     try:
         return Clover2Config(
             layer=dataclasses.replace(llama.layer, rope=RopeConfig(theta=rope_theta)),
@@ -45,6 +41,13 @@ def read_config(path: Path, rope_theta: float = ROPE_THETA) -> Clover2Config:
         )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
+
+
+def _number(clover: dict[str, Any], name: str, default: float, path: Path) -> float:
+    value = clover.get(name, default)
+    if not isinstance(value, int | float):
+        raise UserError(f"{path}: clover.{name} must be a number, not {value!r}")
+    return value
 
 
 def config_fields(config: Clover2Config, base: BaseConfig) -> dict[str, Any]:

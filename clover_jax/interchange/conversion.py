@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from clover_jax.data.prompts import Prompt
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.files import put_in_place, scratch_directory
 from clover_jax.generation.models import load_plain
 from clover_jax.interchange.layouts import NATIVE, layout_for
-from clover_jax.interchange.publish import read_token, upload, write_card
+from clover_jax.interchange.publish import check_repository, read_token, upload, write_card
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.interchange.verification import Verification, held_out_prompts, verify
 from clover_jax.interchange.write_head import num_units, write_foreign, write_native
@@ -48,8 +50,10 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
     """
     if options.card_only and not options.push:
         raise UserError("--card_only prepares what --push would upload; give --push=OWNER/NAME")
-    if options.push and not options.card_only:
-        read_token(options.push)  # before anything is written
+    if options.push:  # before anything is written
+        check_repository(options.push)
+        if not options.card_only:
+            read_token(options.push)
     base = open_base(options.base)
     output = Path(options.output).expanduser()
     _check_output(output, options)
@@ -86,10 +90,11 @@ def convert_head(
     if not options.verify:
         write_head(output, head, options.to, base, options.input)
         return report | {"bytes": _num_bytes(output)}
+    prompts = held_out_prompts(base.directory, options.prompts, options.num_prompts)
     with scratch_directory(output) as scratch:
         staged = scratch / "head"
         write_head(staged, head, options.to, base, options.input)
-        verification = _verify(options, base, head, staged)
+        verification = _verify(options, base, head, staged, prompts)
         report |= {"bytes": _num_bytes(staged)} | verification.to_dict()
         if verification.differing:
             return report | {"output": None}
@@ -98,11 +103,14 @@ def convert_head(
 
 
 def _verify(
-    options: ConvertOptions, base: BaseModel, source: StoredHead, staged: Path
+    options: ConvertOptions,
+    base: BaseModel,
+    source: StoredHead,
+    staged: Path,
+    prompts: Sequence[Prompt],
 ) -> Verification:
     result = open_head(str(staged), base, allow_base_mismatch=options.allow_base_mismatch)
     models = load_plain(options.base, resolve_dtype(options.dtype))
-    prompts = held_out_prompts(models, options.prompts, options.num_prompts)
     return verify(models, source, result, prompts, options.max_new_tokens)
 
 

@@ -16,6 +16,7 @@ from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
+from clover_jax.models.llama_config import MOST_LAYERS, check_count
 from clover_jax.models.tensor_map import Leaf, Piece, whole
 
 ORIGINAL_FILE = "medusa_lm_head.safetensors"
@@ -108,10 +109,7 @@ def _config(
     values: dict[str, Any], path: Path, heads: str, layers: str, base: BaseConfig
 ) -> MedusaConfig:
     for name in (heads, layers):
-        if not isinstance(values.get(name), int) or values[name] < 1:
-            raise UserError(
-                f"{path}: {name} must be a positive whole number, not {values.get(name)!r}"
-            )
+        check_count(values, name, path, MOST_LAYERS)
     if values[layers] != 1:
         raise UserError(f"{path}: {layers} is {values[layers]}; heads of 1 residual block are read")
     return make_config(base, num_positions=values[heads])

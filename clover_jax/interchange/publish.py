@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
 
 from clover_jax.errors import UserError
@@ -12,6 +13,7 @@ from clover_jax.models.base import BaseModel
 
 CARD_FILE = "README.md"
 _UNKNOWN = "not recorded"
+_REPOSITORY = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def write_card(folder: Path, head: StoredHead, to: str, base: BaseModel, name: str) -> None:
@@ -44,6 +46,12 @@ def write_card(folder: Path, head: StoredHead, to: str, base: BaseModel, name: s
         "tau is emitted tokens per forward of the base, as measured where the head was trained.\n\n"
         f"## Load\n\n    python -m clover_jax.generate --base={base.source} --draft={name}\n",
     )
+
+
+def check_repository(name: str) -> None:
+    """Raise UserError for what cannot be a repository of the hub."""
+    if not _REPOSITORY.fullmatch(name):
+        raise UserError(f"--push={name} is no repository of the hub; give OWNER/NAME")
 
 
 def read_token(repository: str) -> str:

@@ -27,6 +27,7 @@ from clover_jax.interchange.layouts import LAYOUTS, NATIVE
 from clover_jax.interchange.recognise import recognise
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import fingerprint
+from clover_jax.models.finite import check_finite
 from clover_jax.models.shapes import base_shapes
 from clover_jax.models.sources import find_directory
 from clover_jax.models.stored_base import StoredMatrix
@@ -105,7 +106,9 @@ def _open_native(
     dtype = _one_dtype({"/".join(path): leaf.dtype for path, leaf in stored.items()}, folder)
 
     def read(path: LeafPath) -> np.ndarray:
-        return _finite(read_leaf(folder, path), "/".join(path), folder)
+        leaf = read_leaf(folder, path)
+        check_finite(leaf, "/".join(path), folder)
+        return leaf
 
     shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
     return StoredHead(card, NATIVE, shapes, dtype, read)
@@ -156,8 +159,8 @@ def _open_foreign(
 
     def read_tensor(name: str) -> np.ndarray:
         if kept[name] == own[name]:
-            return _finite(files.read(name), name, directory)
-        return _finite(files.read_rows(name, 0, kept[name][0]), name, directory)
+            return files.read(name)
+        return files.read_rows(name, 0, kept[name][0])
 
     def read(path: LeafPath) -> np.ndarray:
         return fuse(leaves[path], read_tensor)
@@ -189,10 +192,3 @@ def _one_dtype(dtypes: dict[str, np.dtype], place: Path) -> np.dtype:
                 "save all tensors of a head in one type"
             )
     return np.dtype(wanted)
-
-
-def _finite(array: np.ndarray, name: str, place: Path) -> np.ndarray:
-    for part in array.reshape(-1, array.shape[-1]) if array.ndim > 2 else [array]:
-        if not np.isfinite(part).all():
-            raise UserError(f"{place}: tensor {name} holds values that are not finite numbers")
-    return array

@@ -47,12 +47,12 @@ class Verification:
         }
 
 
-def held_out_prompts(base: Models, path: str | None, count: int) -> list[Prompt]:
-    """Return the first prompts of a file, or of those that came with the base.
+def held_out_prompts(base: Path, path: str | None, count: int) -> list[Prompt]:
+    """Return the first prompts of a file, or of those that came with the base in a folder.
 
     Raises UserError where there are none.
     """
-    file = Path(path).expanduser() if path else base.base.directory / SHIPPED_PROMPTS
+    file = Path(path).expanduser() if path else base / SHIPPED_PROMPTS
     if not file.is_file():
         raise UserError(f"{file} is not there, so nothing can be decoded; give --prompts=FILE")
     return read_prompts(file)[:count]

@@ -21,7 +21,7 @@ class BaseModel:
     """
 
     config: BaseConfig
-    params: Params
+    params: Params = dataclasses.field(repr=False)
     directory: Path
     source: str
 

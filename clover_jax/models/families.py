@@ -95,7 +95,7 @@ def architecture_of(values: dict[str, Any], path: Path) -> str:
     if not names and values.get("model_type") in MODEL_TYPES:
         return MODEL_TYPES[values["model_type"]]
     for name in names:
-        if name in ARCHITECTURES:
+        if isinstance(name, str) and name in ARCHITECTURES:
             return name
     found = ", ".join(map(str, names)) or values.get("model_type") or "none named"
     raise UserError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -9,11 +10,11 @@ from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 
 ROPE_KINDS = ("default", "linear", "llama3")
+MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory before it is found
 _REQUIRED = (
     "vocab_size",
     "hidden_size",
     "intermediate_size",
-    "num_hidden_layers",
     "num_attention_heads",
 )
 
@@ -26,14 +27,13 @@ def parse_llama_config(
     Defaults are those of transformers' LlamaConfig, except that the shapes must be given.
     """
     for name in _REQUIRED:
-        if not isinstance(values.get(name), int) or values[name] < 1:
-            raise UserError(
-                f"{path}: {name} must be a positive whole number, not {values.get(name)!r}"
-            )
+        check_count(values, name, path)
+    check_count(values, "num_hidden_layers", path, MOST_LAYERS)
     _check_supported(values, path)
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
     head_dim, rope = _head_dim(values, path), parse_rope(values, path)
+    eps = _positive(values, "rms_norm_eps", 1e-6, path)
     try:
         return BaseConfig(
             vocab_size=values["vocab_size"],
@@ -43,7 +43,7 @@ def parse_llama_config(
             num_heads=heads,
             num_kv_heads=values.get("num_key_value_heads") or heads,
             head_dim=head_dim,
-            rms_norm_eps=values.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=eps,
             rope=rope,
             max_position_embeddings=values.get("max_position_embeddings", 2048),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
@@ -57,25 +57,35 @@ def parse_llama_config(
         raise UserError(f"{path}: {error}") from error
 
 
+def check_count(values: dict[str, Any], name: str, path: Path, most: int | None = None) -> None:
+    """Raise UserError for a field that is no positive whole number, or more than `most`."""
+    count = values.get(name)
+    if not isinstance(count, int) or count < 1:
+        raise UserError(f"{path}: {name} must be a positive whole number, not {count!r}")
+    if most is not None and count > most:
+        raise UserError(f"{path}: {name} is {count}, and more than {most} cannot be")
+
+
 def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
     """Read the rotary fields: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
     fields = values.get("rope_scaling") or values.get("rope_parameters") or {}
+    if not isinstance(fields, dict):
+        raise UserError(f"{path}: rope_scaling must be an object or null, not {fields!r}")
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise UserError(
             f"{path}: rope type {kind!r} is not supported; the types are {', '.join(ROPE_KINDS)}"
         )
-    theta = fields.get("rope_theta") or values.get("rope_theta") or 10_000.0
-    if not isinstance(theta, int | float) or theta <= 0:
-        raise UserError(f"{path}: rope_theta must be a positive number, not {theta!r}")
+    own_theta = {} if fields.get("rope_theta") is None else {"rope_theta": fields["rope_theta"]}
+    theta = _positive(values | own_theta, "rope_theta", 10_000.0, path)
     if kind == "default":
         return RopeConfig(theta=float(theta))
     needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
     for name in needed:
-        value = fields.get(name)
-        if not isinstance(value, int | float) or value <= 0:
+        if not _is_positive(fields.get(name)):
             raise UserError(
-                f"{path}: rope type {kind!r} needs a positive number {name}, not {value!r}"
+                f"{path}: rope type {kind!r} needs a positive number {name}, not "
+                f"{fields.get(name)!r}"
             )
     scaling = {name: float(fields[name]) for name in needed}
     if kind == "llama3":
@@ -84,13 +94,26 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
     return RopeConfig(theta=float(theta), kind=kind, **scaling)
 
 
+def _positive(values: dict[str, Any], name: str, default: float, path: Path) -> float:
+    """Return a positive number; null stands for the default."""
+    value = default if values.get(name) is None else values[name]
+    if not _is_positive(value):
+        raise UserError(f"{path}: {name} must be a positive number, not {value!r}")
+    return value
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value) and value > 0
+
+
 def _check_supported(values: dict[str, Any], path: Path) -> None:
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {values['hidden_act']!r} is not supported, only silu")
     if values.get("quantization_config"):
         raise UserError(f"{path}: quantised checkpoints are not supported; give the original one")
-    rope = values.get("rope_parameters") or {}
-    partial = rope.get("partial_rotary_factor", values.get("partial_rotary_factor"))
+    rope = values.get("rope_parameters")
+    own = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
+    partial = values.get("partial_rotary_factor") if own is None else own
     if partial not in (None, 1, 1.0):
         raise UserError(f"{path}: partial_rotary_factor {partial} is not supported, only 1")
 

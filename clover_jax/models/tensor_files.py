@@ -11,6 +11,7 @@ from safetensors import SafetensorError, safe_open
 
 from clover_jax.errors import UserError
 from clover_jax.json_files import read_json_object
+from clover_jax.models.finite import check_finite
 from clover_jax.models.torch_file import TorchFile
 
 SINGLE = "model.safetensors"
@@ -46,19 +47,23 @@ class TensorFiles:
         """Return one tensor as it is stored (bfloat16 included).
 
         types: what it may be stored as; weights are floating-point numbers.
-        Raises UserError for a quantised or otherwise unreadable tensor.
+        Raises UserError for a quantised or otherwise unreadable tensor, or one with NaN in it.
         """
         self._check_type(name, types)
-        return self._handles[name].get_tensor(name)
+        return self._checked(name, self._handles[name].get_tensor(name))
 
     def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
         """Return a slice of a tensor along its first axis; raises as `read`."""
         self._check_type(name)
-        return self._handles[name].get_slice(name)[start:stop]
+        return self._checked(name, self._handles[name].get_slice(name)[start:stop])
 
     def dtype(self, name: str) -> np.dtype:
         """Return the type of a stored tensor; raises as `read`."""
         return READABLE[self._check_type(name)]
+
+    def _checked(self, name: str, array: np.ndarray) -> np.ndarray:
+        check_finite(array, name, self._places[name])
+        return array
 
     def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
         stored = self._handles[name].get_slice(name).get_dtype()

@@ -268,6 +268,14 @@ def test_verifying_decodes_with_both_and_prints_both_taus(command, speaking, tmp
     assert (tmp_path / "out" / WEIGHTS).is_file()
 
 
+def test_verifying_without_prompts_stops_before_anything_is_written(command, speaking, tmp_path):
+    given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--verify")
+    status, _, error = command(*given, f"--output={tmp_path / 'out'}")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "prompts.jsonl is not there, so nothing can be decoded; give --prompts=FILE" in error
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path, monkeypatch):
     """Spoil what was written, as a wrong layout would."""
     prompts = tmp_path / "prompts.jsonl"

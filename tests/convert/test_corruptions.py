@@ -5,7 +5,9 @@ from pathlib import Path
 import pytest
 
 from clover_jax.interchange import conversion
-from tests.convert.corruptions import CLOVER2, NATIVE, SPECULATORS, TORCH
+from tests.convert.corrupt_archives import TORCH
+from tests.convert.corrupt_drafts import NATIVE
+from tests.convert.corrupt_heads import CLOVER2, SPECULATORS
 from tests.tiny_checkpoints import copy_of
 
 

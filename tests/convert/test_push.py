@@ -28,6 +28,16 @@ def test_a_card_is_prepared_and_nothing_uploaded(command, speaking, tmp_path, mo
     assert not (tmp_path / "other").exists()
 
 
+@pytest.mark.parametrize("name", ["head", "a/b/c", "me/my head", "https://hub/me/head"])
+def test_what_is_no_repository_is_refused_before_anything_is_written(
+    command, speaking, tmp_path, name
+):
+    given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", f"--push={name}")
+    status, _, error = command(*given, f"--output={tmp_path / 'out'}", "--card_only")
+    assert (status, f"--push={name} is no repository of the hub; give OWNER" in error) == (2, True)
+    assert list(tmp_path.iterdir()) == []
+
+
 class Hub:
     """Stands for huggingface_hub.HfApi: takes what the network would, or fails as it does."""
 

@@ -192,3 +192,11 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(folder, base, params):
     message = r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)"
     with pytest.raises(UserError, match=message):
         load_draft(folder, base)
+
+
+def test_a_tensor_that_is_not_finite_is_named(folder, base, params):
+    bias = params["projector_0_bias"].at[3].set(jnp.nan)
+    replace_params(folder, params | {"projector_0_bias": bias})
+    message = "params: tensor projector_0_bias holds values that are not finite numbers"
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)

@@ -98,6 +98,7 @@ def test_a_copy_of_another_embedding_is_refused(folder, base):
             lambda t: t.update({"fc.weight": np.ones((32, 32), np.float32)}),
             r"fc\.weight has shape \(32, 32\); config.json asks for \(32, 64\)",
         ),
+        (lambda t: t["fc.weight"].fill(np.inf), r"tensor fc\.weight holds values that are not fin"),
     ],
 )
 def test_wrong_tensors_are_named(folder, base, edit, message):

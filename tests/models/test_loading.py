@@ -195,6 +195,13 @@ def test_a_misshapen_tensor_is_named_with_both_shapes(folder):
         load_base(str(folder))
 
 
+def test_a_tensor_with_a_value_that_is_no_number_is_named(folder):
+    edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(3, np.nan))
+    message = "model.safetensors: tensor model.norm.weight holds values that are not finite numbers"
+    with pytest.raises(UserError, match=message):
+        load_base(str(folder))
+
+
 def test_a_quantised_tensor_is_refused(folder):
     edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((32, 32), np.int8)}))
     with pytest.raises(UserError, match=f"tensor {QUERY} is stored as I8; the readable types are"):

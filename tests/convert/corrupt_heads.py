@@ -1,126 +1,23 @@
-"""Ways to spoil a head, and what the command says of each.
-
-Each takes a folder with `head`, `base` and perhaps `other`.
-"""
-
-import json
-import pickle
-import zipfile
-from pathlib import Path
+"""Heads in the layouts of others, spoilt: name -> (how, what the command says of it)."""
 
 import numpy as np
 
-from tests.tiny_checkpoints import edit_json, edit_tensors
-from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_fallback, save_byte_level
-
-WEIGHTS = "model.safetensors"
-MLP = "clover_head_mlp.weight"
-DOWN = "layers.1.mlp.down_proj.weight"
-
-
-def tensors(edit):
-    return lambda folder: edit_tensors(folder / "head", edit)
-
-
-def config(**changes):
-    return lambda folder: edit_json(folder / "head" / "config.json", **changes)
-
-
-def card(**changes):
-    return lambda folder: edit_json(folder / "head" / "draft.json", **changes)
-
-
-def base_config(**changes):
-    return lambda folder: edit_json(folder / "base" / "config.json", **changes)
-
-
-def text(name, value):
-    return lambda folder: (folder / name).write_text(value)
-
-
-def cut_file(name, size):
-    def spoil(folder):
-        path = folder / name
-        path.write_bytes(path.read_bytes()[:size])
-
-    return spoil
-
-
-def remove(name):
-    return lambda folder: (folder / name).unlink()
-
-
-def set_value(name, value, index=(0, 0)):
-    def edit(stored):
-        stored[name][index[: stored[name].ndim]] = value
-
-    return tensors(edit)
-
-
-def cast(name, dtype):
-    return tensors(lambda stored: stored.update({name: stored[name].astype(dtype)}))
-
-
-def other_lm_head(folder):
-    edit_tensors(folder / "base", lambda stored: stored["lm_head.weight"].__iadd__(0.5))
-
-
-def index_with(name):
-    def spoil(folder):
-        head = folder / "head"
-        (head / WEIGHTS).rename(folder / "elsewhere.safetensors")
-        index = {"weight_map": {MLP: name}}
-        (head / (WEIGHTS + ".index.json")).write_text(json.dumps(index))
-
-    return spoil
-
-
-def header_of(text):
-    """A safetensors file with this header and no values."""
-
-    def spoil(folder):
-        data = text.encode()
-        (folder / "head" / WEIGHTS).write_bytes(len(data).to_bytes(8, "little") + data)
-
-    return spoil
-
-
-class RunsCode:
-    """Leaves a file behind when it is unpickled."""
-
-    def __reduce__(self):
-        return (Path.touch, (Path("was_executed"),))
-
-
-def torch_archive(write):
-    def spoil(folder):
-        (folder / "head" / WEIGHTS).unlink()
-        write(folder / "head" / "pytorch_model.bin")
-
-    return spoil
-
-
-def zipped(entries, compression=zipfile.ZIP_STORED):
-    def write(path):
-        with zipfile.ZipFile(path, "w", compression) as archive:
-            for name, data in entries.items():
-                archive.writestr(name, data)
-
-    return torch_archive(write)
-
-
-def orbax_data(folder):
-    return max(
-        (folder / "head" / "params").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size
-    )
-
-
-def flip_a_byte(folder):
-    path = orbax_data(folder)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
+from tests.convert.spoiling import (
+    DOWN,
+    MLP,
+    WEIGHTS,
+    base_config,
+    cast,
+    config,
+    cut_file,
+    header_of,
+    index_with,
+    other_lm_head,
+    remove,
+    set_value,
+    tensors,
+    text,
+)
 
 CLOVER2 = {
     "tensor missing": (tensors(lambda t: t.pop(MLP)), "lacks tensor clover_head_mlp.weight"),
@@ -154,7 +51,10 @@ CLOVER2 = {
     "NaN": (set_value(MLP, np.nan), f"tensor {MLP} holds values that are not finite"),
     "infinity": (set_value(DOWN, np.inf), f"tensor {DOWN} holds values that are not finite"),
     "NaN in a norm": (set_value("clover_norm.weight", np.nan), "tensor clover_norm.weight holds"),
-    "NaN in the output matrix": (set_value("lm_head.weight", np.nan), "lm_head.weight differs fr"),
+    "NaN in the output matrix": (
+        set_value("lm_head.weight", np.nan),
+        "tensor lm_head.weight holds values",
+    ),
     "other embedding": (set_value("clover_embed_tokens.weight", 9.0, (3, 0)), "(first in row 3)"),
     "base with another lm_head": (other_lm_head, "lm_head.weight differs from the output matrix"),
     "config of a wider base": (config(hidden_size=64), "the head's hidden_size is 64, that of"),
@@ -169,8 +69,20 @@ CLOVER2 = {
         "has tensors layers.1.",
     ),
     "no positions": (config(clover={"num_heads": 0, "num_layers": 2}), "clover.num_heads must be"),
+    "a weight that is no number": (
+        config(clover={"num_heads": 5, "num_layers": 2, "heads_coefficient": "x"}),
+        "clover.heads_coefficient must be a number, not 'x'",
+    ),
     "heads that do not divide": (config(num_attention_heads=5), "must be divisible by num_att"),
     "other head count": (config(num_key_value_heads=4), "k_proj.weight has shape"),
+    "as many layers as stars": (
+        config(clover={"num_heads": 5, "num_layers": 10**9}),
+        "clover.num_layers is 1000000000, and more than 10000 cannot be",
+    ),
+    "as many layers in the base": (
+        base_config(num_hidden_layers=10**9),
+        "num_hidden_layers is 1000000000, and",
+    ),
     "not a number": (config(intermediate_size="big"), "intermediate_size must be a positive"),
     "another activation": (config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
     "config gone": (remove("head/config.json"), "nor config.json (others' layouts)"),
@@ -261,68 +173,4 @@ SPECULATORS = {
         "lacks tensor norm.weight",
     ),
     "NaN": (set_value("fc.weight", np.nan), "tensor fc.weight holds values that are not finite"),
-}
-TORCH = {
-    "pickle with code": (
-        zipped({"archive/data.pkl": pickle.dumps(RunsCode()), "archive/version": "3\n"}),
-        "pytorch_model.bin holds more or less than tensors",
-    ),
-    "bare pickle with code": (
-        torch_archive(lambda path: path.write_bytes(pickle.dumps(RunsCode()))),
-        "pytorch_model.bin is not a whole PyTorch archive",
-    ),
-    "zip bomb": (
-        zipped({"archive/data.pkl": b"\0" * 50_000_000}, zipfile.ZIP_DEFLATED),
-        "pytorch_model.bin would unpack to more than its size",
-    ),
-    "compressed entries": (
-        zipped({"a/data.pkl": bytes(range(250))}, zipfile.ZIP_LZMA),
-        "entry 'a/data.pkl' is compressed",
-    ),
-    "path tricks": (
-        zipped({"archive/../../escaped": b"x"}),
-        "entry 'archive/../../escaped' leads out of the archive",
-    ),
-    "absolute path": (zipped({"/escaped": b"x"}), "entry '/escaped' leads out of the archive"),
-    "archive cut": (
-        lambda folder: (
-            zipped({"archive/data.pkl": b"x" * 500})(folder),
-            cut_file("head/pytorch_model.bin", 300)(folder),
-        ),
-        "pytorch_model.bin is not a whole PyTorch archive",
-    ),
-    "archive without tensors": (zipped({"readme": b"x"}), "pytorch_model.bin holds more or less"),
-}
-NATIVE = {
-    "card gone": (remove("head/draft.json"), "is no draft: it has neither draft.json"),
-    "card cut": (cut_file("head/draft.json", 99), "draft.json is not JSON"),
-    "card of the future": (card(format_version=2), "draft.json has format_version 2; this"),
-    "card without a drafter": (card(drafter=...), "draft.json has no 'drafter' object"),
-    "unknown drafter": (card(drafter={"kind": "clover9"}), "drafter 'clover9' is unknown; the"),
-    "unknown field": (
-        lambda folder: edit_json(
-            folder / "head" / "draft.json",
-            drafter=json.loads((folder / "head/draft.json").read_text())["drafter"] | {"w": 1},
-        ),
-        "Clover2Config has no field 'w'",
-    ),
-    "files not listed": (card(files=...), "draft.json does not list the files of params/"),
-    "a byte flipped": (flip_a_byte, "has changed since it was written; copy it again"),
-    "a file gone": (lambda folder: orbax_data(folder).unlink(), "is missing; was the draft copied"),
-    "another tokenizer": (
-        lambda folder: save_byte_fallback(folder / "base"),
-        "tokenizer",
-    ),
-    "another chat template": (
-        lambda folder: save_byte_level(folder / "base", CHAT_TEMPLATE + "!"),
-        "was trained for another base than",
-    ),
-    "another lm_head": (other_lm_head, "lm_head "),
-    "a base of another depth": (
-        lambda folder: edit_json(
-            folder / "head" / "draft.json",
-            base=json.loads((folder / "head/draft.json").read_text())["base"] | {"num_layers": 9},
-        ),
-        "num_layers 9 against 2",
-    ),
 }
