@@ -147,7 +147,7 @@ def _load_native(
     card = read_card(directory)
     check_base(card, base, source, allow_base_mismatch)
     head = registry.head(card.config)
-    expected = registry.init_shapes(head, base.params)
+    expected = expected_params(card, directory, base.params)
     params = restore_params(directory / PARAMS, expected, dtype, card.files)
     return Draft(head, params, card.tree, card.provenance, source)
 
@@ -169,12 +169,28 @@ def read_card(directory: Path) -> Card:
         raise UserError(f"{path} has no {missing[0]!r} object")
     try:
         config = registry.config_from_dict(card["drafter"])
+        if config.layer is None:
+            raise ValueError("its drafter has no layer")
         trained_for = BaseFingerprint.from_dict(card["base"])
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from error
     return Card(
         config, trained_for, card.get("tree"), card.get("provenance") or {}, card.get("files")
     )
+
+
+def expected_params(card: Card, directory: Path, base_params: Params) -> Params:
+    """Return the shapes of the params that draft.json asks for.
+
+    Raises UserError for a config with values that no head can be built of.
+    """
+    try:
+        return registry.init_shapes(registry.head(card.config), base_params)
+    except (TypeError, ValueError, AttributeError) as error:
+        reason = str(error).splitlines()[0]
+        raise UserError(
+            f"{directory / CARD}: no head can be built of its drafter ({reason}); was it edited?"
+        ) from error
 
 
 def check_base(card: Card, base: BaseModel, source: str, allow_base_mismatch: bool) -> None:

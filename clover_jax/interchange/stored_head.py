@@ -10,11 +10,11 @@ import jax
 import numpy as np
 
 from clover_jax.config import DrafterConfig
-from clover_jax.drafters import registry
 from clover_jax.drafters.directory import (
     PARAMS,
     Card,
     check_base,
+    expected_params,
     native_directory,
     read_card,
 )
@@ -96,7 +96,7 @@ def _open_native(
 ) -> StoredHead:
     card = read_card(directory)
     check_base(card, base, source, allow_base_mismatch)
-    expected = registry.init_shapes(registry.head(card.config), base_shapes(base.config))
+    expected = expected_params(card, directory, base_shapes(base.config))
     folder = directory / PARAMS
     tree = check_folder(folder, expected, card.files)
     stored = {

@@ -153,6 +153,25 @@ def test_a_spoiled_card_is_named(folder, base, changes, message):
         load_draft(folder, base)
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("layer", None, r"draft\.json: 'NoneType' object has no attribute"),
+        ("layer", [], r"draft\.json: 'list' object has no attribute"),
+        (
+            "features",
+            None,
+            r"draft\.json: no head can be built of its drafter \(.*\); was it edited",
+        ),
+        ("num_positions", 1.5, r"draft\.json: no head can be built of its drafter \(Shapes must"),
+    ],
+)
+def test_a_config_of_the_wrong_types_is_named(folder, base, config, name, value, message):
+    edit_json(folder / "draft.json", drafter=config.to_dict() | {name: value})
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)
+
+
 def test_a_card_that_is_no_json(folder, base):
     (folder / "draft.json").write_text("{")
     with pytest.raises(UserError, match=r"draft\.json is not JSON"):
