@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.errors import UserError
+from clover_jax.evaluation.drawing import grouped_bars, new_figure, save
 from clover_jax.evaluation.markdown import number, spread, table
 from clover_jax.evaluation.options import VANILLA
-from clover_jax.evaluation.plots import grouped_bars, new_figure, save
 from clover_jax.evaluation.report import FORMAT, JSON
 from clover_jax.files import write_json, write_text
 from clover_jax.json_files import read_json_object

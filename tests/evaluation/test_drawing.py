@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from clover_jax.evaluation.plots import look, spread_out
+from clover_jax.evaluation.drawing import look, spread_out
 
 
 def test_the_example():
