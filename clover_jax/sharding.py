@@ -249,6 +249,13 @@ def place_rows(batch: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(place, batch, row_shardings(batch, mesh))
 
 
+def rows_of_process(batch_size: int, mesh: Mesh) -> list[int]:
+    """Return the rows of a batch that devices of this process hold."""
+    places = NamedSharding(mesh, PartitionSpec(ROWS)).addressable_devices_indices_map((batch_size,))
+    held = [range(batch_size)[rows] for (rows,) in places.values()]
+    return sorted(set().union(*held))
+
+
 def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     """Return the placement of a decode state, or of its caches: rows first, then heads.
 

@@ -80,8 +80,9 @@ def prepared(base, data, tmp_path_factory):
     return output
 
 
-def batches(samples, count=12):
-    with closing(iter(make_pipeline(samples, PipelineConfig(2, SEQ_LEN)))) as iterator:
+def batches(samples, count=12, hidden_rows=None):
+    dataset = make_pipeline(samples, PipelineConfig(2, SEQ_LEN), hidden_rows)
+    with closing(iter(dataset)) as iterator:
         return list(itertools.islice(iterator, count))
 
 
@@ -127,16 +128,30 @@ def test_cached_activations_are_those_of_the_base(base, prepared):
     from clover_jax.models.decoder import Decoder, causal_mask
 
     for index in range(3):
-        sample = samples[index]
-        tokens = sample.tokens[None, :SEQ_LEN]
+        hidden = samples.hidden(index)["pre_norm"]
+        tokens = samples[index].tokens[None, :SEQ_LEN]
         positions = np.arange(tokens.shape[1])[None]
         output = Decoder(loaded.config).apply(
             {"params": loaded.params}, tokens, positions, causal_mask(1, tokens.shape[1])
         )
-        np.testing.assert_allclose(
-            sample.hidden["pre_norm"][:SEQ_LEN], output.hidden["pre_norm"][0], atol=2e-6
-        )
-        assert len(sample.hidden["pre_norm"]) == len(sample.tokens)
+        np.testing.assert_allclose(hidden[:SEQ_LEN], output.hidden["pre_norm"][0], atol=2e-6)
+        assert len(hidden) == len(samples[index].tokens)
+
+
+def test_a_process_reads_the_activations_of_its_own_rows_only(prepared, monkeypatch):
+    samples = PreparedSamples(prepared, ("pre_norm",))
+    whole = batches(samples)
+    read, hidden = [], samples.hidden
+    monkeypatch.setattr(samples, "hidden", lambda index: read.append(index) or hidden(index))
+    all_read = len(batches(samples)) and len(read)
+    read.clear()
+    mine = batches(samples, hidden_rows=[1])
+    assert len(read) < 0.8 * all_read
+    for ours, every in zip(mine, whole, strict=True):
+        np.testing.assert_array_equal(ours.tokens, every.tokens)
+        np.testing.assert_array_equal(ours.hidden["pre_norm"][1], every.hidden["pre_norm"][1])
+        assert every.hidden["pre_norm"][0].any()
+        assert not ours.hidden["pre_norm"][0].any()
 
 
 def settings(base, spec, **changes):
@@ -194,8 +209,8 @@ def test_samples_of_another_tokenizer_are_refused_with_both_hashes(prepared):
 def test_activations_that_the_head_reads_must_be_there(base, prepared, names, message):
     if message is None:
         data = load(prepared, base, names)
-        assert data.samples[0].hidden["pre_norm"].dtype == np.float32
-        assert data.tokens_only[0].hidden is None
+        assert data.samples.hidden(0)["pre_norm"].dtype == np.float32
+        assert not data.tokens_only.hidden_names
     else:
         with pytest.raises(UserError, match=message):
             load(prepared, base, names)
@@ -246,7 +261,7 @@ def test_a_killed_run_goes_on_where_it_was(capsys, base, data, prepared, tmp_pat
     for index in range(len(ours)):
         np.testing.assert_array_equal(ours[index].tokens, whole[index].tokens)
         # A sample may have been read in another row of the batch.
-        hidden = [samples[index].hidden["pre_norm"] for samples in (ours, whole)]
+        hidden = [samples.hidden(index)["pre_norm"] for samples in (ours, whole)]
         np.testing.assert_allclose(*hidden, atol=2e-6)
 
 

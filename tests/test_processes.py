@@ -52,9 +52,25 @@ def run(command, devices=1):
     return finished.stdout
 
 
-def test_two_processes_train_as_one_does_with_their_devices(train, tmp_path):
-    said = run([LAUNCH, "2", *train("two", steps=3)])
-    alone = run(train("one", steps=3, mesh="data=2"), devices=2)
+@pytest.fixture
+def prepared(tmp_path):
+    """A function that prepares the data of `train`, activations included, and returns the flags."""
+
+    def prepare():
+        flags = {"base": BASE, "data": tmp_path / "rows.jsonl", "output": tmp_path / "prepared"}
+        flags |= {"seq_len": 32, "features": "clover2", "feature_dtype": "float32"}
+        flags = [f"--{name}={value}" for name, value in flags.items()]
+        run([sys.executable, *WARNINGS, "-m", "clover_jax.prepare", *flags])
+        return {"data": tmp_path / "prepared", "teacher": "cached"}
+
+    return prepare
+
+
+@pytest.mark.parametrize("teacher", ["online", "cached"])
+def test_two_processes_train_as_one_does_with_their_devices(train, prepared, tmp_path, teacher):
+    changes = prepared() if teacher == "cached" else {}
+    said = run([LAUNCH, "2", *train("two", steps=3, **changes)])
+    alone = run(train("one", steps=3, mesh="data=2", **changes), devices=2)
     assert json.loads(said.splitlines()[-1])["finished"]
     # One of the two processes speaks. (Gloo's own lines, on the same stdout, may come in pieces.)
     for words in ("trained 3 steps", '"finished": true'):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
@@ -19,12 +18,10 @@ class Encoded(NamedTuple):
 
     tokens:    [n] int32.
     loss_mask: [n] bool, True on the assistant's tokens (all tokens of plain text).
-    hidden: name -> [n, ..] what a cached teacher knows of each token; None for an online one.
     """
 
     tokens: np.ndarray
     loss_mask: np.ndarray
-    hidden: Mapping[str, np.ndarray] | None = None
 
 
 class Span(NamedTuple):

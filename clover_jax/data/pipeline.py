@@ -2,13 +2,17 @@
 
 Deterministic in (samples, settings, seed); its iterator's state is small JSON and exact, so that a
 resumed run sees the very batches that an uninterrupted one would have seen.
+
+Tokens are packed in every process alike. Activations, thousands of times as large, are read
+afterwards, by the processes whose rows need them.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import grain
 import numpy as np
@@ -26,6 +30,7 @@ from clover_jax.data.samples import Samples
 # Rows that are packed together: more leave less padding.
 BATCHES_PER_PACK = 4
 PREFETCHED_BATCHES = 2
+ORIGIN = ("sample", "place")  # of every token: the number of its sample, its place in it
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,62 +49,107 @@ class PipelineConfig:
             )
 
 
-def make_pipeline(samples: Samples, config: PipelineConfig) -> grain.IterDataset[Batch]:
-    """Return the endless dataset of batches; `iter` of it gives a checkpointable iterator."""
+def make_pipeline(
+    samples: Samples, config: PipelineConfig, hidden_rows: Iterable[int] | None = None
+) -> grain.IterDataset[Batch]:
+    """Return the endless dataset of batches; `iter` of it gives a checkpointable iterator.
+
+    hidden_rows: the rows of a batch that this process needs activations of; None for all. The
+        others' are zero.
+    """
     dataset = (
-        grain.MapDataset.source(samples)
+        grain.MapDataset.source(_Numbered(samples))
         .seed(config.seed)
         .shuffle()
         .repeat()
-        # Tokenising is far faster than training: one thread ahead is plenty. Activations are large.
-        .to_iter_dataset(
-            grain.ReadOptions(num_threads=1, prefetch_buffer_size=8 if samples.hidden_names else 64)
-        )
+        # Tokenising is far faster than training: one thread ahead is plenty.
+        .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
     )
     dataset = FlatMapIterDataset(dataset, CutInPieces(config.seq_len))
-    lengths = {"tokens": config.seq_len, "loss_mask": config.seq_len}
     dataset = FirstFitPackIterDataset(
         dataset,
-        length_struct=lengths | dict.fromkeys(samples.hidden_names, config.seq_len),
+        length_struct=dict.fromkeys(("tokens", "loss_mask", *ORIGIN), config.seq_len),
         # These lie where the tokens lie: their segments need no arrays of their own.
-        meta_features=samples.hidden_names,
+        meta_features=ORIGIN,
         num_packing_bins=BATCHES_PER_PACK * config.batch_size,
         seed=config.seed,
     )
     dataset = dataset.batch(config.batch_size, drop_remainder=True)
-    dataset = dataset.map(functools.partial(as_batch, hidden_names=samples.hidden_names))
+    rows = range(config.batch_size) if hidden_rows is None else tuple(hidden_rows)
+    dataset = dataset.map(functools.partial(as_batch, samples=samples, hidden_rows=rows))
     return ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=PREFETCHED_BATCHES)
 
 
+class NumberedSample(NamedTuple):
+    """A sample and its number."""
+
+    number: int
+    sample: Encoded
+
+
+class _Numbered:
+    """Samples that know their numbers."""
+
+    def __init__(self, samples: Samples):
+        self._samples = samples
+
+    def __len__(self) -> int:
+        return len(self._samples)
+
+    def __getitem__(self, index: int) -> NumberedSample:
+        return NumberedSample(index, self._samples[index])
+
+
 class CutInPieces(FlatMapTransform):
-    """Cut a record into pieces of at most `seq_len` tokens that have something to train on."""
+    """Cut a sample into pieces of at most `seq_len` tokens that have something to train on."""
 
     def __init__(self, seq_len: int):
         """Take the longest piece's length."""
         self.seq_len = seq_len
 
-    def flat_map(self, element: Encoded) -> list[dict[str, np.ndarray]]:
-        """Return the pieces with at least one pair that counts.
+    def flat_map(self, element: NumberedSample) -> list[dict[str, np.ndarray]]:
+        """Return the pieces with at least one pair that counts, and where each token comes from.
 
         Example: 5 tokens with seq_len 2 give pieces of 2 and 2; the last token alone has no pair.
         """
-        pieces = []
-        for start in range(0, len(element.tokens), self.seq_len):
+        pieces, (tokens, loss_mask) = [], element.sample
+        whole = {
+            "tokens": tokens,
+            "loss_mask": loss_mask,
+            "sample": np.full(len(tokens), element.number, np.int64),
+            "place": np.arange(len(tokens), dtype=np.int32),
+        }
+        for start in range(0, len(tokens), self.seq_len):
             end = start + self.seq_len
             # The mask of a piece's last token never counts: its target lies beyond.
-            if element.loss_mask[start : min(end, len(element.tokens)) - 1].any():
-                whole = {"tokens": element.tokens, "loss_mask": element.loss_mask}
-                whole |= element.hidden or {}
+            if loss_mask[start : min(end, len(tokens)) - 1].any():
                 pieces.append({name: array[start:end] for name, array in whole.items()})
         return pieces
 
 
-def as_batch(packed: dict[str, Any], hidden_names: tuple[str, ...] = ()) -> Batch:
-    """Name the packer's arrays as a Batch."""
+def as_batch(packed: dict[str, Any], samples: Samples, hidden_rows: Iterable[int]) -> Batch:
+    """Name the packer's arrays as a Batch, and read the activations of some rows."""
     return Batch(
         tokens=packed["tokens"],
         segment_ids=packed["tokens_segment_ids"],
         positions=packed["tokens_positions"],
         loss_mask=packed["loss_mask"].astype(bool),
-        hidden={name: packed[name] for name in hidden_names} or None,
+        hidden=_read_hidden(packed, samples, hidden_rows) if samples.hidden_names else None,
     )
+
+
+def _read_hidden(
+    packed: dict[str, np.ndarray], samples: Samples, rows: Iterable[int]
+) -> dict[str, np.ndarray]:
+    number, place, segment = packed["sample"], packed["place"], packed["tokens_segment_ids"]
+    # Untouched zeros take no memory. (Empty slots say sample 0, which is always there.)
+    hidden = {
+        name: np.zeros((*number.shape, *array.shape[1:]), array.dtype)
+        for name, array in samples.hidden(int(number[0, 0])).items()
+    }
+    for row in rows:
+        for one in range(1, segment[row].max() + 1):
+            slots = np.flatnonzero(segment[row] == one)
+            for name, array in samples.hidden(int(number[row, slots[0]])).items():
+                hidden[name][row, slots] = array[place[row, slots]]
+    return hidden

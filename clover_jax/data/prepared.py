@@ -80,11 +80,12 @@ class PreparedSamples:
     def __getitem__(self, index: int) -> Encoded:
         """Read a sample; raises UserError where its bytes have changed."""
         sample = self._samples[index]
-        hidden = None
-        if self._hidden is not None:
-            record = self._hidden[index]
-            hidden = {name: record[name] for name in self.hidden_names}
-        return Encoded(sample["tokens"], sample["loss_mask"], hidden)
+        return Encoded(sample["tokens"], sample["loss_mask"])
+
+    def hidden(self, index: int) -> dict[str, np.ndarray]:
+        """Read a sample's activations; raises UserError where their bytes have changed."""
+        record = self._hidden[index]
+        return {name: record[name] for name in self.hidden_names}
 
 
 def heldout_rows(directory: Path) -> list[TokenRow]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
 
 from clover_jax.data.chat import Encoded, encode_record
 from clover_jax.data.records import Record, Text, cut_text
@@ -18,7 +20,7 @@ CHARS_PER_TOKEN = 3
 class Samples(Protocol):
     """Random access to samples; what the pipeline reads.
 
-    hidden_names: the activations that every sample brings along, none for an online teacher.
+    hidden_names: what a cached teacher knows of every token; nothing for an online one.
     """
 
     hidden_names: tuple[str, ...]
@@ -28,6 +30,9 @@ class Samples(Protocol):
 
     def __getitem__(self, index: int) -> Encoded:
         """Return sample `index`."""
+
+    def hidden(self, index: int) -> Mapping[str, np.ndarray]:
+        """Return name -> [n, ..] of sample `index`; asked for only where there are names."""
 
 
 class RecordSamples:

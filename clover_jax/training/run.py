@@ -21,7 +21,7 @@ from clover_jax.files import only_process_in, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.progress import Progress, progress_bar
-from clover_jax.sharding import param_shardings, place_rows, with_shardings
+from clover_jax.sharding import param_shardings, place_rows, rows_of_process, with_shardings
 from clover_jax.training.evaluation import DecodingEvaluator, Interrupted
 from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.optimizer import make_schedule
@@ -66,7 +66,8 @@ def _train(
         mesh=parts.mesh,
         accumulation_steps=settings.gradient_accumulation_steps,
     )
-    dataset = make_pipeline(parts.data.samples, parts.pipeline)
+    rows = rows_of_process(parts.pipeline.batch_size, parts.mesh) if parts.mesh else None
+    dataset = make_pipeline(parts.data.samples, parts.pipeline, rows)
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir / CHECKPOINTS)))
         batches = stack.enter_context(contextlib.closing(iter(dataset)))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover_jax.data.chat import Encoded
-from clover_jax.data.pipeline import CutInPieces, PipelineConfig, make_pipeline
+from clover_jax.data.pipeline import CutInPieces, NumberedSample, PipelineConfig, make_pipeline
 from clover_jax.data.records import TokenRow
 from clover_jax.data.samples import RecordSamples
 from clover_jax.errors import UserError
@@ -93,15 +93,17 @@ def test_rows_are_mostly_full():
 
 
 def test_the_cut_gives_the_docstrings_example():
-    pieces = CutInPieces(2).flat_map(Encoded(np.arange(5, dtype=np.int32), np.ones(5, bool)))
+    pieces = CutInPieces(2).flat_map(NumberedSample(7, Encoded(np.arange(5), np.ones(5, bool))))
     assert [piece["tokens"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
+    assert [piece["place"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
+    assert [piece["sample"].tolist() for piece in pieces] == [[7, 7], [7, 7]]
 
 
 @settings(max_examples=50)
 @given(st.lists(st.booleans(), max_size=40), st.integers(2, 12))
 def test_every_piece_fits_and_has_something_to_learn(mask, seq_len):
     encoded = Encoded(np.arange(len(mask), dtype=np.int32), np.array(mask, bool))
-    pieces = CutInPieces(seq_len).flat_map(encoded)
+    pieces = CutInPieces(seq_len).flat_map(NumberedSample(0, encoded))
     for piece in pieces:
         assert len(piece["tokens"]) == len(piece["loss_mask"]) <= seq_len
         assert piece["loss_mask"][:-1].any()
