@@ -122,6 +122,8 @@ def test_mistakes_are_user_errors(models):
         list(api.generate(models, 5))
     with pytest.raises(UserError, match="'max_tokens' is no setting; the settings are max_new_tok"):
         list(api.generate(models, "a", max_tokens=5))
+    with pytest.raises(UserError, match=r"batch_size \(0\) must be at least 1"):
+        list(api.generate_rows(models, ["a"], batch_size=0))
     with pytest.raises(UserError, match="'step' is no setting; the settings are base, "):
         api.train("nowhere", step=5)
     with pytest.raises(UserError, match="dtype 'int8' is unknown; use auto, float32 or bfloat16"):

@@ -34,7 +34,6 @@ targets, and keep the text's tokens; the states here are the head's own in any c
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -44,70 +43,29 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import (
     AttentionDecoder,
-    check_heads,
     unit,
     with_matrices,
 )
 from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
+from clover_jax.drafters.clover_lr_config import CloverLRConfig, make_config
+from clover_jax.drafters.drafted_tokens import most_probable_tokens, some_replaced
 from clover_jax.drafters.drafter import (
     Frozen,
     frozen_from_base,
     output_matrix,
     with_draft_rows,
 )
+from clover_jax.drafters.recurrence import GatedRecurrence
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm
 
-DEFAULT_RANK = 256
-METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8)
-DRAFTED_CHUNK = 512  # positions whose logits exist at a time where drafted tokens are chosen
+__all__ = ["CloverLR", "CloverLRConfig", "init_from_base", "make_config"]  # the registry's
+
 NOISE = 0.01  # of the initialisation, as Clover-2's
-
-
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class CloverLRConfig(DrafterConfig):
-    """A Clover-LR head.
-
-    rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
-    num_augmenting_layers: depth of the Augmenting Block.
-    unit_inputs: whether states and tokens are scaled to a mean square of 1 before the head.
-    drafted_share: of the tokens fed back in training, those of its own at the end of the run.
-    """
-
-    kind: str = "clover_lr"
-    rank: int = DEFAULT_RANK
-    num_augmenting_layers: int = 2
-    unit_inputs: bool = True
-    drafted_share: float = 0.0
-
-    def __post_init__(self):
-        super().__post_init__()
-        if self.num_positions < 1 or self.num_augmenting_layers < 1:
-            raise ValueError(
-                f"num_positions ({self.num_positions}) and num_augmenting_layers "
-                f"({self.num_augmenting_layers}) must be at least 1"
-            )
-        if not 0 <= self.rank <= self.layer.hidden_size:
-            raise ValueError(
-                f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"
-            )
-        if not 0 <= self.drafted_share <= 1:
-            raise ValueError(f"drafted_share ({self.drafted_share}) must lie between 0 and 1")
-        if self.drafted_share and not self.rank:
-            raise ValueError("rank 0 feeds no token back: drafted_share must be 0")
-        if self.features[-1] != "pre_norm":
-            raise ValueError(f"the last of the features {self.features} must be pre_norm")
-        if self.max_depth != self.num_positions:
-            raise ValueError(
-                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
-                "block proposes no more"
-            )
-        check_heads(self.layer)
 
 
 @struct.dataclass
@@ -120,26 +78,6 @@ class CloverLRState:
 
     block: Float[Array, "B P Vd"]
     state: Float[Array, "B W r"]
-
-
-class GatedRecurrence(nn.Module):
-    """A gated recurrent unit: s' = (1 - g) s + g tanh(V [c s ; e]), gates from [s ; e]."""
-
-    rank: int
-
-    @nn.compact
-    def __call__(
-        self, state: Float[Array, "*b r"], token: Float[Array, "*b r"]
-    ) -> Float[Array, "*b r"]:
-        """Take in one token."""
-        rank, init = self.rank, nn.initializers.lecun_normal()
-        gates = self.param("gates", init, (2, 2 * rank, rank))
-        biases = self.param("gates_bias", nn.initializers.zeros, (2, rank))
-        matrix = self.param("candidate", init, (2 * rank, rank))
-        both = jnp.concatenate([state, token], axis=-1)
-        gate, reset = (nn.sigmoid(both @ gates[i] + biases[i]) for i in range(2))
-        candidate = jnp.tanh(jnp.concatenate([reset * state, token], axis=-1) @ matrix)
-        return state + gate * (candidate - state)
 
 
 class CloverLR(nn.Module):
@@ -246,10 +184,8 @@ class CloverLR(nn.Module):
             if rng is not None and self.config.drafted_share:
                 above = jnp.concatenate([block[depth - 1], corrections[-1]], axis=-1)
                 drafted = self._drafted(frozen, above, depth - 1)
-                drafted = self._embed(frozen, drafted) @ self.token_in
                 share, key = progress * self.config.drafted_share, jax.random.fold_in(rng, depth)
-                is_drafted = jax.random.bernoulli(key, share, tokens.shape)
-                following = jnp.where(is_drafted[..., None], drafted, following)
+                following = some_replaced(key, share, following, by=drafted)
             state = self.recurrence(state, following)
             corrections.append(state @ self.mix)
         return jnp.concatenate([block, jnp.stack(corrections)], axis=-1)
@@ -266,19 +202,11 @@ class CloverLR(nn.Module):
 
     def _drafted(
         self, frozen: Frozen, hidden: Float[Array, "B S D+r"], position: int
-    ) -> Int[Array, "B S"]:
-        """Return the most probable token of each position, few positions' logits at a time."""
-        rows, size, _ = hidden.shape
-        chunk = max(DRAFTED_CHUNK // rows, 1)
-        padded = jnp.pad(hidden, ((0, 0), (0, -size % chunk), (0, 0)))
-        chunks = jnp.moveaxis(padded.reshape(rows, -1, chunk, hidden.shape[-1]), 1, 0)
-
-        def best(hidden: Float[Array, "B C D+r"]) -> Int[Array, "B C"]:
-            return self.logits(frozen, jax.lax.stop_gradient(hidden), position).argmax(axis=-1)
-
-        found = jnp.moveaxis(jax.lax.map(best, chunks), 0, 1).reshape(rows, -1)[:, :size]
-        table = self.config.draft_to_target
-        return found if table is None else jnp.asarray(table)[found]
+    ) -> Float[Array, "B S r"]:
+        """Return W_e e of the token that the head itself proposes at each place."""
+        logits = functools.partial(self.logits, frozen, position=position)
+        tokens = most_probable_tokens(logits, hidden, self.config.draft_to_target)
+        return self._embed(frozen, tokens) @ self.token_in
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
         token = self._embed(frozen, next_tokens)
@@ -309,42 +237,14 @@ class CloverLR(nn.Module):
         return jnp.tanh(z @ self.state_in) if self.config.rank else z[..., :0]
 
 
-def make_config(
-    base: BaseConfig,
-    num_positions: int = 5,
-    num_augmenting_layers: int = 2,
-    rank: int | None = None,
-    num_features: int = 3,
-    unit_inputs: bool = True,
-    drafted_share: float = 0.0,
-    rope: RopeConfig | None = None,
-    loss: LossSpec | None = None,
-) -> CloverLRConfig:
-    """Return the head's config for a base.
-
-    rank: 256, or half the base's width where that is less.
-    num_features: 1 reads the base's last state only, more add states entering evenly spaced layers.
-    """
-    spaced = [base.num_layers * j // num_features for j in range(1, num_features)]
-    layers = tuple(f"layer_{index}" for index in dict.fromkeys(spaced))
-    return CloverLRConfig(
-        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
-        vocab_size=base.vocab_size,
-        num_positions=num_positions,
-        max_depth=num_positions,
-        features=(*layers, "pre_norm"),
-        rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
-        num_augmenting_layers=num_augmenting_layers,
-        unit_inputs=unit_inputs,
-        drafted_share=drafted_share,
-        loss=loss or METHOD_LOSS,
-    )
-
-
 def init_from_base(
     config: CloverLRConfig, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Initialise so that position 0 begins as Clover-2's and the correction at nothing."""
+    """Initialise so that position 0 begins as Clover-2's and the correction at nothing.
+
+    Clover-2's exactly with `unit_inputs` off: a scaled state weighs otherwise beside what the block
+    adds to it.
+    """
     width, final_norm = config.layer.hidden_size, base_params["final_norm"]
     keys = iter(jax.random.split(rng, 4))
     identity = jnp.eye(width)

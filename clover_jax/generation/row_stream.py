@@ -53,7 +53,10 @@ def open_stream(
     finished: how many of the first rows are there already. They are not decoded, but still count in
         what the engine must be able to do, so that the rest comes out as it would have.
     strict: a row that fails raises its UserError.
+    Raises UserError for less than one row at once.
     """
+    if batch_size < 1:
+        raise UserError(f"batch_size ({batch_size}) must be at least 1")
     left = prompts[finished:]
     engine = models.engine(
         batch_size=max(1, min(batch_size, len(left))),

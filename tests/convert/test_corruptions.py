@@ -11,7 +11,12 @@ from tests.convert.corrupt_heads import CLOVER2, SPECULATORS
 from tests.tiny_checkpoints import copy_of
 
 
-def assert_refused(command, folder, message):
+def assert_refused(command, folder, head, base, corruption):
+    """Convert a spoilt copy of a head and its base in `folder`."""
+    spoil, message = corruption
+    copy_of(head, folder / "head")
+    copy_of(base, folder / "base")
+    spoil(folder)
     before = sorted(path.name for path in folder.iterdir())
     argv = (f"--base={folder / 'base'}", f"--input={folder / 'head'}", f"--output={folder / 'out'}")
     status, report, error = command(*argv)
@@ -24,12 +29,10 @@ def assert_refused(command, folder, message):
 
 
 @pytest.mark.parametrize("corruption", CLOVER2)
-def test_a_spoilt_clover2_head(command, reference, tmp_path, monkeypatch, corruption):
-    spoil, message = CLOVER2[corruption]
-    copy_of(reference / "clover2", tmp_path / "head")
-    copy_of(reference / "base", tmp_path / "base")
-    spoil(tmp_path)
-    assert_refused(command, tmp_path, message)
+def test_a_spoilt_clover2_head(command, reference, tmp_path, corruption):
+    assert_refused(
+        command, tmp_path, reference / "clover2", reference / "base", CLOVER2[corruption]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -46,28 +49,18 @@ def speculators(fixtures_dir, tmp_path_factory):
 
 @pytest.mark.parametrize("corruption", SPECULATORS)
 def test_a_spoilt_speculators_head(command, speculators, tmp_path, corruption):
-    spoil, message = SPECULATORS[corruption]
-    copy_of(speculators / "head", tmp_path / "head")
-    copy_of(speculators / "base", tmp_path / "base")
-    spoil(tmp_path)
-    assert_refused(command, tmp_path, message)
+    assert_refused(
+        command, tmp_path, speculators / "head", speculators / "base", SPECULATORS[corruption]
+    )
 
 
 @pytest.mark.parity
 @pytest.mark.parametrize("corruption", TORCH)
 def test_a_spoilt_archive(command, reference, tmp_path, monkeypatch, corruption):
-    spoil, message = TORCH[corruption]
-    copy_of(reference / "clover2", tmp_path / "head")
-    copy_of(reference / "base", tmp_path / "base")
-    spoil(tmp_path)
     monkeypatch.chdir(tmp_path)
-    assert_refused(command, tmp_path, message)
+    assert_refused(command, tmp_path, reference / "clover2", reference / "base", TORCH[corruption])
 
 
 @pytest.mark.parametrize("corruption", NATIVE)
 def test_a_spoilt_draft_directory(command, speaking, tmp_path, corruption):
-    spoil, message = NATIVE[corruption]
-    copy_of(speaking / "head", tmp_path / "head")
-    copy_of(speaking / "base", tmp_path / "base")
-    spoil(tmp_path)
-    assert_refused(command, tmp_path, message)
+    assert_refused(command, tmp_path, speaking / "head", speaking / "base", NATIVE[corruption])
