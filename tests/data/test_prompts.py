@@ -16,6 +16,9 @@ from clover_jax.data.prompts import (
 )
 from clover_jax.errors import UserError
 
+# Without the time of day, which would give the tests other names in every process.
+GZIPPED = gzip.compress(b"{}" * 100, mtime=0)
+
 
 def parse(**row):
     return parse_prompt(row, index=0, source="p.jsonl:1")
@@ -118,8 +121,8 @@ def test_files_are_read_with_empty_lines_and_separators_inside_strings(tmp_path,
         ("p.jsonl", b'{"prompt": "\xff"}', "p.jsonl: not UTF-8"),
         ("p.jsonl", b"\n", "p.jsonl: no rows; expected one a line"),
         ("p.jsonl.gz", b"plain", "p.jsonl.gz: not a whole gzip file"),
-        ("p.jsonl.gz", gzip.compress(b"{}" * 100)[:-9], "p.jsonl.gz: not a whole gzip file"),
-        ("p.jsonl.gz", gzip.compress(b"{}" * 100)[:12] + b"\xff" * 40, "not a whole gzip file"),
+        ("p.jsonl.gz", GZIPPED[:-9], "p.jsonl.gz: not a whole gzip file"),
+        ("p.jsonl.gz", GZIPPED[:12] + b"\xff" * 40, "not a whole gzip file"),
     ],
 )
 def test_a_broken_file_is_named(tmp_path, name, content, said):
