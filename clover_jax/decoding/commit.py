@@ -10,7 +10,7 @@ from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
 from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
-from clover_jax.models.cache import Cache, gather_rows, write_rows
+from clover_jax.models.cache import Cache, after, gather_rows, write_rows
 
 
 @struct.dataclass
@@ -80,6 +80,8 @@ def commit(
     candidates = append_bonus(path_tokens[:, 1:], accepted.count, accepted.bonus)
     emission = cut(candidates, accepted.count + 1, state.limit - state.end, state.eos)
     emitted = jnp.where(running, emission.count, 0)
+    # Plain decoding always accepts slot 0: where it writes does not say that it has read.
+    write_at = after(state.length, accepted.bonus)
 
     write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
     new = state.replace(
@@ -88,7 +90,7 @@ def commit(
         length=state.length + emitted,
         end=state.end + emitted,
         finish=jnp.where(running, emission.finish, state.finish),
-        cache=write_rows(state.cache, gather_rows(fresh, accepted.path), state.length),
+        cache=write_rows(state.cache, gather_rows(fresh, accepted.path), write_at),
         features=jnp.take_along_axis(features, accepted.path[..., None], axis=1).astype(
             state.features.dtype
         ),

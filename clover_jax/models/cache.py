@@ -82,12 +82,17 @@ def _write_one_by_one(buffer: Array, new: Array, start: Array) -> Array:
     return buffer
 
 
-def after(start: Int[Array, " B"], result: Float[Array, "B A D"]) -> Int[Array, " B"]:
+def after(
+    start: Int[Array, " B"], result: Float[Array, "B *a"] | Int[Array, "B *a"]
+) -> Int[Array, " B"]:
     """Return `start`, computed from `result` as well, so that a write there comes after it.
+
+    result: activations, or token ids of a vocabulary.
 
     A layer's new rows exist before its attention has read the old cache. Unless the write depends
     on what was read, the compiler keeps both versions and copies the whole cache at every step
-    (an optimization_barrier does not help: it is gone before copies are decided). A row with a NaN
-    is lost anyway, so where it writes does not matter.
+    (an optimization_barrier does not help: it is gone before copies are decided). No token is
+    negative, and a row with a NaN is lost anyway, so where it writes does not matter.
     """
-    return start + jnp.isnan(result).any(axis=(1, 2))
+    wrong = jnp.isnan(result) if jnp.issubdtype(result.dtype, jnp.floating) else result < 0
+    return start + wrong.any(axis=tuple(range(1, result.ndim)))

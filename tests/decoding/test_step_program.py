@@ -10,32 +10,48 @@ import pytest
 
 from clover_jax.benchmark.hlo import Program
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.sampling import GREEDY, SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.models.shapes import base_shapes, cast_shapes
 from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head, random_prompts
 
 
-def chunk_and_shapes(base, dtype, batch=3, size=512, steps=4):
-    """Return the jitted chunk of steps and its arguments as shapes."""
-    head, tree = registry.head(registry.config_for_base("clover2", base)), parse_tree("paper25")
+def chunk_and_shapes(
+    base, dtype, batch=3, size=512, steps=4, kind="clover2", tree="paper25", sampling=GREEDY
+):
+    """Return the jitted chunk of steps and its arguments as shapes; kind None decodes plainly."""
+    head = registry.head(registry.config_for_base(kind, base)) if kind else None
+    tree = parse_tree(tree) if head else TreeConfig.root_only()
     base_params = base_shapes(base, dtype)
-    weights = Weights(base_params, cast_shapes(registry.init_shapes(head, base_params), dtype))
+    params = cast_shapes(registry.init_shapes(head, base_params), dtype) if head else {}
     state = jax.eval_shape(lambda: empty_state(base, head, tree, batch, size, 8, dtype))
-    program = functools.partial(decode_chunk, StepConfig(base, head, tree), steps)
-    return jax.jit(program, donate_argnums=1), weights, state
+    program = functools.partial(decode_chunk, StepConfig(base, head, tree, sampling), steps)
+    return jax.jit(program, donate_argnums=1), Weights(base_params, params), state
 
 
-def test_the_compiled_step_copies_no_cache():
+@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize(
+    "what",
+    [
+        {},
+        {"tree": "dynamic:8:3:2"},
+        {"sampling": SamplingConfig(force_accept=2)},
+        {"kind": None},
+        {"kind": None, "steps": 1},
+    ],
+    ids=["tree", "adaptive", "forced", "plain", "plain step"],
+)
+def test_the_compiled_step_copies_no_cache(what, batch):
     # Sizes that nothing else in the program has.
-    function, weights, state = chunk_and_shapes(TINY, jnp.float32, batch=3, size=768)
+    function, weights, state = chunk_and_shapes(TINY, jnp.float32, batch=batch, size=768, **what)
     compiled = function.lower(weights, state).compile()
-    shapes = {x.shape for x in jax.tree.leaves((state.cache, state.draft_cache))}
-    assert shapes == {(3, 2, 768, 8)}
-    assert Program(compiled.as_text()).made((3, 2, 768, 8)) == []
-    cache_bytes = sum(x.size * 4 for x in jax.tree.leaves((state.cache, state.draft_cache)))
+    caches = jax.tree.leaves((state.cache, state.draft_cache))
+    assert {x.shape for x in caches} == {(batch, 2, 768, 8)}
+    assert Program(compiled.as_text()).made((batch, 2, 768, 8)) == []
+    cache_bytes = sum(x.size * 4 for x in caches)
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
 
 
