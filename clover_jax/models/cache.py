@@ -14,6 +14,8 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import LayerConfig
 
+MOST_ROWS_ONE_BY_ONE = 128
+
 
 @struct.dataclass
 class KeyValue:
@@ -58,12 +60,13 @@ def write_rows(cache: Cache, rows: Cache, start: Int[Array, " B"]) -> Cache:
     The caller guarantees start + A <= S: dynamic_update_slice would clamp and overwrite live
     positions. A vmapped dynamic_update_slice stays in place on TPU, GPU and CPU compilers where
     a scatter by indices does not. For TPU it becomes a loop over the rows, whose bookkeeping costs
-    several times the writing (the compiler's estimate), so there rows are written one by one.
+    several times the writing (the compiler's estimate), so there rows are written one by one, up to
+    MOST_ROWS_ONE_BY_ONE of them: every platform traces that, a row of a layer at a time.
     """
 
     def write(buffer: Array, new: Array) -> Array:
         arguments = (buffer, new.astype(buffer.dtype), start)
-        if start.shape[0] == 1:
+        if start.shape[0] == 1 or start.shape[0] > MOST_ROWS_ONE_BY_ONE:
             return _write_at_once(*arguments)
         return jax.lax.platform_dependent(*arguments, tpu=_write_one_by_one, default=_write_at_once)
 
