@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -42,9 +43,8 @@ def reference(fixtures_dir):
 
 def test_losses_equal_the_releases_with_the_releases_weights(reference):
     base, head, params, batch, expected = reference
-    teacher = online_teacher(base.config, base.params, head.config.features, batch)
     config = TrainStepConfig(base.config, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
-    loss, parts = head_loss(config, params, base.params, teacher, batch, jax.random.key(0))
+    loss, parts = _taught_loss(config, params, base.params, batch)
     close = {"rtol": 0, "atol": 1e-4}
     np.testing.assert_allclose(parts.regression, expected["clover2_regression_loss"], **close)
     np.testing.assert_allclose(parts.soft_ce, expected["clover2_distill_loss"], **close)
@@ -90,10 +90,13 @@ def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, groups, changes):
     def plain(hidden):
         return plain_loss(head, params, frozen, hidden, states, batch)
 
-    (loss, parts), gradient = jax.value_and_grad(chunked, has_aux=True)(hidden)
-    (plain_value, plain_parts), plain_gradient = jax.value_and_grad(plain, has_aux=True)(hidden)
+    def with_gradient(loss):
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(hidden)
+
+    (loss, parts), gradient = with_gradient(chunked)
+    (plain_value, plain_parts), plain_gradient = with_gradient(plain)
     np.testing.assert_allclose(loss, plain_value, rtol=1e-5)
-    np.testing.assert_allclose(chunked(hidden)[0], plain_value, rtol=1e-5)
+    np.testing.assert_allclose(jax.jit(chunked)(hidden)[0], plain_value, rtol=1e-5)
     for name, value in plain_parts.items():
         np.testing.assert_allclose(getattr(parts, name), value, rtol=1e-5, err_msg=name)
     np.testing.assert_allclose(gradient, plain_gradient, atol=1e-6)
@@ -112,6 +115,7 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
     def loss(batch):
         return distillation_loss(head, params, frozen, hidden, states, batch)[0]
 
+    loss = jax.jit(loss)
     assert loss(other) == loss(batch)
     within = batch.replace(tokens=batch.tokens.at[0, second + 2].add(1))
     assert loss(within) != loss(batch)
@@ -128,7 +132,7 @@ def test_a_drafters_own_output_matrices_get_their_gradient():
         def value(params, hidden):
             return 2.5 * loss(head, params, frozen, hidden, states, batch)[0]
 
-        return jax.grad(value, argnums=(0, 1))({"heads": matrices}, hidden)
+        return jax.jit(jax.grad(value, argnums=(0, 1)))({"heads": matrices}, hidden)
 
     for chunked, plain in zip(
         jax.tree.leaves(by(lambda *a: distillation_loss(*a, chunk=8))),
@@ -158,7 +162,7 @@ def test_no_gradient_reaches_the_base_and_every_head_parameter_gets_one():
     def loss(params, base_params):
         return loss_of(head, params, batch, base_params)[0]
 
-    by_head, by_base = jax.grad(loss, argnums=(0, 1))(params, random_base())
+    by_head, by_base = jax.jit(jax.grad(loss, argnums=(0, 1)))(params, random_base())
     for path, leaf in jax.tree_util.tree_leaves_with_path(by_base):
         assert not leaf.any(), f"the base's {jax.tree_util.keystr(path)} gets a gradient"
     for path, leaf in jax.tree_util.tree_leaves_with_path(by_head):
@@ -173,7 +177,7 @@ def test_teacher_states_receive_no_gradient():
     def loss(states, frozen):
         return distillation_loss(head, params, frozen, hidden, states, batch)[0]
 
-    gradients = jax.grad(loss, argnums=(0, 1))(states, frozen)
+    gradients = jax.jit(jax.grad(loss, argnums=(0, 1)))(states, frozen)
     assert not any(leaf.any() for leaf in jax.tree.leaves(gradients))
 
 
@@ -181,8 +185,10 @@ def test_a_batch_without_pairs_has_loss_zero_and_no_nan():
     head, params = random_head()
     batch = random_batch().replace(loss_mask=jnp.zeros((3, 20), bool))
     frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
-    loss, gradient = jax.value_and_grad(
-        lambda hidden: distillation_loss(head, params, frozen, hidden, states, batch)[0]
+    loss, gradient = jax.jit(
+        jax.value_and_grad(
+            lambda hidden: distillation_loss(head, params, frozen, hidden, states, batch)[0]
+        )
     )(hidden)
     assert loss == 0
     assert not gradient.any()
@@ -194,8 +200,13 @@ def with_loss(head, spec):
 
 def loss_of(head, params, batch, base_params=None):
     base_params = random_base() if base_params is None else base_params
-    teacher = online_teacher(TINY, base_params, head.config.features, batch)
     config = TrainStepConfig(TINY, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
+    return _taught_loss(config, params, base_params, batch)
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _taught_loss(config, params, base_params, batch):
+    teacher = online_teacher(config.base, base_params, config.head.config.features, batch)
     return head_loss(config, params, base_params, teacher, batch, jax.random.key(0))
 
 
