@@ -68,7 +68,7 @@ def random_head(
     kind, options = DRAFTERS[name]
     of_base = registry.config_for_base(kind, config, **options)
     head = registry.head(dataclasses.replace(of_base, draft_to_target=draft_to_target))
-    return head, registry.init_params(head, random_base(config), jax.random.key(seed))
+    return head, _init_head(head, random_base(config), jax.random.key(seed))
 
 
 def lively_params(config: BaseConfig = TINY, name: str = "clover2", seed: int = 1):
@@ -82,9 +82,14 @@ def lively_params(config: BaseConfig = TINY, name: str = "clover2", seed: int = 
     return jax.tree.unflatten(structure, noisy)
 
 
+# One program each: op by op, every shape of every param would be compiled by itself.
+@functools.partial(jax.jit, static_argnums=0)
 def _init(config: BaseConfig, key):
     ids = jnp.zeros((1, 2), jnp.int32)
     return Decoder(config).init(key, ids, ids, causal_mask(1, 2))["params"]
+
+
+_init_head = jax.jit(registry.init_params, static_argnums=0)
 
 
 def random_prompts(count: int, seed: int = 0, vocab_size: int = TINY.vocab_size):
