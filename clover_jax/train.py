@@ -57,6 +57,13 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
         "parts of a batch, one after another, whose gradients are summed: less memory, same values",
         least=1,
     )
+    absl_flags.DEFINE_bool(
+        "remat",
+        False,
+        "compute the attention's scores of the head's layers again for the gradient: less memory, "
+        "same values",
+        flag_values=flags,
+    )
     number("learning_rate", 1e-3, "peak learning rate; it falls to 0 at the last step")
     whole("warmup_steps", 100, "steps over which the rate rises to its peak")
     absl_flags.DEFINE_enum(

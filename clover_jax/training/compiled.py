@@ -172,7 +172,7 @@ def _refusal(target: Target, error: jax.errors.JaxRuntimeError) -> Exception:
 def _too_large(target: str, needed: str) -> UserError:
     return UserError(
         f"the compiled step does not fit a device of {target}: it would need {needed}; give more "
-        "devices, a smaller --batch_size, or more --gradient_accumulation_steps"
+        "devices, a smaller --batch_size, more --gradient_accumulation_steps, or --remat"
     )
 
 

@@ -80,8 +80,8 @@ class DryRun:
         largest = max(parts, key=parts.get)
         advice = {
             "base": "split the base over more devices by fsdp or tensor",
-            "activations": "give a smaller --batch_size or --seq_len, more devices, or more "
-            "--gradient_accumulation_steps",
+            "activations": "give a smaller --batch_size or --seq_len, more devices, more "
+            "--gradient_accumulation_steps, or --remat",
         }
         raise UserError(
             f"a device would need {_gigabytes(needed)} and has "
@@ -203,7 +203,8 @@ def activation_bytes(step: StepShapes, mesh: MeshShape) -> int:
 
     The teacher keeps only what the head reads, so one of its layers counts. Of the head's layers
     everything is kept for the way back: scores and weights of the attention in float32, the MLP's
-    inner states; of each position some states of width D. The loss holds a few chunks of logits.
+    inner states; of each position some states of width D. With `remat` scores and weights of one
+    layer at a time. The loss holds a few chunks of logits.
     """
     config, layer = step.config, step.config.base
     size = jax.tree.leaves(step.base)[0].dtype.itemsize
@@ -220,7 +221,8 @@ def activation_bytes(step: StepShapes, mesh: MeshShape) -> int:
         _is_layer(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.state.params)
     )
     positions = config.head.config.num_positions
-    head = num_layers * (2 * scores + inner + 6 * state) + positions * 6 * state
+    with_scores = min(num_layers, 1) if config.remat else num_layers
+    head = with_scores * 2 * scores + num_layers * (inner + 6 * state) + positions * 6 * state
     logits = FLOAT32 * min(config.loss_chunk, tokens) * layer.vocab_size / mesh.tensor
     loss = 4 * logits + 2 * positions * state
     return int(kept + max(teacher, head + loss))

@@ -65,6 +65,7 @@ def _train(
         loss_chunk=settings.loss_chunk,
         mesh=parts.mesh,
         accumulation_steps=settings.gradient_accumulation_steps,
+        remat=settings.remat,
     )
     rows = rows_of_process(parts.pipeline.batch_size, parts.mesh) if parts.mesh else None
     dataset = make_pipeline(parts.data.samples, parts.pipeline, rows)

@@ -20,6 +20,7 @@ MAY_CHANGE = frozenset(
     {
         "steps",
         "gradient_accumulation_steps",
+        "remat",
         "log_every",
         "checkpoint_every",
         "eval_every",
@@ -46,6 +47,7 @@ class TrainSettings(JsonConfig):
     batch_size: int = 8
     seq_len: int = 512
     gradient_accumulation_steps: int = 1
+    remat: bool = False
     learning_rate: float = 1e-3
     warmup_steps: int = 100
     schedule: str = "linear"

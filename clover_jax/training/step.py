@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,6 +35,8 @@ from clover_jax.training.losses import (
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
 from clover_jax.training.pairs import PairCounts, count_pairs, labelled_targets
 from clover_jax.training.teacher import TeacherOutput, teach
+
+KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
 @struct.dataclass
@@ -73,6 +76,8 @@ class TrainStepConfig:
     loss_chunk: targets per chunk of the loss, on each device.
     mesh: the devices that the arguments are split over; None: a single one.
     accumulation_steps: parts of a batch, whose gradients are summed before the update.
+    remat: whether the head's forward pass keeps only its products with weights, and the way back
+        computes the rest again, the attention's scores above all.
     """
 
     base: BaseConfig
@@ -81,6 +86,7 @@ class TrainStepConfig:
     loss_chunk: int = DEFAULT_CHUNK
     mesh: AnyMesh | None = None
     accumulation_steps: int = 1
+    remat: bool = False
 
     @property
     def loss_groups(self) -> int:
@@ -120,8 +126,11 @@ def head_loss(
     params = gathered(params, config.mesh)
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
     follows = getattr(config.head.module, "follows_progress", False)
+    forward = functools.partial(config.head.module.apply, method="train_forward")
+    if config.remat:
+        forward = jax.checkpoint(forward, policy=KEPT)
     with jax.named_scope("head"):
-        hidden = config.head.module.apply(
+        hidden = forward(
             {"params": params},
             frozen,
             teacher.features,
@@ -130,7 +139,6 @@ def head_loss(
             batch.positions,
             key,
             **({"progress": progress} if follows else {}),
-            method="train_forward",
         )
     with jax.named_scope("loss"):
         return distillation_loss(

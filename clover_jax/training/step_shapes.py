@@ -60,6 +60,7 @@ def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
         optimizer_config(settings),
         settings.loss_chunk,
         accumulation_steps=settings.gradient_accumulation_steps,
+        remat=settings.remat,
     )
     params = base_shapes(base.config, dtype)
     return StepShapes(
