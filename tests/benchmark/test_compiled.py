@@ -20,14 +20,23 @@ def is_installed(module):
 
 
 @pytest.mark.aot
-@pytest.mark.parametrize("batch", [1, 16])
+@pytest.mark.parametrize(
+    ("batch", "draft"), [(1, "random:clover2"), (16, "random:clover2"), (1, "none")]
+)
 @pytest.mark.parametrize("target", COMPILERS)
-def test_a_compiled_step_copies_no_cache_and_no_weight(target, batch):
+def test_a_compiled_step_copies_no_cache_and_no_weight(target, batch, draft):
     if not is_installed(COMPILERS[target]):
         pytest.skip(f"{COMPILERS[target]} is not installed")
-    flags = [f"--target={target}", "--base=shape:llama3-8b:1", f"--batch_size={batch}"]
+    flags = [f"--target={target}", "--base=shape:llama3-8b:1", "--context=2000"]
     finished = subprocess.run(
-        [sys.executable, "-m", "clover_jax.bench", *flags, "--context=2000"],
+        [
+            sys.executable,
+            "-m",
+            "clover_jax.bench",
+            *flags,
+            f"--batch_size={batch}",
+            f"--draft={draft}",
+        ],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,
