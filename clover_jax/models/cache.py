@@ -49,9 +49,26 @@ def init_cache(
 def gather_rows(fresh: Cache, index: Int[Array, "B A"]) -> Cache:
     """Select rows of freshly computed keys and values: [B, K, T, H] -> [B, K, A, H].
 
+    For TPU by a product, which is exact and gives each row as the cache has it: rows that are
+    looked up lie otherwise and are copied one by one, at 25 instead of 4 us for one array of 16
+    rows (the compiler's estimate for a v6e).
+
     Example: with index [[0, 2]] the result holds slots 0 and 2 of the only row.
     """
+    return jax.lax.platform_dependent(fresh, index, tpu=_by_product, default=_by_index)
+
+
+def _by_index(fresh: Cache, index: Array) -> Cache:
     return jax.tree.map(lambda x: jnp.take_along_axis(x, index[:, None, :, None], axis=2), fresh)
+
+
+def _by_product(fresh: Cache, index: Array) -> Cache:
+    def select(rows: Array) -> Array:
+        chosen = jax.nn.one_hot(index, rows.shape[2], dtype=rows.dtype)
+        exact = jax.lax.Precision.HIGHEST  # or float32 would be rounded to bfloat16
+        return jnp.einsum("bat,bkth->bkah", chosen, rows, precision=exact)
+
+    return jax.tree.map(select, fresh)
 
 
 def write_rows(cache: Cache, rows: Cache, start: Int[Array, " B"]) -> Cache:
