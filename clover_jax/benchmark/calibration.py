@@ -106,7 +106,10 @@ def _probe_steps(
     def body(state: DecodeState, _: None) -> tuple[DecodeState, Array]:
         return _probe(config, weights, text, state)
 
-    return jax.lax.scan(body, state.replace(tokens=text), length=num_steps)[1]
+    # Prefill ended with the base's own choice, which a sampled text need not have taken.
+    root = jnp.take_along_axis(text, state.length[:, None], axis=1)
+    state = state.replace(tokens=text, next_tokens=jnp.broadcast_to(root, state.next_tokens.shape))
+    return jax.lax.scan(body, state, length=num_steps)[1]
 
 
 def _probe(

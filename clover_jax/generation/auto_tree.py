@@ -24,9 +24,10 @@ from clover_jax.benchmark.tree_choice import (
 )
 from clover_jax.benchmark.tree_trial import Trial, describe, fastest, speed_up
 from clover_jax.benchmark.versions import versions
+from clover_jax.config import DrafterConfig
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
 from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.generation.models import Models
@@ -64,7 +65,7 @@ def with_auto_tree(
     subject = _subject(models)
     prompts = _prompts(models, calibration)
     with passing_note("measuring which trees may pay"):
-        costs = _costs(subject, batch_size)
+        costs = _costs(subject, batch_size, models.mesh)
         ranks = _ranks(subject, models, prompts, settings)
     choice = choose_tree(costs, ranks)
     _explain(describe_prospects(choice, costs))
@@ -114,9 +115,9 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
     return [prompt for prompt in ids if 0 < len(prompt) <= longest]
 
 
-def _costs(subject: Subject, batch_size: int) -> CostTable:
+def _costs(subject: Subject, batch_size: int, mesh: jax.sharding.Mesh | None) -> CostTable:
     context = min(CONTEXT, subject.base.max_position_embeddings // 2)
-    key = _machine() | {
+    key = _machine(mesh) | {
         "base": subject.base.to_dict(),
         "head": subject.head.config.to_dict(),
         "dtype": str(subject.dtype),
@@ -130,11 +131,19 @@ def _costs(subject: Subject, batch_size: int) -> CostTable:
     return CostTable.from_dict(measured)
 
 
+def ranked_depth(head: DrafterConfig) -> int:
+    """Return how deep the trees may be that are looked at.
+
+    A head that drafts on by itself goes deeper than it was trained; EAGLE-1 is trained for one
+    position.
+    """
+    return head.max_depth or max(head.num_positions, DEFAULT_DEPTH)
+
+
 def _ranks(
     subject: Subject, models: Models, prompts: list[list[int]], settings: GenerationSettings
 ) -> np.ndarray:
-    head = subject.head.config
-    depth = head.max_depth or head.num_positions
+    depth = ranked_depth(subject.head.config)
     identity = models.identity()
     key: dict[str, Any] = {
         "base": identity["base_hash"],
@@ -165,7 +174,7 @@ def _trials(
     # No slot stays empty: for large batches prompts are decoded several times.
     count = max(min(len(prompts), at_once * batch_size), batch_size)
     chosen = [prompts[index % len(prompts)] for index in range(count)]
-    key = _machine() | {
+    key = _machine(ways[-1].mesh) | {
         "models": ways[-1].identity(),
         "trees": [models.tree.to_dict() for models in ways],
         "prompts": chosen,
@@ -181,6 +190,11 @@ def _trials(
     return [Trial.from_dict(trial) for trial in trials]
 
 
-def _machine() -> dict[str, Any]:
+def _machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
     device = jax.devices()[0]
-    return {"device": device.device_kind, "platform": device.platform, "versions": versions()}
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "mesh": dict(mesh.shape) if mesh else None,
+        "versions": versions(),
+    }

@@ -7,8 +7,10 @@ import pytest
 from clover_jax import cli, generate
 from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.benchmark.tree_trial import Trial
+from clover_jax.drafters import registry
 from clover_jax.generation import auto_tree
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
+from tests.tiny_models import TINY
 
 CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)
 DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, ((1, 0.0),), 0.0)
@@ -82,6 +84,11 @@ def test_a_trial_decodes_in_every_way_and_is_remembered(decode, monkeypatch):
     tried = [line for line in first.err.splitlines() if "x plain decoding (" in line]
     assert len(tried) >= 3
     assert [line for line in again.err.splitlines() if "x plain decoding (" in line] == tried
+
+
+@pytest.mark.parametrize(("kind", "depth"), [("eagle", 6), ("clover", 3), ("clover2", 6)])
+def test_a_head_that_drafts_on_by_itself_is_looked_at_deeper_than_it_was_trained(kind, depth):
+    assert auto_tree.ranked_depth(registry.config_for_base(kind, TINY)) == depth
 
 
 def test_calibration_prompts_need_the_automatic_tree(folders, capsys):
