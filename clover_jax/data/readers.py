@@ -61,13 +61,17 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
     if path.is_file():
         return [(path, True)]
     if path.is_dir():
-        found = path.rglob("*")
+        found = (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
     else:
-        found = map(Path, glob.glob(str(path), recursive=True))
-    files = sorted(p for p in found if p.is_file() and not p.name.startswith("."))
+        found = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
+    files = sorted(p for p in found if p.is_file())
     if not files:
         raise UserError(f"--data={part}: no such file, and no folder or glob with files in it")
     return [(file, False) for file in files]
+
+
+def _is_hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_file(path: Path, is_named: bool) -> Iterator[Record]:

@@ -83,7 +83,7 @@ def parse_row(row: Any, source: str) -> list[Record]:
     """
     if not isinstance(row, dict):
         raise UserError(f"{source}: expected an object, found {type(row).__name__}")
-    if "error" in row:
+    if "error" in row or "skipped" in row:  # of those that `generate` writes
         return []
     try:
         if "prompt_ids" in row and "output_ids" in row:
@@ -99,7 +99,7 @@ def parse_row(row: Any, source: str) -> list[Record]:
             return [Conversation(source, _messages(pairs))]
         if "text" in row:
             return [Text(source, _text(row["text"]))]
-    except (KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{source}: a malformed row: {error!r}") from None
     raise UserError(
         f"{source}: expected prompt and response, messages, conversations, text, or prompt_ids "

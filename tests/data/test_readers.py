@@ -32,6 +32,8 @@ def test_a_folder_is_read_whole_and_in_order(tmp_path):
     (tmp_path / "sub" / "a.py").write_text("A")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\xff\xfe")
     (tmp_path / ".hidden").write_text("no")
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "config").write_text("no")
     (tmp_path / "rows.jsonl").write_text(ROW)
     assert texts(tmp_path) == ["B", "hello", "A"]
 

@@ -49,8 +49,9 @@ def test_a_turn_that_rewrites_the_past_is_a_record_of_its_own():
     assert parse_row(row, "f") == [TokenRow("f", (1,), (2,)), TokenRow("f", (1, 9, 3), (4,))]
 
 
-def test_a_row_that_reports_an_error_holds_nothing():
-    assert parse_row({"index": 3, "error": "too long"}, "f") == []
+@pytest.mark.parametrize("reason", ["error", "skipped"])
+def test_a_row_that_says_why_it_has_no_text_holds_nothing(reason):
+    assert parse_row({"index": 3, reason: "too long"}, "f") == []
 
 
 @pytest.mark.parametrize(
@@ -60,6 +61,7 @@ def test_a_row_that_reports_an_error_holds_nothing():
         ([1], "f:7: expected an object, found list"),
         ({"text": 3}, "f:7: a malformed row: .*expected text, found 3"),
         ({"messages": [{"role": "user"}]}, "f:7: a malformed row: KeyError"),
+        ({"prompt_ids": [[1]], "output_ids": [[1], [2]]}, "f:7: a malformed row: ValueError"),
         ({"prompt_ids": ["a"], "output_ids": [1]}, "f:7: prompt_ids and output_ids must be lists"),
     ],
 )
