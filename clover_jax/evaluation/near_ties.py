@@ -28,7 +28,7 @@ from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.verify import tree_logits, verify
 from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Divergence
 from clover_jax.evaluation.methods import Method
-from clover_jax.models.cache import write_rows
+from clover_jax.models.cache import after, write_rows
 
 
 class Case(NamedTuple):
@@ -103,11 +103,13 @@ def _margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
         found = case.divergence
         if found is not None and found.found is not None and found.position < longest:
             other[row, found.position] = found.found
-    program = jax.jit(functools.partial(forced_margins, engine.config))
-    margins = program(Weights(params, {}), state, jnp.asarray(fed), jnp.asarray(other))
-    return jax.device_get(margins)
+    weights = Weights(params, {})
+    return jax.device_get(
+        forced_margins(engine.config, weights, state, jnp.asarray(fed), jnp.asarray(other))
+    )
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def forced_margins(
     config: StepConfig,
     weights: Weights,
@@ -132,7 +134,7 @@ def forced_margins(
         best = top_k(scores, 2).values
         rival_score = jnp.take_along_axis(scores, rival[:, None], axis=-1)[:, 0]
         margins = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
-        return write_rows(cache, output.fresh, length), margins
+        return write_rows(cache, output.fresh, after(length, scores)), margins
 
     numbers = jnp.arange(fed.shape[1])
     _, margins = jax.lax.scan(step, state.cache, (numbers, fed.T, other.T))
