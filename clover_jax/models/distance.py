@@ -61,7 +61,9 @@ class Distance:
         """Return a committed position before which no query of any row looks."""
         if self.window is None:
             return 0
-        return jnp.maximum(jnp.min(length) + 1 - self.window, 0)
+        # A row without committed positions looks at none, and others need not read them for it.
+        shortest = jnp.min(jnp.where(length > 0, length, jnp.iinfo(length.dtype).max))
+        return jnp.maximum(shortest - self.window + 1, 0)
 
     def _back(self, key_positions: Int[Array, "*b S"]) -> Int[Array, "B 1 1 T S"]:
         back = self.positions[:, :, None] - key_positions[..., None, :]

@@ -34,6 +34,14 @@ def test_a_window_as_large_as_the_span_costs_nothing():
     assert rules.within(260) is None
 
 
+def test_an_empty_row_does_not_make_the_others_read_what_their_window_hides():
+    config = dataclasses.replace(LAYER, sliding_window=100)
+    rules = Distance.of(config, jnp.zeros((2, 4), jnp.int32))
+    assert rules.first_needed(jnp.array([600, 800])) == 501
+    assert rules.first_needed(jnp.array([0, 800])) == 701
+    assert rules.first_needed(jnp.array([30, 800])) == 0
+
+
 def naive(query, fresh, cache, length, config):
     """Softmax over the committed and the fresh positions of one row, pair by pair."""
     keys = np.concatenate([cache.key[:, :length], fresh.key], axis=1)  # [K, length + T, H]
