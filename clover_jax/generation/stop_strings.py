@@ -39,8 +39,9 @@ def find_stop(
         text = decode(ids[:num_seen])
         position = _first(text, stops)
         if position is not None:
-            kept = [n for n in range(num_seen) if len(decode(ids[:n])) <= position]
-            return StopCut(max(kept, default=0), text[:position])
+            before = reversed(range(num_seen))  # a stop is short: the cut is near
+            kept = next((n for n in before if len(decode(ids[:n])) <= position), 0)
+            return StopCut(kept, text[:position])
     return None
 
 
