@@ -84,7 +84,7 @@ def load_draft(
     """Return models that share the base and decode with a draft.
 
     source: a draft directory, a training workdir, or a folder or hub id in an official layout.
-    tree: as `generate --tree` takes it; by default the draft's own, else paper25.
+    tree: as `generate --tree` takes it, "auto" excepted; by default the draft's own, else paper25.
     """
     return with_draft(
         models,
@@ -110,6 +110,8 @@ def generate(
     pieces, num_seen = TextPieces(models.tokenizer), 0
     for event in stream:
         turn = event.generation
+        if turn is None:
+            raise UserError(event.row["skipped"])
         ids, num_seen = turn.output_ids[num_seen:], len(turn.output_ids)
         reason = event.job.turns[-1].finish_reason if event.turn_ended else None
         text = pieces.take(event)

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from collections.abc import Sequence
 
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling import SamplingConfig, check_warping
 from clover_jax.errors import UserError
 
 
@@ -103,14 +102,9 @@ def check_request(
 
 
 def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
-    if not 0 <= request.temperature < math.inf:
-        raise UserError(f"temperature ({request.temperature}) must be 0 or more")
+    check_warping(request.temperature, request.top_k, request.top_p)
     if request.seed is not None and not 0 <= request.seed < 2**32:
         raise UserError(f"seed ({request.seed}) must lie in 0 .. {2**32 - 1}")
-    if request.top_k < 0:
-        raise UserError(f"top_k ({request.top_k}) must be 1 or more, or 0 for all tokens")
-    if not 0 < request.top_p <= 1:
-        raise UserError(f"top_p ({request.top_p}) must lie in (0, 1]")
     if request.temperature > 0 and sampling.verify == "greedy":
         raise UserError(
             f"temperature {request.temperature} needs --verify=lossless or typical; greedy "

@@ -8,6 +8,7 @@ a position was reached in one step or in another.
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -16,6 +17,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import JsonConfig
 from clover_jax.decoding.top_k import argmax
+from clover_jax.errors import UserError
 
 VERIFICATIONS = ("greedy", "lossless", "typical")
 DRAFT_SAMPLINGS = ("topk", "sampled")
@@ -88,6 +90,16 @@ def empty_sampling(batch: int) -> RowSampling:
         top_k=jnp.zeros(batch, jnp.int32),
         top_p=jnp.ones(batch),
     )
+
+
+def check_warping(temperature: float, top_k: int, top_p: float) -> None:
+    """Raise UserError for values that make no distribution."""
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature ({temperature}) must be 0 or more")
+    if top_k < 0:
+        raise UserError(f"top_k ({top_k}) must be 1 or more, or 0 for all tokens")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p ({top_p}) must lie in (0, 1]")
 
 
 def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from clover_jax.config import JsonConfig
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling import SamplingConfig, check_warping
 from clover_jax.errors import UserError
 
 OVERFLOW_POLICIES = ("error", "truncate_left", "skip")
@@ -44,6 +44,7 @@ class GenerationSettings(JsonConfig):
     def __post_init__(self):
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
+        check_warping(self.temperature, self.top_k, self.top_p)
         if self.temperature > 0 and self.verify == "greedy":
             raise UserError(
                 f"temperature {self.temperature:g} asks for sampling, which verify=greedy does not "

@@ -49,6 +49,9 @@ def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expe
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be at least 1"),
         ({"verify": "greedy", "temperature": 1.0}, "which verify=greedy does not do"),
         ({"stop": ("",)}, "a stop string is empty"),
+        ({"temperature": float("nan")}, r"temperature \(nan\) must be 0 or more"),
+        ({"top_k": -1}, r"top_k \(-1\) must be 1 or more, or 0 for all tokens"),
+        ({"top_p": 0.0}, r"top_p \(0.0\) must lie in \(0, 1\]"),
     ],
 )
 def test_what_cannot_be_is_refused(values, said):
