@@ -30,7 +30,7 @@ LARGEST = BASE.vocab_size * BASE.hidden_size * 4
 
 # Memory that is the process's own, sampled: a peak over all its life would count the imports.
 PROGRAM = """
-import sys, threading, time
+import sys, threading
 from clover_jax import cli, convert
 import clover_jax.interchange.conversion
 def own():
@@ -40,6 +40,7 @@ peak, done = [0], threading.Event()
 def watch():
     while not done.wait(0.005):
         peak[0] = max(peak[0], own())
+sys.stderr = sys.stdout  # the bar
 before = own()
 watcher = threading.Thread(target=watch)
 watcher.start()
@@ -79,6 +80,9 @@ def test_two_gigabytes_need_little_more_than_the_largest_tensor(tmp_path, run_py
     assert (head / "model.safetensors").stat().st_size > 2e9 - 2**28
     for source, target, layout in ((head, native, "orbax"), (native, tmp_path / "out", "clover2")):
         arguments = (f"--base={base}", f"--input={source}", f"--output={target}", f"--to={layout}")
-        extra = int(run_python(PROGRAM, *arguments).splitlines()[-1])
+        *shown, extra = run_python(PROGRAM, *arguments).splitlines()
+        print("\n".join(shown))
+        assert any(line.startswith("convert: ") and "tensors (100%)" in line for line in shown)
+        extra = int(extra)
         print(f"to {layout}: {extra / 2**20:.0f} MiB beside {LARGEST / 2**20:.0f} MiB")
         assert extra < 1.5 * LARGEST
