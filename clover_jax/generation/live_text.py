@@ -8,10 +8,9 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
 from clover_jax.decoding.requests import Generation
-from clover_jax.generation.row_job import RowJob, spelling_context
+from clover_jax.generation.row_job import RowJob
 from clover_jax.generation.row_stream import RowEvent
-from clover_jax.generation.stop_strings import settled_length
-from clover_jax.models.tokenizer import TextStream
+from clover_jax.generation.text_pieces import TextPieces
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -41,9 +40,7 @@ class LiveText:
         self._in_colour = wants_colour(file)
         self._turn: Generation | None = None
         self._num_tokens = 0
-        self._text = ""
-        self._num_written = 0
-        self._stream: TextStream | None = None
+        self._pieces = TextPieces(tokenizer)
 
     def take(self, event: RowEvent) -> None:
         """Write what an event brought."""
@@ -60,33 +57,26 @@ class LiveText:
         self._file.flush()
 
     def _begin(self, job: RowJob, turn: Generation) -> None:
-        self._turn, self._num_tokens, self._text, self._num_written = turn, 0, "", 0
+        self._turn, self._num_tokens = turn, 0
+        self._pieces.begin(turn.prompt_ids)
         shown = _prompt_text(job)
-        if self._tokenizer is not None:
-            self._stream = TextStream(self._tokenizer, spelling_context(turn.prompt_ids))
-            shown = self._tokenizer.decode(turn.prompt_ids) if shown is None else shown
+        if shown is None and self._tokenizer is not None:
+            shown = self._tokenizer.decode(turn.prompt_ids)
         elif shown is None:
             shown = " ".join(map(str, turn.prompt_ids)) + " "
         self._write(shown, _PROMPT)
 
     def _take_group(self, job: RowJob, group: Group) -> None:
-        shade = _STEPS[group.number % len(_STEPS)]
-        if self._stream is None:
-            self._write("".join(f"{id_} " for id_ in group.ids), shade)
-            return
-        self._text += self._stream.push(group.ids)
-        self._write_until(settled_length(self._text, job.settings.stop), shade)
+        if self._tokenizer is None:
+            text = "".join(f"{id_} " for id_ in group.ids)
+        else:
+            text = self._pieces.push(group.ids, job.settings.stop)
+        self._write(text, _STEPS[group.number % len(_STEPS)])
 
     def _finish(self, job: RowJob) -> None:
-        """Write what was held back, up to where the answer really ends, and a newline."""
-        if self._stream is not None:
-            self._text = job.turns[-1].text
-            self._write_until(len(self._text), "")
+        """Write what was held back and a newline."""
+        self._write(self._pieces.rest(job.turns[-1].text), "")
         self._write("\n", "")
-
-    def _write_until(self, end: int, shade: str) -> None:
-        self._write(self._text[self._num_written : end], shade)
-        self._num_written = max(self._num_written, end)
 
     def _write(self, text: str, style: str) -> None:
         if text:

@@ -48,9 +48,10 @@ def find_stop(
 def settled_length(text: str, stops: Sequence[str]) -> int:
     """Return how much of a text no stop string can cut any more, whatever follows.
 
-    Example: for "so\\n" and the stop "\\n\\n" it is 2: another newline would take this one away.
+    Example: for "so\\n" and the stop "\\n\\n" it is 2: another newline would take this one away. For
+    "so\\n\\nbe" it is 2 as well.
     """
-    return min((len(text) - _overlap(text, stop) for stop in stops), default=len(text))
+    return min((_settled(text, stop) for stop in stops), default=len(text))
 
 
 def _first(text: str, stops: Sequence[str]) -> int | None:
@@ -58,7 +59,9 @@ def _first(text: str, stops: Sequence[str]) -> int | None:
     return min(found, default=None)
 
 
-def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that is a mere beginning of `stop`."""
+def _settled(text: str, stop: str) -> int:
+    """Return where `stop`, or else the longest end of `text` that may become it, begins."""
+    if stop in text:
+        return text.index(stop)
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
-    return next((n for n in lengths if text.endswith(stop[:n])), 0)
+    return len(text) - next((n for n in lengths if text.endswith(stop[:n])), 0)

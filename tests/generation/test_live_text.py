@@ -88,6 +88,11 @@ def test_what_may_belong_to_a_stop_string_waits(tokenizer, final, shown):
     assert show(io.StringIO(), tokenizer, {"prompt": "x"}, ids, [1, 0], final, ["--c"]) == shown
 
 
+def test_nothing_beyond_a_stop_string_is_shown(tokenizer):
+    ids = tokenizer("ab--cd").input_ids
+    assert show(io.StringIO(), tokenizer, {"prompt": "x"}, ids, [4], "ab", ["--"]) == "xab\n"
+
+
 def test_a_conversation_shows_what_is_said(tokenizer):
     ids = tokenizer("yes").input_ids
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "well?"}]
