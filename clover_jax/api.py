@@ -116,6 +116,8 @@ def generate(
         reason = event.job.turns[-1].finish_reason if event.turn_ended else None
         text = pieces.take(event)
         yield Piece(text, ids, num_seen, turn.target_forwards, turn.tau, reason)
+        if event.turn_ended:
+            num_seen = 0
 
 
 def generate_rows(

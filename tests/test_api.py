@@ -56,6 +56,14 @@ def test_pieces_join_to_the_text_and_figures_add_up(models):
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
 
 
+def test_every_turn_comes_whole(models):
+    turns = {"turns": ["a", "b"]}
+    pieces = list(api.generate(models, turns, max_new_tokens=12))
+    (row,) = api.generate_rows(models, [turns], max_new_tokens=12)
+    assert all_ids(pieces) == [id_ for ids in row["output_ids"] for id_ in ids]
+    assert "".join(piece.text for piece in pieces) == "".join(row["text"])
+
+
 def test_a_draft_gives_the_same_text_in_fewer_forwards(models, folder):
     plain = list(api.generate(models, [5, 6, 7], max_new_tokens=24))
     drafting = api.load_draft(models, folder / "draft")
