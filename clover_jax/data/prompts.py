@@ -144,6 +144,9 @@ def parse_prompt(row: Any, index: int, source: str) -> Prompt:
 def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
     """Return a hash of what is asked for, the same wherever the rows were written."""
     rows = [dataclasses.asdict(prompt) | {"source": None} for prompt in prompts]
+    for row, prompt in zip(rows, prompts, strict=True):
+        if isinstance(prompt, BadPrompt):
+            row["error"] = prompt.error.removeprefix(prompt.source)
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 

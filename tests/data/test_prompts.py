@@ -143,6 +143,15 @@ def test_the_hash_sees_what_is_asked_and_not_where_it_was_written(tmp_path):
     assert hash_of("d.jsonl", {"prompt": "a", "seed": 1}, {"prompt": "b"}) != same
 
 
+def test_the_hash_of_a_mistake_leaves_out_where_it_was_written(tmp_path):
+    def hash_of(name, row):
+        (tmp_path / name).write_text('{"prompt": "a"}\n' + row)
+        return prompts_hash(read_prompts_and_mistakes(tmp_path / name))
+
+    assert hash_of("a.jsonl", "not json") == hash_of("b.jsonl", "not json")
+    assert hash_of("a.jsonl", "not json") != hash_of("b.jsonl", "[]")
+
+
 def test_text_from_the_command_line_is_a_row():
     prompt = text_prompt("Once")
     assert (prompt.index, prompt.source, prompt.text) == (0, "--prompt", "Once")
