@@ -7,6 +7,7 @@ longer buffers than any before (lengths come in buckets).
 
 from __future__ import annotations
 
+import copy
 import functools
 import time
 from collections.abc import Iterable, Iterator, Sequence
@@ -94,6 +95,12 @@ class Engine:
         self._grow = compiled(grow, static_argnums=1)
         self._clear = compiled(clear, donate_argnums=0)
         self._empty = compiled(empty, static_argnums=(0, 1, 2, 3))
+
+    def seeded(self, seed: int) -> Engine:
+        """Return an engine of the same programs whose rows draw by another seed."""
+        other = copy.copy(self)
+        other._seed = seed
+        return other
 
     def generate(
         self,

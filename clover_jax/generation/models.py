@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NO_DRAFT = "none"
-AUTO = "auto"  # a tree that is measured, not named
+AUTO = "auto"  # a tree that is measured once everything is loaded, not named: see auto_tree.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,10 +57,10 @@ class Models:
         seed: int = 0,
         steps_per_chunk: int = 8,
     ) -> Engine:
-        """Return an engine with that many slots: for the same arguments the same, as compiled."""
+        """Return an engine with that many slots; whatever the seed, its programs compile once."""
         head = self.draft.head if self.draft else None
-        arguments = (sampling, seed, batch_size, steps_per_chunk, self.mesh)
-        return _engine(self.base.config, head, self.tree, *arguments)
+        arguments = (sampling, batch_size, steps_per_chunk, self.mesh)
+        return _engine(self.base.config, head, self.tree, *arguments).seeded(seed)
 
     @property
     def draft_params(self) -> Params | None:
@@ -95,8 +95,6 @@ def load_models(
     tree: a tree's name; None takes the one that the draft was measured with, else `default_tree`.
     Raises UserError for what is missing, broken or does not fit together.
     """
-    if tree == AUTO:
-        tree = None  # chosen once everything is loaded: see auto_tree.py
     chosen = parse_tree(tree) if tree else None  # before anything large is read
     if draft == NO_DRAFT and chosen and chosen.num_nodes:
         raise UserError(
@@ -145,7 +143,6 @@ def _engine(
     head: DraftHead | None,
     tree: TreeConfig | AdaptiveTree,
     sampling: SamplingConfig,
-    seed: int,
     batch_size: int,
     steps_per_chunk: int,
     mesh: Mesh | None,
@@ -155,7 +152,6 @@ def _engine(
         head,
         tree,
         sampling,
-        seed=seed,
         batch_size=batch_size,
         steps_per_chunk=steps_per_chunk,
         mesh=mesh,

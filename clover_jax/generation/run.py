@@ -54,7 +54,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
             models = load_models(
                 options.base,
                 options.draft,
-                options.tree,
+                None if options.tree == AUTO else options.tree,
                 dtype,
                 allow_base_mismatch=options.allow_base_mismatch,
                 draft_rope_theta=options.draft_rope_theta,
