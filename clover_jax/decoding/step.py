@@ -177,12 +177,14 @@ def absorb_and_draft(
 
 def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
     """Let the head take in the positions that the last step accepted."""
+    # As in `verify_tree`; what an ended row's slot holds is never read again.
+    start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     root, cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
         state.features,
         state.next_tokens,
-        state.length - state.count,
+        start,
         state.count,
         state.draft_cache,
         method="absorb",
