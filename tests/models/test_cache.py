@@ -21,3 +21,9 @@ def test_a_product_takes_the_very_rows_that_an_index_does(dtype):
     fresh = tuple(KeyValue(x, x[::-1]) for x in jax.random.normal(keys[0], (2, 3, 2, 7, 5), dtype))
     index = jax.random.randint(keys[1], (3, 4), 0, 7)
     jax.tree.map(np.testing.assert_array_equal, _by_product(fresh, index), _by_index(fresh, index))
+
+
+def test_slots_that_are_not_asked_for_do_not_matter():
+    rows = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])[None, None, :, None]
+    index = jnp.array([[0, 2]])
+    assert _by_product((KeyValue(rows, rows),), index)[0].key.ravel().tolist() == [1, 3]
