@@ -28,6 +28,15 @@ def augment(
     return x, tuple(fresh)
 
 
+def check_depth(num_positions: int, num_augmenting_layers: int, least_layers: int = 1) -> None:
+    """Raise ValueError for a head without a position, or with fewer layers than it needs."""
+    if num_positions < 1 or num_augmenting_layers < least_layers:
+        raise ValueError(
+            f"num_positions ({num_positions}) must be at least 1 and num_augmenting_layers "
+            f"({num_augmenting_layers}) at least {least_layers}"
+        )
+
+
 def take_last(x: Float[Array, "B A D"], count: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
     """Return the last of the first count[b] positions of each row."""
     last = jnp.maximum(count - 1, 0)[:, None, None]

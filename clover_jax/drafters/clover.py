@@ -39,7 +39,12 @@ from clover_jax.drafters.attention_decoder import (
     unit,
     with_matrices,
 )
-from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
+from clover_jax.drafters.augmenting import (
+    absorb_positions,
+    augment,
+    check_depth,
+    from_last_layer,
+)
 from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
@@ -71,11 +76,7 @@ class CloverConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_positions < 1 or self.num_augmenting_layers < 0:
-            raise ValueError(
-                f"num_positions ({self.num_positions}) must be at least 1 and "
-                f"num_augmenting_layers ({self.num_augmenting_layers}) at least 0"
-            )
+        check_depth(self.num_positions, self.num_augmenting_layers, least_layers=0)
         if self.max_depth != self.num_positions:
             raise ValueError(
                 f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): "

@@ -26,7 +26,12 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
-from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
+from clover_jax.drafters.augmenting import (
+    absorb_positions,
+    augment,
+    check_depth,
+    from_last_layer,
+)
 from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, init_cache
@@ -54,11 +59,7 @@ class Clover2Config(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_positions < 1 or self.num_augmenting_layers < 1:
-            raise ValueError(
-                f"num_positions ({self.num_positions}) and num_augmenting_layers "
-                f"({self.num_augmenting_layers}) must be at least 1"
-            )
+        check_depth(self.num_positions, self.num_augmenting_layers)
         if self.order not in ORDERS:
             raise ValueError(f"order {self.order!r} is not one of {', '.join(ORDERS)}")
         check_heads(self.layer)

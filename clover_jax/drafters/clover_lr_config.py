@@ -6,6 +6,7 @@ import dataclasses
 
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import check_heads
+from clover_jax.drafters.augmenting import check_depth
 
 DEFAULT_RANK = 256
 METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8)
@@ -29,11 +30,7 @@ class CloverLRConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        if self.num_positions < 1 or self.num_augmenting_layers < 1:
-            raise ValueError(
-                f"num_positions ({self.num_positions}) and num_augmenting_layers "
-                f"({self.num_augmenting_layers}) must be at least 1"
-            )
+        check_depth(self.num_positions, self.num_augmenting_layers)
         if not 0 <= self.rank <= self.layer.hidden_size:
             raise ValueError(
                 f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"

@@ -8,6 +8,7 @@ over the tree, and a branch moves to another place of the beam as a whole.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from typing import NamedTuple
@@ -87,7 +88,7 @@ class Prefix(NamedTuple):
     positions: Int[Array, "B S"]
 
 
-class LayerDrafter(nn.Module):
+class LayerDrafter(nn.Module, abc.ABC):
     """What these heads share; a subclass says what the layer reads and what it proposes.
 
     It defines `fuse(features)`, the state of a committed position; `run(embedded, state, positions,
@@ -151,10 +152,11 @@ class LayerDrafter(nn.Module):
         """Draft positions that are trained."""
         return self.config.num_positions
 
+    @abc.abstractmethod
     def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
         """Return the states of committed positions."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def run(
         self,
         embedded: Float[Array, "B T D"],
@@ -166,13 +168,12 @@ class LayerDrafter(nn.Module):
         attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
         """Map the layer's output to logits."""
-        raise NotImplementedError
 
 
 def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
