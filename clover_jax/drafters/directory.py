@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
@@ -114,25 +114,43 @@ def load_draft(
     rope_theta: rotary base for a foreign layout that does not say it.
     Raises UserError naming whatever is missing, broken or does not fit.
     """
-    directory = find_directory(str(source))
-    native = native_directory(directory)
-    if native is not None:
-        if rope_theta is not None:
-            raise UserError(
-                f"{native} says its own rotary base; a rope theta ({rope_theta:g}) can be given "
-                "for the layouts of others only"
-            )
-        return _load_native(native, str(source), base, dtype, allow_base_mismatch)
-    if not (directory / "config.json").is_file():
-        raise UserError(
-            f"{directory} is no draft: it has neither {CARD} (a draft directory), nor "
-            f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' layouts)"
-        )
-    layout = recognise(directory)
+    found = find_head(str(source), rope_theta)
+    if found.layout is None:
+        return _load_native(found.directory, str(source), base, dtype, allow_base_mismatch)
     config, params = read_head(
-        LAYOUTS[layout], directory, base, dtype, rope_theta, allow_base_mismatch
+        LAYOUTS[found.layout], found.directory, base, dtype, rope_theta, allow_base_mismatch
     )
-    return Draft(registry.head(config), params, None, {"layout": layout}, str(source))
+    return Draft(registry.head(config), params, None, {"layout": found.layout}, str(source))
+
+
+class FoundHead(NamedTuple):
+    """Where a head lies; layout None is a native draft directory, else the name of another's."""
+
+    directory: Path
+    layout: str | None
+
+
+def find_head(source: str, rope_theta: float | None = None) -> FoundHead:
+    """Find what a name stands for; the arguments are those of `load_draft`.
+
+    Raises UserError where there is no head, or one that says its own rotary base.
+    """
+    directory = find_directory(source)
+    native = native_directory(directory)
+    if native is None:
+        if not (directory / "config.json").is_file():
+            raise UserError(
+                f"{directory} is no draft: it has neither {CARD} (a draft directory), nor "
+                f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' "
+                "layouts)"
+            )
+        return FoundHead(directory, recognise(directory))
+    if rope_theta is not None:
+        raise UserError(
+            f"{native} says its own rotary base; a rope theta ({rope_theta:g}) can be given for "
+            "the layouts of others only"
+        )
+    return FoundHead(native, None)
 
 
 def native_directory(directory: Path) -> Path | None:

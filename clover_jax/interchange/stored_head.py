@@ -15,7 +15,7 @@ from clover_jax.drafters.directory import (
     Card,
     check_base,
     expected_params,
-    native_directory,
+    find_head,
     read_card,
 )
 from clover_jax.drafters.params_folder import check_folder
@@ -24,12 +24,10 @@ from clover_jax.errors import UserError
 from clover_jax.interchange.base_copies import MATRIX_NAMES, check_copy, check_widths
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.layouts import LAYOUTS, NATIVE
-from clover_jax.interchange.recognise import recognise
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import fingerprint
 from clover_jax.models.finite import check_finite
 from clover_jax.models.shapes import base_shapes
-from clover_jax.models.sources import find_directory
 from clover_jax.models.stored_base import StoredMatrix
 from clover_jax.models.tensor_files import TensorFiles
 from clover_jax.models.tensor_map import Path as LeafPath
@@ -70,21 +68,10 @@ def open_head(
     cut_vocab: leave out the rows by which a foreign head's vocabulary is longer than the base's.
     Raises UserError naming whatever is missing, broken or does not fit.
     """
-    directory = find_directory(source)
-    native = native_directory(directory)
-    if native is not None:
-        if rope_theta is not None:
-            raise UserError(
-                f"{native} says its own rotary base; --draft_rope_theta ({rope_theta:g}) is for "
-                "the layouts of others"
-            )
-        return _open_native(native, source, base, allow_base_mismatch)
-    if not (directory / "config.json").is_file():
-        raise UserError(
-            f"{directory} is no draft: it has neither draft.json (a draft directory or a workdir "
-            "with one) nor config.json (others' layouts)"
-        )
-    layout = LAYOUTS[recognise(directory)]
+    directory, name = find_head(source, rope_theta)
+    if name is None:
+        return _open_native(directory, source, base, allow_base_mismatch)
+    layout = LAYOUTS[name]
     config = layout.read_config(directory, rope_theta, base.config)
     fitted = _fit_vocabulary(config, base, directory, cut_vocab)
     check_widths(fitted, base, directory)
