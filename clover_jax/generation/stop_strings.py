@@ -48,8 +48,8 @@ def find_stop(
 def settled_length(text: str, stops: Sequence[str]) -> int:
     """Return how much of a text no stop string can cut any more, whatever follows.
 
-    Example: for "so\\n" and the stop "\\n\\n" it is 2: another newline would take this one away. For
-    "so\\n\\nbe" it is 2 as well.
+    Example: for "so\\n" and the stop "\\n\\n" it is 2: another newline would take this one away. So
+    it is for "so\\n\\nbe".
     """
     return min((_settled(text, stop) for stop in stops), default=len(text))
 
