@@ -93,7 +93,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "fc_bias": ("-",),
     # Clover's MLP in the place of an Attention Decoder.
     "inward": ("- D E",),
-    "outward": ("E D",),
+    "inward_bias": ("-",),
     # A residual block for each position; Medusa's lm_head_0 .. are as lm_head.
     "weight": ("- D E",),
     "bias": ("- -",),

@@ -102,9 +102,10 @@ class CloverState:
 
 
 class RegressiveMLP(nn.Module):
-    """x + W_out SiLU(W_in [norm(x) ; e]): of the Attention Decoder's size, without its attention.
+    """x + SiLU(W [norm(x) ; e] + b), the residual block of the heads with the token beside x.
 
-    The paper says only that an MLP takes the decoder's place; its form is ours.
+    The paper says only that an MLP takes the decoder's place. That it is what the paper calls an
+    MLP in the heads, and that x is normed as the decoder's query is, are ours.
     """
 
     config: LayerConfig
@@ -113,15 +114,15 @@ class RegressiveMLP(nn.Module):
         width = self.config.hidden_size
         self.norm = RMSNorm(self.config.rms_norm_eps)
         self.inward = self.param("inward", matrix_init(2 * width), (2, width, width))
-        self.outward = self.param("outward", matrix_init(width), (width, width))
+        self.inward_bias = self.param("inward_bias", nn.initializers.zeros, (width,))
 
     def read(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Return the token's part of the hidden layer."""
+        """Return the token's part of the block's product."""
         return embedded @ self.inward[1]
 
     def mix(self, x: Float[Array, "*b D"], token: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Mix what `read` returned into x."""
-        return x + jax.nn.silu(self.norm(x) @ self.inward[0] + token) @ self.outward
+        return x + jax.nn.silu(self.norm(x) @ self.inward[0] + token + self.inward_bias)
 
 
 class Clover(nn.Module):
@@ -255,19 +256,18 @@ def make_config(
 def init_from_base(config: CloverConfig, params: Params, base_params: Params, rng: Array) -> Params:
     """Initialise so that the head starts as its Augmenting Block, a copy of the base's last layer.
 
-    Queries and keys are the identity plus Gaussian noise, values zero; likewise the MLP in the
-    decoder's place. Residual blocks start at zero.
+    Queries and keys are the identity plus Gaussian noise, values zero. Residual blocks start at
+    zero, the one in the decoder's place as well.
     """
     new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers)
     new["heads"] = jax.tree.map(jnp.zeros_like, params["heads"])
-    identity = jnp.eye(config.layer.hidden_size)
-    zero = jnp.zeros_like(identity)
-    both = jnp.stack([identity, identity])
-    query, key = both + NOISE * jax.random.normal(rng, both.shape)
     if config.regressive_block == "attention_decoder":
-        key_value = jnp.stack([key, zero], axis=1)
+        identity = jnp.eye(config.layer.hidden_size)
+        both = jnp.stack([identity, identity])
+        query, key = both + NOISE * jax.random.normal(rng, both.shape)
+        key_value = jnp.stack([key, jnp.zeros_like(identity)], axis=1)
         new["regressive"] = with_matrices(config.layer, params["regressive"], query, key_value)
     elif config.regressive_block == "mlp":
-        inward = jnp.stack([query, key])
-        new["regressive"] = params["regressive"] | {"inward": inward, "outward": zero}
+        zeros = jnp.zeros_like(params["regressive"]["inward"])
+        new["regressive"] = params["regressive"] | {"inward": zeros}
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
