@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.benchmark.subject import Subject
@@ -20,6 +21,7 @@ from clover_jax.config import DrafterConfig
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import commit
 from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
@@ -40,14 +42,16 @@ def measure_ranks(
     most_ranks: int = 16,
     temperature: float = 0.0,
     batch_size: int = 4,
+    mesh: Mesh | None = None,
 ) -> np.ndarray:
     """Return [samples, depth] ranks of the base's next tokens; MISSED from `most_ranks` on.
 
     depth: levels to look at, within what the head can draft.
+    mesh: the devices to decode on, over which the subject's weights lie; None for one.
     """
     sampling = SamplingConfig(verify="lossless") if temperature else SamplingConfig()
     plain = subject.plain()
-    engine = Engine(plain.base, None, plain.tree, sampling, batch_size=batch_size)
+    engine = Engine(plain.base, None, plain.tree, sampling, batch_size=batch_size, mesh=mesh)
     requests = [
         Request(index, prompt, new_tokens, temperature=temperature)
         for index, prompt in enumerate(prompts)
@@ -58,10 +62,11 @@ def measure_ranks(
         if progress.done and len(progress.row.output_ids) == new_tokens:
             texts.append([*progress.row.prompt_ids, *progress.row.output_ids])
     starts = [len(text) - new_tokens for text in texts]
-    walks = [
-        _walk(subject, texts[i : i + batch_size], starts[i : i + batch_size], new_tokens, depth)
-        for i in range(0, len(texts), batch_size)
-    ]
+    with Placement(mesh).in_use():
+        walks = [
+            _walk(subject, texts[i : i + batch_size], starts[i : i + batch_size], new_tokens, depth)
+            for i in range(0, len(texts), batch_size)
+        ]
     ranks = np.concatenate(walks) if walks else np.zeros((0, depth), int)
     return np.where(ranks < most_ranks, ranks, MISSED)
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from clover_jax.benchmark.loops import STEPS, draft_loop, verify_loop
 from clover_jax.benchmark.parts import Bench, Part
@@ -16,6 +17,7 @@ from clover_jax.benchmark.subject import Subject, cache_size, running_state
 from clover_jax.benchmark.timing import Run, time_in_turns
 from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.decoding.commit import StepRecord
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
 from clover_jax.decoding.tree import TokenTree, TreeConfig
@@ -30,20 +32,27 @@ def measure_costs(
     subject: Subject,
     batch: int,
     context: int,
+    mesh: Mesh | None = None,
     slots: Sequence[int] = SLOTS,
     widths: Sequence[int] = WIDTHS,
     rounds: int = ROUNDS,
 ) -> CostTable:
     """Time the parts of steps with trees of several sizes in turns, looping on the device.
 
+    mesh: the devices to run on, over which the subject's weights lie; None for one.
     Raises UserError where the context is longer than the base's.
     """
     # Deep enough for the longest pending path; the shape of the tree does not matter to the base.
     subject = subject.with_tree(_two_levels(1))
     size = cache_size(subject, context, room=0)
-    bench = Bench(subject, running_state(subject, batch, size, context), context)
-    plain_subject = subject.plain()
-    plain = Bench(plain_subject, running_state(plain_subject, batch, size, context), context)
+    placement = Placement(mesh)
+    batch = placement.whole_rows(batch)
+
+    def prepare(subject: Subject) -> Bench:
+        state = placement.state(running_state(subject, batch, size, context))
+        return Bench(subject, state, context)
+
+    bench, plain = prepare(subject), prepare(subject.plain())
     widths = [width for width in widths if width <= subject.base.vocab_size]
     runs: dict[str, Run] = {
         "plain": _in_place(plain, _steps).run,
@@ -53,7 +62,8 @@ def measure_costs(
     for width in widths:
         runs[f"draft {width}"] = _in_place(bench, draft_loop, _two_levels(width)).run
     runs |= {f"verify {count}": _verifying(bench, batch, count).run for count in slots}
-    seconds = {name: found / STEPS for name, found in time_in_turns(runs, rounds).items()}
+    with placement.in_use():
+        seconds = {name: found / STEPS for name, found in time_in_turns(runs, rounds).items()}
     flat = seconds["draft 0"]
     costs = CostTable(
         plain=seconds["plain"],

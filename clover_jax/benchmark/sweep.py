@@ -48,7 +48,7 @@ def sweep(
     for batch in batch_sizes:
         slots = sorted({1, *(count + 1 for count in nodes)})
         needed = sorted({*WIDTHS, *widths})
-        costs = measure_costs(subject, batch, context, slots, needed, rounds)
+        costs = measure_costs(subject, batch, context, slots=slots, widths=needed, rounds=rounds)
         cells += [_cell(costs, batch, count, widths) for count in nodes]
     return cells
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from typing import Any
@@ -12,6 +13,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, PyTree
+from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import Weights
 from clover_jax.meshes import shape_of
 from clover_jax.sharding import decode_state_shardings, param_shardings, put_whole, replicated
@@ -40,6 +42,16 @@ class Placement:
             return weights
         return jax.device_put(weights, param_shardings(weights, self.mesh))
 
+    def state(self, state: DecodeState) -> DecodeState:
+        """Split a state over the mesh."""
+        if self.mesh is None:
+            return state
+        return jax.device_put(state, decode_state_shardings(state, self.mesh))
+
+    def in_use(self) -> contextlib.AbstractContextManager:
+        """Return the context in which programs know the mesh."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
+
     def compiled(self, function: Callable, **options: Any) -> Callable:
         """Return a compiled function of states; on a mesh its result lies as states do there."""
         if self.mesh is None:
@@ -55,7 +67,7 @@ class Placement:
         compiled = jax.jit(placed, **options)
 
         def call(*arguments: Any) -> Any:
-            with jax.set_mesh(self.mesh):
+            with self.in_use():
                 return compiled(*arguments)
 
         return call

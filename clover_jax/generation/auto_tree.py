@@ -125,9 +125,11 @@ def _costs(subject: Subject, batch_size: int, mesh: jax.sharding.Mesh | None) ->
         "context": context,
         "in loops of": STEPS,
     }
-    measured = remembered(
-        "costs", key, lambda: measure_costs(subject, batch_size, context).to_dict(), cache_folder()
-    )
+
+    def measure() -> dict[str, Any]:
+        return measure_costs(subject, batch_size, context, mesh).to_dict()
+
+    measured = remembered("costs", key, measure, cache_folder())
     return CostTable.from_dict(measured)
 
 
@@ -155,7 +157,14 @@ def _ranks(
     }
 
     def measure() -> dict[str, Any]:
-        ranks = measure_ranks(subject, prompts, NEW_TOKENS, depth, temperature=settings.temperature)
+        ranks = measure_ranks(
+            subject,
+            prompts,
+            NEW_TOKENS,
+            depth,
+            temperature=settings.temperature,
+            mesh=models.mesh,
+        )
         return {"ranks": ranks.tolist()}
 
     ranks = remembered("ranks", key, measure, cache_folder())["ranks"]

@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 SETUP = """
 import dataclasses, functools, json, re, sys
 import jax, jax.numpy as jnp
@@ -34,6 +36,40 @@ def test_greedy_tokens_on_a_mesh_are_those_of_one_device(run_python):
     alone, split = run_python(TOKENS, *meshes, devices=8).splitlines()
     assert json.loads(split) == json.loads(alone)
     assert any(any(accepted) for _, accepted in json.loads(alone))
+
+
+# Prints whether a mesh has the ranks of one device, and the signs of its costs.
+MEASURED = (
+    SETUP
+    + """
+import numpy as np
+from clover_jax.benchmark.calibration import measure_ranks
+from clover_jax.benchmark.costs import measure_costs
+from clover_jax.benchmark.subject import Subject
+from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.step import weights_for
+
+weights = weights_for(head, random_base(base), params)
+alone = Subject(base, head, parse_tree("paper25"), weights, jnp.float32)
+mesh = make_mesh(parse_mesh("data=2,tensor=2", 8))
+split = dataclasses.replace(alone, weights=Placement(mesh).weights(weights))
+prompts = random_prompts(4, vocab_size=base.vocab_size)
+ranks = [
+    measure_ranks(subject, prompts, 12, 3, mesh=where)
+    for subject, where in ((alone, None), (split, mesh))
+]
+costs = measure_costs(split, 3, 64, mesh, slots=(1, 4), widths=(1, 2), rounds=1)
+print(json.dumps([ranks[0].size, np.array_equal(*ranks), costs.plain > 0]))
+"""
+)
+
+
+@pytest.mark.slow
+def test_a_tree_is_chosen_by_what_the_mesh_costs(run_python):
+    num_ranks, same, costs = json.loads(run_python(MEASURED, devices=8))
+    assert num_ranks > 0
+    assert same
+    assert costs
 
 
 # Prints the shapes that the collectives of one compiled step give.
