@@ -101,9 +101,8 @@ def compile_step(
 ) -> tuple[CompiledStep, str]:
     """Compile one step of `batch` rows with `context` committed positions for the target.
 
-    mesh: as `--mesh`; None is one device. The second result is the program's text. Raises
-    UserError where the compiler is missing or the
-    mesh does not fit.
+    mesh: as `--mesh`; None is one device. The second result is the program's text.
+    Raises UserError where the compiler is missing or the mesh does not fit.
     """
     devices = find_devices(target)
     shape = MeshShape() if mesh is None else parse_mesh(mesh, len(devices))
