@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import tempfile
 import time
+from pathlib import Path
 from typing import Any
 
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.benchmark import figures
+from clover_jax.benchmark import buffers, figures
 from clover_jax.benchmark.hlo import Program
 from clover_jax.benchmark.hlo_parts import sum_by_part
 from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
@@ -36,6 +38,8 @@ DRAFTING = ("absorb", "draft")
 class CompiledStep:
     """What the compiler says of one step; bytes and seconds are those of one device.
 
+    temporary_bytes: what the compiler allocates; temporary_value_bytes: of that, what values lie on
+        (see buffers.py), None where it does not say.
     floor_bytes: weights that products read, as often as they do, and the live part of the caches.
     moved_bytes: read and written in main memory by the instructions of the program; loops over
         the cache count as often as they run. A prefetch counts once.
@@ -55,6 +59,7 @@ class CompiledStep:
     output_bytes: int
     aliased_bytes: int
     temporary_bytes: int
+    temporary_value_bytes: int | None
     weight_bytes: int
     cache_bytes: int
     floor_bytes: float
@@ -113,11 +118,13 @@ def compile_step(
     state_places = decode_state_shardings(states, device_mesh)
     weights = with_shardings(subject.weights, weight_places)
     step = jax.jit(functools.partial(speculate_and_verify, config), donate_argnums=1)
-    with jax.set_mesh(device_mesh):
+    with jax.set_mesh(device_mesh), tempfile.TemporaryDirectory() as folder:
         lowered = step.trace(weights, with_shardings(states, state_places)).lower()
+        options = (options_for(target.platform) or {}) | buffers.written_to(Path(folder))
         started = time.perf_counter()
-        compiled = lowered.compile(compiler_options=options_for(target.platform))
-    seconds = time.perf_counter() - started
+        compiled = lowered.compile(compiler_options=options)
+        seconds = time.perf_counter() - started
+        value_bytes = buffers.filled_bytes(Path(folder))
     work = count_work(functools.partial(speculate_and_verify, config), weights, states)
     caches = (states.cache, states.draft_cache)
     cache_bytes = bytes_per_device(caches, decode_state_shardings(caches, device_mesh))
@@ -142,6 +149,7 @@ def compile_step(
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=memory.temp_size_in_bytes,
+        temporary_value_bytes=value_bytes,
         weight_bytes=bytes_per_device(subject.weights, weight_places),
         cache_bytes=cache_bytes,
         floor_bytes=floor_bytes,

@@ -45,3 +45,4 @@ def test_a_compiled_step_copies_no_cache_and_no_weight(target, batch, draft):
     assert figures["cache_copies"] == []
     assert figures["weight_copies"] == []
     assert figures["moved_over_floor"] < 2
+    assert 0 < figures["temporary_value_bytes"] < 0.01 * figures["weight_bytes"]
