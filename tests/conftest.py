@@ -37,6 +37,13 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 WARNINGS = ("-W", "error", "-W", "ignore:Error reading persistent compilation cache entry")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    # Compiling with LLVM's optimisations takes longer than they save in programs so small. Tests
+    # that are asked for by their mark measure times, or what a compiler makes of a program.
+    if config.option.markexpr.startswith("not slow"):
+        os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+
+
 @pytest.fixture(scope="session")
 def fixtures_dir() -> Path:
     """The folder of small generated test data, with the scripts that made it."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.stages import Compiled, Lowered
 
 from clover_jax.array_types import PyTree
 from clover_jax.benchmark import buffers, figures
@@ -118,13 +119,9 @@ def compile_step(
     state_places = decode_state_shardings(states, device_mesh)
     weights = with_shardings(subject.weights, weight_places)
     step = jax.jit(functools.partial(speculate_and_verify, config), donate_argnums=1)
-    with jax.set_mesh(device_mesh), tempfile.TemporaryDirectory() as folder:
+    with jax.set_mesh(device_mesh):
         lowered = step.trace(weights, with_shardings(states, state_places)).lower()
-        options = (options_for(target.platform) or {}) | buffers.written_to(Path(folder))
-        started = time.perf_counter()
-        compiled = lowered.compile(compiler_options=options)
-        seconds = time.perf_counter() - started
-        value_bytes = buffers.filled_bytes(Path(folder))
+        compiled, seconds, value_bytes = _compile(lowered, target.platform)
     work = count_work(functools.partial(speculate_and_verify, config), weights, states)
     caches = (states.cache, states.draft_cache)
     cache_bytes = bytes_per_device(caches, decode_state_shardings(caches, device_mesh))
@@ -169,6 +166,16 @@ def compile_step(
         largest=figures.largest(program),
     )
     return result, text
+
+
+def _compile(lowered: Lowered, platform: str) -> tuple[Compiled, float, int | None]:
+    """Return the program, the seconds that it took, and the bytes of its temporary values."""
+    with tempfile.TemporaryDirectory() as folder:
+        options = (options_for(platform) or {}) | buffers.written_to(Path(folder))
+        started = time.perf_counter()
+        compiled = lowered.compile(compiler_options=options)
+        seconds = time.perf_counter() - started
+        return compiled, seconds, buffers.filled_bytes(Path(folder))
 
 
 def _draft_weight_bytes(subject: Subject, weights: PyTree, states: DecodeState) -> float:
