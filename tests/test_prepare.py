@@ -19,6 +19,7 @@ from clover_jax.data.pipeline import PipelineConfig, make_pipeline
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
 from clover_jax.data.training_data import load_training_data
 from clover_jax.errors import UserError
+from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.models.loading import load_base
 from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.preparation import features
@@ -125,15 +126,13 @@ def test_what_is_held_out_is_kept_apart(base, data, prepared):
 def test_cached_activations_are_those_of_the_base(base, prepared):
     loaded = load_base(str(base))
     samples = PreparedSamples(prepared, ("pre_norm",))
-    from clover_jax.models.decoder import Decoder, causal_mask
-
+    forward = jax.jit(Decoder(loaded.config).apply)  # compiled, as the cached ones were
     for index in range(3):
         hidden = samples.hidden(index)["pre_norm"]
         tokens = samples[index].tokens[None, :SEQ_LEN]
         positions = np.arange(tokens.shape[1])[None]
-        output = Decoder(loaded.config).apply(
-            {"params": loaded.params}, tokens, positions, causal_mask(1, tokens.shape[1])
-        )
+        mask = causal_mask(1, tokens.shape[1])
+        output = forward({"params": loaded.params}, tokens, positions, mask)
         np.testing.assert_allclose(hidden[:SEQ_LEN], output.hidden["pre_norm"][0], atol=2e-6)
         assert len(hidden) == len(samples[index].tokens)
 

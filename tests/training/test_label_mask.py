@@ -1,4 +1,5 @@
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -96,8 +97,9 @@ def test_the_loss_and_its_divisor_are_those_of_the_plain_computation(case):
     head, params = random_head(TINY)
     loss_spec = dataclasses.replace(head.config.loss, label_mask=True)
     head = dataclasses.replace(head, config=dataclasses.replace(head.config, loss=loss_spec))
-    loss, parts = distillation_loss(head, params, frozen, hidden, states, batch, chunk=7)
-    plain, terms = plain_loss(head, params, frozen, hidden, states, batch)
+    arrays = (params, frozen, hidden, states, batch)
+    loss, parts = jax.jit(functools.partial(distillation_loss, head, chunk=7))(*arrays)
+    plain, terms = jax.jit(functools.partial(plain_loss, head))(*arrays)
     np.testing.assert_allclose(loss, plain, rtol=1e-5)
     np.testing.assert_array_equal(parts.pairs, terms["pairs"])
     expected = naive_pairs(naive_likely(p, np.asarray(batch.tokens)), batch)
@@ -117,8 +119,8 @@ def test_frozen_matrices_get_no_gradient_from_the_mask(case):
     spec = dataclasses.replace(head.config.loss, label_mask=True)
     head = dataclasses.replace(head, config=dataclasses.replace(head.config, loss=spec))
     frozen = frozen_from_base(random_base(TINY))
-    gradient = jax.grad(lambda u: distillation_loss(head, params, frozen, u, states, batch, 16)[0])(
-        hidden
-    )
+    gradient = jax.jit(
+        jax.grad(lambda u: distillation_loss(head, params, frozen, u, states, batch, 16)[0])
+    )(hidden)
     assert np.isfinite(np.asarray(gradient)).all()
     assert np.abs(np.asarray(gradient)).max() > 0
