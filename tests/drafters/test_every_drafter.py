@@ -189,7 +189,11 @@ def test_what_a_kind_cannot_be_told_is_named_with_what_it_can():
     [
         ("clover", {"regressive_block": "gru"}, "'gru' is not one of attention_decoder, mlp, none"),
         ("clover", {"num_positions": 0}, r"num_positions \(0\) must be at least 1"),
-        ("clover", {"num_augmenting_layers": -1}, r"num_augmenting_layers \(-1\) must be at least 0"),
+        (
+            "clover",
+            {"num_augmenting_layers": -1},
+            r"num_augmenting_layers \(-1\) must be at least 0",
+        ),
         ("clover2", {"order": "last"}, "order 'last' is not one of decoder_first, block_first"),
         ("medusa", {"num_positions": 0}, r"num_positions \(0\) must be at least 1"),
     ],
