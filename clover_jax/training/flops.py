@@ -37,8 +37,9 @@ def _count_equation(equation: core.JaxprEqn, loop_trips: int) -> float:
 def _inner(params: dict[str, Any]) -> list[core.Jaxpr]:
     """Return the programs among an operation's parameters."""
     values = [item for v in params.values() for item in (v if isinstance(v, tuple) else (v,))]
-    closed = [v.jaxpr for v in values if isinstance(v, core.ClosedJaxpr)]
-    return closed + [v for v in values if isinstance(v, core.Jaxpr)]
+    # In jax 0.12 one class is both, so what is closed must not be counted as open again.
+    programs = [v for v in values if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]
+    return [v.jaxpr if isinstance(v, core.ClosedJaxpr) else v for v in programs]
 
 
 def _dot_flops(left: tuple[int, ...], right: tuple[int, ...], dimensions: tuple) -> float:
