@@ -62,15 +62,21 @@ class Piece:
     finish_reason: str | None = None
 
 
-def load_base(source: str = "builtin:tiny", dtype: str = "auto", mesh: str | None = None) -> Models:
+def load_base(
+    source: str = "builtin:tiny",
+    dtype: str = "auto",
+    mesh: str | None = None,
+    int8: Sequence[str] = (),
+) -> Models:
     """Load a base and its tokenizer, for plain decoding.
 
     source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
         or "shape:NAME" for random weights.
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
     mesh: the devices to decode on, such as "tensor=4"; None: one.
+    int8: whose matrices to round to 8 bits: "draft", which leaves the text as it is, "base".
     """
-    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh))
+    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh), int8)
 
 
 def load_draft(

@@ -15,6 +15,7 @@ memory, bytes moved against the floor, copies of caches and weights, collectives
 import sys
 
 from clover_jax import cli
+from clover_jax.decoding_flags import define_int8_flag
 from clover_jax.errors import UserError
 
 
@@ -42,6 +43,7 @@ def define_flags(flags):
     text("output", None, "folder for the table and the figure of --sweep")
     text("target", None, "compile for this instead: tpu-v6e:2x2, tpu-v5e:4x4, gpu-h200")
     text("program", None, "file for the compiled program's text, with --target")
+    define_int8_flag(flags)
     cli.define_common_flags(flags)
 
 
@@ -56,7 +58,7 @@ def _measure(flags) -> dict:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
     from clover_jax.benchmark.measured_report import measure_and_describe, sweep_and_describe
 
-    names = ("base", "draft", "tree", "dtype", "context", "rounds")
+    names = ("base", "draft", "tree", "dtype", "int8", "context", "rounds")
     common = {name: flags[name].value for name in names}
     if flags.sweep:
         return sweep_and_describe(
@@ -92,6 +94,7 @@ def _compile(flags) -> dict:
         draft=flags.draft,
         tree=flags.tree,
         dtype=dtype,
+        int8=flags.int8,
         mesh=flags.mesh,
         batch=flags.batch_size,
         context=flags.context,

@@ -24,6 +24,7 @@ def define_decoding_flags(flags: absl_flags.FlagValues) -> None:
 
     define("float", "draft_rope_theta", None, "rotary base for a layout that does not say it")
     define("bool", "allow_base_mismatch", False, "use a draft that was trained for another base")
+    define_int8_flag(flags)
     define("integer", "max_new_tokens", 128, "tokens to emit at most, a turn", lower_bound=1)
     define_sampling_flags(flags)
     choose(
@@ -46,6 +47,16 @@ def define_decoding_flags(flags: absl_flags.FlagValues) -> None:
         "error",
         ["error", "truncate_left", "skip"],
         "what becomes of a prompt that is longer than the base's context",
+    )
+
+
+def define_int8_flag(flags: absl_flags.FlagValues) -> None:
+    """Define whose matrices are rounded."""
+    absl_flags.DEFINE_list(
+        "int8",
+        [],
+        "whose matrices to round to 8 bits: draft, which leaves the text as it is, or base,draft",
+        flag_values=flags,
     )
 
 

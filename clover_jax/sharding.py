@@ -38,6 +38,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from clover_jax.array_types import Array, PyTree
 from clover_jax.errors import UserError
 from clover_jax.meshes import AXES, AnyMesh, make_abstract_mesh, shape_of
+from clover_jax.models.int8 import Int8Matrix
 from clover_jax.models.tensor_map import Path, Place
 
 ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
@@ -102,6 +103,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
+# The parts of a rounded matrix lie as the matrix does; its steps are 1 along some of the axes.
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Int8Matrix))
+
+
 def replicated(mesh: AnyMesh) -> NamedSharding:
     """Return the placement of what every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
@@ -127,6 +132,8 @@ def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
 def _param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     if not shape:
         return PartitionSpec()
+    if path[-1] in _FIELDS:
+        path = path[:-1]
     layout = _layout_of(path, len(shape))
     return PartitionSpec(
         *(
@@ -151,7 +158,7 @@ def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
     axis = _AXIS[letter]
     if size % mesh.shape[axis] == 0:
         return axis
-    if letter in _WHOLE_IF_INDIVISIBLE:
+    if letter in _WHOLE_IF_INDIVISIBLE or size == 1:
         return None
     raise UserError(
         f"parameter {'/'.join(path)}: its dimension {letter} of {size} cannot be split over "

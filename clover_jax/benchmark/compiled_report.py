@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ def compile_and_describe(
     draft: str,
     tree: str | None,
     dtype: str,
+    int8: Sequence[str] = (),
     mesh: str | None,
     batch: int,
     context: int,
@@ -32,7 +34,7 @@ def compile_and_describe(
 
     program: a file for the compiled program's text. Raises UserError as `compile_step` does.
     """
-    subject = shape_subject(base, draft, tree, jnp.dtype(dtype))
+    subject = shape_subject(base, draft, tree, jnp.dtype(dtype), int8)
     with passing_note(f"compiling for {target.name}"):
         compiled, text = compile_step(subject, target, mesh, batch, context)
     if program is not None:
@@ -42,6 +44,7 @@ def compile_and_describe(
         "draft": draft,
         "tree": subject.tree.name,
         "dtype": dtype,
+        "int8": list(subject.int8),
         "mesh": mesh,
         "batch_size": batch,
         "context": context,

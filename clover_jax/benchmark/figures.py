@@ -61,14 +61,19 @@ def resident_bytes(memory: Any) -> int:
 def written_anew(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
     """Return the instructions that write anew what has the size of one of the arrays' shards.
 
-    A small one, a bias by heads, has the size of many an activation.
+    A small one, a bias by heads, has the size of many an activation; a vector, such as the steps of
+    a rounded lm_head, is prefetched whole.
     """
     shards = {
         place.shard_shape(leaf.shape)
         for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
-        if leaf.ndim > 1 and leaf.size * leaf.dtype.itemsize >= WORTH_NAMING
+        if _is_matrix(leaf.shape) and leaf.size * leaf.dtype.itemsize >= WORTH_NAMING
     }
     return listed(i for shard in sorted(shards) for i in program.made(shard))
+
+
+def _is_matrix(shape: tuple[int, ...]) -> bool:
+    return sum(size > 1 for size in shape) > 1
 
 
 def listed(instructions: Iterable[Instruction]) -> list[str]:

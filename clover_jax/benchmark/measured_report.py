@@ -22,6 +22,7 @@ def measure_and_describe(
     draft: str,
     tree: str | None,
     dtype: str,
+    int8: Sequence[str],
     batch: int,
     context: int,
     rounds: int,
@@ -32,7 +33,7 @@ def measure_and_describe(
     Raises UserError as `load_subject` and `measure` do.
     """
     with passing_note(f"loading {base}"):
-        subject = load_subject(base, draft, tree, resolve_dtype(dtype))
+        subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
     with passing_note("measuring"):
         measured = measure(subject, batch, context, rounds, force_accept)
     settings = describe_settings(subject, base, draft) | {
@@ -52,6 +53,7 @@ def sweep_and_describe(
     draft: str,
     tree: str | None,
     dtype: str,
+    int8: Sequence[str],
     batch_sizes: Sequence[int],
     nodes: Sequence[int],
     context: int,
@@ -63,7 +65,7 @@ def sweep_and_describe(
     Raises UserError as `load_subject` and `sweep` do.
     """
     with passing_note(f"loading {base}"):
-        subject = load_subject(base, draft, tree, resolve_dtype(dtype))
+        subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
     with passing_note("measuring"):
         cells = sweep.sweep(subject, batch_sizes, nodes, context, rounds)
     for line in sweep.describe(cells, subject.tree.name):
@@ -90,6 +92,7 @@ def describe_settings(subject: Subject, base: str, draft: str) -> dict[str, Any]
         "draft": draft,
         "tree": subject.tree.name,
         "dtype": str(subject.dtype),
+        "int8": list(subject.int8),
         "base_parameters": parameters[0],
         "draft_parameters": parameters[1],
     }

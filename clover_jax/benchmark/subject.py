@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+from collections.abc import Sequence
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +22,6 @@ from clover_jax.drafters.directory import load_draft
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.families import read_base_config
-from clover_jax.models.loading import load_base
 from clover_jax.models.shapes import (
     base_shapes,
     cast_shapes,
@@ -29,6 +30,7 @@ from clover_jax.models.shapes import (
     shape_config,
 )
 from clover_jax.models.sources import find_directory
+from clover_jax.rounding import load_rounded_base, parse_parts, round_base, round_params
 
 RANDOM = "random:"  # before a drafter's kind: a head with random weights
 NONE = "none"
@@ -42,6 +44,7 @@ class Subject:
 
     head: None for plain decoding, with the tree that has no nodes.
     weights: arrays, or ShapeDtypeStructs where only shapes are wanted.
+    int8: whose matrices are rounded, as `--int8` names them.
     """
 
     base: BaseConfig
@@ -49,6 +52,7 @@ class Subject:
     tree: TreeConfig | AdaptiveTree
     weights: Weights
     dtype: jnp.dtype
+    int8: tuple[str, ...] = ()
 
     def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
         """Return the speculative step; raises UserError where the tree does not suit the head."""
@@ -67,48 +71,63 @@ class Subject:
         return dataclasses.replace(self, tree=tree)
 
 
-def load_subject(base: str, draft: str, tree: str | None, dtype: jnp.dtype) -> Subject:
+def load_subject(
+    base: str, draft: str, tree: str | None, dtype: jnp.dtype, int8: Sequence[str] = ()
+) -> Subject:
     """Load a base and a draft: folders as everywhere, or `shape:NAME` and `random:KIND`.
 
     tree: None takes the one that the draft was measured with, else paper25.
+    int8: whose matrices to round, as `--int8` names them.
     Raises UserError for what is missing or does not fit together.
     """
+    parts = parse_parts(int8)
+    model = load_rounded_base(base, dtype, None, parts)
     if draft == NONE:
-        return _plain_subject(load_base(base, dtype).params, _base_config(base), dtype)
-    model = load_base(base, dtype)
+        return _plain_subject(model.params, model.config, dtype, parts)
     if draft.startswith(RANDOM):
         head = _random_head(draft, model.config)
         shapes = cast_shapes(registry.init_shapes(head, model.params), dtype)
-        weights = Weights(model.params, random_params(shapes, seed=1))
+        draft_params = random_params(shapes, seed=1)
         chosen = tree or DEFAULT_TREE
     else:
         loaded = load_draft(draft, model, dtype, allow_base_mismatch=is_shape(base))
-        head, weights = loaded.head, weights_for(loaded.head, model.params, loaded.params)
+        head, draft_params = loaded.head, loaded.params
         chosen = tree or loaded.tree or DEFAULT_TREE
-    return Subject(model.config, head, parse_tree(chosen), weights, dtype)
+    if "draft" in parts:
+        draft_params = round_params(draft_params)
+    weights = weights_for(head, model.params, draft_params)
+    return Subject(model.config, head, parse_tree(chosen), weights, dtype, parts)
 
 
-def shape_subject(base: str, draft: str, tree: str | None, dtype: jnp.dtype) -> Subject:
+def shape_subject(
+    base: str, draft: str, tree: str | None, dtype: jnp.dtype, int8: Sequence[str] = ()
+) -> Subject:
     """Return the shapes alone of a base (a folder or `shape:NAME`) and of `random:KIND` or none.
 
-    Allocates nothing. Raises UserError as `load_subject` does.
+    Allocates nothing; int8 as for `load_subject`. Raises UserError as `load_subject` does.
     """
     config = _base_config(base)
-    params = base_shapes(config, dtype)
+    parts = parse_parts(int8)
+    params = jax.eval_shape(functools.partial(round_base, parts=parts), base_shapes(config, dtype))
     if draft == NONE:
-        return _plain_subject(params, config, dtype)
+        return _plain_subject(params, config, dtype, parts)
     if not draft.startswith(RANDOM):
         raise UserError(
             f"--draft={draft}: to compile for other hardware only shapes are needed; give "
             f"{RANDOM}KIND, such as {RANDOM}clover2, or {NONE}"
         )
     head = _random_head(draft, config)
-    weights = Weights(params, cast_shapes(registry.init_shapes(head, params), dtype))
-    return Subject(config, head, parse_tree(tree or DEFAULT_TREE), weights, dtype)
+    draft_params = cast_shapes(registry.init_shapes(head, params), dtype)
+    if "draft" in parts:
+        draft_params = jax.eval_shape(round_params, draft_params)
+    weights = Weights(params, draft_params)
+    return Subject(config, head, parse_tree(tree or DEFAULT_TREE), weights, dtype, parts)
 
 
-def _plain_subject(params: Params, config: BaseConfig, dtype: jnp.dtype) -> Subject:
-    return Subject(config, None, TreeConfig.root_only(), Weights(params, {}), dtype)
+def _plain_subject(
+    params: Params, config: BaseConfig, dtype: jnp.dtype, int8: tuple[str, ...]
+) -> Subject:
+    return Subject(config, None, TreeConfig.root_only(), Weights(params, {}), dtype, int8)
 
 
 def _base_config(source: str) -> BaseConfig:

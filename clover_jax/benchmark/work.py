@@ -47,40 +47,44 @@ class Work(NamedTuple):
 def count_work(function: Callable[..., Any], weights: Params, *arguments: Any) -> Work:
     """Return the work of `function(weights, *arguments)`; arrays or their shapes will do."""
     closed = jax.make_jaxpr(function)(weights, *arguments)
-    num_weights = len(jax.tree.leaves(weights))
-    is_weight = [index < num_weights for index in range(len(closed.jaxpr.invars))]
-    return _visit(closed.jaxpr, is_weight)[0]
+    sizes = [np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(weights)]
+    others = len(closed.jaxpr.invars) - len(sizes)
+    return _visit(closed.jaxpr, sizes + [0] * others)[0]
 
 
-def _visit(jaxpr: Any, is_weight: list[bool]) -> tuple[Work, list[bool]]:
-    """Return the work, and which results are (parts of) weights."""
-    weights = {var for var, flag in zip(jaxpr.invars, is_weight, strict=True) if flag}
+def _visit(jaxpr: Any, sizes: list[int]) -> tuple[Work, list[int]]:
+    """Return the work, and of each result how many bytes its entries have at rest.
+
+    sizes: the same of each argument; 0 for what is no (part of a) weight. Widening a weight for a
+    product does not make it larger at rest.
+    """
+    at_rest = dict(zip(jaxpr.invars, sizes, strict=True))
     total = Work()
     for equation in jaxpr.eqns:
-        flags = [_is_in(weights, operand) for operand in equation.invars]
+        given = [_size_of(operand, at_rest) for operand in equation.invars]
         name = equation.primitive.name
-        results = [False] * len(equation.outvars)
+        results = [0] * len(equation.outvars)
         if name == "dot_general":
-            total = total.plus(_product(equation, flags))
+            total = total.plus(_product(equation, given))
         elif name in _REARRANGING:
-            results = [flags[0]] * len(results)
+            results = [given[0]] * len(results)
         elif name == "scan":
-            work, _ = _visit(equation.params["jaxpr"].jaxpr, flags)
+            work, _ = _visit(equation.params["jaxpr"].jaxpr, given)
             total = total.plus(work, equation.params["length"])
         elif name == "cond":  # the operand in front says which branch
-            branches = [_visit(b.jaxpr, flags[1:])[0] for b in equation.params["branches"]]
+            branches = [_visit(b.jaxpr, given[1:])[0] for b in equation.params["branches"]]
             total = total.plus(max(branches, key=lambda work: work.weight_bytes))
         elif name != "while":  # only attention over the cache loops so: no weights there
             inner = _called(equation)
-            if inner is not None and len(inner.invars) == len(flags):
-                work, results = _visit(inner, flags)
+            if inner is not None and len(inner.invars) == len(given):
+                work, results = _visit(inner, given)
                 total = total.plus(work)
-        weights.update(var for var, flag in zip(equation.outvars, results, strict=True) if flag)
-    return total, [_is_in(weights, var) for var in jaxpr.outvars]
+        at_rest.update(zip(equation.outvars, results, strict=True))
+    return total, [_size_of(var, at_rest) for var in jaxpr.outvars]
 
 
-def _is_in(weights: set, operand: Any) -> bool:
-    return not isinstance(operand, core.Literal) and operand in weights
+def _size_of(operand: Any, at_rest: dict[Any, int]) -> int:
+    return 0 if isinstance(operand, core.Literal) else at_rest.get(operand, 0)
 
 
 def _called(equation: Any) -> Any:
@@ -89,15 +93,11 @@ def _called(equation: Any) -> Any:
     return getattr(inner, "jaxpr", inner)
 
 
-def _product(equation: Any, flags: list[bool]) -> Work:
-    if not any(flags):
+def _product(equation: Any, sizes: list[int]) -> Work:
+    if not any(sizes):
         return Work()
     operands = [var.aval for var in equation.invars]
     contracted = equation.params["dimension_numbers"][0][0]
     inner = math.prod(operands[0].shape[axis] for axis in contracted)
-    read = sum(
-        np.dtype(aval.dtype).itemsize * aval.size
-        for aval, flag in zip(operands, flags, strict=True)
-        if flag
-    )
+    read = sum(size * aval.size for size, aval in zip(sizes, operands, strict=True))
     return Work(read, 2.0 * math.prod(equation.outvars[0].aval.shape) * inner)

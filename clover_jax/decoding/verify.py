@@ -12,6 +12,7 @@ from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import Decoder, DecoderOutput, project
+from clover_jax.models.int8 import Int8Matrix, Matrix
 
 MOST_LOGITS = 2**23  # of which a GPU holds so many at a time: 32 MiB, which its cache can keep
 
@@ -45,14 +46,15 @@ def tree_logits(params: Params, output: DecoderOutput) -> Float[Array, "B T V"]:
 def tree_choices(params: Params, output: DecoderOutput) -> Int[Array, "B T"]:
     """Return the base's most probable token after every slot, the lowest id among equals."""
     matrix, hidden = frozen_from_base(params).lm_head, output.hidden["post_norm"]
-    if jax.sharding.get_abstract_mesh().size > 1:
-        return largest(matrix, hidden)  # on a mesh a device has a part as it is
+    # On a mesh a device has a part as it is; parts of int8 a GPU would widen and store first.
+    if jax.sharding.get_abstract_mesh().size > 1 or isinstance(matrix, Int8Matrix):
+        return largest(matrix, hidden)
     return jax.lax.platform_dependent(
         matrix, hidden, cuda=largest_in_parts, rocm=largest_in_parts, default=largest
     )
 
 
-def largest(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+def largest(matrix: Matrix, hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
     """Return the id of the largest logit; on TPU the logits are reduced where they are made."""
     return argmax(project(matrix, hidden))
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import LayerConfig
+from clover_jax.models.int8 import contract
 from clover_jax.models.layers import RMSNorm
 
 
@@ -43,14 +44,14 @@ class AttentionDecoder(nn.Module):
 
     def read(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b 2 N H"]:
         """Return a token's keys and values, which depend on nothing else."""
-        both = jnp.einsum("...d,dcnh->...cnh", embedded, self.key_value)
+        both = contract("...d,dcnh->...cnh", embedded, self.key_value)
         return both + self.key_value_bias if self.bias else both
 
     def mix(
         self, x: Float[Array, "*b D"], key_value: Float[Array, "*b 2 N H"]
     ) -> Float[Array, "*b D"]:
         """Mix what `read` returned into x."""
-        query = jnp.einsum("...d,dnh->...nh", self.norm(x), self.query)
+        query = contract("...d,dnh->...nh", self.norm(x), self.query)
         if self.bias:
             query = query + self.query_bias
         key, value = key_value[..., 0, :, :], key_value[..., 1, :, :]

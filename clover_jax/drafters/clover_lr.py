@@ -61,6 +61,7 @@ from clover_jax.drafters.recurrence import GatedRecurrence
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
+from clover_jax.models.int8 import contract
 from clover_jax.models.layers import RMSNorm
 
 __all__ = ["CloverLR", "CloverLRConfig", "init_from_base", "make_config"]  # the registry's
@@ -218,7 +219,7 @@ class CloverLR(nn.Module):
         if len(self.config.features) == 1:
             return features
         each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
-        return each[..., -1, :] + jnp.einsum("...fd,fde->...e", each[..., :-1, :], self.fuse)
+        return each[..., -1, :] + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
 
     def _embed(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
         return self._unit(embed(frozen, tokens))
@@ -230,7 +231,7 @@ class CloverLR(nn.Module):
         return (length * unit(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
 
     def _block(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
-        return self.head_norm(jnp.einsum("...d,dpe->...pe", z, self.block) + self.block_bias)
+        return self.head_norm(contract("...d,dpe->...pe", z, self.block) + self.block_bias)
 
     def _first(self, z: Float[Array, "*b D"]) -> Float[Array, "*b r"]:
         """Return s^0."""

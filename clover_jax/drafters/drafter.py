@@ -15,6 +15,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.models.cache import Cache
+from clover_jax.models.int8 import Matrix, take_rows
 
 DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
 State = Any  # a pytree of the drafter's own, every leaf [B, W, ...]
@@ -27,14 +28,14 @@ class Frozen:
     lm_head:    [V, D] output matrix; its rows also serve Clover as token embeddings.
     embedding:  [V, D] input embedding (the same array as lm_head when they are tied).
     final_norm: [D]    scale of the base's final RMSNorm.
-    draft_lm_head: [Vd, D] the rows of lm_head that a head with a reduced vocabulary proposes from,
-        gathered once by `with_draft_rows`; None for the others.
+    draft_lm_head: [Vd, D] what heads propose from in its place: a rounded copy (`--int8=draft`),
+        or the rows of a reduced vocabulary, gathered once by `with_draft_rows`; else None.
     """
 
-    lm_head: Float[Array, "V D"]
+    lm_head: Matrix
     embedding: Float[Array, "V D"]
     final_norm: Float[Array, " D"]
-    draft_lm_head: Float[Array, "Vd D"] | None = None
+    draft_lm_head: Matrix | None = None
 
 
 class Drafter(Protocol):
@@ -143,26 +144,29 @@ def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
     Steps are handed these: within a step the rows would be gathered again each time, which costs
     more than the smaller matrix saves.
     """
-    if config.draft_to_target is None:
-        return base_params
     frozen = frozen_from_base(base_params)
-    rows = jnp.take(frozen.lm_head, jnp.asarray(config.draft_to_target), axis=0, mode="clip")
-    return {**base_params, DRAFT_ROWS: rows}
+    given = frozen.draft_lm_head
+    is_done = given is not None and given.shape[0] == config.draft_vocab_size
+    if config.draft_to_target is None or is_done:
+        return base_params
+    matrix = frozen.lm_head if given is None else given
+    return {**base_params, DRAFT_ROWS: take_rows(matrix, jnp.asarray(config.draft_to_target))}
 
 
-def output_matrix(config: DrafterConfig, frozen: Frozen) -> Float[Array, "Vd D"]:
-    """Return the frozen matrix that a head's outputs are multiplied with.
+def output_matrix(config: DrafterConfig, frozen: Frozen) -> Matrix:
+    """Return the frozen matrix, [Vd, D], that a head's outputs are multiplied with.
 
     Raises ValueError for a reduced vocabulary whose rows nobody gathered.
     """
+    rows = frozen.draft_lm_head
     if config.draft_to_target is None:
-        return frozen.lm_head
-    if frozen.draft_lm_head is None:
+        return frozen.lm_head if rows is None else rows
+    if rows is None or rows.shape[0] != config.draft_vocab_size:
         raise ValueError(
             "the head has a reduced vocabulary: hand with_draft_rows(base_params, config) to the "
             "step instead of base_params"
         )
-    return frozen.draft_lm_head
+    return rows
 
 
 def select_features(hidden: dict[str, Array], names: tuple[str, ...]) -> Float[Array, "B T F"]:

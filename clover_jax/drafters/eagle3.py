@@ -41,6 +41,7 @@ from clover_jax.drafters.layer_drafter import (
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, SelfAttention, attend, packed_mask, project
+from clover_jax.models.int8 import contract
 from clover_jax.models.layers import GatedMLP, RMSNorm
 
 NUM_FEATURES = 3
@@ -118,7 +119,7 @@ class Eagle3(LayerDrafter):
     def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
         """Mix the states of the three layers."""
         split = features.reshape(*features.shape[:-1], NUM_FEATURES, -1)
-        return jnp.einsum("bacd,cde->bae", split, self.fc)
+        return contract("bacd,cde->bae", split, self.fc)
 
     def run(
         self,

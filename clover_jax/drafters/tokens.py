@@ -6,11 +6,12 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.drafters.drafter import Frozen
+from clover_jax.models.int8 import take_rows, widen
 
 
 def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     """Return the tokens' rows of lm_head, the token embedding of the Clover heads."""
-    return jnp.take(frozen.lm_head, tokens, axis=0, mode="clip")
+    return widen(take_rows(frozen.lm_head, tokens), frozen.embedding.dtype)
 
 
 def shift_left(tokens: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Sequence
 
 from clover_jax.errors import UserError
 
@@ -46,6 +47,7 @@ class Options:
     overwrite: bool
     allow_base_mismatch: bool
     draft_rope_theta: float | None
+    int8: Sequence[str] = ()
 
     def __post_init__(self):
         _ = self.all_batch_sizes, self.draft_choices  # raise now

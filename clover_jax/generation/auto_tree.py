@@ -65,7 +65,7 @@ def with_auto_tree(
     subject = _subject(models)
     prompts = _prompts(models, calibration)
     with passing_note("measuring which trees may pay"):
-        costs = _costs(subject, batch_size, models.mesh)
+        costs = _costs(subject, batch_size, models)
         ranks = _ranks(subject, models, prompts, settings)
     choice = choose_tree(costs, ranks)
     _explain(describe_prospects(choice, costs))
@@ -115,19 +115,20 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
     return [prompt for prompt in ids if 0 < len(prompt) <= longest]
 
 
-def _costs(subject: Subject, batch_size: int, mesh: jax.sharding.Mesh | None) -> CostTable:
+def _costs(subject: Subject, batch_size: int, models: Models) -> CostTable:
     context = min(CONTEXT, subject.base.max_position_embeddings // 2)
-    key = _machine(mesh) | {
+    key = _machine(models.mesh) | {
         "base": subject.base.to_dict(),
         "head": subject.head.config.to_dict(),
         "dtype": str(subject.dtype),
+        "int8": list(models.int8),
         "batch_size": batch_size,
         "context": context,
         "in loops of": STEPS,
     }
 
     def measure() -> dict[str, Any]:
-        return measure_costs(subject, batch_size, context, mesh).to_dict()
+        return measure_costs(subject, batch_size, context, models.mesh).to_dict()
 
     measured = remembered("costs", key, measure, cache_folder())
     return CostTable.from_dict(measured)
@@ -151,6 +152,7 @@ def _ranks(
         "base": identity["base_hash"],
         "draft": identity["draft_hash"],
         "dtype": identity["dtype"],
+        "int8": identity["int8"],
         "prompts": prompts,
         "depth": depth,
         "temperature": settings.temperature,

@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -23,9 +24,9 @@ from clover_jax.drafters.directory import Draft, load_draft
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import matrix_hash
-from clover_jax.models.loading import load_base
+from clover_jax.models.fingerprint import lm_head_hash
 from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.rounding import load_rounded_base, parse_parts, round_params
 from clover_jax.sharding import param_shardings, place_on
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class Models:
     tokenizer: the base's; None where its folder has none.
     draft: None for plain decoding, with the tree that has no nodes.
     mesh: the devices that the params are split over; None: a single one.
+    int8: whose matrices are rounded, as `--int8` names them.
     """
 
     base: BaseModel
@@ -49,6 +51,7 @@ class Models:
     draft: Draft | None
     tree: TreeConfig | AdaptiveTree
     mesh: Mesh | None = None
+    int8: tuple[str, ...] = ()
 
     def engine(
         self,
@@ -72,7 +75,8 @@ class Models:
         nodes = json.dumps(self.tree.to_dict(), sort_keys=True).encode()
         return {
             "dtype": str(self.base.params["embedding"].dtype),
-            "base_hash": matrix_hash(self.base.lm_head),
+            "int8": list(self.int8),
+            "base_hash": lm_head_hash(self.base),
             "draft_hash": params_hash(self.draft_params) if self.draft else None,
             "tree": self.tree.name,
             "tree_hash": hashlib.sha256(nodes).hexdigest(),
@@ -88,11 +92,13 @@ def load_models(
     allow_base_mismatch: bool = False,
     draft_rope_theta: float | None = None,
     mesh: Mesh | None = None,
+    int8: Sequence[str] = (),
 ) -> Models:
     """Load what the names stand for.
 
     base, draft: as `load_base` and `load_draft` take them; the draft "none" is plain decoding.
     tree: a tree's name; None takes the one that the draft was measured with, else `default_tree`.
+    int8: as `--int8`: whose matrices to round.
     Raises UserError for what is missing, broken or does not fit together.
     """
     chosen = parse_tree(tree) if tree else None  # before anything large is read
@@ -101,7 +107,7 @@ def load_models(
             f"tree {tree!r} has {chosen.num_nodes} nodes and there is no draft to fill them; "
             "give --draft=DIR, or leave the tree out"
         )
-    plain = load_plain(base, dtype, mesh)
+    plain = load_plain(base, dtype, mesh, int8)
     if draft == NO_DRAFT:
         return plain
     return with_draft(
@@ -113,10 +119,17 @@ def load_models(
     )
 
 
-def load_plain(base: str, dtype: jnp.dtype, mesh: Mesh | None = None) -> Models:
-    """Load a base and its tokenizer, for plain decoding; on a mesh straight into shards."""
-    loaded = load_base(base, dtype, place_on(mesh, dtype) if mesh else None)
-    return Models(loaded, load_tokenizer(loaded.directory), None, TreeConfig.root_only(), mesh)
+def load_plain(
+    base: str, dtype: jnp.dtype, mesh: Mesh | None = None, int8: Sequence[str] = ()
+) -> Models:
+    """Load a base and its tokenizer, for plain decoding; on a mesh straight into shards.
+
+    int8: as `--int8`; raises UserError for another word than these.
+    """
+    parts = parse_parts(int8)
+    loaded = load_rounded_base(base, dtype, place_on(mesh, dtype) if mesh else None, parts)
+    tokenizer = load_tokenizer(loaded.directory)
+    return Models(loaded, tokenizer, None, TreeConfig.root_only(), mesh, parts)
 
 
 def with_draft(
@@ -133,6 +146,8 @@ def with_draft(
     if plain.mesh is not None:
         there = param_shardings(head.params, plain.mesh)
         head = dataclasses.replace(head, params=jax.device_put(head.params, there))
+    if "draft" in plain.int8:
+        head = dataclasses.replace(head, params=round_params(head.params))
     chosen = parse_tree(tree or head.tree or default_tree(head.head.config.max_depth))
     return dataclasses.replace(plain, draft=head, tree=chosen)
 

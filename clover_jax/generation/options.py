@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 from clover_jax.errors import UserError
 
@@ -26,6 +27,7 @@ class Options:
     allow_base_mismatch: bool
     draft_rope_theta: float | None
     calibration: str | None = None
+    int8: Sequence[str] = ()
 
     def __post_init__(self):
         if self.calibration is not None and self.tree != "auto":

@@ -36,6 +36,7 @@ from clover_jax.jsonl import read_rows
 from clover_jax.meshes import mesh_for
 from clover_jax.models.shapes import shape_notice
 from clover_jax.progress import Progress, passing_note, progress_bar
+from clover_jax.rounding import rounding_notice
 from clover_jax.row_writer import RowWriter
 
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
@@ -59,13 +60,15 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 allow_base_mismatch=options.allow_base_mismatch,
                 draft_rope_theta=options.draft_rope_theta,
                 mesh=mesh_for(options.mesh),
+                int8=options.int8,
             )
         if options.tree == AUTO and models.draft is not None:
             slots = 1 if options.is_live else options.batch_size
             models = with_auto_tree(models, settings, slots, options.calibration)
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
-        for line in filter(None, (notice, shape_notice(options.base))):
+        notices = (notice, shape_notice(options.base), rounding_notice(options.int8))
+        for line in filter(None, notices):
             print(line, file=sys.stderr, flush=True)
         with _open_sink(options, settings, models, prompts) as sink:
             return _decode(options, settings, models, prompts, sink)

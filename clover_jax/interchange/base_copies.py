@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Array
 from clover_jax.config import DrafterConfig
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
+from clover_jax.models.int8 import Int8Matrix, Matrix, widen
 
 _CHECKED_ROWS = 4096
 MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
@@ -30,17 +31,20 @@ def check_widths(config: DrafterConfig, base: BaseModel, directory: Path) -> Non
 
 
 def check_copy(
-    name: str, stored: np.ndarray, ours: Array, matrix: str, base: BaseModel, directory: Path
+    name: str, stored: np.ndarray, ours: Matrix, matrix: str, base: BaseModel, directory: Path
 ) -> None:
     """Raise UserError where a stored copy of a base's matrix is not that matrix.
 
     matrix: what `ours` is called in the message.
-    Compared to a bfloat16 rounding: the head may be stored in another dtype than the base.
+    Compared to a bfloat16 rounding, as the head may be stored in another dtype than the base, and
+    to half a step where the base's is rounded to int8.
     """
     for start in range(0, stored.shape[0], _CHECKED_ROWS):
-        mine = np.asarray(ours[start : start + _CHECKED_ROWS]).astype(np.float32)
+        rows = ours[start : start + _CHECKED_ROWS]
+        mine = np.asarray(widen(rows, jnp.float32)).astype(np.float32)
+        half = 0.5 * np.asarray(rows.step) if isinstance(rows, Int8Matrix) else 0.0
         theirs = stored[start : start + _CHECKED_ROWS].astype(np.float32)
-        differs = np.abs(theirs - mine) > 2.0**-7 * np.abs(mine) + 1e-6
+        differs = np.abs(theirs - mine) > 2.0**-7 * np.abs(mine) + half + 1e-6
         if differs.any() or np.isnan(theirs).any():
             row = start + int(np.argmax((differs | np.isnan(theirs)).any(axis=1)))
             raise UserError(

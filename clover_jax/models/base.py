@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from clover_jax.array_types import Array, Params
+from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
+from clover_jax.models.int8 import Matrix
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,14 +19,16 @@ class BaseModel:
     directory: the folder that holds its config, weights and tokenizer.
     source: what the user asked for: a folder, a hub id, "builtin:NAME", or "shape:NAME", whose
         weights are random.
+    lm_head_hash: of the output matrix as it was read, where it has been rounded since.
     """
 
     config: BaseConfig
     params: Params = dataclasses.field(repr=False)
     directory: Path
     source: str
+    lm_head_hash: str | None = None
 
     @property
-    def lm_head(self) -> Array:
+    def lm_head(self) -> Matrix:
         """The [V, D] output matrix, which is the embedding when they are tied."""
         return self.params.get("lm_head", self.params["embedding"])

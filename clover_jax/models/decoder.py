@@ -18,6 +18,7 @@ from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
 from clover_jax.models.distance import Distance
+from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
 
 # (query, fresh, fresh_mask, cache, length, distance) -> mixed values, as `attend` does it
@@ -79,7 +80,7 @@ class SelfAttention(nn.Module):
         mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, distance)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
         heads_last = jnp.moveaxis(mixed, 3, 1).reshape(*x.shape[:2], -1)
-        result = jnp.einsum("btn,nd->btd", heads_last, out.reshape(-1, width))
+        result = contract("btn,nd->btd", heads_last, out.reshape(-1, width))
         if cfg.output_bias:
             result = result + self.param("out_bias", nn.initializers.zeros, (width,))
         return result, fresh
@@ -94,17 +95,17 @@ class SelfAttention(nn.Module):
         return rms_norm(query_key, scale, cfg.rms_norm_eps)
 
 
-def _split_heads(x: Float[Array, "B T D"], qkv: Float[Array, "D K C H"]) -> Array:
-    """Return [B, K, C, T, H], contracted as it is stored: flattened, a TPU lays `qkv` out anew."""
-    return jnp.einsum("btd,dkch->bkcth", x, qkv)
+def _split_heads(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
+    """Return [B, K, C, T, H] of `qkv` [D, K, C, H] as it is stored; flat, a TPU lays it anew."""
+    return contract("btd,dkch->bkcth", x, qkv)
 
 
-def _split_columns(x: Float[Array, "B T D"], qkv: Float[Array, "D K C H"]) -> Array:
+def _split_columns(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
     """Return the same by one product with a matrix: otherwise XLA for CPU transposes `qkv`.
 
     Columns stay in the order of K, so that shards of heads stay whole.
     """
-    columns = jnp.einsum("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
+    columns = contract("btd,dn->btn", x, qkv.reshape(x.shape[-1], -1))
     return jnp.einsum("btkch->bkcth", columns.reshape(*x.shape[:2], *qkv.shape[1:]))
 
 
@@ -183,7 +184,9 @@ class Decoder(nn.Module):
 
 
 @typed
-def project(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Float[Array, "*b V"]:
+def project(
+    matrix: Float[Array, "V D"] | Int8Matrix, hidden: Float[Array, "*b D"]
+) -> Float[Array, "*b V"]:
     """Return logits, hidden . matrix^T, accumulated and returned in float32.
 
     The matrix is stored [V, D] so that it serves as embedding and as output without a
@@ -191,7 +194,11 @@ def project(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Float[
     them flat, and a product that keeps its batch axes comes out in another layout on TPU, to be
     copied.
     """
-    logits = _row_logits(matrix, hidden.reshape(-1, hidden.shape[-1]))
+    rows = hidden.reshape(-1, hidden.shape[-1])
+    if isinstance(matrix, Int8Matrix):
+        logits = contract("rd,vd->rv", rows, matrix, jnp.float32)
+    else:
+        logits = _row_logits(matrix, rows)
     return logits.reshape(*hidden.shape[:-1], matrix.shape[0])
 
 

@@ -42,7 +42,7 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
     """Return the fingerprint of a loaded base."""
     names = {field.name for field in dataclasses.fields(BaseFingerprint)}
     shapes = {name: value for name, value in vars(base.config).items() if name in names}
-    hashes = {"lm_head": matrix_hash(base.lm_head)}
+    hashes = {"lm_head": lm_head_hash(base)}
     tokenizer = load_tokenizer(base.directory)
     if tokenizer is not None:
         hashes["tokenizer"] = tokenizer_hash(tokenizer)
@@ -51,6 +51,11 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
                 str(tokenizer.chat_template).encode()
             ).hexdigest()
     return BaseFingerprint(**shapes, **hashes)
+
+
+def lm_head_hash(base: BaseModel) -> str:
+    """Return the hash of the output matrix as it was read."""
+    return base.lm_head_hash or matrix_hash(base.lm_head)
 
 
 def matrix_hash(matrix: Float[Array, "V D"]) -> str:

@@ -9,6 +9,7 @@ import numpy as np
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import LayerConfig, RopeConfig
+from clover_jax.models.int8 import contract
 
 
 class RMSNorm(nn.Module):
@@ -73,10 +74,10 @@ class GatedMLP(nn.Module):
         width, inner = cfg.hidden_size, cfg.intermediate_size
         gate_up = self.param("gate_up", matrix_init(width), (width, 2, inner))
         down = self.param("down", matrix_init(inner), (inner, width))
-        both = jnp.einsum("btd,dcf->btcf", x, gate_up)
+        both = contract("btd,dcf->btcf", x, gate_up)
         if cfg.mlp_bias:
             both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))
-        hidden = jnp.einsum("btf,fd->btd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], down)
+        hidden = contract("btf,fd->btd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], down)
         if cfg.mlp_bias:
             hidden = hidden + self.param("down_bias", nn.initializers.zeros, (width,))
         return hidden

@@ -42,6 +42,23 @@ def test_a_prompt_is_continued_on_stdout_and_the_last_line_is_json(command, draf
     assert f"9 tokens in {result['target_forwards']} forwards" in error
 
 
+def test_a_rounded_head_writes_the_same_rows_and_a_file_says_what_was_rounded(
+    decode, draft, command, tmp_path
+):
+    rows = [*ragged_rows(3), {"prompt": "the hat"}]
+    _, plain = decode(rows)
+    status, drafted = decode(rows, f"--draft={draft}", "--int8=draft")
+    assert status == 0
+    same = ("index", "prompt_ids", "output_ids", "text", "finish_reason")
+    assert [[row[key] for key in same] for row in drafted] == [
+        [row[key] for key in same] for row in plain
+    ]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    status, _, error = command(f"--prompts={prompts}", f"--output={output}", f"--draft={draft}")
+    assert status == 2
+    assert "out.jsonl was written with" in error, "by a head that was rounded"
+
+
 def test_drafted_rows_equal_plain_rows_whatever_the_batch(decode, draft):
     rows = [*ragged_rows(), {"prompt": "the hat"}]
     _, plain = decode(rows, "--batch_size=1")
