@@ -11,7 +11,8 @@ from jax.sharding import PartitionSpec as P
 
 from clover_jax.benchmark.work import Work, count_work
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.generation.models import load_models
 from clover_jax.meshes import MeshShape, make_abstract_mesh
@@ -64,13 +65,31 @@ def texts(base, head, params, tree):
     return [row.output_ids for row in rows]
 
 
-@pytest.mark.parametrize("name", ["clover2", "clover", "clover_lr", "medusa", "eagle", "eagle3"])
-def test_a_rounded_head_leaves_the_text_as_it_is(name):
+def test_a_rounded_head_leaves_the_text_as_it_is():
+    base, params = round_base(random_base(), ("draft",)), round_params(lively_params(name="eagle3"))
+    assert texts(base, random_head(name="eagle3")[0], params, SMALL_TREE) == plain_texts(False)
+
+
+@pytest.mark.parametrize("name", ["clover-mlp", "clover_lr", "medusa", "eagle"])
+def test_a_rounded_head_computes_with_what_its_matrices_stand_for(name):
     head, _ = random_head(name=name)
-    base, params = round_base(random_base(), ("draft",)), round_params(lively_params(name=name))
-    depth = head.config.max_depth or 3
-    tree = SMALL_TREE if depth >= SMALL_TREE.depth else parse_tree(f"chain:{depth}")
-    assert texts(base, head, params, tree) == plain_texts(False)
+    module, width = head.module, TINY.hidden_size * len(head.config.features)
+    base = round_base(random_base(), ("draft",))
+    tokens = jnp.arange(6)[None]
+    ones, rng = jnp.ones_like(tokens), jax.random.key(1)
+
+    @jax.jit
+    def logits(params, base, features):
+        frozen = frozen_from_base(base)
+        states = module.apply(
+            {"params": params}, frozen, features, tokens, ones, tokens, rng, method="train_forward"
+        )
+        return module.apply({"params": params}, frozen, states[0], 0, method="logits")
+
+    features, params = jax.random.normal(rng, (1, 6, width)), round_params(lively_params(name=name))
+    found = logits(params, base, features)
+    expected = logits(widened(params), widened(base), features)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_speculation_writes_what_the_rounded_base_writes():
