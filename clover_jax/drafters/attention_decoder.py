@@ -19,15 +19,17 @@ class AttentionDecoder(nn.Module):
     similarity of its query and key, as in Clover-2's release (the papers' figures have no formula).
 
     bias: whether query, key and value have one. silu: whether the step's result goes through it.
+    num_heads: 0 for heads as wide as the base's.
     """
 
     config: LayerConfig
     bias: bool = True
     silu: bool = False
+    num_heads: int = 0
 
     def setup(self):
         cfg = self.config
-        heads, width = split_width(cfg), cfg.hidden_size
+        heads, width = split_width(cfg, self.num_heads), cfg.hidden_size
         placeholder = nn.initializers.normal(0.02)  # init_from_base gives the method's own
         self.norm = RMSNorm(cfg.rms_norm_eps)
         self.query = self.param("query", placeholder, (width, *heads))
@@ -76,18 +78,24 @@ def unit(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
     return x * jax.lax.rsqrt(jnp.maximum(square, eps * eps))
 
 
-def split_width(config: LayerConfig) -> tuple[int, int]:
-    """Return (N, H): how an Attention Decoder splits the width D, with heads as wide as the base's.
+def split_width(config: LayerConfig, num_heads: int = 0) -> tuple[int, int]:
+    """Return (N, H): how an Attention Decoder splits the width D.
 
-    There are as many as the base has, but for bases whose attention is wider than they are:
-    Qwen3-0.6B has 16 heads of 128 over a width of 1024, which makes 8 here.
+    num_heads: 0 for heads as wide as the base's. There are then as many as the base has, but for
+        bases whose attention is wider than they are: Qwen3-0.6B has 16 heads of 128 over a width of
+        1024, which makes 8 here.
     """
-    return config.hidden_size // config.head_dim, config.head_dim
+    num_heads = num_heads or config.hidden_size // config.head_dim
+    return num_heads, config.hidden_size // num_heads
 
 
-def check_heads(config: LayerConfig) -> None:
+def check_heads(config: LayerConfig, num_heads: int = 0) -> None:
     """Raise ValueError where the width does not split into the Attention Decoder's heads."""
-    if config.hidden_size % config.head_dim:
+    if num_heads < 0 or (num_heads and config.hidden_size % num_heads):
+        raise ValueError(
+            f"decoder_heads ({num_heads}) must divide hidden_size ({config.hidden_size})"
+        )
+    if not num_heads and config.hidden_size % config.head_dim:
         raise ValueError(
             f"Attention Decoders split hidden_size ({config.hidden_size}) in heads: head_dim "
             f"({config.head_dim}) must divide it"
@@ -95,15 +103,11 @@ def check_heads(config: LayerConfig) -> None:
 
 
 def with_matrices(
-    config: LayerConfig,
-    params: Params,
-    query: Float[Array, "D D"],
-    key_value: Float[Array, "D 2 D"],
+    params: Params, query: Float[Array, "D D"], key_value: Float[Array, "D 2 D"]
 ) -> Params:
     """Return an Attention Decoder's params with these matrices, given as [in, out]."""
-    width, heads = config.hidden_size, split_width(config)
     return {
         **params,
-        "query": query.reshape(width, *heads),
-        "key_value": key_value.reshape(width, 2, *heads),
+        "query": query.reshape(params["query"].shape),
+        "key_value": key_value.reshape(params["key_value"].shape),
     }

@@ -65,6 +65,7 @@ class CloverConfig(DrafterConfig):
     num_augmenting_layers: depth of the Augmenting Block; 0 leaves it out: z_t = h_t.
     decoder_bias: whether the Attention Decoder's query, key and value have one, as in Clover-2.
     decoder_silu: whether its result goes through a SiLU, as in the paper's figure, not in its text.
+    decoder_heads: how many heads it has; 0 for heads as wide as the base's.
     """
 
     kind: str = "clover"
@@ -73,6 +74,7 @@ class CloverConfig(DrafterConfig):
     num_augmenting_layers: int = 1
     decoder_bias: bool = False
     decoder_silu: bool = True
+    decoder_heads: int = 0
 
     def __post_init__(self):
         super().__post_init__()
@@ -88,7 +90,7 @@ class CloverConfig(DrafterConfig):
                 f"{', '.join(REGRESSIVE_BLOCKS)}"
             )
         if self.regressive_block == "attention_decoder":
-            check_heads(self.layer)
+            check_heads(self.layer, self.decoder_heads)
 
 
 @struct.dataclass
@@ -134,7 +136,9 @@ class Clover(nn.Module):
         cfg = self.config
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         if cfg.regressive_block == "attention_decoder":
-            self.regressive = AttentionDecoder(cfg.layer, cfg.decoder_bias, cfg.decoder_silu)
+            self.regressive = AttentionDecoder(
+                cfg.layer, cfg.decoder_bias, cfg.decoder_silu, cfg.decoder_heads
+            )
         elif cfg.regressive_block == "mlp":
             self.regressive = RegressiveMLP(cfg.layer)
         else:
@@ -232,6 +236,7 @@ def make_config(
     regressive_block: str = "attention_decoder",
     decoder_bias: bool = False,
     decoder_silu: bool = True,
+    decoder_heads: int = 0,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> CloverConfig:
@@ -249,6 +254,7 @@ def make_config(
         regressive_block=regressive_block,
         decoder_bias=decoder_bias,
         decoder_silu=decoder_silu,
+        decoder_heads=decoder_heads,
         loss=loss or LossSpec(hard_ce=1.0, decay=0.8),
     )
 
@@ -266,7 +272,7 @@ def init_from_base(config: CloverConfig, params: Params, base_params: Params, rn
         both = jnp.stack([identity, identity])
         query, key = both + NOISE * jax.random.normal(rng, both.shape)
         key_value = jnp.stack([key, jnp.zeros_like(identity)], axis=1)
-        new["regressive"] = with_matrices(config.layer, params["regressive"], query, key_value)
+        new["regressive"] = with_matrices(params["regressive"], query, key_value)
     elif config.regressive_block == "mlp":
         zeros = jnp.zeros_like(params["regressive"]["inward"])
         new["regressive"] = params["regressive"] | {"inward": zeros}

@@ -258,7 +258,7 @@ def init_from_base(
     for name in ("attention_decoder_1", "attention_decoder_2"):
         query = noisy(identity)
         key_value = noisy(jnp.stack([identity, jnp.zeros_like(identity)], axis=1))
-        new[name] = with_matrices(config.layer, params[name], query, key_value)
+        new[name] = with_matrices(params[name], query, key_value)
     new |= {"trunk_norm": final_norm, "head_norm": final_norm}
     if config.output_projector:
         new["projector_0"] = noisy(identity)

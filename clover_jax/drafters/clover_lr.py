@@ -257,7 +257,7 @@ def init_from_base(
     lm_head = base_params.get("lm_head", base_params["embedding"])
     name = "attention_decoder_1"
     new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers) | {
-        name: with_matrices(config.layer, params[name], query, key_value),
+        name: with_matrices(params[name], query, key_value),
         "trunk_norm": final_norm,
         "head_norm": final_norm,
         "block": noisy(jnp.broadcast_to(identity[:, None], params["block"].shape)),

@@ -1,8 +1,12 @@
 """Clover against its equations, and what its ablations leave."""
 
+import dataclasses
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from clover_jax.drafters import registry
 from clover_jax.drafters.attention_decoder import AttentionDecoder
@@ -15,8 +19,9 @@ from tests.tiny_models import TINY, lively_params, random_base, random_head
 SIZE = 9
 
 
-def train_forward(name, params, features, tokens):
-    head, _ = random_head(name=name)
+def train_forward(name, params, features, tokens, **changed):
+    config = dataclasses.replace(random_head(name=name)[0].config, **changed)
+    head = registry.head(config)
     positions = jnp.broadcast_to(jnp.arange(SIZE), tokens.shape)
     arguments = (frozen_from_base(random_base()), features, tokens)
     arguments += (jnp.ones_like(tokens), positions, None)
@@ -37,14 +42,20 @@ def normed(x, scale):
     return scale * x / np.sqrt((x * x).mean() + TINY.rms_norm_eps)
 
 
-def test_clover_follows_its_equations_one_position_and_one_attention_head_after_another():
+@pytest.mark.parametrize("num_heads", [TINY.num_heads, 16])
+def test_clover_follows_its_equations_one_position_and_one_attention_head_after_another(num_heads):
     features, tokens = random_text()
     params = jax.tree.map(np.asarray, lively_params(name="clover"))
-    found = train_forward("clover", params, features, tokens)
+    decoder = params["regressive"]
+    split = (num_heads, TINY.hidden_size // num_heads)
+    decoder["query"] = decoder["query"].reshape(-1, *split)
+    decoder["key_value"] = decoder["key_value"].reshape(-1, 2, *split)
+    heads = 0 if num_heads == TINY.num_heads else num_heads
+    found = train_forward("clover", params, features, tokens, decoder_heads=heads)
     positions, mask = jnp.arange(SIZE)[None].repeat(2, 0), causal_mask(2, SIZE)
     layer = {"params": params["augmenting_0"]}
     z = np.asarray(DecoderLayer(TINY.layer).apply(layer, features, positions, mask)[0])
-    frozen, decoder = frozen_from_base(random_base()), params["regressive"]
+    frozen = frozen_from_base(random_base())
     lm_head = np.asarray(frozen.lm_head)
     for b, t in [(0, 0), (1, 3), (0, SIZE - 4)]:
         h = z[b, t]
@@ -52,7 +63,7 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
             e = lm_head[tokens[b, t + 1 + i]]
             e = e / np.linalg.norm(e)
             parts = []
-            for n in range(TINY.num_heads):
+            for n in range(num_heads):
                 q = normed(h, decoder["norm"]["scale"]) @ decoder["query"][:, n]
                 k, v = e @ decoder["key_value"][:, 0, n], e @ decoder["key_value"][:, 1, n]
                 parts.append(q @ k / (np.linalg.norm(q) * np.linalg.norm(k)) * v)
@@ -60,6 +71,13 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
             u = h + silu(h @ params["heads"]["weight"][i] + params["heads"]["bias"][i])
             expected = normed(u, np.asarray(frozen.final_norm))
             np.testing.assert_allclose(found[i, b, t], expected, atol=1e-4)
+
+
+def test_heads_that_do_not_divide_the_width_are_refused():
+    with pytest.raises(
+        ValueError, match=re.escape("decoder_heads (5) must divide hidden_size (32)")
+    ):
+        registry.config_for_base("clover", TINY, decoder_heads=5)
 
 
 def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final_norm():
