@@ -43,17 +43,6 @@ def test_every_part_is_timed_beside_its_floor(command):
     assert any("forced to accept 1" in line for line in lines)
 
 
-def test_rounded_weights_have_a_lower_floor(command):
-    _, lines, _ = command(*BASE, "--tree=chain:2", "--force_accept=1", "--int8=base,draft")
-    report = json.loads(lines[-1])
-    assert report["int8"] == ["base", "draft"]
-    weights = 64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64
-    keys = 2 * 4 * 64 * 100
-    assert report["parts"]["plain step"]["floor_ms"] == pytest.approx(
-        1e3 * (weights + keys) / 1e9, abs=1e-4
-    )
-
-
 def test_a_base_alone_is_timed_too(command):
     status, lines, _ = command(*BASE, "--draft=none")
     assert status == 0

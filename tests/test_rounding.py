@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from clover_jax.benchmark.subject import load_subject, shape_subject, state_shapes
 from clover_jax.benchmark.work import Work, count_work
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.step import speculate_and_verify
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
@@ -161,3 +163,19 @@ def random_base_shapes():
 def test_a_product_reads_one_byte_an_entry():
     matrix = quantize(jnp.ones((5, 7)), (0,))
     assert count_work(lambda m, x: x @ m, matrix, jnp.ones((2, 5))) == Work(35, 2 * 2 * 35)
+
+
+def test_what_bench_compiles_and_what_it_times_are_rounded_alike():
+    names = ("shape:64x1x96", "random:clover2", "chain:2", jnp.float32)
+    timed, compiled = (load(*names, ("draft", "base")) for load in (load_subject, shape_subject))
+    assert timed.int8 == compiled.int8 == ("base", "draft")
+
+    def shapes(subject):
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), subject.weights)
+
+    def read(subject):
+        step = functools.partial(speculate_and_verify, subject.step())
+        return count_work(step, subject.weights, state_shapes(subject, 1, 64)).weight_bytes
+
+    assert shapes(timed) == shapes(compiled)
+    assert 4 * read(compiled) == read(shape_subject(*names))
