@@ -38,6 +38,17 @@ def test_greedy_tokens_on_a_mesh_are_those_of_one_device(run_python):
     assert any(any(accepted) for _, accepted in json.loads(alone))
 
 
+@pytest.mark.slow
+def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python):
+    rounded = TOKENS.replace("random_base(base), params,", "rounded, round_params(params),")
+    rounded = f"from clover_jax.rounding import round_base, round_params\n{rounded}".replace(
+        "prompts =", "rounded = round_base(random_base(base), ('base', 'draft'))\nprompts ="
+    )
+    alone, split = run_python(rounded, "", "data=2,tensor=2", devices=8).splitlines()
+    assert json.loads(split) == json.loads(alone)
+    assert alone != run_python(TOKENS, "", devices=8).strip(), "rounding changes something"
+
+
 # Prints whether a mesh has the ranks of one device, and the signs of its costs.
 MEASURED = (
     SETUP
