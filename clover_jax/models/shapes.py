@@ -18,6 +18,7 @@ from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 from clover_jax.models.base import BaseModel
 from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.models.int8 import Matrix
 from clover_jax.models.tensor_map import Place
 
 PREFIX = "shape:"
@@ -133,17 +134,21 @@ def cast_shapes(shapes: Params, dtype: jnp.dtype) -> Params:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
 
 
-def random_params(shapes: Params, seed: int) -> Params:
-    """Return random arrays of these shapes, one after another, made where they will stay.
+def random_params(shapes: Params, seed: int, place: Place | None = None) -> Params:
+    """Return random arrays of these shapes, made one after another.
 
+    place: puts each where it belongs before the next one is made; None leaves it where it is.
     Norms are 1 and biases 0; the rest is normal.
     """
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
-    return jax.tree.unflatten(
-        structure,
-        [_fill(path[-1].key, leaf, key) for (path, leaf), key in zip(leaves, keys, strict=True)],
-    )
+
+    def make(path: tuple, shape: jax.ShapeDtypeStruct, key: Array) -> Matrix:
+        made = _fill(path[-1].key, shape, key)
+        return made if place is None else place(tuple(step.key for step in path), made)
+
+    made = [make(path, shape, key) for (path, shape), key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, made)
 
 
 def random_base(source: str, dtype: jnp.dtype, place: Place | None = None) -> BaseModel:
@@ -152,11 +157,7 @@ def random_base(source: str, dtype: jnp.dtype, place: Place | None = None) -> Ba
     Raises UserError as `shape_config` does.
     """
     config = shape_config(source)
-    params = random_params(base_shapes(config, dtype), seed=0)
-    if place is not None:
-        params = jax.tree_util.tree_map_with_path(
-            lambda path, leaf: place(tuple(step.key for step in path), leaf), params
-        )
+    params = random_params(base_shapes(config, dtype), 0, place)
     # A folder that does not exist: there is no tokenizer and there are no prompts.
     return BaseModel(config=config, params=params, directory=Path(source), source=source)
 
