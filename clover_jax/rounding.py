@@ -1,7 +1,8 @@
 """Which matrices --int8 rounds, of a base and of a draft head.
 
     draft   the head's matrices, and a copy of lm_head that it drafts with. The base is as it was,
-            and so is the text: only what is drafted, and how much of it is accepted, may change.
+            and so is the text (of drawn children: its distribution): only what is drafted, and how
+            much of it is accepted, may change.
     base    every layer's matrices and lm_head. The text is that of the rounded base, which
             speculation reproduces as it does any other base's.
 
