@@ -18,16 +18,12 @@ and for compiling without devices, from shapes alone:
 
 A `Mesh` or an `AbstractMesh` (`make_abstract_mesh`) will do for everything that computes shardings.
 
-A parameter is laid out by the last name of its path (`LAYOUTS`): one letter for each dimension, the
-axis letters of `array_types.py`. A new drafter adds its leaves there.
+`param_layouts.py` says how a parameter is split, by its name.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
-import math
-import re
 from typing import Any
 
 import jax
@@ -37,74 +33,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from clover_jax.array_types import Array, PyTree
 from clover_jax.errors import UserError
-from clover_jax.meshes import AXES, AnyMesh, make_abstract_mesh, shape_of
-from clover_jax.models.int8 import Int8Matrix
+from clover_jax.meshes import AXES, AnyMesh, shape_of
 from clover_jax.models.tensor_map import Path, Place
+from clover_jax.param_layouts import leaf_path, param_spec
 
 ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
-
-# The mesh axis of each letter; "-" is never split. E is D where a matrix puts it out, so that a
-# square matrix is split over both axes; R is the rank of a correction.
-_AXIS = {"D": "fsdp", "E": "tensor", "F": "tensor", "K": "tensor", "N": "tensor", "V": "tensor"}
-_AXIS |= {"R": "fsdp"}
-# A device cannot hold part of a head: where there are fewer heads than it takes, each holds all. A
-# rank may be small and odd.
-_WHOLE_IF_INDIVISIBLE = frozenset("KNR")
-
-# Name of a leaf, without its number where numbered ones are alike -> its dimensions; several where
-# leaves of other ranks share the name.
-LAYOUTS: dict[str, tuple[str, ...]] = {
-    # The base, and decoder layers inside drafts.
-    "embedding": ("V D",),
-    "lm_head": ("V D",),
-    "draft_lm_head": ("V D",),
-    "scale": ("-",),
-    "qkv": ("D K - -",),
-    "qkv_bias": ("K - -",),
-    "query_norm": ("-",),
-    "key_norm": ("-",),
-    "out": ("K - - D",),
-    "out_bias": ("-",),
-    "gate_up": ("D - F",),
-    "gate_up_bias": ("- F",),
-    "down": ("F D",),
-    "down_bias": ("-",),
-    # Clover-2 (and Clover): Attention Decoders and projectors.
-    "query": ("D N -",),
-    "query_bias": ("N -",),
-    "key_value": ("D - N -",),
-    "key_value_bias": ("- N -",),
-    "projector_0": ("D E",),
-    "projector_0_bias": ("-",),
-    "projector_1": ("- D E",),
-    "projector_1_bias": ("-",),
-    # Clover-LR: its block of proposals, and what lives in the few dimensions of the correction.
-    "fuse": ("- D E",),
-    "block": ("D - E",),
-    "block_bias": ("- -",),
-    "correction_out": ("V R",),
-    "state_in": ("D -",),
-    "token_in": ("D -",),
-    "gates": ("- - -",),
-    "gates_bias": ("- -",),
-    "candidate": ("- -",),
-    "mix": ("- -",),
-    # EAGLE's kind: the matrix that mixes what the layer reads.
-    "fc": ("- D E",),
-    "fc_bias": ("-",),
-    # Clover's MLP in the place of an Attention Decoder.
-    "inward": ("- D E",),
-    "inward_bias": ("-",),
-    # A residual block for each position; Medusa's lm_head_0 .. are as lm_head.
-    "weight": ("- D E",),
-    "bias": ("- -",),
-    # Beside the params in a train state: the bits of the run's random key.
-    "key": ("-",),
-}
-
-
-# The parts of a rounded matrix lie as the matrix does; its steps are 1 along some of the axes.
-_FIELDS = frozenset(field.name for field in dataclasses.fields(Int8Matrix))
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
@@ -125,44 +58,8 @@ def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
     Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
     """
     return jax.tree.map_with_path(
-        lambda path, leaf: NamedSharding(mesh, _param_spec(_names(path), leaf.shape, mesh)), params
-    )
-
-
-def _param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
-    if not shape:
-        return PartitionSpec()
-    if path[-1] in _FIELDS:
-        path = path[:-1]
-    layout = _layout_of(path, len(shape))
-    return PartitionSpec(
-        *(
-            _axis_for(letter, size, path, mesh) if letter != "-" else None
-            for letter, size in zip(layout, shape, strict=True)
-        )
-    )
-
-
-def _layout_of(path: Path, rank: int) -> list[str]:
-    one_of_many = re.sub(r"_\d+$", "", path[-1])
-    for layout in LAYOUTS.get(path[-1], LAYOUTS.get(one_of_many, ())):
-        if len(layout.split()) == rank:
-            return layout.split()
-    raise UserError(
-        f"parameter {'/'.join(path)} with {rank} dimensions has no rule for a mesh; "
-        "add its layout to LAYOUTS in clover_jax/sharding.py"
-    )
-
-
-def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
-    axis = _AXIS[letter]
-    if size % mesh.shape[axis] == 0:
-        return axis
-    if letter in _WHOLE_IF_INDIVISIBLE or size == 1:
-        return None
-    raise UserError(
-        f"parameter {'/'.join(path)}: its dimension {letter} of {size} cannot be split over "
-        f"{axis}={mesh.shape[axis]}; give --mesh an axis that divides it"
+        lambda path, leaf: NamedSharding(mesh, param_spec(leaf_path(path), leaf.shape, mesh)),
+        params,
     )
 
 
@@ -177,7 +74,7 @@ def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
         return params
 
     def gather(path: tuple, leaf: Array) -> Array:
-        spec = _param_spec(_names(path), leaf.shape, mesh)
+        spec = param_spec(leaf_path(path), leaf.shape, mesh)
         whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
         return _gather(NamedSharding(mesh, whole), NamedSharding(mesh, spec), leaf)
 
@@ -306,46 +203,13 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     )
 
 
-def bytes_per_device(shapes: PyTree, shardings: PyTree) -> int:
-    """Return the bytes of the shards that one device holds."""
-    return sum(
-        math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize
-        for leaf, sharding in zip(jax.tree.leaves(shapes), jax.tree.leaves(shardings), strict=True)
-    )
-
-
-def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
-    """Return the bytes of a base's weights that fsdp has gathered on a device at one time.
-
-    Its matrices over the vocabulary, which stay for the whole step, and two layers: one at work
-    and the next on its way.
-    """
-    if mesh.shape["fsdp"] == 1:
-        return 0
-    vocabulary = {name: base[name] for name in ("embedding", "lm_head") if name in base}
-    layers = [part for name, part in base.items() if name.startswith("layers_")]
-    largest = max(whole_over_rows(layer, mesh) for layer in layers)
-    return whole_over_rows(vocabulary, mesh) + 2 * largest
-
-
-def whole_over_rows(params: PyTree, mesh: AnyMesh) -> int:
-    """Return the bytes on a device of params that are gathered over fsdp."""
-    whole = make_abstract_mesh(dataclasses.replace(shape_of(mesh), fsdp=1))
-    return bytes_per_device(params, param_shardings(params, whole))
-
-
 def place_on(mesh: Mesh, dtype: jnp.dtype) -> Place:
     """Return a placement for `load_base`: each device of this process gets its shard only."""
 
     def place(path: Path, array: np.ndarray) -> Array:
-        sharding = NamedSharding(mesh, _param_spec(path, array.shape, mesh))
+        sharding = NamedSharding(mesh, param_spec(path, array.shape, mesh))
         return jax.make_array_from_callback(
             array.shape, sharding, lambda index: np.array(array[index], dtype)
         )
 
     return place
-
-
-def _names(path: tuple) -> Path:
-    """Return a path's keys as names: of dicts, of fields, of positions."""
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

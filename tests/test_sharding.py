@@ -10,16 +10,12 @@ from jax.sharding import PartitionSpec as P
 
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.tree import parse_tree
+from clover_jax.device_bytes import bytes_per_device
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.meshes import MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.models.shapes import base_shapes
-from clover_jax.sharding import (
-    bytes_per_device,
-    decode_state_shardings,
-    param_shardings,
-    row_shardings,
-)
+from clover_jax.sharding import decode_state_shardings, param_shardings, row_shardings
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state
 from tests.tiny_models import LLAMA3_8B, TINY

@@ -23,14 +23,10 @@ from clover_jax.benchmark.work import count_work
 from clover_jax.decoding.compiler_options import options_for
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
+from clover_jax.device_bytes import bytes_per_device
 from clover_jax.meshes import MeshShape, make_mesh, parse_mesh
 from clover_jax.models.attention import READINGS
-from clover_jax.sharding import (
-    bytes_per_device,
-    decode_state_shardings,
-    param_shardings,
-    with_shardings,
-)
+from clover_jax.sharding import decode_state_shardings, param_shardings, with_shardings
 
 DRAFTING = ("absorb", "draft")
 

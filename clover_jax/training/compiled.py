@@ -13,15 +13,10 @@ from clover_jax.array_types import PyTree
 from clover_jax.benchmark import figures
 from clover_jax.benchmark.hlo import Program, Sent
 from clover_jax.benchmark.targets import Target, find_devices
+from clover_jax.device_bytes import bytes_per_device, whole_over_rows
 from clover_jax.errors import UserError
 from clover_jax.meshes import MeshShape, make_mesh
-from clover_jax.sharding import (
-    bytes_per_device,
-    param_shardings,
-    row_shardings,
-    whole_over_rows,
-    with_shardings,
-)
+from clover_jax.sharding import param_shardings, row_shardings, with_shardings
 from clover_jax.training.step import make_train_step
 from clover_jax.training.step_shapes import StepShapes
 

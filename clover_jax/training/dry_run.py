@@ -19,17 +19,13 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Params
 from clover_jax.benchmark.targets import NoCompiler, Target
+from clover_jax.device_bytes import bytes_per_device, gathered_bytes, whole_over_rows
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.meshes import MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.models.shapes import cast_shapes
 from clover_jax.progress import passing_note
-from clover_jax.sharding import (
-    bytes_per_device,
-    gathered_bytes,
-    param_shardings,
-    whole_over_rows,
-)
+from clover_jax.sharding import param_shardings
 from clover_jax.training.compiled import CompiledTraining, compile_training_step
 from clover_jax.training.flops import count_flops
 from clover_jax.training.settings import TrainSettings
