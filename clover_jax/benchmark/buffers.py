@@ -1,43 +1,79 @@
-"""What a program's temporaries hold, by the compiler's own assignment of buffers.
+"""What a compiled program allocates beside its arguments, by the compiler's own assignment.
 
-A TPU's compiler gives every scalar, and every index table of a prefetch or a loop, 16 KiB of main
-memory; a step of 32 layers has some 3 000 of them. How much of its temporaries tensors fill is not
-in `memory_analysis()`, but in the assignment, which XLA writes to the folder `xla_dump_to`.
+XLA writes the assignment of buffers to the folder `xla_dump_to`. It is read for two figures that
+`memory_analysis()` has not:
+
+- *What is allocated.* A TPU's compiler adds the room between values to the allocation that contains
+  it already, and calls the sum `temp_size_in_bytes`. Arguments, the allocation and a few constants
+  are the "Total bytes" of its memory report, without that sum.
+- *What values lie on.* It gives every scalar, and every index table of a prefetch or a loop, 16 KiB
+  of main memory; a step of 32 layers has some thousand of them.
 """
 
 from __future__ import annotations
 
 import re
+import tempfile
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import NamedTuple
+
+from jax.stages import Compiled, Lowered
 
 from clover_jax.decoding.compiler_options import Options
 
 # "allocation 5: size 4096, preallocated-temp:", then a line for each value that lies in it. An
 # allocation with a color is not in main memory.
 _TEMPORARIES = re.compile(
-    r"^allocation \d+: size \d+, preallocated-temp:\n((?: value:.*\n)*)", re.M
+    r"^allocation \d+: size (\d+), preallocated-temp:\n((?: value:.*\n)*)", re.M
 )
 _VALUE = re.compile(r"\(size=(\d+),offset=(\d+)\)")
 
 
-def written_to(folder: Path) -> Options:
-    """Return the compiler options for `filled_bytes` of the folder."""
-    return {"xla_dump_to": str(folder)}
+class Temporaries(NamedTuple):
+    """Bytes of main memory: what is allocated, and what of that any value lies on."""
+
+    allocated: int
+    filled: int
 
 
-def filled_bytes(folder: Path) -> int | None:
-    """Return the bytes of main memory that the only program's temporary values lie on.
+class CompiledProgram(NamedTuple):
+    """A program, the seconds that it took to compile, and its temporaries.
 
-    None where the compiler wrote no assignment.
+    Where the compiler wrote no assignment, all that `memory_analysis()` counts passes for filled.
     """
+
+    program: Compiled
+    seconds: float
+    temporaries: Temporaries
+
+
+def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> CompiledProgram:
+    """Compile, anew even where a cache has it, and read what is allocated."""
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        compiled = lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder})
+        seconds = time.perf_counter() - started
+        found = read_temporaries(Path(folder))
+    if found is None:
+        counted = compiled.memory_analysis().temp_size_in_bytes
+        found = Temporaries(allocated=counted, filled=counted)
+    return CompiledProgram(compiled, seconds, found)
+
+
+def read_temporaries(folder: Path) -> Temporaries | None:
+    """Return the temporaries of the programs whose assignments lie in the folder; None without."""
     found = [path.read_text() for path in folder.glob("*after_optimizations-buffer-assignment.txt")]
-    return sum(map(_filled, found)) if found else None
-
-
-def _filled(assignment: str) -> int:
-    blocks = _TEMPORARIES.findall(assignment)
-    return sum(_covered((int(o), int(n)) for n, o in _VALUE.findall(block)) for block in blocks)
+    if not found:
+        return None
+    blocks = [block for text in found for block in _TEMPORARIES.findall(text)]
+    return Temporaries(
+        allocated=sum(int(size) for size, _ in blocks),
+        filled=sum(
+            _covered((int(o), int(n)) for n, o in _VALUE.findall(values)) for _, values in blocks
+        ),
+    )
 
 
 def _covered(spans: Iterable[tuple[int, int]]) -> int:

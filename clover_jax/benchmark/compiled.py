@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import tempfile
-import time
-from pathlib import Path
 from typing import Any
 
 import jax
-from jax.stages import Compiled, Lowered
 
 from clover_jax.array_types import PyTree
-from clover_jax.benchmark import buffers, figures
+from clover_jax.benchmark import figures
+from clover_jax.benchmark.buffers import compile_with_buffers
 from clover_jax.benchmark.hlo import Program
 from clover_jax.benchmark.hlo_parts import sum_by_part
 from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
@@ -36,7 +33,7 @@ class CompiledStep:
     """What the compiler says of one step; bytes and seconds are those of one device.
 
     temporary_bytes: what the compiler allocates; temporary_value_bytes: of that, what values lie on
-        (see buffers.py), None where it does not say.
+        (see buffers.py).
     floor_bytes: weights that products read, as often as they do, and the live part of the caches.
     moved_bytes: read and written in main memory by the instructions of the program; loops over
         the cache count as often as they run. A prefetch counts once.
@@ -56,7 +53,7 @@ class CompiledStep:
     output_bytes: int
     aliased_bytes: int
     temporary_bytes: int
-    temporary_value_bytes: int | None
+    temporary_value_bytes: int
     weight_bytes: int
     cache_bytes: int
     floor_bytes: float
@@ -117,16 +114,16 @@ def compile_step(
     step = jax.jit(functools.partial(speculate_and_verify, config), donate_argnums=1)
     with jax.set_mesh(device_mesh):
         lowered = step.trace(weights, with_shardings(states, state_places)).lower()
-        compiled, seconds, value_bytes = _compile(lowered, target.platform)
+        compiled = compile_with_buffers(lowered, options_for(target.platform))
     work = count_work(functools.partial(speculate_and_verify, config), weights, states)
     caches = (states.cache, states.draft_cache)
     cache_bytes = bytes_per_device(caches, decode_state_shardings(caches, device_mesh))
     floor_bytes = work.weight_bytes / shape.tensor + cache_bytes * context / size
     draft_cache = bytes_per_device(states.draft_cache, state_places.draft_cache)
     draft_floor = _draft_weight_bytes(subject, weights, states) / shape.tensor
-    text = compiled.as_text()
+    text = compiled.program.as_text()
     program = Program(text)
-    memory = compiled.memory_analysis()
+    memory = compiled.program.memory_analysis()
     queries = batch * subject.base.num_heads * (subject.tree.num_nodes + 1)
     trips = math.ceil(context / READINGS[target.platform].chunk_of(size, queries))
     moved = sum_by_part(
@@ -137,18 +134,18 @@ def compile_step(
     result = CompiledStep(
         target=target.name,
         devices=shape.size,
-        compile_seconds=seconds,
+        compile_seconds=compiled.seconds,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
-        temporary_bytes=memory.temp_size_in_bytes,
-        temporary_value_bytes=value_bytes,
+        temporary_bytes=compiled.temporaries.allocated,
+        temporary_value_bytes=compiled.temporaries.filled,
         weight_bytes=bytes_per_device(subject.weights, weight_places),
         cache_bytes=cache_bytes,
         floor_bytes=floor_bytes,
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
         moved_bytes=sum(moved.values()),
-        counted_bytes=figures.compilers_cost(compiled, "bytes accessed"),
+        counted_bytes=figures.compilers_cost(compiled.program, "bytes accessed"),
         estimated_seconds=estimate and sum(estimate.values()),
         moved_by_part=moved,
         seconds_by_part=estimate,
@@ -162,16 +159,6 @@ def compile_step(
         largest=figures.largest(program),
     )
     return result, text
-
-
-def _compile(lowered: Lowered, platform: str) -> tuple[Compiled, float, int | None]:
-    """Return the program, the seconds that it took, and the bytes of its temporary values."""
-    with tempfile.TemporaryDirectory() as folder:
-        options = (options_for(platform) or {}) | buffers.written_to(Path(folder))
-        started = time.perf_counter()
-        compiled = lowered.compile(compiler_options=options)
-        seconds = time.perf_counter() - started
-        return compiled, seconds, buffers.filled_bytes(Path(folder))
 
 
 def _draft_weight_bytes(subject: Subject, weights: PyTree, states: DecodeState) -> float:

@@ -73,8 +73,7 @@ def describe(compiled: CompiledStep, target: Target) -> list[str]:
         f"memory a device: {resident / GIGA:.2f} of {chip.memory / GIGA:.0f} GB (weights "
         f"{compiled.weight_bytes / GIGA:.2f}, caches {compiled.cache_bytes / GIGA:.2f}, "
         f"temporaries {compiled.temporary_bytes / GIGA:.3f} or {share:.1%} of the weights"
-        + ("" if values is None else f", their values {values / compiled.weight_bytes:.2%}")
-        + ")",
+        f", their values {values / compiled.weight_bytes:.2%})",
         f"bytes moved: {compiled.moved_bytes / GIGA:.2f} GB, {compiled.moved_over_floor:.2f} x the "
         f"floor of {compiled.floor_bytes / GIGA:.2f} GB"
         + ("" if counted is None else f" (the compiler counts {counted:.2f} x)"),

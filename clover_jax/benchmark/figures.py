@@ -48,13 +48,13 @@ def estimated_seconds(
     return {part: count / chip.clock for part, count in cycles.items()}
 
 
-def resident_bytes(memory: Any) -> int:
-    """Return what a device holds at most, of a compiler's `memory_analysis`."""
+def resident_bytes(memory: Any, temporaries: int) -> int:
+    """Return what a device holds at most: a compiler's `memory_analysis`, and what it allocates."""
     return (
         memory.argument_size_in_bytes
         + memory.output_size_in_bytes
         - memory.alias_size_in_bytes
-        + memory.temp_size_in_bytes
+        + temporaries
     )
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import re
-import time
 from typing import Any, NamedTuple
 
 import jax
 
 from clover_jax.array_types import PyTree
 from clover_jax.benchmark import figures
+from clover_jax.benchmark.buffers import compile_with_buffers
 from clover_jax.benchmark.hlo import Program, Sent
 from clover_jax.benchmark.targets import Target, find_devices
 from clover_jax.device_bytes import bytes_per_device, whole_over_rows
@@ -117,23 +117,22 @@ def compile_training_step(step: StepShapes, mesh: MeshShape, target: Target) -> 
         "batch": row_shardings(step.batch, devices),
     }
     placed = [with_shardings(getattr(step, name), places[name]) for name in places]
-    started = time.perf_counter()
     try:
-        compiled = make_train_step(config).trace(*placed).lower().compile()
+        compiled = compile_with_buffers(make_train_step(config).trace(*placed).lower())
     except jax.errors.JaxRuntimeError as error:
         raise _refusal(target, error) from error
-    seconds = time.perf_counter() - started
-    text = compiled.as_text()
-    program, memory = Program(text), compiled.memory_analysis()
+    text = compiled.program.as_text()
+    program, memory = Program(text), compiled.program.memory_analysis()
+    temporaries = compiled.temporaries.allocated
     trips = step.trips(mesh.num_row_shards)
     sent = program.sent(trips)
     found = CompiledTraining(
         target=target.name,
         devices=mesh.size,
-        compile_seconds=seconds,
+        compile_seconds=compiled.seconds,
         arguments=_arguments(step, places),
-        temporaries=memory.temp_size_in_bytes,
-        resident=figures.resident_bytes(memory),
+        temporaries=temporaries,
+        resident=figures.resident_bytes(memory, temporaries),
         device_memory=target.chip.memory,
         seconds_by_part=figures.estimated_seconds(program, target.chip, trips, PARTS),
         whole_base=whole_over_rows(step.base, devices),

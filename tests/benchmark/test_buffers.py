@@ -1,6 +1,6 @@
 """Reading the compiler's assignment of buffers."""
 
-from clover_jax.benchmark.buffers import filled_bytes
+from clover_jax.benchmark.buffers import Temporaries, read_temporaries
 
 # As a TPU's compiler writes it: a parameter, temporaries in main memory, and some in fast memory.
 ASSIGNMENT = """BufferAssignment:
@@ -18,8 +18,8 @@ allocation 2: size 65536, color 1, preallocated-temp:
 def test_values_in_main_memory_count_once_where_they_share_room(tmp_path):
     (tmp_path / "module_0.step.after_optimizations-buffer-assignment.txt").write_text(ASSIGNMENT)
     (tmp_path / "module_0.step.after_optimizations.txt").write_text("HloModule step")
-    assert filled_bytes(tmp_path) == 512 + 8192
+    assert read_temporaries(tmp_path) == Temporaries(allocated=32768, filled=512 + 8192)
 
 
 def test_nothing_is_said_where_the_compiler_wrote_nothing(tmp_path):
-    assert filled_bytes(tmp_path) is None
+    assert read_temporaries(tmp_path) is None
