@@ -49,8 +49,10 @@ def test_the_slurm_job_runs_train_and_requeues_itself_until_it_is_finished(tmp_p
     said = '{"finished": true}' if finished else '{"finished": false}'
     executable(tmp_path / "srun", 'while [[ $1 == --* ]]; do shift; done; "$@"')
     executable(tmp_path / "scontrol", f'echo "$@" >{tmp_path}/requeued')
-    executable(tmp_path / "python", f"printf '%s\\n' \"$@\" >{tmp_path}/arguments; echo '{said}'")
-    script = dry_run("slurm", *FLAGS, NODES="2", PYTHON=str(tmp_path / "python"))
+    kept = f"printf '%s\\n' \"$@\" >{tmp_path}/arguments; env >{tmp_path}/environment"
+    executable(tmp_path / "python", f"{kept}; echo '{said}'")
+    chosen = {"NODES": "2", "GPUS_PER_NODE": "4", "PYTHON": str(tmp_path / "python")}
+    script = dry_run("slurm", *FLAGS, **chosen)
     assert "#SBATCH --nodes=2" in script
     assert "#SBATCH --signal=TERM@" in script
     job = script.replace(f"cd '{REPOSITORY}'", f"cd '{tmp_path}'")
@@ -58,6 +60,9 @@ def test_the_slurm_job_runs_train_and_requeues_itself_until_it_is_finished(tmp_p
     environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "SLURM_JOB_ID": "7"}
     subprocess.run(["bash", "-c", job], env=environment, check=True, capture_output=True)
     assert (tmp_path / "arguments").read_text().splitlines() == ["-m", "clover_jax.train", *FLAGS]
+    variables = (tmp_path / "environment").read_text().splitlines()
+    assert "JAX_COORDINATOR_ADDRESS=auto" in variables
+    assert "JAX_LOCAL_DEVICE_IDS=0,1,2,3" in variables  # else a process has one GPU of four
     assert (tmp_path / "requeued").exists() != finished
 
 
