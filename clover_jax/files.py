@@ -2,13 +2,14 @@
 
 import contextlib
 import ctypes
+import errno
 import fcntl
 import json
 import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from clover_jax.errors import UserError
 
@@ -93,13 +94,44 @@ def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None
     Raises UserError, "another run `what_it_does` in FOLDER; ... give another `flag`".
     """
     with (folder / "lock").open("w") as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+        if not lock(file):
             raise UserError(
                 f"another run {what_it_does} in {folder}; wait for it or give another {flag}"
-            ) from None
+            )
         yield
+
+
+def lock(file: IO) -> bool:
+    """Lock an open file until it is closed; return False where another process holds the lock.
+
+    A file system without locks says yes to everyone: nothing tells two writers apart there.
+    """
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError as error:
+        if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
+            raise
+    return True
+
+
+def check_renames(folder: Path) -> None:
+    """Raise UserError where `folder` cannot rename a folder with others in it.
+
+    Checkpoints and drafts get their names that way. A bucket mounted by Cloud Storage FUSE can do
+    so only with a hierarchical namespace.
+    """
+    with scratch_directory(folder / "renames") as scratch:
+        (scratch / "a" / "deep").mkdir(parents=True)
+        (scratch / "a" / "deep" / "file").touch()
+        try:
+            os.rename(scratch / "a", scratch / "b")
+        except OSError as error:
+            raise UserError(
+                f"{folder} lies on a file system that cannot rename folders ({error.strerror}), as "
+                "checkpoints need it; use another disk, or a bucket with a hierarchical namespace"
+            ) from error
 
 
 def _unfinished(path: Path, infix: str = "") -> Path:

@@ -5,15 +5,13 @@
 command resumes and any other is refused.
 """
 
-import errno
-import fcntl
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
-from clover_jax.files import write_json
+from clover_jax.files import lock, write_json
 from clover_jax.jsonl import to_json
 
 _FORMAT = 1
@@ -53,7 +51,11 @@ class RowWriter:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b")
         try:
-            _lock(self._file, self.path)
+            if not lock(self._file):
+                raise UserError(
+                    f"{self.path} is being written by another process; wait for it or give another "
+                    "--output"
+                )
             if overwrite:
                 self._file.truncate(0)
             else:
@@ -67,7 +69,7 @@ class RowWriter:
     @property
     def manifest_path(self) -> Path:
         """Where the settings and the prompts' hash are kept."""
-        return self.path.with_name(self.path.name + ".manifest.json")
+        return manifest_path(self.path)
 
     def append(self, row: dict[str, Any]) -> None:
         """Write `row`, whose "index" is its place in the input, once all before it are written."""
@@ -127,6 +129,11 @@ class RowWriter:
         return num_rows
 
 
+def manifest_path(rows: Path) -> Path:
+    """Return where the manifest of a row file lies."""
+    return rows.with_name(rows.name + ".manifest.json")
+
+
 def _check_index(line: bytes, expected: int, path: Path) -> None:
     try:
         index = json.loads(line)["index"]
@@ -150,16 +157,3 @@ def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | No
     if found["prompts_hash"] != wanted["prompts_hash"]:
         return "other prompts"
     return None
-
-
-def _lock(file: Any, path: Path) -> None:
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise UserError(
-            f"{path} is being written by another process; wait for it or give another --output"
-        ) from None
-    except OSError as error:
-        # A file system without locks: then nothing tells two writers apart.
-        if error.errno not in (errno.ENOLCK, errno.ENOTSUP):
-            raise

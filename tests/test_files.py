@@ -1,8 +1,12 @@
 """Files and folders are whole or absent, whatever happens while they are written."""
 
+import errno
+import os
+
 import pytest
 
 from clover_jax import files
+from clover_jax.errors import UserError
 
 
 def names(folder):
@@ -69,3 +73,26 @@ def test_a_parent_that_is_a_file_is_an_os_error_that_names_it(tmp_path):
         write_folder(tmp_path / "runs" / "draft", new="2")
     with pytest.raises(OSError, match="runs"):
         files.write_text(tmp_path / "runs" / "draft", "new")
+
+
+def test_a_disk_that_cannot_rename_folders_is_named_at_once(tmp_path, monkeypatch):
+    files.check_renames(tmp_path)
+    assert names(tmp_path) == []
+
+    def refuse(*paths):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(UserError, match="cannot rename folders .* hierarchical namespace"):
+        files.check_renames(tmp_path)
+    assert names(tmp_path) == []
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_disk_without_locks_locks_nobody_out(tmp_path, monkeypatch, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with files.only_process_in(tmp_path, "is training", "--workdir"):
+        pass

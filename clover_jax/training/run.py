@@ -17,7 +17,8 @@ from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
 from clover_jax.distributed import agreed, is_primary
 from clover_jax.drafters.drafter import with_draft_rows
-from clover_jax.files import only_process_in, write_json
+from clover_jax.errors import UserError
+from clover_jax.files import check_renames, only_process_in, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.models.base import BaseModel
 from clover_jax.progress import Progress, progress_bar
@@ -46,6 +47,8 @@ def run_training(
     workdir.mkdir(parents=True, exist_ok=True)
     alone = only_process_in(workdir, "is training", "--workdir")
     with alone if is_primary() else contextlib.nullcontext():
+        if is_primary():
+            check_renames(workdir)
         finished = _finished_report(workdir, settings)
         if finished is not None and recorded_settings(workdir) == settings:
             return finished
@@ -73,6 +76,11 @@ def _train(
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir / CHECKPOINTS)))
         batches = stack.enter_context(contextlib.closing(iter(dataset)))
         state, done = restore_or_init(config, parts.base, settings.seed, checkpoints, batches)
+        if done > settings.steps:
+            raise UserError(
+                f"{workdir} has done {done} steps, more than --steps={settings.steps}; give at "
+                "least as many, or another --workdir"
+            )
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
         shown = sys.stderr if is_primary() else io.StringIO()
         progress = stack.enter_context(

@@ -280,6 +280,12 @@ def test_more_steps_continue_a_finished_run(data, tmp_path):
     assert not (tmp_path / "best").exists()
 
 
+def test_fewer_steps_than_are_done_are_refused(data, tmp_path):
+    run_training(settings(data, checkpoint_every=2), tmp_path, StopAfter(4 * 2 + 1))
+    with pytest.raises(UserError, match=r"has done \d+ steps, more than --steps=1"):
+        run_training(settings(data, steps=1), tmp_path, threading.Event())
+
+
 FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
