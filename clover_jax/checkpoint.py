@@ -126,19 +126,22 @@ class Checkpoints:
 
         like: arrays, or ShapeDtypeStructs with shardings, of the state to restore.
         A damaged one is set aside with a warning and the one before is taken; None where there
-        is none at all. Raises UserError where every one is damaged.
+        never was one. What goes wrong with files that are as they were written, a lack of memory
+        for one, is raised: they stay. Raises UserError where every one is damaged.
         """
-        steps = sorted(self._manager.all_steps(), reverse=True)
-        for step in steps:
-            damage = self._damage(step)
+        for step in sorted(self._manager.all_steps(), reverse=True):
+            hashes = self._hashes(step)
+            damage = self._damage(step, hashes)
             if damage is None:
                 try:
                     return Restored(self._restore_step(step, like, batches), step)
                 except Exception as error:  # the storage raises whatever it meets
+                    if hashes:
+                        raise
                     damage = f"{type(error).__name__}: {error}".splitlines()[0]
             aside = self._set_aside(step)
             warn(f"checkpoint {step} is damaged ({damage}); it was moved to {aside}")
-        if steps:
+        if self._damaged.is_dir():
             raise UserError(
                 f"every checkpoint under {self.directory} is damaged; use another --workdir"
             )
@@ -179,12 +182,19 @@ class Checkpoints:
     def _hash_file(self, step: int) -> Path:
         return self.directory / HASHES / f"{step}.json"
 
-    def _damage(self, step: int) -> str | None:
-        """Say which file of a checkpoint is not as written; None also where no hashes exist."""
+    @property
+    def _damaged(self) -> Path:
+        return self.directory / "damaged"
+
+    def _hashes(self, step: int) -> dict[str, str]:
+        """Return the hashes of a checkpoint's files; none where they were lost."""
         try:
-            wanted = json.loads(self._hash_file(step).read_text(encoding="utf-8"))
+            return json.loads(self._hash_file(step).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
-            return None  # restoring will tell
+            return {}  # restoring will tell
+
+    def _damage(self, step: int, wanted: dict[str, str]) -> str | None:
+        """Say which file of a checkpoint has not the wanted hash; None for none."""
         found = _hash_files(self.directory / str(step))
         changed = sorted(name for name in wanted if found.get(name) != wanted[name])
         if not changed:
@@ -192,7 +202,7 @@ class Checkpoints:
         return f"{changed[0]} {'has changed' if changed[0] in found else 'is missing'}"
 
     def _set_aside(self, step: int) -> Path:
-        aside = self.directory / "damaged" / str(step)
+        aside = self._damaged / str(step)
         wait_for_all("damage found")
         if is_primary():
             if aside.exists():
