@@ -19,6 +19,7 @@ def define_flags(flags):
         getattr(absl_flags, f"DEFINE_{kind}")(name, default, help_text, flag_values=flags, **limits)
 
     define("string", "output", None, "folder to write the base to [WORKDIR/base]")
+    define("bool", "overwrite", False, "replace what is at --output")
     define("string", "workdir", None, "folder for checkpoints and metrics [runs/<flagfile stem>]")
     define("string", "sources", None, "folder of Python sources [the standard library]")
     define("list", "packages", [], "installed packages to learn from too, separated by commas")
@@ -48,7 +49,7 @@ def main(flags) -> int:
 
     workdir = cli.workdir_of(flags, "pretrain")
     settings = cli.flag_settings(
-        flags, "workdir", "output", "log_every", "checkpoint_every", "prompts"
+        flags, "workdir", "output", "overwrite", "log_every", "checkpoint_every", "prompts"
     )
     with cli.sigterm_as_event() as stop:
         result = run_pretraining(flags, settings, workdir, stop)

@@ -128,6 +128,34 @@ def test_bad_shapes_are_named_before_anything_is_trained(sources, tmp_path, caps
     assert "num_heads (4) must be divisible by num_kv_heads (3)" in error
 
 
+def test_a_mistake_leaves_the_workdir_free_for_the_right_command(sources, tmp_path, capsys):
+    flags = flags_for(sources, tmp_path / "run")
+    for mistake in ("--hidden_size=17", "--vocab_size=9"):
+        status, _, error = run_pretrain(capsys, *flags, mistake)
+        assert status == 2, error
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_folder_of_the_users_is_not_replaced(sources, tmp_path, capsys):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("years of work")
+    flags = (*flags_for(sources, tmp_path / "run"), f"--output={tmp_path / 'out'}")
+    status, _, error = run_pretrain(capsys, *flags)
+    assert status == 2
+    assert "out exists; give another --output, or --overwrite" in error
+    assert (tmp_path / "out" / "thesis.txt").exists()
+
+
+def test_steps_that_are_done_again_have_one_row(sources, tmp_path, capsys):
+    flags = (*flags_for(sources, tmp_path / "run"), "--log_every=1")
+    assert run_pretrain(capsys, *flags)[0] == 0
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    with metrics.open("a") as file:
+        file.write('{"step": 2, "loss": 1.0}\n{"step": 3, "lo')  # after its last checkpoint
+    assert run_pretrain(capsys, *flags)[0] == 0
+    assert [json.loads(line)["step"] for line in metrics.read_text().splitlines()] == [1]
+
+
 def test_a_resumed_run_equals_an_uninterrupted_one(tmp_path):
     whole = pretrain(TINY, QUICK, make_stream(), init_state(TINY, QUICK), ignore)
 

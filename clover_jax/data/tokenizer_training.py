@@ -25,6 +25,15 @@ SPLIT_PATTERN = "|".join(
 )
 
 
+def check_vocab_size(vocab_size: int) -> None:
+    """Raise UserError for a vocabulary without room for the bytes and the special tokens."""
+    smallest = 256 + 3
+    if vocab_size < smallest:
+        raise UserError(
+            f"vocab_size ({vocab_size}) must be at least {smallest}: 256 bytes and 3 special tokens"
+        )
+
+
 def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Train a byte-level BPE tokenizer; BOS, EOS and PAD are ids 0, 1 and 2.
 
@@ -32,14 +41,9 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     unless `add_special_tokens=False`.
 
     Raises:
-      UserError: `vocab_size` is too small for the 256 bytes and the special tokens.
+      UserError: see `check_vocab_size`.
     """
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    smallest = len(alphabet) + 3
-    if vocab_size < smallest:
-        raise UserError(
-            f"vocab_size ({vocab_size}) must be at least {smallest}: 256 bytes and 3 special tokens"
-        )
+    check_vocab_size(vocab_size)
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -51,7 +55,7 @@ def train_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
         special_tokens=[BOS, EOS, PAD],
-        initial_alphabet=sorted(alphabet),
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import json
+import dataclasses
 import threading
 from collections import deque
 from pathlib import Path
@@ -15,10 +15,17 @@ from tokenizers import Tokenizer
 from clover_jax.config import BaseConfig
 from clover_jax.data.corpus import Document, builtin_documents
 from clover_jax.data.token_windows import BLOCK, TokenStream
-from clover_jax.data.tokenizer_training import BOS, EOS, encode_texts, train_tokenizer
+from clover_jax.data.tokenizer_training import (
+    BOS,
+    EOS,
+    check_vocab_size,
+    encode_texts,
+    train_tokenizer,
+)
 from clover_jax.errors import UserError
 from clover_jax.files import atomic_file, write_json
 from clover_jax.json_files import read_json_object
+from clover_jax.jsonl import append_row, keep_rows
 from clover_jax.progress import Progress, progress_bar
 from clover_jax.training.pretrain_export import FinishedRun, export_run
 from clover_jax.training.pretraining import (
@@ -29,6 +36,8 @@ from clover_jax.training.pretraining import (
     pretrain,
     save_state,
 )
+
+METRICS = "metrics.jsonl"
 
 
 class Stopped(Exception):
@@ -66,8 +75,7 @@ class StepLog:
             "tokens": state.tokens,
             "seconds": round(state.seconds, 1),
         }
-        with (self.workdir / "metrics.jsonl").open("a", encoding="utf-8") as file:
-            file.write(json.dumps(row) + "\n")
+        append_row(self.workdir / METRICS, row)
 
 
 def run_pretraining(
@@ -81,9 +89,19 @@ def run_pretraining(
     config = _train_config(flags)
     train = builtin_documents("train", root=flags.sources, packages=flags.packages)
     heldout = builtin_documents("heldout", root=flags.sources, packages=flags.packages)
+    base = _base_config(flags)
+    check_vocab_size(flags.vocab_size)
+    output = Path(flags.output).expanduser() if flags.output else workdir / "base"
+    if flags.output and output.exists() and not flags.overwrite:
+        raise UserError(f"{output} exists; give another --output, or --overwrite to replace it")
     claim_workdir(workdir, settings)
     tokenizer = _tokenizer(workdir / "tokenizer.json", train, flags.vocab_size)
-    base = _base_config(flags, tokenizer)
+    base = dataclasses.replace(
+        base,
+        vocab_size=tokenizer.get_vocab_size(),
+        bos_token_id=tokenizer.token_to_id(BOS),
+        eos_token_ids=(tokenizer.token_to_id(EOS),),
+    )
     stream = TokenStream(
         encode_texts(tokenizer, [d.text for d in train]),
         bos=base.bos_token_id,
@@ -94,6 +112,7 @@ def run_pretraining(
     state = init_state(base, config)
     if checkpoint_path(workdir).exists():
         state = load_state(checkpoint_path(workdir), state)
+    keep_rows(workdir / METRICS, lambda row: row["step"] <= state.step)
     with progress_bar(config.steps, "pretrain", initial=state.step) as bar:
         log = StepLog(workdir, bar, flags.log_every, flags.checkpoint_every, stop)
         try:
@@ -102,7 +121,6 @@ def run_pretraining(
             return {"workdir": str(workdir), "finished": False}
     save_state(checkpoint_path(workdir), state)
     run = FinishedRun(base, tokenizer, state, stream.num_tokens, train, heldout, settings)
-    output = Path(flags.output).expanduser() if flags.output else workdir / "base"
     return export_run(run, output, flags.prompts)
 
 
@@ -144,7 +162,8 @@ def _train_config(flags: absl_flags.FlagValues) -> PretrainConfig:
     )
 
 
-def _base_config(flags: absl_flags.FlagValues, tokenizer: Tokenizer) -> BaseConfig:
+def _base_config(flags: absl_flags.FlagValues) -> BaseConfig:
+    """Return the shape that the flags ask for; the tokenizer may be smaller than they allow."""
     if flags.hidden_size % (2 * flags.num_heads):
         raise UserError(
             f"--hidden_size ({flags.hidden_size}) must be an even multiple of --num_heads "
@@ -152,7 +171,7 @@ def _base_config(flags: absl_flags.FlagValues, tokenizer: Tokenizer) -> BaseConf
         )
     try:
         return BaseConfig(
-            vocab_size=tokenizer.get_vocab_size(),
+            vocab_size=flags.vocab_size,
             hidden_size=flags.hidden_size,
             intermediate_size=flags.intermediate_size,
             num_layers=flags.num_layers,
@@ -161,8 +180,8 @@ def _base_config(flags: absl_flags.FlagValues, tokenizer: Tokenizer) -> BaseConf
             head_dim=flags.hidden_size // flags.num_heads,
             max_position_embeddings=BLOCK,
             tie_word_embeddings=True,
-            bos_token_id=tokenizer.token_to_id(BOS),
-            eos_token_ids=(tokenizer.token_to_id(EOS),),
+            bos_token_id=0,
+            eos_token_ids=(1,),
         )
     except ValueError as error:
         raise UserError(str(error)) from error
