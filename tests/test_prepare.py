@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -250,7 +251,7 @@ def test_a_killed_run_goes_on_where_it_was(capsys, base, data, prepared, tmp_pat
     assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
     assert len(list(tmp_path.glob("*.array_record"))) == writes
     with pytest.raises(UserError, match="not complete|has no cached activations"):
-        PreparedSamples(tmp_path, ("pre_norm",))
+        load(str(tmp_path), base, ("pre_norm",))
     kept = {path: path.stat().st_mtime_ns for path in tmp_path.glob("*.array_record")}
     status, _, err = run(capsys, **flags)
     assert status == 0, err
@@ -262,6 +263,20 @@ def test_a_killed_run_goes_on_where_it_was(capsys, base, data, prepared, tmp_pat
         # A sample may have been read in another row of the batch.
         hidden = [samples.hidden(index)["pre_norm"] for samples in (ours, whole)]
         np.testing.assert_allclose(*hidden, atol=2e-6)
+
+
+@pytest.mark.parametrize("written", ["heldout.json", "regenerated.jsonl.manifest.json"])
+def test_a_folder_that_is_not_finished_is_not_read_as_raw_data(base, prepared, tmp_path, written):
+    for name in (written, "regenerated.jsonl"):
+        shutil.copy(prepared / "heldout.json", tmp_path / name)
+    with pytest.raises(UserError, match="is not complete; repeat the `prepare`"):
+        load(str(tmp_path), base)
+
+
+def test_a_train_json_of_the_users_is_raw_data(base, tmp_path):
+    rows = [{"prompt_ids": [1, 2], "output_ids": [3, 4, n]} for n in range(5, 25)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    assert len(load(str(tmp_path), base).samples)
 
 
 def test_a_finished_folder_is_left_alone_and_another_command_refused(

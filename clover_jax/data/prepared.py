@@ -3,6 +3,8 @@
 DIR/train.json    manifest of the training samples, shards train-00000.array_record ...
 DIR/heldout.json  the same for those that are never trained on
 DIR/hidden.json   manifest of activations: record i belongs to training sample i
+
+Before the first of them, `prepare --regenerate` has DIR/regenerated.jsonl.
 """
 
 from __future__ import annotations
@@ -15,16 +17,20 @@ import numpy as np
 
 from clover_jax.data.chat import Encoded
 from clover_jax.data.records import TokenRow
-from clover_jax.data.shards import ShardReader, pack
+from clover_jax.data.shards import ShardReader, incomplete, is_manifest, pack
 from clover_jax.errors import UserError
+from clover_jax.row_writer import manifest_path
 
 TRAIN, HELDOUT, HIDDEN = "train.json", "heldout.json", "hidden.json"
+REGENERATED = "regenerated.jsonl"
 MAX_HELDOUT_READ = 1000
 
 
 def is_prepared(spec: str) -> bool:
-    """Return whether --data names a folder that `prepare` made."""
-    return Path(spec).expanduser().joinpath(TRAIN).is_file()
+    """Return whether --data names a folder that `prepare` made, or has begun to make."""
+    folder = Path(spec).expanduser()
+    begun = is_manifest(folder / TRAIN) or is_manifest(folder / HELDOUT)
+    return begun or manifest_path(folder / REGENERATED).is_file()
 
 
 def pack_sample(sample: Encoded) -> bytes:
@@ -37,6 +43,8 @@ class PreparedSamples:
 
     def __init__(self, directory: Path, hidden_names: tuple[str, ...] = ()):
         """Open the folder; raises UserError for what is missing, unfinished or not whole."""
+        if not (directory / TRAIN).is_file():
+            raise UserError(incomplete(directory))
         if hidden_names and not (directory / HIDDEN).is_file():
             raise UserError(
                 f"{directory} has no cached activations; repeat its `prepare` with "

@@ -127,7 +127,7 @@ class ShardReader:
         self.path, self.manifest = path, read_json_object(path)
         _check_version(self.manifest, path)
         if not self.manifest["complete"]:
-            raise UserError(f"{path.parent} is not complete; repeat the `prepare` that makes it")
+            raise UserError(incomplete(path.parent))
         for shard in self.manifest["shards"]:
             damage = _damage(path.parent, shard)
             if damage:
@@ -150,6 +150,19 @@ class ShardReader:
                 f"{self.path.parent / shard}: record {index} is damaged ({reason}); delete that "
                 "file and repeat the `prepare` that made it"
             ) from error
+
+
+def is_manifest(path: Path) -> bool:
+    """Return whether a file, which may be anybody's and large, is a manifest of shards."""
+    if not path.is_file():
+        return False
+    with path.open("rb") as file:
+        return file.read(40).lstrip(b"{ \n").startswith(b'"format_version"')
+
+
+def incomplete(directory: Path) -> str:
+    """Return what to tell a user of a folder that `prepare` has not finished."""
+    return f"{directory} is not complete; repeat the `prepare` that makes it"
 
 
 def pack(arrays: Mapping[str, np.ndarray]) -> bytes:

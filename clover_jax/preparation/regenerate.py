@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt, prompts_hash
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
 from clover_jax.dtypes import resolve_dtype
@@ -22,8 +23,6 @@ from clover_jax.jsonl import read_rows
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.progress import passing_note, progress_bar
 from clover_jax.row_writer import RowWriter
-
-REGENERATED = "regenerated.jsonl"
 
 
 class Regenerated(NamedTuple):
