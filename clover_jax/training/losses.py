@@ -227,7 +227,7 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
             )
             parts.append(sums)
             gradients.append(d_hidden)
-            d_owned = jax.tree.map(jnp.add, d_owned, d_mine)
+            d_owned = jax.tree.map(lambda s, d: s + d.astype(s.dtype), d_owned, d_mine)
         return _Carry(
             sums=jax.tree.map(jnp.add, carry.sums, _stack(parts)),
             d_hidden=jax.lax.dynamic_update_slice_in_dim(
@@ -239,11 +239,13 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
     start = _Carry(
         sums=_zero_sums(num_positions),
         d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
-        d_owned=jax.tree.map(jnp.zeros_like, owned),
+        # In float32: a sum over many chunks in bfloat16 loses what single chunks bring.
+        d_owned=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), owned),
     )
     end = jax.lax.fori_loop(0, num_chunks(operands, static.chunk), body, start)
     value = (_weigh(static.head, operands.scale, end.sums.terms), end.sums)
-    return value, (end.d_owned, to_sources(end.d_hidden, operands, hidden.shape))
+    d_owned = jax.tree.map(lambda d, w: d.astype(w.dtype), end.d_owned, owned)
+    return value, (d_owned, to_sources(end.d_hidden, operands, hidden.shape))
 
 
 def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents: tuple):

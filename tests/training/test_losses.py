@@ -142,6 +142,28 @@ def test_a_drafters_own_output_matrices_get_their_gradient():
         np.testing.assert_allclose(chunked, plain, atol=1e-5)
 
 
+def test_gradients_in_bfloat16_do_not_shrink_with_the_chunk():
+    batch = random_batch(rows=200)
+    states = random_states(random_base(), batch, num_positions=3)
+    matrices = jax.random.normal(jax.random.key(5), (3, TINY.vocab_size, TINY.hidden_size))
+    matrices, (frozen, hidden, states) = jax.tree.map(
+        lambda x: x.astype(jnp.bfloat16), (matrices, states)
+    )
+    config = dataclasses.replace(
+        random_head()[0].config, num_positions=3, loss=LossSpec(hard_ce=1.0)
+    )
+
+    def gradient(chunk):
+        def value(params):
+            head = OwnMatrixHead(config)
+            return distillation_loss(head, params, frozen, hidden, states, batch, chunk)[0]
+
+        return jax.jit(jax.grad(value))({"heads": matrices})["heads"].astype(jnp.float32)
+
+    whole, parts = gradient(1 << 14), gradient(1)
+    assert jnp.linalg.norm(parts - whole) < 0.004 * jnp.linalg.norm(whole)
+
+
 def test_packed_documents_lose_as_much_as_the_same_documents_unpacked():
     head, params = random_head()
     head = with_loss(head, ALL_TERMS)
