@@ -41,7 +41,13 @@ def joined_processes() -> Iterator[None]:
         return
     if coordinator == "auto":
         os.environ.pop(COORDINATOR)  # JAX would take it for an address
-        jax.distributed.initialize()
+        try:
+            jax.distributed.initialize()
+        except ValueError as error:
+            raise UserError(
+                f"{COORDINATOR}=auto, but nothing here says which cluster this is ({error}); give "
+                f"HOST:PORT, {COUNT} and {NUMBER}, or unset it to run alone"
+            ) from error
     else:
         count, number = _whole_number(COUNT), _whole_number(NUMBER)
         if not 0 <= number < count:

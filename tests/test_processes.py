@@ -128,13 +128,20 @@ def test_the_launcher_ends_all_when_one_fails():
     assert "process 1 ended with status 7; ending the other 2." in finished.stderr
 
 
-def test_an_incomplete_environment_is_named(train):
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        (
+            {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2"},
+            "needs JAX_PROCESS_ID, a whole number, beside it, found ''",
+        ),
+        ({"JAX_COORDINATOR_ADDRESS": "auto"}, "nothing here says which cluster this is"),
+    ],
+    ids=["incomplete", "no cluster"],
+)
+def test_an_environment_that_names_no_processes_is_a_clear_error(train, variables, message):
     finished = subprocess.run(
-        train("w"),
-        cwd=REPOSITORY,
-        env=os.environ | {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2"},
-        capture_output=True,
-        text=True,
+        train("w"), cwd=REPOSITORY, env=os.environ | variables, capture_output=True, text=True
     )
     assert finished.returncode == 2
-    assert "needs JAX_PROCESS_ID, a whole number, beside it, found ''" in finished.stderr
+    assert message in finished.stderr
