@@ -9,6 +9,7 @@ from clover_jax.drafters.attention_decoder import check_heads
 from clover_jax.drafters.augmenting import check_depth
 
 DEFAULT_RANK = 256
+DEFAULT_FEATURES = 3
 METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8)
 
 
@@ -54,7 +55,7 @@ def make_config(
     num_positions: int = 5,
     num_augmenting_layers: int = 2,
     rank: int | None = None,
-    num_features: int = 3,
+    num_features: int | None = None,
     unit_inputs: bool = True,
     drafted_share: float = 0.0,
     rope: RopeConfig | None = None,
@@ -63,10 +64,15 @@ def make_config(
     """Return the head's config for a base.
 
     rank: 256, or half the base's width where that is less.
-    num_features: 1 reads the base's last state only, more add states entering evenly spaced layers.
+    num_features: 1 reads the base's last state only, more add states entering evenly spaced layers;
+        by default 3, or as many as the base has layers.
+    Raises ValueError for what no such head can be.
     """
-    spaced = [base.num_layers * j // num_features for j in range(1, num_features)]
-    layers = tuple(f"layer_{index}" for index in dict.fromkeys(spaced))
+    depth = base.num_layers
+    count = min(DEFAULT_FEATURES, depth) if num_features is None else num_features
+    if not 1 <= count <= depth:
+        raise ValueError(f"num_features ({count}) must lie between 1 and the base's {depth} layers")
+    layers = tuple(f"layer_{depth * j // count}" for j in range(1, count))
     return CloverLRConfig(
         layer=dataclasses.replace(base.layer, rope=rope or base.rope),
         vocab_size=base.vocab_size,

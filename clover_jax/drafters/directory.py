@@ -17,7 +17,7 @@ from clover_jax.array_types import Params
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.drafters.params_folder import restore_params, save_params
-from clover_jax.errors import UserError
+from clover_jax.errors import UserError, reason_of
 from clover_jax.files import atomic_directory
 from clover_jax.interchange.layouts import LAYOUTS
 from clover_jax.interchange.read_head import read_head
@@ -166,6 +166,7 @@ def _load_native(
     check_base(card, base, source, allow_base_mismatch)
     head = registry.head(card.config)
     expected = expected_params(card, directory, base.params)
+    _check_layers(card.config.features, base, source)
     params = restore_params(directory / PARAMS, expected, dtype, card.files)
     return Draft(head, params, card.tree, card.provenance, source)
 
@@ -205,7 +206,7 @@ def expected_params(card: Card, directory: Path, base_params: Params) -> Params:
     try:
         return registry.init_shapes(registry.head(card.config), base_params)
     except (TypeError, ValueError, AttributeError) as error:
-        reason = str(error).splitlines()[0]
+        reason = reason_of(error)
         raise UserError(
             f"{directory / CARD}: no head can be built of its drafter ({reason}); was it edited?"
         ) from error
@@ -235,6 +236,17 @@ def check_base(card: Card, base: BaseModel, source: str, allow_base_mismatch: bo
         raise UserError(
             f"draft {source} was trained for another base than {base.source}: {listed}; give the "
             "base that it was trained for, or --allow_base_mismatch"
+        )
+
+
+def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> None:
+    """Raise UserError where a head reads a state that the base has not."""
+    numbers = [name.removeprefix("layer_") for name in features if name.startswith("layer_")]
+    deepest = max(map(int, numbers), default=0)
+    if deepest >= base.config.num_layers:
+        raise UserError(
+            f"draft {source} reads the state that enters layer {deepest}, but base {base.source} "
+            f"has {base.config.num_layers} layers; give the base that it was trained for"
         )
 
 

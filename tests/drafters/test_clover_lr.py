@@ -133,3 +133,15 @@ def test_every_parameter_learns_from_drafted_tokens_and_the_choice_has_no_gradie
 def test_impossible_heads_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         head_with(loss=LossSpec(), **changes)
+
+
+@pytest.mark.parametrize("count", [0, -3, TINY.num_layers + 1])
+def test_more_or_fewer_states_than_the_base_has_are_refused(count):
+    with pytest.raises(ValueError, match=rf"num_features \({count}\) must lie between 1 and .* 3"):
+        registry.config_for_base("clover_lr", TINY, num_features=count)
+
+
+def test_a_shallow_base_gives_each_of_its_states_once():
+    shallow = dataclasses.replace(TINY, num_layers=2)
+    config = registry.config_for_base("clover_lr", shallow)
+    assert config.features == ("layer_1", "pre_norm")

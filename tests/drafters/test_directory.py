@@ -121,6 +121,15 @@ def test_another_width_is_refused_even_if_a_mismatch_is_allowed(
         load_draft(written, other, allow_base_mismatch=True)
 
 
+def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base):
+    config = registry.config_for_base("clover_lr", base.config)
+    params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
+    save_draft(tmp_path / "head", config, params, None, fingerprint(base), {})
+    other = random_base(tmp_path, dataclasses.replace(TINY, num_layers=2))
+    with pytest.raises(UserError, match="reads the state that enters layer 2, but base .* has 2"):
+        load_draft(tmp_path / "head", other, allow_base_mismatch=True)
+
+
 def test_a_rotary_base_is_for_the_layouts_of_others(written, base):
     with pytest.raises(UserError, match=r"head says its own rotary base; a rope theta \(500000\)"):
         load_draft(written, base, rope_theta=5e5)
