@@ -74,7 +74,7 @@ def draft(
     batch, width = root.shape[0], 1
     tokens, drafts = [root[:, None]], []
     for depth, level in enumerate(tree.levels()):
-        logits = _apply(head, params, "propose", frozen, state, depth)
+        logits = apply_head(head, params, "propose", frozen, state, depth)
         candidates = _to_target(head, choose(logits, int(level.rank.max()) + 1, depth))
         # A head whose proposal is the same for every branch returns a single one.
         candidates = _for_branches(candidates, width)
@@ -84,7 +84,8 @@ def draft(
         if width:
             parent = jnp.broadcast_to(level.parent[level.expanded], (batch, width))
             token = tokens[-1][:, level.expanded]
-            state = _apply(head, params, "advance", frozen, state, cache, parent, token, depth + 1)
+            arguments = (frozen, state, cache, parent, token, depth + 1)
+            state = apply_head(head, params, "advance", *arguments)
     slots = jnp.concatenate(tokens, axis=1)
     parents = jnp.asarray(tree.parents())[None]  # one for all rows: what follows is folded
     # Levels without a distribution are None, which is an empty pytree: the result is then None.
@@ -124,14 +125,17 @@ def _for_branches(children: Children, width: int) -> Children:
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (x.shape[0], width, *x.shape[2:])), children)
 
 
-def _apply(head: DraftHead, params: Params, method: str, *arguments: Any) -> Any:
+def apply_head(head: DraftHead, params: Params, method: str, *arguments: Any) -> Any:
+    """Call a method of the drafter's contract."""
     return head.module.apply({"params": params}, *arguments, method=method)
 
 
 def _to_target(head: DraftHead, children: Children) -> Children:
+    drafts = children.drafts and children.drafts.replace(ids=target_ids(head, children.drafts.ids))
+    return Children(target_ids(head, children.ids), drafts)
+
+
+def target_ids(head: DraftHead, ids: Int[Array, "*b"]) -> Int[Array, "*b"]:
     """Map ids of a reduced draft vocabulary to the base's."""
-    if head.config.draft_to_target is None:
-        return children
-    table = jnp.asarray(head.config.draft_to_target)
-    drafts = children.drafts and children.drafts.replace(ids=table[children.drafts.ids])
-    return Children(table[children.ids], drafts)
+    table = head.config.draft_to_target
+    return ids if table is None else jnp.asarray(table)[ids]

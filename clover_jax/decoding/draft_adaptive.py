@@ -9,7 +9,8 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.top_k import TopK, top_k
+from clover_jax.decoding.draft import apply_head, target_ids
+from clover_jax.decoding.top_k import top_k
 from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
@@ -122,15 +123,16 @@ class _Grower(NamedTuple):
 
     def children(self, state: Any, score: Float[Array, "B W"], depth: int) -> _Brood:
         """Return the most probable children of every expanded node."""
-        logits = self._apply("propose", self.frozen, state, depth)
-        logits = jnp.broadcast_to(logits, (*score.shape, logits.shape[-1]))
+        logits = apply_head(self.head, self.params, "propose", self.frozen, state, depth)
         best = top_k(logits, self.num_children)
         log_share = best.values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
         log_share = jnp.minimum(log_share, 0.0)  # rounding must not lift a child over its parent
-        flat = (score.shape[0], -1)
-        node = jnp.broadcast_to(jnp.arange(score.shape[1])[:, None], best.ids.shape)
+        # A head whose proposal is the same for every branch returns a single one.
+        of_nodes, flat = (*score.shape, best.ids.shape[-1]), (score.shape[0], -1)
+        ids, log_share = (jnp.broadcast_to(x, of_nodes) for x in (best.ids, log_share))
+        node = jnp.broadcast_to(jnp.arange(score.shape[1])[:, None], of_nodes)
         return _Brood(
-            token=self._to_target(best).reshape(flat),
+            token=target_ids(self.head, ids).reshape(flat),
             parent=node.reshape(flat),
             score=(score[..., None] + log_share).reshape(flat),
             share=jnp.exp(log_share),
@@ -140,14 +142,8 @@ class _Grower(NamedTuple):
         """Go one level down to the chosen children."""
         parent = jnp.take_along_axis(brood.parent, chosen, axis=1)
         token = jnp.take_along_axis(brood.token, chosen, axis=1)
-        return self._apply("advance", self.frozen, state, self.cache, parent, token, depth)
-
-    def _apply(self, method: str, *arguments: Any) -> Any:
-        return self.head.module.apply({"params": self.params}, *arguments, method=method)
-
-    def _to_target(self, best: TopK) -> Int[Array, "B W k"]:
-        table = self.head.config.draft_to_target
-        return best.ids if table is None else jnp.asarray(table)[best.ids]
+        arguments = (self.frozen, state, self.cache, parent, token, depth)
+        return apply_head(self.head, self.params, "advance", *arguments)
 
 
 def _with_root(root: Array, tokens: Int[Array, "B n"], parent: Int[Array, "B n"]) -> TokenTree:
