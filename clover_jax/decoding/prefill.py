@@ -74,13 +74,17 @@ def _emit_first(
     last = state.end - 1 - start  # index of the last prompt position within the chunk
     here = (last >= 0) & (last < size) & (state.finish == EMPTY)
     index = jnp.clip(last, 0, size - 1)[:, None, None]
-    at_last = jnp.take_along_axis(post_norm, index, axis=1)
-    logits = project(frozen_from_base(weights.base).lm_head, at_last)
-    if config.sampling.verify == "greedy":
-        first = argmax(logits)  # [B, 1]
-    else:
+
+    def choose() -> Int[Array, "B 1"]:
+        at_last = jnp.take_along_axis(post_norm, index, axis=1)
+        logits = project(frozen_from_base(weights.base).lm_head, at_last)
+        if config.sampling.verify == "greedy":
+            return argmax(logits)
         warped = warp(logits, state.sampling, config.sampling.truncate)
-        first = draw(warped[:, 0], state.sampling, state.end)[:, None]
+        return draw(warped[:, 0], state.sampling, state.end)[:, None]
+
+    # Only a prompt's last chunk asks for a token: the others spare lm_head, and top-p's sort.
+    first = jax.lax.cond(here.any(), choose, lambda: jnp.zeros_like(state.end)[:, None])
     emission = cut(first, jnp.ones_like(state.end), state.limit - state.end, state.eos)
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     pending = jnp.pad(
