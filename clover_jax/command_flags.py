@@ -62,7 +62,12 @@ def define_common_flags(flags: absl_flags.FlagValues) -> None:
         flag_values=flags,
     )
     absl_flags.DEFINE_integer(
-        "seed", 0, "the seed of everything random", lower_bound=0, flag_values=flags
+        "seed",
+        0,
+        "the seed of everything random",
+        lower_bound=0,
+        upper_bound=2**32 - 1,  # JAX would drop what lies above
+        flag_values=flags,
     )
     define_text(
         "workdir",

@@ -25,7 +25,7 @@ from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.requests import Generation, Progress, Request, check_request
-from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig
+from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig, check_seed
 from clover_jax.decoding.state import (
     EMPTY,
     EOS,
@@ -83,6 +83,7 @@ class Engine:
         self._placement = Placement(mesh)
         self.batch_size = self._placement.whole_rows(batch_size)
         self.max_eos = max_eos or max(8, len(base.eos_token_ids))
+        check_seed(seed)
         self._seed = seed
         self._prefill_size = prefill_size
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
@@ -98,6 +99,7 @@ class Engine:
 
     def seeded(self, seed: int) -> Engine:
         """Return an engine of the same programs whose rows draw by another seed."""
+        check_seed(seed)
         other = copy.copy(self)
         other._seed = seed
         return other

@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.sampling import SamplingConfig, check_warping
+from clover_jax.decoding.sampling import SamplingConfig, check_seed, check_warping
 from clover_jax.errors import UserError
 
 
@@ -63,7 +63,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """New tokens of one row after a chunk of steps (or its prefill); `row` is complete if done."""
+    """New tokens of one row after a chunk of steps; `row` is complete if done."""
 
     row: Generation
     new_ids: list[int]
@@ -103,8 +103,8 @@ def check_request(
 
 def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
     check_warping(request.temperature, request.top_k, request.top_p)
-    if request.seed is not None and not 0 <= request.seed < 2**32:
-        raise UserError(f"seed ({request.seed}) must lie in 0 .. {2**32 - 1}")
+    if request.seed is not None:
+        check_seed(request.seed)
     if request.temperature > 0 and sampling.verify == "greedy":
         raise UserError(
             f"temperature {request.temperature} needs --verify=lossless or typical; greedy "

@@ -102,6 +102,12 @@ def check_warping(temperature: float, top_k: int, top_p: float) -> None:
         raise UserError(f"top_p ({top_p}) must lie in (0, 1]")
 
 
+def check_seed(seed: int) -> None:
+    """Raise UserError for a seed of more bits than a key has; JAX would drop them."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed ({seed}) must lie in 0 .. {2**32 - 1}")
+
+
 def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:
     """Apply temperature, then top-k, then top-p (Hugging Face's order); dropped tokens get -inf.
 
@@ -125,7 +131,9 @@ def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, 
     descending = jnp.where(descending >= least, descending, -jnp.inf)
     probability = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
-    kept = (before < rows.top_p[:, None, None]) | (rows.top_p[:, None, None] >= 1)
+    top_p = rows.top_p[:, None, None]
+    # The first token stays, be top_p as small as it may: none has any mass before it.
+    kept = (before < top_p) | (before <= 0) | (top_p >= 1)
     least = jnp.maximum(least, jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True))
     return jnp.where(logits >= least, logits, -jnp.inf)
 

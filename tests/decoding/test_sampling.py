@@ -142,6 +142,17 @@ def test_impossible_settings_say_what_is_wrong(request_, sampling, message):
         engine.check(request_)
 
 
+def test_a_seed_that_jax_would_cut_is_refused():
+    engine = Engine(TINY, None, TreeConfig.root_only())
+    with pytest.raises(UserError, match="must lie in 0"):
+        engine.seeded(2**32)
+
+
+def test_a_top_p_next_to_nothing_keeps_the_most_probable_token():
+    warped = warp(jnp.array([[[0.5, 2.0, 1.0]]]), rows(1.0, top_p=1e-50), truncate=True)
+    np.testing.assert_array_equal(warped[0, 0], [-np.inf, 2.0, -np.inf])
+
+
 def test_a_tree_that_passes_over_a_draw_is_refused():
     gapped = TreeConfig("gapped", ((0,), (2,)))
     with pytest.raises(ValueError, match="no draw may be passed over"):
