@@ -15,6 +15,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base, select_features, with_draft_rows
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask, project
 
 PADDING = 64
@@ -132,7 +133,11 @@ def _full_forward(config: BaseConfig) -> Callable[..., DecoderOutput]:
 
 
 def _pad(tokens: Sequence[int]) -> np.ndarray:
-    """Pad to [1, a multiple of PADDING], so that few lengths are compiled."""
-    padded = np.zeros((1, -(-len(tokens) // PADDING) * PADDING), np.int32)
+    """Pad to [1, a multiple of PADDING], so that few lengths are compiled.
+
+    A longer text is padded as a head's cache must be, which is read by chunks.
+    """
+    unit = PADDING if len(tokens) <= CACHE_CHUNK else CACHE_CHUNK
+    padded = np.zeros((1, -(-len(tokens) // unit) * unit), np.int32)
     padded[0, : len(tokens)] = tokens
     return padded

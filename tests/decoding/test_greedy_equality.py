@@ -101,7 +101,7 @@ def test_every_drafters_text_equals_plain_text(name, tree):
 def test_the_fast_path_accepts_what_the_slow_judge_accepts():
     head, draft_params = random_head()
     tree = parse_tree("paper25")
-    prompts = PROMPTS[:3]
+    prompts = [*PROMPTS[:3], PROMPTS[3] + list(range(90)) * 3]  # of more than a chunk of the cache
     rows = Engine(TINY, head, tree).generate(random_base(), draft_params, prompts, NEW_TOKENS)
     for prompt, row in zip(prompts, rows, strict=True):
         text, accepted = speculative_greedy(
