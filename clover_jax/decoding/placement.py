@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -75,5 +76,10 @@ class Placement:
     def read(self, arrays: PyTree) -> PyTree:
         """Bring to this host what may lie on the devices of others."""
         if jax.process_count() > 1:
-            arrays = jax.jit(lambda x: x, out_shardings=replicated(self.mesh))(arrays)
+            arrays = _whole_everywhere(self.mesh)(arrays)
         return jax.device_get(arrays)
+
+
+@functools.cache  # or every chunk of steps would compile it anew
+def _whole_everywhere(mesh: Mesh) -> Callable[[PyTree], PyTree]:
+    return jax.jit(lambda arrays: arrays, out_shardings=replicated(mesh))

@@ -7,6 +7,7 @@ downloaded. Their text means nothing.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -175,6 +176,6 @@ def _fill(name: str, leaf: jax.ShapeDtypeStruct, key: Array) -> Array:
     return _normal(key, leaf.shape, leaf.dtype)
 
 
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # once for all leaves of a shape
 def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    make = jax.jit(lambda key: jax.random.normal(key, shape, dtype) * jnp.asarray(_SPREAD, dtype))
-    return make(key)
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(_SPREAD, dtype)
