@@ -20,7 +20,7 @@ import jax
 import numpy as np
 
 from clover_jax.array_types import Array, PyTree
-from clover_jax.errors import UserError
+from clover_jax.errors import UserError, reason_of
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 STATUS_LOST = 3  # another process has gone away: start all again
@@ -58,7 +58,7 @@ def joined_processes() -> Iterator[None]:
     except (jax.errors.JaxRuntimeError, ValueError) as error:
         if not any(word in str(error).lower() for word in _LOST):
             raise
-        reason = str(error).strip().splitlines()[0][:200]
+        reason = reason_of(error)[:200]
         print(
             f"process {jax.process_index()}: another process of this run has ended, so this one "
             f"cannot go on ({reason}); start all of them again, they go on from the last "

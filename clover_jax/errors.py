@@ -8,3 +8,9 @@ class UserError(ValueError):
     right. A command turns it into that line on stderr and status 2 (`clover_jax.cli.run`). Every
     other ValueError, ours or JAX's, is a bug and keeps its traceback.
     """
+
+
+def reason_of(error: BaseException) -> str:
+    """Return the first line of what an exception says, its type where it says nothing."""
+    lines = str(error).strip().splitlines()
+    return lines[0].rstrip(".") if lines else type(error).__name__

@@ -10,7 +10,7 @@ import re
 from collections.abc import MutableMapping
 from typing import TYPE_CHECKING
 
-from clover_jax.errors import UserError
+from clover_jax.errors import UserError, reason_of
 
 if TYPE_CHECKING:
     import jax
@@ -129,7 +129,7 @@ def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
     except Exception as error:  # the plugins raise what they like
         package = "jax[tpu]" if target.platform == "tpu" else "jax[cuda13]"
         raise NoCompiler(
-            f"--target={target.name}: no compiler for it ({str(error).splitlines()[0][:150]}); "
+            f"--target={target.name}: no compiler for it ({reason_of(error)[:150]}); "
             f'pip install "{package}=={jax.__version__}" in an environment of its own'
         ) from error
     return list(found.devices)

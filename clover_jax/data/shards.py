@@ -22,7 +22,7 @@ import numpy as np
 import safetensors
 import safetensors.numpy
 
-from clover_jax.errors import UserError
+from clover_jax.errors import UserError, reason_of
 from clover_jax.files import atomic_file, write_json
 from clover_jax.json_files import read_json_object
 
@@ -145,7 +145,7 @@ class ShardReader:
             return unpack(self._source[index])
         except (RuntimeError, ValueError, safetensors.SafetensorError) as error:
             shard = self.manifest["shards"][bisect.bisect_right(self._ends, index)]["file"]
-            reason = str(error).splitlines()[0]
+            reason = reason_of(error)
             raise UserError(
                 f"{self.path.parent / shard}: record {index} is damaged ({reason}); delete that "
                 "file and repeat the `prepare` that made it"

@@ -6,7 +6,7 @@ import os
 import re
 from pathlib import Path
 
-from clover_jax.errors import UserError
+from clover_jax.errors import UserError, reason_of
 from clover_jax.files import write_text
 from clover_jax.interchange.stored_head import StoredHead
 from clover_jax.models.base import BaseModel
@@ -79,7 +79,7 @@ def upload(folder: Path, repository: str) -> str:
         api.create_repo(repository, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
     except (OSError, HfHubHTTPError, HFValidationError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = reason_of(error)
         raise UserError(
             f"{repository} cannot be written on the hub ({reason}); {folder} is ready, "
             "upload it by hand or repeat the command with --overwrite"

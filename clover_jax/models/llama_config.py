@@ -24,11 +24,15 @@ def parse_llama_config(
 ) -> BaseConfig:
     """Turn the fields of a Llama config into ours; `path` is for the error messages.
 
-    Defaults are those of transformers' LlamaConfig, except that the shapes must be given.
+    Defaults are those of transformers' LlamaConfig, except that the shapes must be given; null is
+    as absent.
     """
     for name in _REQUIRED:
         check_count(values, name, path)
     check_count(values, "num_hidden_layers", path, MOST_LAYERS)
+    for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
+        if values.get(name) is not None:
+            check_count(values, name, path)
     _check_supported(values, path)
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
@@ -45,7 +49,7 @@ def parse_llama_config(
             head_dim=head_dim,
             rms_norm_eps=eps,
             rope=rope,
-            max_position_embeddings=values.get("max_position_embeddings", 2048),
+            max_position_embeddings=values.get("max_position_embeddings") or 2048,
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=bias,
             output_bias=bias,
@@ -90,7 +94,7 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
     scaling = {name: float(fields[name]) for name in needed}
     if kind == "llama3":
         name = "original_max_position_embeddings"
-        scaling[name] = fields.get(name) or values.get("max_position_embeddings", 2048)
+        scaling[name] = fields.get(name) or values.get("max_position_embeddings") or 2048
     return RopeConfig(theta=float(theta), kind=kind, **scaling)
 
 
@@ -140,4 +144,7 @@ def _eos_ids(values: dict[str, Any], generation: dict[str, Any]) -> tuple[int, .
         ids = values.get("eos_token_id")
     if ids is None:
         return ()
-    return tuple(ids) if isinstance(ids, list) else (ids,)
+    listed = ids if isinstance(ids, list) else [ids]
+    if not all(isinstance(each, int) for each in listed):
+        raise ValueError(f"eos_token_id must be a whole number or a list of them, not {ids!r}")
+    return tuple(listed)

@@ -7,7 +7,7 @@ import os
 import re
 from pathlib import Path
 
-from clover_jax.errors import UserError
+from clover_jax.errors import UserError, reason_of
 
 BUILTIN = "builtin:"
 # Only what is read: many repositories hold the same weights again in other formats.
@@ -81,7 +81,7 @@ def _download(source: str) -> Path:
         return folder if _has_weights(folder) else fetch(HUB_PATTERNS + TORCH_PATTERNS)
     # OSError: no connection, or a full disk.
     except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
-        reason = str(error).strip().splitlines()[0].rstrip(".")
+        reason = reason_of(error)
         raise UserError(
             f"{source!r} is no folder here and cannot be fetched from the hub ({reason}); "
             "to work offline, give a folder that holds its config.json, tokenizer and weights, or "

@@ -17,7 +17,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from clover_jax.errors import UserError
+from clover_jax.errors import UserError, reason_of
 
 _TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _ADVICE = "save the weights as model.safetensors (save_pretrained of transformers does)"
@@ -91,7 +91,7 @@ def _load(path: Path) -> dict[str, Any]:
         with warnings.catch_warnings(action="ignore"):  # a foreign pickle makes torch wonder first
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
-        reason = str(error).strip().splitlines()[0]
+        reason = reason_of(error)
         raise UserError(f"{path} holds more or less than tensors ({reason}); {_ADVICE}") from error
     if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
         raise UserError(f"{path} must hold tensors by name, as a state_dict does; {_ADVICE}")

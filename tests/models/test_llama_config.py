@@ -96,6 +96,11 @@ def test_the_generation_config_knows_the_end_ids_best(read, in_config, in_genera
     assert read(in_generation, eos_token_id=in_config).eos_token_ids == expected
 
 
+def test_null_is_as_absent(read):
+    assert read(max_position_embeddings=None).max_position_embeddings == 2048
+    assert read(num_key_value_heads=None).num_kv_heads == 4
+
+
 @pytest.mark.parametrize(
     "changes, message",
     [
@@ -109,6 +114,10 @@ def test_the_generation_config_knows_the_end_ids_best(read, in_config, in_genera
         ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, not 0"),
         ({"num_attention_heads": 5}, r"hidden_size \(32\) must be divisible by num_attention_h"),
         ({"num_key_value_heads": 3}, r"num_heads \(4\) must be divisible by num_kv_heads \(3\)"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads must be a positive whole number, not -"),
+        ({"head_dim": "8"}, "head_dim must be a positive whole number, not '8'"),
+        ({"max_position_embeddings": "4096"}, "max_position_embeddings must be a positive whole"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a whole number or a list of them, not '2'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
         ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
         ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn' is not supported; the"),

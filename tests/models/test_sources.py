@@ -57,6 +57,15 @@ def test_a_hub_id_may_name_a_revision(hub):
     assert hub[0][1]["revision"] == "v1.0"
 
 
+def test_a_failure_without_words_is_named_by_its_kind(hub, monkeypatch):
+    def fail(repository, **options):
+        raise TimeoutError
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
+    with pytest.raises(UserError, match=r"cannot be fetched from the hub \(TimeoutError\)"):
+        find_directory("owner/name")
+
+
 REPOSITORIES = {
     "base": (
         ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"],
