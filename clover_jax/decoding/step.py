@@ -109,7 +109,7 @@ class Weights:
 class Absorbed:
     """What the head knows after it has taken in what was accepted last.
 
-    root: its state at the last accepted position, every leaf [B, 1, ...].
+    root: its state at the last accepted position, that of a single branch.
     cache: its own, with these positions.
     """
 

@@ -19,8 +19,9 @@ says.
 
 W_f, W_i [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; the trunk as in
 Clover-2; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero, so that the
-correction begins at nothing; R = lm_head Q with Q the r directions in which lm_head varies most, so
-that similar tokens begin with similar corrections. But for `unit`, position 0 begins as Clover-2's.
+correction begins at nothing; R = lm_head Q with Q the r directions along which lm_head's rows are
+longest, so that similar tokens begin with similar corrections. But for `unit`, position 0 begins as
+Clover-2's.
 
 Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
 corrected logits; position i weighs 0.8^i.
@@ -272,6 +273,9 @@ def init_from_base(
 
 
 def principal_directions(matrix: Float[Array, "V D"], rank: int) -> Float[Array, "D r"]:
-    """Return the `rank` orthonormal directions in which the rows vary most, the largest first."""
+    """Return the `rank` orthonormal directions along which the rows are longest, largest first.
+
+    About the origin, not the rows' mean.
+    """
     gram = jnp.einsum("vd,ve->de", matrix, matrix, preferred_element_type=jnp.float32)
     return jnp.linalg.eigh(gram)[1][:, ::-1][:, :rank]

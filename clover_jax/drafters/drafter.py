@@ -18,7 +18,7 @@ from clover_jax.models.cache import Cache
 from clover_jax.models.int8 import Matrix, take_rows
 
 DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
-State = Any  # a pytree of the drafter's own, every leaf [B, W, ...]
+State = Any  # a pytree of the drafter's own; leaves [B, W, ...], or what all branches share
 
 
 @struct.dataclass
@@ -61,12 +61,15 @@ class Drafter(Protocol):
         features, next_tokens: base features at each position and the token that follows it; the
             first count[b] of a row are valid, the rest is ignored.
         cache: holds start[b] committed positions; the result holds start[b] + count[b].
-        Returns the root state (every leaf [B, 1, ...]) and the cache.
+        Returns the root state, that of a single branch, and the cache.
         """
         ...
 
     def propose(self, frozen: Frozen, state: State, depth: int) -> Float[Array, "B W Vd"]:
-        """Return the logits of the tokens that may follow each state, `depth` levels down."""
+        """Return the logits of the tokens that may follow each state, `depth` levels down.
+
+        [B, 1, Vd] where they are the same for all branches.
+        """
         ...
 
     def advance(

@@ -142,7 +142,7 @@ def feature_layers(num_layers: int) -> tuple[str, ...]:
     """Return the base states that the head reads: those entering layers 2, L // 2 and L - 3.
 
     A base of fewer than 7 layers has no three such: there one state after its first layer, one from
-    the middle and the last one.
+    the middle and the last one; one of 2 layers gives a state twice, one of 1 its embedding.
 
     Example: 32 layers give layer_2, layer_16, layer_29; 4 give layer_1, layer_2, pre_norm.
     """

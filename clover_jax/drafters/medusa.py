@@ -94,6 +94,11 @@ class Medusa(nn.Module):
         """Keep the last position's features."""
         return MedusaState(take_last(features, count)), cache
 
+    @property
+    def reads_lm_head(self) -> bool:
+        """Whether the base's output matrix is needed in decoding."""
+        return not self.config.own_output
+
     def propose(self, frozen: Frozen, state: MedusaState, depth: int) -> Float[Array, "B 1 Vd"]:
         """Return the logits that all branches of this level share."""
         return self.logits(frozen, self.heads(state.state, depth), depth)
