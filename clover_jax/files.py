@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -114,6 +114,26 @@ def lock(file: IO) -> bool:
         if error.errno not in (errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS):
             raise
     return True
+
+
+def check_replaceable(path: Path, overwrite: bool, marks: Sequence[str]) -> None:
+    """Raise UserError where an output folder is there already and must not be deleted.
+
+    marks: files by one of which a folder is known that this command writes; with `overwrite`, such
+        a folder or an empty one may go.
+    """
+    if not os.path.lexists(path):
+        return
+    if not overwrite:
+        raise UserError(f"{path} is there already; give another --output, or --overwrite")
+    is_ours = path.is_dir() and (
+        any((path / mark).is_file() for mark in marks) or not any(path.iterdir())
+    )
+    if not is_ours:
+        raise UserError(
+            f"{path} has no {' or '.join(marks)}, so it is none of this command's folders and stays"
+            "; give another --output"
+        )
 
 
 def check_renames(folder: Path) -> None:

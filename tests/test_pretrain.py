@@ -142,7 +142,7 @@ def test_a_folder_of_the_users_is_not_replaced(sources, tmp_path, capsys):
     flags = (*flags_for(sources, tmp_path / "run"), f"--output={tmp_path / 'out'}")
     status, _, error = run_pretrain(capsys, *flags)
     assert status == 2
-    assert "out exists; give another --output, or --overwrite" in error
+    assert "out is there already; give another --output, or --overwrite" in error
     assert (tmp_path / "out" / "thesis.txt").exists()
 
 

@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.data.prompts import Prompt
+from clover_jax.drafters.directory import CARD, native_directory
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
-from clover_jax.files import put_in_place, scratch_directory
+from clover_jax.files import check_replaceable, put_in_place, scratch_directory
 from clover_jax.generation.models import load_plain
 from clover_jax.interchange.layouts import NATIVE, layout_for
 from clover_jax.interchange.publish import check_repository, read_token, upload, write_card
@@ -131,7 +132,8 @@ def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source:
 
 
 def _check_output(output: Path, options: ConvertOptions) -> None:
-    if output.exists() and not options.overwrite:
-        raise UserError(f"{output} is there already; give another --output, or --overwrite")
-    if output.resolve() == Path(options.input).expanduser().resolve():
-        raise UserError(f"--output={options.output} is the input itself; give another folder")
+    check_replaceable(output, options.overwrite, (CARD, "config.json"))
+    source = Path(options.input).expanduser()
+    head = native_directory(source) or source  # of a workdir, the head in it
+    if any(path.resolve().is_relative_to(output.resolve()) for path in (source, head)):
+        raise UserError(f"--output={options.output} is or holds the input; give another folder")

@@ -23,7 +23,7 @@ from clover_jax.data.tokenizer_training import (
     train_tokenizer,
 )
 from clover_jax.errors import UserError
-from clover_jax.files import atomic_file, write_json
+from clover_jax.files import atomic_file, check_replaceable, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.jsonl import append_row, keep_rows
 from clover_jax.progress import Progress, progress_bar
@@ -92,8 +92,8 @@ def run_pretraining(
     base = _base_config(flags)
     check_vocab_size(flags.vocab_size)
     output = Path(flags.output).expanduser() if flags.output else workdir / "base"
-    if flags.output and output.exists() and not flags.overwrite:
-        raise UserError(f"{output} exists; give another --output, or --overwrite to replace it")
+    if flags.output:
+        check_replaceable(output, flags.overwrite, ("config.json",))
     claim_workdir(workdir, settings)
     tokenizer = _tokenizer(workdir / "tokenizer.json", train, flags.vocab_size)
     base = dataclasses.replace(

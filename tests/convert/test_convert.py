@@ -251,6 +251,24 @@ def test_what_is_there_is_replaced_only_when_asked(command, reference, tmp_path)
     assert (tmp_path / "out" / "draft.json").is_file()
 
 
+def test_what_is_no_head_is_not_replaced_nor_what_holds_the_input(command, reference, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("years of work")
+    base = f"--base={reference / 'base'}"
+    flags = (base, f"--input={reference / 'clover2'}", "--overwrite")
+    status, _, error = command(*flags, f"--output={tmp_path / 'notes'}")
+    assert (status, "has no draft.json or config.json, so it is none of" in error) == (2, True)
+    assert (tmp_path / "notes" / "notes.txt").exists()
+
+    work = tmp_path / "work"
+    assert command(*flags, f"--output={work / 'draft'}")[0] == 0
+    (work / "config.json").write_text("{}")
+    for output in (work, work / "draft"):  # a workdir stands for the head in it
+        status, _, error = command(base, f"--input={work}", f"--output={output}", "--overwrite")
+        assert (status, "is or holds the input; give another folder" in error) == (2, True)
+    assert (work / "draft" / "draft.json").is_file()
+
+
 def test_a_missing_flag_is_named(command):
     assert command("--output=x")[2] == "clover_jax.convert: --input is missing; give the folder\n"
 
