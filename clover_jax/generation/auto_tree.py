@@ -30,6 +30,7 @@ from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
 from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
 from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.tree import TreeConfig
+from clover_jax.errors import UserError
 from clover_jax.generation.models import Models
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.trials import measure_trials
@@ -112,7 +113,13 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
     vocabulary = models.base.config.vocab_size
     ids = [encode_prompt(row, models.tokenizer, vocabulary) for row in rows[:MOST_PROMPTS]]
     longest = models.base.config.max_position_embeddings - NEW_TOKENS
-    return [prompt for prompt in ids if 0 < len(prompt) <= longest]
+    kept = [prompt for prompt in ids if 0 < len(prompt) <= longest]
+    if not kept:
+        raise UserError(
+            f"--tree=auto: every prompt to measure with has more than {longest} tokens, the base's "
+            f"context less {NEW_TOKENS}; give shorter ones with --calibration=FILE"
+        )
+    return kept
 
 
 def _costs(subject: Subject, batch_size: int, models: Models) -> CostTable:
@@ -149,10 +156,7 @@ def _ranks(
     depth = ranked_depth(subject.head.config)
     identity = models.identity()
     key: dict[str, Any] = {
-        "base": identity["base_hash"],
-        "draft": identity["draft_hash"],
-        "dtype": identity["dtype"],
-        "int8": identity["int8"],
+        **{name: value for name, value in identity.items() if not name.startswith("tree")},
         "prompts": prompts,
         "depth": depth,
         "temperature": settings.temperature,

@@ -23,8 +23,9 @@ from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
 from clover_jax.drafters.directory import Draft, load_draft
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
+from clover_jax.generation.options import NO_DRAFT
 from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import lm_head_hash
+from clover_jax.models.fingerprint import checksum, lm_head_hash
 from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.rounding import load_rounded_base, parse_parts, round_params
 from clover_jax.sharding import param_shardings, place_on
@@ -32,7 +33,6 @@ from clover_jax.sharding import param_shardings, place_on
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-NO_DRAFT = "none"
 AUTO = "auto"  # a tree that is measured once everything is loaded, not named: see auto_tree.py
 
 
@@ -72,14 +72,17 @@ class Models:
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ where the decoded rows may differ."""
-        nodes = json.dumps(self.tree.to_dict(), sort_keys=True).encode()
+        head = self.draft.head.config if self.draft else None
         return {
             "dtype": str(self.base.params["embedding"].dtype),
             "int8": list(self.int8),
             "base_hash": lm_head_hash(self.base),
+            "base_params": checksum(self.base.params),
+            "base_config": _config_hash(self.base.config),
             "draft_hash": params_hash(self.draft_params) if self.draft else None,
+            "draft_config": _config_hash(head) if head else None,
             "tree": self.tree.name,
-            "tree_hash": hashlib.sha256(nodes).hexdigest(),
+            "tree_hash": _config_hash(self.tree),
         }
 
 
@@ -171,6 +174,11 @@ def _engine(
         steps_per_chunk=steps_per_chunk,
         mesh=mesh,
     )
+
+
+def _config_hash(config: Any) -> str:
+    """Return SHA-256 over what a config says."""
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def params_hash(params: Params) -> str:

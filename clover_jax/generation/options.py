@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from clover_jax.errors import UserError
 
+NO_DRAFT = "none"  # what --draft says for plain decoding
+
 
 @dataclasses.dataclass(frozen=True)
 class Options:
@@ -32,6 +34,8 @@ class Options:
     def __post_init__(self):
         if self.calibration is not None and self.tree != "auto":
             raise UserError(f"--calibration is for --tree=auto, not --tree={self.tree}")
+        if self.tree == "auto" and self.draft == NO_DRAFT:
+            raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
         if self.overwrite and self.output is None:

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import json
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from clover_jax.array_types import Array, Float
+from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import JsonConfig
 from clover_jax.distributed import to_host
 from clover_jax.models.base import BaseModel
@@ -65,6 +68,33 @@ def matrix_hash(matrix: Float[Array, "V D"]) -> str:
         rows = to_host(matrix[start : start + _HASHED_ROWS])
         digest.update(rows.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes())
     return digest.hexdigest()
+
+
+def checksum(params: Params) -> str:
+    """Return a short hash of the values of all params, found where they lie.
+
+    Whole numbers are summed, so it is the same however arrays are split over devices. It tells
+    weights that were changed, not weights that somebody has forged.
+    """
+    sums = [(jax.tree_util.keystr(path), _sum(x)) for path, x in jax.tree.leaves_with_path(params)]
+    text = json.dumps([[name, int(to_host(total))] for name, total in sums])
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+@jax.jit
+def _sum(leaf: Array) -> Array:
+    """Return the sum over a leaf of a hash of each value's bits and place."""
+    bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+    for axis in range(leaf.ndim):
+        bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis))
+    return bits.sum(dtype=jnp.uint32)
+
+
+def _mixed(bits: Array) -> Array:
+    """Return 32 bits of which each depends on all (the last steps of MurmurHash3)."""
+    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+    return bits ^ (bits >> 16)
 
 
 def differences(draft: BaseFingerprint, base: BaseFingerprint) -> dict[str, tuple]:

@@ -86,6 +86,14 @@ def test_a_trial_decodes_in_every_way_and_is_remembered(decode, monkeypatch):
     assert [line for line in again.err.splitlines() if "x plain decoding (" in line] == tried
 
 
+def test_prompts_that_are_all_too_long_to_measure_with_are_an_error(folders, tmp_path, capsys):
+    (tmp_path / "long.jsonl").write_text(json.dumps({"prompt_ids": [5] * 100}) + "\n")
+    argv = [f"--base={folders[0]}", f"--draft={folders[1]}", "--tree=auto", "--prompt=a"]
+    argv.append(f"--calibration={tmp_path / 'long.jsonl'}")
+    assert cli.run(generate.main, generate.define_flags, argv) == 2
+    assert "every prompt to measure with has more than 64 tokens" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(("kind", "depth"), [("eagle", 6), ("clover", 3), ("clover2", 6)])
 def test_a_head_that_drafts_on_by_itself_is_looked_at_deeper_than_it_was_trained(kind, depth):
     assert auto_tree.ranked_depth(registry.config_for_base(kind, TINY)) == depth

@@ -2,12 +2,19 @@
 
 import dataclasses
 
+import jax
 import jax.numpy as jnp
 
-from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
+from clover_jax.models.fingerprint import (
+    BaseFingerprint,
+    checksum,
+    differences,
+    fingerprint,
+)
 from clover_jax.models.loading import load_base
 from tests.tiny_checkpoints import random_base
 from tests.tiny_models import TINY
+from tests.tiny_models import random_base as random_params
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 
@@ -55,3 +62,20 @@ def test_the_tokenizer_and_its_template_count_where_both_sides_have_them(tmp_pat
 def test_json_round_trip(tmp_path):
     written = fingerprint(random_base(tmp_path))
     assert BaseFingerprint.from_dict(written.to_dict()) == written
+
+
+def test_a_checksum_tells_any_change_and_any_exchange():
+    params = random_params(TINY)
+    known = checksum(params)
+    assert checksum(jax.tree.map(lambda x: x + 0, params)) == known
+    up = params["layers_1"]["mlp"]["down"]
+    for other in (
+        up.at[3, 5].add(1e-3),
+        2 * up,
+        up[::-1],
+        up[:, ::-1],
+        up.at[jnp.array([0, 7])].set(up[jnp.array([7, 0])]),
+        up.astype(jnp.bfloat16),
+    ):
+        layer = params["layers_1"] | {"mlp": params["layers_1"]["mlp"] | {"down": other}}
+        assert checksum(params | {"layers_1": layer}) != known
