@@ -13,6 +13,7 @@ import pytest
 from clover_jax import cli, evaluate
 from clover_jax.decoding.engine import Engine
 from clover_jax.evaluation.legs import LegJournal
+from clover_jax.evaluation.manifest import conditions
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.generation import models
 from clover_jax.training.settings import TrainSettings
@@ -135,7 +136,7 @@ def test_figures_are_those_of_the_rows(finished):
 
 
 def test_speed_is_measured_in_turns_at_every_batch_size(finished):
-    legs = LegJournal(finished.output, overwrite=False).select()
+    legs = LegJournal(finished.output, conditions(None), overwrite=False).select()
     assert len(legs) == 2 * 2 * 2 * 3  # batch sizes, tasks, repeats, methods
     assert [leg.method for leg in legs[:6]] == [
         *("vanilla", "chain", "short"),
@@ -207,6 +208,17 @@ def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
     assert "was written with max_new_tokens 9, not 8" in other.err
 
 
+def test_the_same_prompts_as_another_task_are_refused(folder):
+    plain = [{"prompt": "a"}, {"prompt": "b"}]
+    write_rows(folder, "one.jsonl", plain)
+    write_rows(folder, "two.jsonl", plain)
+    once = ("--repeats=1", "--drafts=", "--tree=none")
+    assert run(folder, folder / "renamed", *once, prompts="one.jsonl").status == 0
+    again = run(folder, folder / "renamed", *once, prompts="two.jsonl")
+    assert again.status == 2
+    assert "was written with tasks ['one'], not ['two']" in again.err
+
+
 def test_a_row_that_fails_fails_the_run_and_is_counted(folder):
     write_rows(folder, "bad.jsonl", [*ROWS[1:2], {"category": "qa", "promp": "misspelt"}])
     failing = run(folder, folder / "failing", "--repeats=1", prompts="bad.jsonl")
@@ -253,6 +265,7 @@ def test_two_reports_are_set_side_by_side(finished, folder, capsys):
     report = finished.report
     report["manifest"]["prompts"]["hash"] = "f" * 64
     report["manifest"]["hardware"]["cores"] = 999
+    report["manifest"]["flags"]["int8"] = ["base", "draft"]
     (other / "report.json").write_text(json.dumps(report))
     arguments = [f"--compare={finished.output},{other}", f"--output={folder / 'beside'}"]
     assert cli.run(evaluate.main, evaluate.define_flags, arguments) == 0
@@ -261,7 +274,8 @@ def test_two_reports_are_set_side_by_side(finished, folder, capsys):
     assert list(result["tau"]) == ["out: chain", "out: short", "other: chain", "other: short"]
     assert result["tau"]["out: short"] == finished.result["tau"]["short"]
     assert result["differences"]["texts"] == [
-        f"prompts {finished.report['manifest']['prompts']['hash'][:12]} against ffffffffffff"
+        f"prompts {finished.report['manifest']['prompts']['hash'][:12]} against ffffffffffff",
+        "int8 base False against True",
     ]
     assert "not the same texts: prompts" in printed.err
     assert "not the same conditions for times: cores" in printed.err

@@ -24,6 +24,7 @@ _TEXT_FLAGS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "verify", "draft_sampling", "stop"),
     *("ignore_eos", "context_overflow", "seed"),
 )
+_NEEDED = {"manifest", "methods", "tasks", "speed", "batch_sizes"}
 
 
 class Report(NamedTuple):
@@ -94,14 +95,20 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
     """Return what two manifests do not share: "texts" spoils every comparison, "times" speeds."""
     texts = {
         "base": [manifest["base"]["hash"][:12] for manifest in (one, other)],
+        "base params": [manifest["base"].get("params") for manifest in (one, other)],
         "prompts": [manifest["prompts"]["hash"][:12] for manifest in (one, other)],
         "dtype": [manifest["dtype"] for manifest in (one, other)],
+        # A rounded base writes its own text; a rounded head changes only what is drafted.
+        "int8 base": ["base" in (manifest["flags"].get("int8") or ()) for manifest in (one, other)],
         **{
             name: [manifest["flags"].get(name) for manifest in (one, other)] for name in _TEXT_FLAGS
         },
     }
     times = {
-        "batch_size": [manifest["flags"]["batch_size"] for manifest in (one, other)],
+        **{
+            name: [manifest["flags"].get(name) for manifest in (one, other)]
+            for name in ("batch_size", "mesh", "int8")
+        },
         "git revision": [manifest["git_revision"] for manifest in (one, other)],
         **{
             name: [manifest["hardware"].get(name) for manifest in (one, other)]
@@ -130,7 +137,7 @@ def _read_both(names: str) -> list[Report]:
     reports = []
     for path, fallback in zip(paths, "AB", strict=True):
         values = read_json_object(path)
-        if values.get("format") != FORMAT or "methods" not in values:
+        if values.get("format") != FORMAT or not values.keys() >= _NEEDED:
             raise UserError(
                 f"{path} is no report of evaluate, or of another format than {FORMAT}; give the "
                 "output folder of evaluate"

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -33,6 +33,7 @@ class Leg:
     seconds: wall time, compilation taken out. compile_seconds: what was taken out.
     rows_changed: rows whose tokens differ from those of the method's first pass.
     session: which start of the command measured it, from 0.
+    conditions: the hardware and the versions that it was measured on.
     """
 
     batch_size: int
@@ -45,6 +46,7 @@ class Leg:
     compile_seconds: float
     rows_changed: int
     session: int
+    conditions: Mapping[str, Any]
 
     @property
     def key(self) -> LegKey:
@@ -53,14 +55,17 @@ class Leg:
 
 
 class LegJournal:
-    """The legs that are done, those of earlier sessions included."""
+    """The legs that are done, those of earlier sessions under the same conditions included."""
 
-    def __init__(self, directory: Path, overwrite: bool):
-        """Read DIR/legs.jsonl; start anew with `overwrite`."""
-        self._path = directory / LEGS
+    def __init__(self, directory: Path, conditions: Mapping[str, Any], overwrite: bool):
+        """Read DIR/legs.jsonl; start anew with `overwrite`.
+
+        conditions: of this session, as JSON values; legs of others go, and are measured again.
+        """
+        self._path, self.conditions = directory / LEGS, conditions
         if overwrite:
             self._path.unlink(missing_ok=True)
-        keep_rows(self._path, lambda row: True)  # a torn last line goes
+        keep_rows(self._path, lambda row: row.get("conditions") == conditions)
         rows = read_rows(self._path) if self._path.exists() else ()
         self._legs = {leg.key: leg for leg in (Leg(**row) for row in rows)}
         self.session = max((leg.session for leg in self._legs.values()), default=-1) + 1

@@ -29,10 +29,19 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
         "versions": versions(),
         "hardware": hardware(),
         "dtype": identity["dtype"],
-        "base": {"source": vanilla.base.source, "hash": identity["base_hash"]},
+        "base": {
+            "source": vanilla.base.source,
+            "hash": identity["base_hash"],
+            "params": identity["base_params"],
+        },
         "prompts": prompts,
         "drafts": {method.name: _draft(method) for method in methods[1:]},
     }
+
+
+def conditions(mesh: str | None) -> dict[str, Any]:
+    """Return what times depend on beside the models: times of other conditions say nothing here."""
+    return {"hardware": hardware(), "versions": versions(), "mesh": mesh}
 
 
 def hardware() -> dict[str, Any]:

@@ -119,6 +119,7 @@ class Passes:
                 compile_seconds=compiled,
                 rows_changed=changed,
                 session=self._journal.session,
+                conditions=self._journal.conditions,
             )
         )
 

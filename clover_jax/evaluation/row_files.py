@@ -69,7 +69,8 @@ def open_rows(
 ) -> Iterator[dict[str, RowFile]]:
     """Open DIR/rows/NAME.jsonl of every method; only the same settings resume one."""
     # Not batch sizes and repeats: they change times, which are kept by leg, and no row.
-    common = {"base": base, "run_seed": plan.seed, **plan.settings.to_dict()}
+    common = {"base": base, "run_seed": plan.seed, "tasks": list(plan.tasks)}
+    common |= plan.settings.to_dict()
     with contextlib.ExitStack() as stack:
         files = {}
         for method in methods:

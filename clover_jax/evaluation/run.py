@@ -22,7 +22,7 @@ from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, near_ties, stage_times
 from clover_jax.evaluation.equality import Comparison, Divergence, compare_rows
 from clover_jax.evaluation.legs import LegJournal
-from clover_jax.evaluation.manifest import manifest
+from clover_jax.evaluation.manifest import conditions, manifest
 from clover_jax.evaluation.methods import Method, load_methods, make_engines
 from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.passes import Passes
@@ -63,7 +63,7 @@ def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes)
         with open_rows(directory, methods, plan, options.base, options.overwrite) as files:
-            journal = LegJournal(directory, options.overwrite)
+            journal = LegJournal(directory, conditions(options.mesh), options.overwrite)
             _decode(methods, engines, plan, files, journal)
             measured = _measure(methods, engines[plan.batch_sizes[0]], plan, files, journal)
             about = {

@@ -6,9 +6,11 @@ import pytest
 
 from clover_jax.evaluation.legs import LEGS, Leg, LegJournal, speed, split_turns, throughputs
 
+HERE = {"mesh": None, "hardware": {"device": "cpu", "num_devices": 1}}
+
 
 def leg(method="a", repeat=0, tokens=100, seconds=2.0, task="qa", session=0):
-    return Leg(4, task, repeat, method, 10, tokens, seconds, 0.0, 0, session)
+    return Leg(4, task, repeat, method, 10, tokens, seconds, 0.0, 0, session, HERE)
 
 
 def test_throughput_is_all_tokens_over_all_seconds():
@@ -27,18 +29,25 @@ def test_speed_up_is_the_median_of_the_ratios_within_repeats():
 
 
 def test_the_journal_survives_a_torn_line(tmp_path):
-    journal = LegJournal(tmp_path, overwrite=False)
+    journal = LegJournal(tmp_path, HERE, overwrite=False)
     assert journal.session == 0
     journal.add(leg())
     with (tmp_path / LEGS).open("a") as file:
         file.write('{"batch_size": 4, "ta')
-    again = LegJournal(tmp_path, overwrite=False)
+    again = LegJournal(tmp_path, HERE, overwrite=False)
     assert again.session == 1
     assert leg().key in again
     assert leg(repeat=1).key not in again
     again.add(leg(repeat=1))
-    assert LegJournal(tmp_path, overwrite=False).select(method="a") == [leg(), leg(repeat=1)]
-    assert LegJournal(tmp_path, overwrite=True).select() == []
+    assert LegJournal(tmp_path, HERE, overwrite=False).select(method="a") == [leg(), leg(repeat=1)]
+    assert LegJournal(tmp_path, HERE, overwrite=True).select() == []
+
+
+def test_legs_of_other_conditions_are_measured_again(tmp_path):
+    LegJournal(tmp_path, HERE, overwrite=False).add(leg())
+    elsewhere = HERE | {"mesh": "data=2"}
+    assert leg().key not in LegJournal(tmp_path, elsewhere, overwrite=False)
+    assert leg().key not in LegJournal(tmp_path, HERE, overwrite=False)  # and are gone
 
 
 def test_turns_that_a_stop_has_split_are_listed():
