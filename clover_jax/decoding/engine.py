@@ -18,6 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
+from clover_jax.compile_clock import CompileClock
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord
@@ -130,7 +131,12 @@ class Engine:
             finished and the source is exhausted or gives None.
         """
         weights = self._placement.weights(weights_for(self.config.head, base_params, draft_params))
-        source = iter(requests)
+        with CompileClock() as compiling:  # what is compiled meanwhile is no row's time
+            yield from self._stream(weights, iter(requests), compiling)
+
+    def _stream(
+        self, weights: Weights, source: Iterator[Request | None], compiling: CompileClock
+    ) -> Iterator[Progress]:
         slots: list[Generation | None] = [None] * self.batch_size
         started = [0.0] * self.batch_size
         state = None
@@ -139,16 +145,17 @@ class Engine:
                 request = next(source, None)
                 if request is None:
                     break
-                started[slot] = time.perf_counter()
+                started[slot] = time.perf_counter() - compiling.seconds
                 state = self._fill(weights, state, slot, request)
                 slots[slot] = Generation(request.index, list(request.prompt_ids))
             if all(row is None for row in slots):
                 return
             state, record = self._decode(weights, state)
             after = self._placement.read(_AfterChunk(state.tokens, state.end, state.finish, record))
+            now = time.perf_counter() - compiling.seconds
             for slot, row in enumerate(slots):
                 if row is not None:
-                    yield _collect(row, slot, after, started[slot])
+                    yield _collect(row, slot, after, now - started[slot])
                     if row.finish_reason is not None:
                         slots[slot] = None
                         if after.finish[slot] == RUNNING:  # the consumer stopped it
@@ -244,8 +251,8 @@ class _AfterChunk(NamedTuple):
     record: StepRecord
 
 
-def _collect(row: Generation, slot: int, after: _AfterChunk, started: float) -> Progress:
-    """Add to a row what a chunk of steps gave it."""
+def _collect(row: Generation, slot: int, after: _AfterChunk, seconds: float) -> Progress:
+    """Add to a row what a chunk of steps gave it, `seconds` after the row began."""
     first = len(row.prompt_ids) + len(row.output_ids)
     new_ids = after.tokens[slot, first : after.end[slot]].tolist()
     row.output_ids += new_ids
@@ -255,7 +262,7 @@ def _collect(row: Generation, slot: int, after: _AfterChunk, started: float) -> 
     row.proposed += after.record.proposed[steps, slot].tolist()
     ranks = after.record.ranks[steps, slot].tolist()
     row.ranks += [path[:count] for path, count in zip(ranks, accepted, strict=True)]
-    row.seconds = time.perf_counter() - started
+    row.seconds = seconds
     finish = int(after.finish[slot])
     done = finish not in (RUNNING, EMPTY)
     if done:
