@@ -4,6 +4,8 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from clover_jax.data.text import is_text
+
 _ROLES = ("system", "user", "assistant", "tool")
 
 
@@ -23,10 +25,6 @@ class RowField(NamedTuple):
     convert: Callable[[Any], Any]
 
 
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
 def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
@@ -42,7 +40,7 @@ def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
 def _is_message(value: Any) -> bool:
     if not isinstance(value, dict):
         return False
-    return value.get("role") in _ROLES and _is_text(value.get("content"))
+    return value.get("role") in _ROLES and is_text(value.get("content"))
 
 
 def _are_messages(value: Any) -> bool:
@@ -50,7 +48,7 @@ def _are_messages(value: Any) -> bool:
 
 
 def _are_stops(value: Any) -> bool:
-    return _is_list([value] if _is_text(value) else value, lambda stop: _is_text(stop) and stop)
+    return _is_list([value] if is_text(value) else value, lambda stop: is_text(stop) and stop)
 
 
 def _as_messages(value: list) -> tuple[dict[str, str], ...]:
@@ -63,9 +61,9 @@ def _whole(attribute: str, least: int, remark: str = "") -> RowField:
 
 
 ROW_FIELDS = {
-    "prompt": RowField("text", _is_text, "a string", str),
+    "prompt": RowField("text", is_text, "a string", str),
     # A question is put to somebody: a conversation of one turn.
-    "question": RowField("turns", _is_text, "a string", lambda value: (value,)),
+    "question": RowField("turns", is_text, "a string", lambda value: (value,)),
     "prompt_ids": RowField(
         "prompt_ids",
         lambda value: _is_list(value, lambda id_: _is_whole(id_, 0)),
@@ -80,7 +78,7 @@ ROW_FIELDS = {
     ),
     "turns": RowField(
         "turns",
-        lambda value: _is_list(value, _is_text),
+        lambda value: _is_list(value, is_text),
         "a list of strings, at least one",
         tuple,
     ),
@@ -100,7 +98,7 @@ ROW_FIELDS = {
         "stop",
         _are_stops,
         "a string or a list of strings, none of them empty",
-        lambda value: (value,) if _is_text(value) else tuple(value),
+        lambda value: (value,) if is_text(value) else tuple(value),
     ),
-    "category": RowField("category", _is_text, "a string", str),
+    "category": RowField("category", is_text, "a string", str),
 }

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.data.prompt_fields import ROW_FIELDS
+from clover_jax.data.text import is_text
 from clover_jax.errors import UserError
 
 _FORMS = ("prompt", "question", "prompt_ids", "messages", "turns")
@@ -159,4 +160,10 @@ def _parse_line(line: str, source: str) -> Any:
 
 def _shown(value: Any) -> str:
     shown = json.dumps(value, ensure_ascii=False)
-    return shown if len(shown) <= 60 else shown[:57] + "..."
+    if not is_text(shown):
+        return f"{_shortened(json.dumps(value))}, which holds half a character"
+    return _shortened(shown)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -8,6 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from clover_jax.data.text import is_text
 from clover_jax.errors import UserError
 
 HELDOUT_FRACTION = 0.05
@@ -142,7 +143,7 @@ def _messages(pairs: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
 
 
 def _text(value: Any) -> str:
-    if not isinstance(value, str):
+    if not is_text(value):
         raise TypeError(f"expected text, found {value!r}")
     return value
 

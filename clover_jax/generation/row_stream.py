@@ -153,7 +153,10 @@ class RowStream:
             if prompt.index not in self._jobs:
                 self._jobs[prompt.index] = RowJob(prompt, self._settings, self._models)
             request = self._jobs[prompt.index].next_request()
-            self._engine.check(request)
+            try:
+                self._engine.check(request)
+            except UserError as error:
+                raise UserError(f"{prompt.source}: {error}") from error
             return request
         except Skipped as skipped:
             self._leave_out(prompt, "skipped", str(skipped))

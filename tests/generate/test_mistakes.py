@@ -16,13 +16,15 @@ def test_a_bad_row_is_reported_and_passed_over(command, prompts_file, tmp_path):
         {"prompt_ids": [5, 261]},
         {"prompt_ids": [5] * 128},
         {"prompt": "good"},
+        {"prompt": "half an emoji \ud83d"},
+        {"prompt": "good", "seed": 2**32},
     ]
     path = prompts_file(*rows)
     arguments = (f"--prompts={path}", f"--output={tmp_path / 'out'}", "--max_new_tokens=4")
     status, lines, error = command(*arguments, "--verify=greedy")
     assert status == 1
     written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
-    assert [row["index"] for row in written] == list(range(6))
+    assert [row["index"] for row in written] == list(range(8))
     assert written[0]["output_ids"] == written[5]["output_ids"]
     said = [
         f"{path}:2: expected one of prompt, question",
@@ -30,11 +32,15 @@ def test_a_bad_row_is_reported_and_passed_over(command, prompts_file, tmp_path):
         f"{path}:4: token id 261 is outside the base's vocabulary, 0 to 260",
         f"{path}:5: the prompt has 128 tokens and the base's context is 128; shorten it",
     ]
-    for row, start in zip(written[1:5], said, strict=True):
+    said += [
+        f'{path}:7: prompt must be a string, not "half an emoji \\ud83d", which holds half a ch',
+        f"{path}:8: seed (4294967296) must lie in 0 .. 4294967295",
+    ]
+    for row, start in zip(written[1:5] + written[6:], said, strict=True):
         assert row["error"].startswith(start)
         assert set(row) == {"index", "error"}
         assert f"row {row['index']} failed: {start}" in error
-    assert (json.loads(lines[-1])["rows"], json.loads(lines[-1])["failed"]) == (6, 4)
+    assert (json.loads(lines[-1])["rows"], json.loads(lines[-1])["failed"]) == (8, 6)
 
 
 @pytest.mark.parametrize("bad", [{"promp": "misspelt"}, {"prompt_ids": [261]}])
@@ -61,6 +67,7 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
         ),
         (["--prompt=a", "--max_new_tokens=0"], "--max_new_tokens=0"),
         (["--prompt=a", "--stop="], "a stop string is empty"),
+        (["--prompt=a", "--tree=auto"], "--tree=auto chooses a tree for a draft; give --draft=DIR"),
         (["--prompt=a", "--overwrite"], "--overwrite is for --output=FILE, which is missing"),
         (["--prompt=a", "--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
     ],
