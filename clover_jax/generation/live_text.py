@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from itertools import accumulate
 from typing import TYPE_CHECKING, NamedTuple, TextIO
 
+from clover_jax.data.prompts import Prompt
 from clover_jax.decoding.requests import Generation
 from clover_jax.generation.row_job import RowJob
 from clover_jax.generation.row_stream import RowEvent
@@ -39,6 +40,8 @@ class LiveText:
         self._file, self._tokenizer = file, tokenizer
         self._in_colour = wants_colour(file)
         self._turn: Generation | None = None
+        self._job: RowJob | None = None
+        self._turn_number = 0  # within its row
         self._num_tokens = 0
         self._pieces = TextPieces(tokenizer)
 
@@ -57,9 +60,10 @@ class LiveText:
         self._file.flush()
 
     def _begin(self, job: RowJob, turn: Generation) -> None:
-        self._turn, self._num_tokens = turn, 0
+        self._turn_number = self._turn_number + 1 if job is self._job else 0
+        self._job, self._turn, self._num_tokens = job, turn, 0
         self._pieces.begin(turn.prompt_ids)
-        shown = _prompt_text(job)
+        shown = _prompt_text(job.prompt, self._turn_number)
         if shown is None and self._tokenizer is not None:
             shown = self._tokenizer.decode(turn.prompt_ids)
         elif shown is None:
@@ -102,12 +106,10 @@ def wants_colour(file: TextIO) -> bool:
     return file.isatty() and not is_plain
 
 
-def _prompt_text(job: RowJob) -> str | None:
+def _prompt_text(prompt: Prompt, turn: int) -> str | None:
     """Return what to show of the prompt: for a conversation only what the user says now."""
-    prompt = job.prompt
     if prompt.turns is not None:
-        said: str | Sequence[str] = prompt.turns[len(job.turns) - (1 if job.is_finished else 0)]
-        return f"{said}\n"
+        return f"{prompt.turns[turn]}\n"
     if prompt.messages is not None:
         return f"{prompt.messages[-1]['content']}\n"
     return prompt.text

@@ -97,6 +97,9 @@ def test_a_conversation_shows_what_is_said(tokenizer):
     ids = tokenizer("yes").input_ids
     messages = [{"role": "system", "content": "s"}, {"role": "user", "content": "well?"}]
     assert show(io.StringIO(), tokenizer, {"question": "so?"}, ids, [1], "yes") == "so?\nyes\n"
+    turns = {"turns": ["one", "two"]}
+    # An answer that ends in its first event is in the job's turns by then.
+    assert show(io.StringIO(), tokenizer, turns, ids, [], "yes") == "one\nyes\n"
     shown = show(io.StringIO(), tokenizer, {"messages": messages}, ids, [1], "yes")
     assert shown == "well?\nyes\n"
 
