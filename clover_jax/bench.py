@@ -49,8 +49,24 @@ def define_flags(flags):
 
 def main(flags) -> int:
     """Run the command."""
+    _refuse_idle_flags(flags)
     cli.report(_measure(flags) if flags.target is None else _compile(flags))
     return cli.STATUS_OK
+
+
+def _refuse_idle_flags(flags) -> None:
+    """Raise UserError for a flag that would do nothing beside the others."""
+    if flags.target is not None:
+        idle, why = ("sweep", "output", "force_accept"), "to measure, not for --target"
+    elif flags.sweep:
+        idle, why = ("program", "force_accept", "batch_size"), "not for --sweep"
+    else:
+        idle, why = ("program", "output"), "for --target (program) and --sweep (output)"
+    for name in idle:
+        if flags[name].value != flags[name].default:
+            raise UserError(f"--{name} is {why}")
+    if flags.tree == "auto":
+        raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
 
 
 def _measure(flags) -> dict:
@@ -67,8 +83,6 @@ def _measure(flags) -> dict:
             nodes=_numbers("nodes", flags.nodes),
             output=flags.output,
         )
-    if flags.output is not None:
-        raise UserError("--output is for --sweep, which is missing")
     return measure_and_describe(**common, batch=flags.batch_size, force_accept=flags.force_accept)
 
 

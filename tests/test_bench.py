@@ -43,6 +43,12 @@ def test_every_part_is_timed_beside_its_floor(command):
     assert any("forced to accept 1" in line for line in lines)
 
 
+def test_a_head_that_drafts_less_deep_gets_a_tree_that_fits(command):
+    status, lines, _ = command(*BASE, "--draft=random:clover")
+    assert status == 0
+    assert json.loads(lines[-1])["tree"] == "clover4"
+
+
 def test_a_base_alone_is_timed_too(command):
     status, lines, _ = command(*BASE, "--draft=none")
     assert status == 0
@@ -56,6 +62,11 @@ def test_a_base_alone_is_timed_too(command):
         (("--target=tpu-v9:2x2",), "--target=tpu-v9:2x2 is unknown"),
         (("--draft=random:oracle",), "drafter 'oracle' is unknown"),
         (("--context=4000",), "--context=4000 and .* need more than 2048"),
+        (("--program=x",), "--program is for --target"),
+        (("--output=x",), "--output is for --target"),
+        (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
+        (("--target=gpu-h200", "--sweep"), "--sweep is to measure, not for --target"),
+        (("--tree=auto",), "--tree=auto is for generate; bench takes a tree"),
         (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
     ],
 )

@@ -16,7 +16,7 @@ from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
 from clover_jax.decoding.state import RUNNING, DecodeState, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.directory import load_draft
 from clover_jax.drafters.registry import DraftHead
@@ -34,7 +34,6 @@ from clover_jax.rounding import load_rounded_base, parse_parts, round_base, roun
 
 RANDOM = "random:"  # before a drafter's kind: a head with random weights
 NONE = "none"
-DEFAULT_TREE = "paper25"
 MAX_EOS = 8  # as in an engine
 
 
@@ -76,7 +75,7 @@ def load_subject(
 ) -> Subject:
     """Load a base and a draft: folders as everywhere, or `shape:NAME` and `random:KIND`.
 
-    tree: None takes the one that the draft was measured with, else paper25.
+    tree: None takes the one that the draft was measured with, else `default_tree`.
     int8: whose matrices to round, as `--int8` names them.
     Raises UserError for what is missing or does not fit together.
     """
@@ -88,11 +87,11 @@ def load_subject(
         head = _random_head(draft, model.config)
         shapes = cast_shapes(registry.init_shapes(head, model.params), dtype)
         draft_params = random_params(shapes, seed=1)
-        chosen = tree or DEFAULT_TREE
+        chosen = tree or default_tree(head.config.max_depth)
     else:
         loaded = load_draft(draft, model, dtype, allow_base_mismatch=is_shape(base))
         head, draft_params = loaded.head, loaded.params
-        chosen = tree or loaded.tree or DEFAULT_TREE
+        chosen = tree or loaded.tree or default_tree(head.config.max_depth)
     if "draft" in parts:
         draft_params = round_params(draft_params)
     weights = weights_for(head, model.params, draft_params)
@@ -121,7 +120,8 @@ def shape_subject(
     if "draft" in parts:
         draft_params = jax.eval_shape(round_params, draft_params)
     weights = Weights(params, draft_params)
-    return Subject(config, head, parse_tree(tree or DEFAULT_TREE), weights, dtype, parts)
+    chosen = parse_tree(tree or default_tree(head.config.max_depth))
+    return Subject(config, head, chosen, weights, dtype, parts)
 
 
 def _plain_subject(
