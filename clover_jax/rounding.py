@@ -52,7 +52,11 @@ _round = jax.jit(quantize, static_argnames="inputs")
 
 
 def parse_parts(words: Sequence[str]) -> tuple[str, ...]:
-    """Return what --int8 names, in the order of PARTS; raises UserError for another word."""
+    """Return what --int8 names, in the order of PARTS; raises UserError for another word.
+
+    words: a single string stands for words between commas.
+    """
+    words = words.split(",") if isinstance(words, str) else words
     for word in words:
         if word not in PARTS:
             raise UserError(f"--int8={','.join(words)}: {word!r} is none of {', '.join(PARTS)}")

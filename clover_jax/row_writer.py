@@ -12,6 +12,7 @@ from typing import Any
 
 from clover_jax.errors import UserError
 from clover_jax.files import lock, write_json
+from clover_jax.json_files import read_json_object
 from clover_jax.jsonl import to_json
 
 _FORMAT = 1
@@ -97,17 +98,15 @@ class RowWriter:
     def _refuse_other_rows(self, manifest: dict[str, Any]) -> None:
         if self._file.tell() == 0:
             return
-        try:
-            found = json.loads(self.manifest_path.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not self.manifest_path.is_file():
             raise UserError(
                 f"{self.path} exists and has no manifest to resume from; "
                 "give another --output, or --overwrite to start anew"
-            ) from None
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{self.manifest_path} is not JSON ({error}); --overwrite starts anew"
-            ) from None
+            )
+        try:
+            found = read_json_object(self.manifest_path)
+        except UserError as error:
+            raise UserError(f"{error}; --overwrite starts anew") from error
         difference = _first_difference(found, manifest)
         if difference:
             raise UserError(
@@ -150,6 +149,8 @@ def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | No
     """Say where two manifests differ, as "seed 0, not 1"; None where they agree."""
     if found.get("format") != wanted["format"]:
         return f"manifest format {found.get('format')}, not {wanted['format']}"
+    if not found.keys() >= wanted.keys():
+        return "a manifest that lacks settings"
     before, now = found["settings"], wanted["settings"]
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):

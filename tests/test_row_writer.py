@@ -105,6 +105,13 @@ def test_a_file_that_nobody_here_wrote_is_refused(tmp_path):
     assert path.read_text() == "years of work\n"
 
 
+@pytest.mark.parametrize("manifest", [b"[]", b'{"format": 1}', b"\xff", b"{"])
+def test_a_spoilt_manifest_is_named(output, manifest):
+    (output.parent / "out.jsonl.manifest.json").write_bytes(manifest)
+    with pytest.raises(UserError, match="--overwrite"):
+        open_rows(output)
+
+
 def test_rows_out_of_order_are_refused(output):
     output.write_text('{"index": 0}\n{"index": 5}\n')
     with pytest.raises(UserError, match=r"out\.jsonl:2: expected the row with index 1, found"):

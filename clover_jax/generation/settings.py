@@ -27,7 +27,7 @@ class GenerationSettings(JsonConfig):
     draft_sampling: how children are chosen, one of DRAFT_SAMPLINGS.
     temperature, top_k, top_p: 0 is greedy; 0 and 1 keep all tokens.
     seed: of a row's own randomness; None derives it from the run's seed and the row's index.
-    stop: strings that end the text.
+    stop: strings that end the text; a single one may be given as such.
     """
 
     max_new_tokens: int = 128
@@ -39,7 +39,7 @@ class GenerationSettings(JsonConfig):
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    stop: tuple[str, ...] = ()
+    stop: str | tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.max_new_tokens < 1:
@@ -49,6 +49,13 @@ class GenerationSettings(JsonConfig):
             raise UserError(
                 f"temperature {self.temperature:g} asks for sampling, which verify=greedy does not "
                 "do; use verify=lossless, or temperature 0"
+            )
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.context_overflow not in OVERFLOW_POLICIES:
+            raise UserError(
+                f"context_overflow {self.context_overflow!r} is not one of "
+                f"{', '.join(OVERFLOW_POLICIES)}"
             )
         if "" in self.stop:
             raise UserError("a stop string is empty; give at least one character")

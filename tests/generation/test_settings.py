@@ -19,6 +19,10 @@ def test_a_row_s_own_settings_win():
     assert (own.max_new_tokens, own.stop, own.ignore_eos) == (9, ("y",), True)
 
 
+def test_a_single_stop_string_may_be_given_as_such():
+    assert GenerationSettings(stop="xy").stop == ("xy",)
+
+
 def test_a_row_that_wants_what_cannot_be_is_named():
     with pytest.raises(UserError, match=r"p\.jsonl:1: temperature 0\.7 asks for sampling"):
         GenerationSettings(verify="greedy").for_row(row(temperature=0.7))
@@ -49,6 +53,10 @@ def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expe
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be at least 1"),
         ({"verify": "greedy", "temperature": 1.0}, "which verify=greedy does not do"),
         ({"stop": ("",)}, "a stop string is empty"),
+        (
+            {"context_overflow": "nope"},
+            "context_overflow 'nope' is not one of error, ",
+        ),
         ({"temperature": float("nan")}, r"temperature \(nan\) must be 0 or more"),
         ({"top_k": -1}, r"top_k \(-1\) must be 1 or more, or 0 for all tokens"),
         ({"top_p": 0.0}, r"top_p \(0.0\) must lie in \(0, 1\]"),
