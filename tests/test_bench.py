@@ -66,6 +66,10 @@ def test_a_base_alone_is_timed_too(command):
         (("--output=x",), "--output is for --target"),
         (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
         (("--target=gpu-h200", "--sweep"), "--sweep is to measure, not for --target"),
+        (
+            ("--force_accept=9",),
+            "--force_accept=9: no path of the tree paper25 has more than 5 nodes",
+        ),
         (("--tree=auto",), "--tree=auto is for generate; bench takes a tree"),
         (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
     ],

@@ -13,6 +13,7 @@ from clover_jax.benchmark.measured import STAGES, Measurement, measure
 from clover_jax.benchmark.subject import Subject, load_subject
 from clover_jax.benchmark.versions import versions
 from clover_jax.dtypes import resolve_dtype
+from clover_jax.errors import UserError
 from clover_jax.progress import passing_note
 
 
@@ -34,6 +35,11 @@ def measure_and_describe(
     """
     with passing_note(f"loading {base}"):
         subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
+    if force_accept is not None and force_accept > subject.tree.depth:
+        raise UserError(
+            f"--force_accept={force_accept}: no path of the tree {subject.tree.name} has more than "
+            f"{subject.tree.depth} nodes"
+        )
     with passing_note("measuring"):
         measured = measure(subject, batch, context, rounds, force_accept)
     settings = describe_settings(subject, base, draft) | {
