@@ -64,6 +64,8 @@ def main(flags) -> int:
     for name in ("input", "output"):
         if not flags[name].value:
             raise UserError(f"--{name} is missing; give the folder")
+    if flags.prompts and not flags.verify:
+        raise UserError(f"--prompts={flags.prompts} are for --verify, which is missing")
     names = [field for field in ConvertOptions.__dataclass_fields__ if field in flags]
     report = convert(ConvertOptions(**{name: flags[name].value for name in names}))
     if flags.verify:

@@ -136,6 +136,10 @@ def main(flags: absl_flags.FlagValues) -> int:
 
     names = [field.name for field in dataclasses.fields(TrainSettings)]
     settings = TrainSettings(**{name: flags[name].value for name in names})
+    if flags.program and not flags.target:
+        raise UserError(
+            f"--program={flags.program} is for --dry_run with --target, which is missing"
+        )
     if flags.dry_run:
         return _dry_run(settings, flags)
     if flags.target:

@@ -91,6 +91,8 @@ def test_sigterm_saves_and_exits_with_status_0(data, tmp_path):
         ({"steps": 0}, "steps"),
         ({"mesh": "data=2"}, "--mesh=data=2 asks for 2 devices, but 1 is here"),
         ({"learning_rate": 0}, "learning_rate"),
+        ({"target": "gpu-h200"}, "--target=gpu-h200 is for --dry_run; a run takes what is here"),
+        ({"program": "x"}, "--program=x is for --dry_run with --target, which is missing"),
         ({"drafter_options": "colour=red"}, "a clover2 head has no option 'colour'; the options a"),
         (
             {"drafter": "clover", "tree": "paper25"},

@@ -269,6 +269,11 @@ def test_what_is_no_head_is_not_replaced_nor_what_holds_the_input(command, refer
     assert (work / "draft" / "draft.json").is_file()
 
 
+def test_prompts_are_to_verify_with(command):
+    error = command("--input=x", "--output=y", "--prompts=p.jsonl")[2]
+    assert error == ("clover_jax.convert: --prompts=p.jsonl are for --verify, which is missing\n")
+
+
 def test_a_missing_flag_is_named(command):
     assert command("--output=x")[2] == "clover_jax.convert: --input is missing; give the folder\n"
 
