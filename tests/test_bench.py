@@ -3,10 +3,12 @@
 import json
 import re
 
+import jax.numpy as jnp
 import pytest
 
 from clover_jax import bench, cli
 from clover_jax.benchmark.ceilings import Ceilings
+from clover_jax.benchmark.subject import load_subject
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
 
@@ -43,10 +45,10 @@ def test_every_part_is_timed_beside_its_floor(command):
     assert any("forced to accept 1" in line for line in lines)
 
 
-def test_a_head_that_drafts_less_deep_gets_a_tree_that_fits(command):
-    status, lines, _ = command(*BASE, "--draft=random:clover")
-    assert status == 0
-    assert json.loads(lines[-1])["tree"] == "clover4"
+@pytest.mark.parametrize(("kind", "tree"), [("clover", "clover4"), ("clover2", "paper25")])
+def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
+    base = "shape:64x1x96"
+    assert load_subject(base, f"random:{kind}", None, jnp.dtype("float32")).tree.name == tree
 
 
 def test_a_base_alone_is_timed_too(command):
