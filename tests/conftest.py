@@ -88,6 +88,8 @@ def run_python() -> Callable[..., str]:
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if importlib.util.find_spec("torch") is None:
+        if os.environ.get("CLOVER_JAX_PARITY") == "required":  # as launch/check says
+            raise pytest.UsageError("torch is not installed, and the parity tests must run")
         missing = pytest.mark.skip(reason="torch is not installed: pip install -e .[parity]")
         for item in items:
             if item.get_closest_marker("parity"):
