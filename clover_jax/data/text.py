@@ -8,7 +8,10 @@ def is_text(value: Any) -> bool:
 
     Example: "a\ud83d", an emoji that was cut in half, is not.
     """
+    if not isinstance(value, str):
+        return False
     try:
-        return isinstance(value, str) and value.encode() is not None
+        value.encode()
     except UnicodeEncodeError:
         return False
+    return True
