@@ -99,21 +99,22 @@ def top_children(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children
 
 
 def sample_children(
-    rows: RowSampling, length: Int[Array, " B"], truncate: bool, support: int = SUPPORT
+    rows: RowSampling, positions: Int[Array, "B D"], truncate: bool, support: int
 ) -> ChooseChildren:
     """Return a choice of children drawn without replacement from the warped draft distribution.
 
-    q lives on the `support` most probable tokens, renormalised, so that no [B, nodes, V] exists.
-    Greedy rows take the most probable children; any q verifies them rightly.
+    positions: of the nodes of each level. support: q lives on so many of the draft's most probable
+    tokens, renormalised, so that no [B, nodes, V] exists. Greedy rows take the most probable
+    children; any q verifies them rightly.
     """
     hot = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+    noise = gumbel(rows, positions, CHILDREN, support)
+    noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
     def choose(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children:
-        values, ids = top_k(logits, min(support, logits.shape[-1]))
+        values, ids = top_k(logits, support)
         warped = warp(values, rows.replace(temperature=hot), truncate)
-        noise = gumbel(rows, (length + depth + 1)[:, None], CHILDREN, ids.shape[-1])
-        noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
-        order = top_k(warped + noise, k).ids
+        order = top_k(warped + noise[:, depth, None], k).ids
         chosen = jnp.take_along_axis(ids, order, axis=-1)
         return Children(chosen, DraftDistributions(ids, jax.nn.softmax(warped, axis=-1)))
 

@@ -83,16 +83,22 @@ def accept_sampled(
         descends=jnp.ones(batch, bool),
         residual=probability(zeros),
     )
-    for depth in range(config.depth):
-        coins = uniform(rows, (length + depth + 1)[:, None], ACCEPT, children.shape[1])[:, 0]
-        walk = _descend(walk, depth, tree, drafts, probability, coins, children, expansion)
+    positions = length[:, None] + 1 + jnp.arange(config.depth)
+    coins = uniform(rows, positions, ACCEPT, children.shape[1])
+
+    def descend(depth: Array, walk: _Walk) -> _Walk:
+        tossed = coins[:, depth]
+        return _descend(walk, depth, tree, drafts, probability, tossed, children, expansion)
+
+    # A loop, for the compiler's sake: written out, five levels take it twice as long.
+    walk = jax.lax.fori_loop(0, config.depth, descend, walk)
     noise = gumbel(rows, (length + walk.count + 1)[:, None], TOKEN, logits.shape[-1])[:, 0]
     return Accepted(walk.path, walk.count, argmax(jnp.log(walk.residual) + noise))
 
 
 def _descend(
     walk: _Walk,
-    depth: int,
+    depth: Array,
     tree: TokenTree,
     drafts: DraftDistributions,
     probability: Callable[[Array], Array],

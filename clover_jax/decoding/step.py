@@ -205,8 +205,9 @@ def draft_tree(
     if isinstance(config.tree, AdaptiveTree):
         return Drafted(draft_adaptive(*arguments, config.tree), None)
     if sampling.draft_sampling == "sampled":
-        support = max(SUPPORT, config.tree.num_ranks)
-        choose = sample_children(state.sampling, state.length, sampling.truncate, support)
+        support = min(max(SUPPORT, config.tree.num_ranks), config.head.config.draft_vocab_size)
+        rows, positions = state.sampling, state.length[:, None] + 1 + jnp.arange(config.tree.depth)
+        choose = sample_children(rows, positions, sampling.truncate, support)
         return draft(*arguments, config.tree, choose)
     return draft(*arguments, config.tree, top_children)
 
