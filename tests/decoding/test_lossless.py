@@ -86,7 +86,7 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.nd
         top_p=jnp.full(SAMPLES, top_p),
     )
     start = len(PROMPT)
-    end = jnp.full(SAMPLES, start)
+    end = jnp.full(SAMPLES, start, jnp.int32)  # a weak type would compile the step twice
     state = empty_state(BASE, head, tree, SAMPLES, 16, 1, jnp.float32)
     state = state.replace(
         tokens=state.tokens.at[:, :start].set(jnp.array(PROMPT)),
