@@ -128,9 +128,18 @@ class RowWriter:
         return num_rows
 
 
+_MANIFEST = ".manifest.json"
+
+
 def manifest_path(rows: Path) -> Path:
     """Return where the manifest of a row file lies."""
-    return rows.with_name(rows.name + ".manifest.json")
+    return rows.with_name(rows.name + _MANIFEST)
+
+
+def is_row_manifest(path: Path) -> bool:
+    """Return whether a file is the manifest of a row file beside it."""
+    rows = path.with_name(path.name.removesuffix(_MANIFEST))
+    return rows != path and rows.is_file()
 
 
 def _check_index(line: bytes, expected: int, path: Path) -> None:

@@ -226,6 +226,16 @@ def test_another_row_length_is_refused(base, prepared):
         load_training_data(str(prepared), load_tokenizer(base), SPEAKING.vocab_size, 32)
 
 
+def test_a_prepared_folder_among_others_is_not_read_as_raw_data(base, data, prepared):
+    with pytest.raises(UserError, match="was made by `prepare`.*give it to `train`, alone"):
+        load(f"{data},{prepared}", base)
+
+
+def test_samples_for_a_larger_vocabulary_are_refused(base, prepared):
+    with pytest.raises(UserError, match="for a vocabulary of 261 tokens and the base has 200"):
+        load_training_data(str(prepared), load_tokenizer(base), 200, SEQ_LEN)
+
+
 @pytest.mark.parametrize("writes", [3, 9], ids=["in the samples", "in the activations"])
 def test_a_killed_run_goes_on_where_it_was(capsys, base, data, prepared, tmp_path, writes):
     source = (

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
@@ -83,10 +85,14 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     """Return the chat template's text and the spans that the assistant generates.
 
     An answer's span begins where a generation prompt would end and ends with its end-of-turn
-    marker; white space that the template puts after that is not the assistant's.
+    marker; white space that the template puts after that is not the assistant's. Answers before
+    the first question are left out: no template has a place for them.
     Raises UserError for a template that does not say where an answer begins.
     """
-    messages = [{"role": role, "content": content} for role, content in record.messages]
+    asked = after_first_question(record.messages)
+    messages = [{"role": role, "content": content} for role, content in asked]
+    if not messages:
+        return "", []
     text = _apply_template(record, tokenizer, messages, False)
     spans: list[Span] = []
     for index, message in enumerate(messages):
@@ -94,6 +100,11 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
             answer = _Answer(record, tokenizer, messages[: index + 1], len(spans) + 1)
             spans.append(answer.span_in(text))
     return text, spans
+
+
+def after_first_question(messages: Sequence[tuple[str, str]]) -> list[tuple[str, str]]:
+    """Return (role, content) pairs without the assistant's ones at the beginning."""
+    return list(itertools.dropwhile(lambda message: message[0] == "assistant", messages))
 
 
 class _Answer:

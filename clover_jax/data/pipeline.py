@@ -25,6 +25,7 @@ from grain.experimental import (
 
 from clover_jax.data.batch import Batch
 from clover_jax.data.chat import Encoded
+from clover_jax.data.pieces import learnable_pieces
 from clover_jax.data.samples import Samples
 
 # Rows that are packed together: more leave less padding.
@@ -108,23 +109,16 @@ class CutInPieces(FlatMapTransform):
         self.seq_len = seq_len
 
     def flat_map(self, element: NumberedSample) -> list[dict[str, np.ndarray]]:
-        """Return the pieces with at least one pair that counts, and where each token comes from.
-
-        Example: 5 tokens with seq_len 2 give pieces of 2 and 2; the last token alone has no pair.
-        """
-        pieces, (tokens, loss_mask) = [], element.sample
+        """Return the pieces with at least one pair that counts, and where each token comes from."""
+        tokens, loss_mask = element.sample
         whole = {
             "tokens": tokens,
             "loss_mask": loss_mask,
             "sample": np.full(len(tokens), element.number, np.int64),
             "place": np.arange(len(tokens), dtype=np.int32),
         }
-        for start in range(0, len(tokens), self.seq_len):
-            end = start + self.seq_len
-            # The mask of a piece's last token never counts: its target lies beyond.
-            if loss_mask[start : min(end, len(tokens)) - 1].any():
-                pieces.append({name: array[start:end] for name, array in whole.items()})
-        return pieces
+        pieces = learnable_pieces(loss_mask, self.seq_len)
+        return [{name: array[piece] for name, array in whole.items()} for piece in pieces]
 
 
 def as_batch(packed: dict[str, Any], samples: Samples, hidden_rows: Iterable[int]) -> Batch:

@@ -13,8 +13,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from clover_jax.data.corpus import builtin_documents
+from clover_jax.data.prepared import is_prepared
 from clover_jax.data.records import Record, Text, parse_row, split_by_hash
 from clover_jax.errors import UserError
+from clover_jax.row_writer import is_row_manifest
 
 BUILTIN = "builtin:python"
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
@@ -32,8 +34,8 @@ def read_records(spec: str) -> Records:
 
     spec: paths separated by commas: text files (one document each), .jsonl files (also .gz, .xz;
         one record a row, see `records.parse_row`), .json files that hold a list of such rows,
-        folders (all such files below), globs; or "builtin:python", the Python standard library,
-        whose held-out modules are the built-in base's too.
+        folders (all such files below, manifests of row files apart), globs; or "builtin:python",
+        the Python standard library, whose held-out modules are the built-in base's too.
     Raises UserError for a path without data or a row that cannot be understood, naming it.
     """
     train: list[Record] = []
@@ -46,6 +48,7 @@ def read_records(spec: str) -> Records:
         elif part.startswith("builtin:"):
             raise UserError(f"--data={part} is unknown; the built-in corpus is {BUILTIN}")
         else:
+            _refuse_prepared(part)
             for path, is_named in _find_files(part):
                 others += _read_file(path, is_named)
     others_train, others_heldout = split_by_hash(others)
@@ -64,10 +67,18 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
         found = (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
     else:
         found = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
-    files = sorted(p for p in found if p.is_file())
+    files = sorted(p for p in found if p.is_file() and not is_row_manifest(p))
     if not files:
         raise UserError(f"--data={part}: no such file, and no folder or glob with files in it")
     return [(file, False) for file in files]
+
+
+def _refuse_prepared(part: str) -> None:
+    if is_prepared(part):
+        raise UserError(
+            f"--data: {part} was made by `prepare`: it is tokenised already, and its files are no "
+            "texts; give it to `train`, alone"
+        )
 
 
 def _is_hidden(path: Path) -> bool:

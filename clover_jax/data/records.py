@@ -84,7 +84,7 @@ def parse_row(row: Any, source: str) -> list[Record]:
     """
     if not isinstance(row, dict):
         raise UserError(f"{source}: expected an object, found {type(row).__name__}")
-    if "error" in row or "skipped" in row:  # of those that `generate` writes
+    if row.get("error") or row.get("skipped"):  # of those that `generate` writes
         return []
     try:
         if "prompt_ids" in row and "output_ids" in row:

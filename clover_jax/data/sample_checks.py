@@ -5,7 +5,8 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 
-from clover_jax.data.chat import Encoded
+from clover_jax.data.chat import Encoded, after_first_question
+from clover_jax.data.pieces import learnable_pieces
 from clover_jax.data.records import Conversation, Record, Text
 from clover_jax.data.samples import RecordSamples
 from clover_jax.errors import UserError
@@ -20,6 +21,7 @@ class SampleCounts:
     """What was counted.
 
     tokens, counted: all, and those that the base is imitated on.
+    pieces: rows' worth of a sample at most, with a pair to learn from; what is trained on.
     conversations, cut: those with an end to be cut off, and how many are longer than a row.
     without_answer: samples that nothing can be learnt from.
     """
@@ -27,6 +29,7 @@ class SampleCounts:
     samples: int = 0
     tokens: int = 0
     counted: int = 0
+    pieces: int = 0
     conversations: int = 0
     cut: int = 0
     longest: int = 0
@@ -41,6 +44,7 @@ class SampleCounts:
         self.samples += 1
         self.tokens += size
         self.counted += int(encoded.loss_mask.sum())
+        self.pieces += len(learnable_pieces(encoded.loss_mask, seq_len))
         self.conversations += is_conversation
         self.cut += is_conversation and size > seq_len
         self.longest = max(self.longest, size if is_conversation else 0)
@@ -56,6 +60,11 @@ class SampleCounts:
                 "there is nothing to learn; give conversations with answers (messages with role "
                 "assistant, or prompt and response), or plain text"
             )
+        if not self.pieces:
+            raise UserError(
+                f"each of the {self.samples} samples counts no token but the last of a row, after "
+                "which there is none to draft: there is nothing to learn; give longer answers"
+            )
         if self.cut > max_cut * self.conversations:
             raise UserError(
                 f"{self.cut} of {self.conversations} conversations "
@@ -70,7 +79,7 @@ class SampleCounts:
 
 
 def _refuse_lost_answer(record: Record) -> None:
-    answers = record.messages if isinstance(record, Conversation) else ()
+    answers = after_first_question(record.messages) if isinstance(record, Conversation) else ()
     if any(role == "assistant" and content.strip() for role, content in answers):
         raise UserError(
             f"{record.source}: the loss mask is all zero although the assistant says something; "
@@ -84,7 +93,7 @@ def look_at(samples: RecordSamples, seq_len: int, count: int = LOOKED_AT) -> Sam
     spread = list(range(0, len(samples), stride))
     counts = SampleCounts()
     for index in [*spread, *_others(len(samples), stride)]:
-        if counts.samples >= len(spread) and counts.counted:
+        if counts.samples >= len(spread) and counts.pieces:
             break
         counts.add(samples.sections[index], samples[index], seq_len)
     return counts

@@ -52,7 +52,7 @@ def load_training_data(
     Raises UserError for data that cannot be understood, teach nothing, or are of another tokenizer.
     """
     if is_prepared(spec):
-        return _load_prepared(Path(spec).expanduser(), tokenizer, seq_len, hidden_names)
+        return _load_prepared(Path(spec).expanduser(), tokenizer, vocab_size, seq_len, hidden_names)
     if hidden_names:
         raise UserError(
             f"--data={spec} has no cached activations; make them with `prepare --features=...` and "
@@ -75,6 +75,7 @@ def load_training_data(
 def _load_prepared(
     directory: Path,
     tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
     seq_len: int,
     hidden_names: tuple[str, ...],
 ) -> TrainingData:
@@ -86,6 +87,12 @@ def _load_prepared(
         raise UserError(
             f"{directory} was prepared with another tokenizer than the base's: {theirs[:12]} "
             f"against {ours[:12]}; give the base that it was prepared for, or prepare it again"
+        )
+    if made_from["vocab_size"] > vocab_size:
+        raise UserError(
+            f"{directory} was prepared for a vocabulary of {made_from['vocab_size']} tokens and "
+            f"the base has {vocab_size}; give the base that it was prepared for, or prepare it "
+            "again"
         )
     if made_from["seq_len"] != seq_len:
         raise UserError(

@@ -137,6 +137,17 @@ def test_what_a_template_refuses_is_said(chat):
         encode_record(record, chat, 300)
 
 
+def test_answers_before_the_first_question_are_left_out(chat, plain):
+    greeting = ("assistant", "hello")
+    greeted, record = Conversation("f", (greeting, greeting, *ASK)), Conversation("f", ASK)
+    ours, theirs = (encode_record(one, chat, 300) for one in (greeted, record))
+    assert ours.tokens.tolist() == theirs.tokens.tolist()
+    assert ours.loss_mask.tolist() == theirs.loss_mask.tolist()
+    for messages in ((greeting,), ()):
+        assert encode_record(Conversation("f", messages), chat, 300).tokens.size == 0
+    assert "hello" in masked_text(encode_record(greeted, plain, 300), plain)
+
+
 def test_a_template_that_rewrites_the_past_is_refused(tmp_path):
     template = "{{ messages | length }}{% for m in messages %}{{ m['content'] }}{% endfor %}"
     tokenizer = load_tokenizer(save_byte_level(tmp_path, template))

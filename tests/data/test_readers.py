@@ -49,6 +49,8 @@ def test_rows_as_generate_writes_them_are_read(tmp_path):
     (tmp_path / "out.jsonl").write_text(json.dumps(row) + "\n")
     source = f"{tmp_path}/out.jsonl:1"
     assert read_records(f"{tmp_path}/out.jsonl").train == [TokenRow(source, (1,), (2, 3))]
+    (tmp_path / "out.jsonl.manifest.json").write_text('{"prompts": 1}')
+    assert read_records(str(tmp_path)).train == [TokenRow(source, (1,), (2, 3))]
 
 
 def test_the_built_in_corpus_keeps_its_own_split(monkeypatch):

@@ -52,6 +52,7 @@ def test_a_turn_that_rewrites_the_past_is_a_record_of_its_own():
 @pytest.mark.parametrize("reason", ["error", "skipped"])
 def test_a_row_that_says_why_it_has_no_text_holds_nothing(reason):
     assert parse_row({"index": 3, reason: "too long"}, "f") == []
+    assert parse_row({"text": "a", reason: None}, "f") == [Text("f", "a")]
 
 
 @pytest.mark.parametrize(

@@ -53,9 +53,21 @@ def test_data_without_a_token_to_learn_are_refused():
 
 
 def test_all_data_are_looked_at_before_they_are_called_useless():
-    records = [TokenRow("f", (1, 2), ())] * 199 + [TokenRow("f", (1,), (2,))]
+    records = [TokenRow("f", (1, 2), ())] * 199 + [TokenRow("f", (1,), (2, 3))]
     counts = look_at(RecordSamples(records, None, 10, 8), 8, count=4)
-    assert counts.counted == 1
+    assert (counts.counted, counts.pieces) == (2, 1)
+
+
+def test_data_that_count_no_token_but_the_last_of_a_row_are_refused():
+    with pytest.raises(UserError, match="each of the 3 samples counts no token but the last"):
+        look([TokenRow("f", (1, 2), (3,))] * 3)
+    assert look([TokenRow("f", tuple(range(9)), (9, 10))], max_cut=1).pieces == 1
+
+
+def test_a_greeting_without_a_question_is_no_lost_answer(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, CHAT_TEMPLATE)
+    records = [Conversation("f", (("assistant", "hello"),)), Conversation("f", ASK)]
+    assert look_at(RecordSamples(records, tokenizer, 300, 64), 64).without_answer == 1
 
 
 def test_too_many_long_conversations_are_refused_with_the_longest_named():
