@@ -64,6 +64,17 @@ def test_every_turn_comes_whole(models):
     assert "".join(piece.text for piece in pieces) == "".join(row["text"])
 
 
+def test_every_turn_draws_anew(models):
+    # Contexts cut to one length: each turn draws at the positions of the one before.
+    longest = models.base.config.max_position_embeddings
+    row = {"turns": ["a" * 2 * longest, "b" * 2 * longest]}
+    settings = {"context_overflow": "truncate_left", "temperature": 1e6, "max_new_tokens": 12}
+    (row,) = api.generate_rows(models, [row], **settings)
+    assert len(set(map(len, row["prompt_ids"]))) == 1
+    first, second = row["output_ids"]
+    assert sum(a == b for a, b in zip(first, second, strict=True)) < 4
+
+
 def test_a_draft_gives_the_same_text_in_fewer_forwards(models, folder):
     plain = list(api.generate(models, [5, 6, 7], max_new_tokens=24))
     drafting = api.load_draft(models, folder / "draft")

@@ -225,6 +225,8 @@ class Engine:
             key = jax.random.fold_in(jax.random.key(self._seed), request.index)
         else:
             key = jax.random.key(request.seed)
+        if request.turn:
+            key = jax.random.fold_in(key, request.turn)
         top_k = min(request.top_k, self.config.base.vocab_size)
         return RowSampling(
             key=self._placement.array(jax.random.key_data(key)[None]),

@@ -18,6 +18,8 @@ class Request:
     prefill gives included. eos_ids: tokens that end the text (emitted too).
     temperature, top_k (0: all), top_p (1: all): used unless verification is greedy.
     seed: of the row's key; None derives it from the engine's seed and `index`.
+    turn: number of the answer in its conversation; each has a key of its own, since a later turn
+        may draw at positions of an earlier one, whose context was cut or rewritten.
     """
 
     index: int
@@ -28,6 +30,7 @@ class Request:
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
+    turn: int = 0
 
 
 @dataclasses.dataclass

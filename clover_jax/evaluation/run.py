@@ -216,8 +216,9 @@ def _classify(
     cases = []
     for number in [*found, *equal[:_EQUAL_ROWS]]:
         divergence = found.get(number)
-        turn = list(turns_of(plain[number]))[divergence.turn if divergence else 0]
-        request = _request(prompts[number], turn.prompt_ids, plan)
+        index = divergence.turn if divergence else 0
+        turn = list(turns_of(plain[number]))[index]
+        request = _request(prompts[number], turn.prompt_ids, plan, index)
         cases.append(near_ties.Case(request, turn.output_ids, divergence))
     sizes = (1, max(plan.batch_sizes[0], _LEAST_BATCH))
     alone, batched = (vanilla.models.engine(size, plan.sampling, plan.seed) for size in sizes)
@@ -236,7 +237,8 @@ def _first_requests(
     ]
 
 
-def _request(prompt: Prompt, prompt_ids: Sequence[int], plan: Plan) -> Request:
+def _request(prompt: Prompt, prompt_ids: Sequence[int], plan: Plan, turn: int = 0) -> Request:
     own = plan.settings.for_row(prompt)
     names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    return Request(prompt.index, prompt_ids, **{name: getattr(own, name) for name in names})
+    values = {name: getattr(own, name) for name in names}
+    return Request(prompt.index, prompt_ids, turn=turn, **values)

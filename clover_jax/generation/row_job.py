@@ -81,6 +81,7 @@ class RowJob:
             top_k=self.settings.top_k,
             top_p=self.settings.top_p,
             seed=self.settings.seed,
+            turn=len(self.turns),
         )
 
     def take(self, progress: Progress) -> bool:
