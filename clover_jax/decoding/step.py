@@ -235,7 +235,8 @@ def accept(
     logits = verified.logits
     if sampling.force_accept is not None:
         return accept_forced(tree, logits, sampling.force_accept, depth)
-    if sampling.verify == "typical":
+    # It judges drafted tokens: without any, plain decoding draws as ever.
+    if sampling.verify == "typical" and config.head is not None:
         log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))
         thresholds = (sampling.typical_epsilon, sampling.typical_delta)
         return accept_typical(tree, log_probability, *thresholds, depth)

@@ -106,6 +106,14 @@ def test_a_greedy_row_in_a_sampling_batch_is_greedy():
     assert mixed[::2] == [row.output_ids for row in greedy[::2]]
 
 
+def test_plain_decoding_draws_whatever_the_rule_for_drafts():
+    drawn, typical = (
+        sampled_texts(TreeConfig.root_only(), SamplingConfig(rule, truncate=True), None, 3)
+        for rule in ("lossless", "typical")
+    )
+    assert typical == drawn
+
+
 def test_typical_acceptance_follows_medusas_rule():
     p = np.array([[0.6, 0.3, 0.1], [0.05, 0.05, 0.9], [0.2, 0.5, 0.3], [1 / 3] * 3], np.float32)
     tree = TokenTree(jnp.array([[0, 1, 0, 2]]), jnp.array([[-1, 0, 0, 1]]))
