@@ -33,8 +33,9 @@ def define_flags(flags):
     text(
         "tree",
         None,
-        "drafted tree of all drafts, or NAME=TREE,NAME=TREE: paper25, chain:P, dynamic:NODES, "
-        "clover4, file:PATH, auto (measured) [the one the draft was measured with, or paper25]",
+        "drafted tree of all drafts, or NAME=TREE,NAME=TREE: paper25, chain:P, "
+        "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, auto (measured) [the one the draft was "
+        "measured with, or paper25]",
     )
     text("prompts", None, "file of prompt rows, .jsonl or .jsonl.gz [those of the base's folder]")
     text("output", None, "folder for the report [the workdir]")

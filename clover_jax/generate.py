@@ -32,8 +32,9 @@ def define_flags(flags):
         "string",
         "tree",
         None,
-        "drafted tree: paper25, chain:P, dynamic:NODES, clover4, file:PATH, or auto: what pays, "
-        "by measurement [the one the draft was measured with, or paper25]",
+        "drafted tree: paper25, chain:P, dynamic:NODES:DEPTH:WIDTH (the NODES most probable of "
+        "DEPTH levels [6], each WIDTH [8] wide), clover4, file:PATH, or auto: what pays, by "
+        "measurement [the one the draft was measured with, or paper25]",
     )
     define(
         "string", "calibration", None, "prompt rows for --tree=auto [the base's own, or shipped]"

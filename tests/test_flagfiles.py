@@ -2,10 +2,11 @@ import importlib
 import json
 import math
 import re
+import shlex
 
 import pytest
 
-from clover_jax import cli, train
+from clover_jax import cli, prepare, train
 from clover_jax.command_flags import parse_flags
 from clover_jax.training import dry_run
 from tests.conftest import REPOSITORY
@@ -35,6 +36,26 @@ def test_every_flagfile_says_what_its_command_needs(flagfile):
     settings = [line for line in flagfile.read_text().splitlines() if line.startswith("--")]
     names = [line.partition("=")[0] for line in settings]
     assert len(names) == len(set(names)), "a flag is given twice"
+
+
+def command_lines(flagfile):
+    """Return the words of every command in a flagfile's comments, as pasted into a shell."""
+    comments = re.sub(r"^# ?", "", flagfile.read_text(), flags=re.MULTILINE)
+    lines = comments.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.lstrip().startswith("python -m ")]
+
+
+RECIPES = [path for path in FLAGFILES if "clover_jax.prepare" in path.read_text()]
+
+
+@pytest.mark.parametrize("flagfile", RECIPES, ids=lambda path: path.name)
+def test_the_prepare_command_of_a_recipe_writes_what_it_trains_on(flagfile):
+    (words,) = [words for words in command_lines(flagfile) if words[2] == "clover_jax.prepare"]
+    made = parse_flags(prepare.define_flags, words[3:])
+    flags = parse_flags(train.define_flags, [f"--flagfile={flagfile}"])
+    for name in ("base", "seq_len", "chat_template"):
+        assert made[name].value == flags[name].value
+    assert made.output == flags.data
 
 
 @pytest.fixture(scope="module")

@@ -1,6 +1,7 @@
 """The scripts in launch/, as far as they run without a cluster."""
 
 import os
+import shlex
 import stat
 import subprocess
 import sys
@@ -8,6 +9,8 @@ import sys
 import pytest
 import yaml
 
+from clover_jax import train
+from clover_jax.command_flags import parse_flags
 from tests.conftest import REPOSITORY
 
 FLAGS = ("--flagfile=experiments/clover2.flags", "--data=a file.jsonl", '--workdir=runs/"x"')
@@ -33,6 +36,25 @@ def dry_run(script, *arguments, **variables):
 def executable(path, text):
     path.write_text(f"#!/usr/bin/env bash\n{text}\n")
     path.chmod(path.stat().st_mode | stat.S_IXUSR)
+
+
+@pytest.mark.parametrize("script", ["slurm", "gke_jobset", "tpu_vm"])
+def test_the_example_of_a_script_names_base_data_and_workdir(script):
+    """Run as it is printed; the recipe's own base is gated, and its data lie nowhere yet."""
+    comments = (REPOSITORY / "launch" / script).read_text().replace("\\\n#", "").splitlines()
+    (example,) = [line[1:] for line in comments if line[:1] == "#" and " --flagfile=" in line]
+    printed = subprocess.run(
+        ["bash", "-c", f"export DRY_RUN=1; {example}"],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    assert "--base=/" in printed
+    assert "--data=/" in printed
+    assert "/runs/l8b" in printed
+    flags = [word for word in shlex.split(example) if word.startswith("--")]
+    parse_flags(train.define_flags, flags)
 
 
 @pytest.mark.parametrize("script", ["slurm", "gke_jobset", "tpu_vm"])
@@ -72,6 +94,13 @@ def container(**variables):
     )
     job = manifest["spec"]["replicatedJobs"][0]["template"]["spec"]
     return job, job["template"]["spec"]["containers"][0]
+
+
+def test_a_pod_may_have_a_hub_token_from_a_secret():
+    _, pod = container(HF_SECRET="my-token")
+    variables = {one.pop("name"): one for one in pod["env"]}
+    secret = {"name": "my-token", "key": "token", "optional": True}
+    assert variables["HF_TOKEN"] == {"valueFrom": {"secretKeyRef": secret}}
 
 
 def test_the_jobset_has_a_pod_for_every_host():
