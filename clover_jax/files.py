@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -116,23 +116,22 @@ def lock(file: IO) -> bool:
     return True
 
 
-def check_replaceable(path: Path, overwrite: bool, marks: Sequence[str]) -> None:
+def check_replaceable(
+    path: Path, overwrite: bool, what: str, is_one: Callable[[Path], bool]
+) -> None:
     """Raise UserError where an output folder is there already and must not be deleted.
 
-    marks: files by one of which a folder is known that this command writes; with `overwrite`, such
-        a folder or an empty one may go.
+    what, is_one: what this command writes, and whether a folder is one; with `overwrite`, such a
+        folder or an empty one may go.
     """
     if not os.path.lexists(path):
         return
     if not overwrite:
         raise UserError(f"{path} is there already; give another --output, or --overwrite")
-    is_ours = path.is_dir() and (
-        any((path / mark).is_file() for mark in marks) or not any(path.iterdir())
-    )
-    if not is_ours:
+    if not path.is_dir() or (any(path.iterdir()) and not is_one(path)):
         raise UserError(
-            f"{path} has no {' or '.join(marks)}, so it is none of this command's folders and stays"
-            "; give another --output"
+            f"{path} is no {what}, so it is none of this command's folders and stays; give another "
+            "--output"
         )
 
 

@@ -27,6 +27,7 @@ from clover_jax.files import atomic_file, check_replaceable, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.jsonl import append_row, keep_rows
 from clover_jax.progress import Progress, progress_bar
+from clover_jax.training.pretrain_card import is_made_here
 from clover_jax.training.pretrain_export import FinishedRun, export_run
 from clover_jax.training.pretraining import (
     PretrainConfig,
@@ -92,8 +93,9 @@ def run_pretraining(
     base = _base_config(flags)
     check_vocab_size(flags.vocab_size)
     output = Path(flags.output).expanduser() if flags.output else workdir / "base"
-    if flags.output:
-        check_replaceable(output, flags.overwrite, ("config.json",))
+    # Without --output, a base of this workdir is made anew.
+    replaces = flags.overwrite or not flags.output
+    check_replaceable(output, replaces, "base made by pretrain", is_made_here)
     claim_workdir(workdir, settings)
     tokenizer = _tokenizer(workdir / "tokenizer.json", train, flags.vocab_size)
     base = dataclasses.replace(
