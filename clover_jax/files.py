@@ -43,6 +43,8 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     temporary name is fixed, so that what a killed run left behind is cleared by the next.
     """
     path = Path(path)
+    if not os.path.lexists(path) and os.path.lexists(_replaced(path)):
+        os.rename(_replaced(path), path)  # killed between two renames
     unfinished = _unfinished(path)
     _remove(unfinished)
     unfinished.mkdir(parents=True)
@@ -157,16 +159,24 @@ def _unfinished(path: Path, infix: str = "") -> Path:
     return path.with_name(f".{path.name}.{infix}unfinished")
 
 
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
 def _put_in_place(new: Path, path: Path) -> None:
+    replaced = _replaced(path)
     if not os.path.lexists(path):
         os.rename(new, path)
     elif not _exchange(new, path):
         # No atomic exchange on this system: for an instant nothing is at `path`.
-        replaced = path.with_name(f".{path.name}.replaced")
         _remove(replaced)
         os.rename(path, replaced)
-        os.rename(new, path)
-        _remove(replaced)
+        try:
+            os.rename(new, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
+    _remove(replaced)
 
 
 def _exchange(a: Path, b: Path) -> bool:
