@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 
 import pytest
 
@@ -115,6 +116,32 @@ def test_a_disk_that_cannot_rename_folders_is_named_at_once(tmp_path, monkeypatc
     with pytest.raises(UserError, match="cannot rename folders .* hierarchical namespace"):
         files.check_renames(tmp_path)
     assert names(tmp_path) == []
+
+
+def refuse_sync(number, of_folders):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == of_folders:
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_disk_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(os, "fsync", refuse_sync(number, of_folders=True))
+    write_folder(tmp_path / "draft", new="2")
+    files.write_text(tmp_path / "a", "text")
+    assert names(tmp_path) == ["a", "draft"]
+
+
+@pytest.mark.parametrize("number, of_folders", [(errno.EINVAL, False), (errno.EIO, True)])
+def test_other_failures_of_a_sync_are_raised(tmp_path, monkeypatch, number, of_folders):
+    monkeypatch.setattr(os, "fsync", refuse_sync(number, of_folders))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_folder(tmp_path / "draft", new="2")
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
