@@ -24,7 +24,7 @@ from clover_jax.models.base import BaseModel
 from clover_jax.progress import Progress, progress_bar
 from clover_jax.sharding import param_shardings, place_rows, rows_of_process, with_shardings
 from clover_jax.training.evaluation import DecodingEvaluator, Interrupted
-from clover_jax.training.metrics import MetricsLog
+from clover_jax.training.metrics import METRICS, MetricsLog
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import BEST, DRAFT, DraftWriter
 from clover_jax.training.settings import TrainSettings, check_resumable, recorded_settings
@@ -54,8 +54,18 @@ def run_training(
             return finished
         parts = load_parts(settings, mesh)
         if is_primary():
-            check_resumable(workdir, settings, parts.identity)
+            check_resumable(workdir, settings, parts.identity, _has_learnt(workdir))
         return finished or _train(settings, parts, workdir, agreed(stop))
+
+
+def _has_learnt(workdir: Path) -> bool:
+    """Return whether a run has left rows, a draft or a checkpoint in a workdir."""
+    metrics = workdir / METRICS
+    return (
+        (metrics.exists() and metrics.stat().st_size > 0)
+        or (workdir / DRAFT).exists()
+        or any((workdir / CHECKPOINTS).glob("[0-9]*"))
+    )
 
 
 def _train(

@@ -23,7 +23,7 @@ from clover_jax.interchange import conversion
 from clover_jax.models.loading import load_base
 from clover_jax.training import outputs, run, trainer
 from clover_jax.training.run import run_training
-from clover_jax.training.settings import TrainSettings
+from clover_jax.training.settings import TrainSettings, recorded_settings
 from clover_jax.training.step import make_train_step
 from tests.conftest import REPOSITORY, WARNINGS
 
@@ -250,6 +250,18 @@ def test_a_change_that_makes_a_resume_wrong_is_refused(whole_run, data, change):
     (name,) = change
     with pytest.raises(UserError, match=f"--{name}="):
         run_training(settings(data, eval_every=3, **change), whole_run[0], threading.Event())
+
+
+def test_flags_may_be_corrected_until_something_was_learnt(data, tmp_path):
+    run_training(settings(data), tmp_path, StopAfter(0))  # before the first step
+    corrected = settings(data, learning_rate=0.5)
+    run_training(corrected, tmp_path, StopAfter(0))
+    assert recorded_settings(tmp_path) == corrected
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(UserError, match="holds a run with --learning_rate=0.5, not 0.001"):
+        run_training(settings(data), tmp_path, StopAfter(0))
+    run_training(corrected, tmp_path, StopAfter(0))
+    assert rows(tmp_path / "metrics.jsonl") == []  # it starts anew
 
 
 def test_other_data_is_refused(whole_run, data, tmp_path):
