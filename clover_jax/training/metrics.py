@@ -53,6 +53,10 @@ class MetricsLog:
         """Return the rows of eval.jsonl."""
         return list(self._evaluated)
 
+    def evaluated_at(self, step: int) -> dict[str, Any] | None:
+        """Return the row of eval.jsonl of a step, if it was measured."""
+        return next((row for row in self._evaluated if row["step"] == step), None)
+
     def close(self) -> None:
         """Close the TensorBoard file."""
         if self._board is not None:

@@ -108,7 +108,9 @@ def _train(
             log=log,
             progress=progress,
             evaluate=Measurement(parts.evaluator, log, writer, progress, stop),
-            export=lambda step, state: writer.write(DRAFT, state.params, step),
+            export=lambda step, state: writer.write(
+                DRAFT, state.params, step, log.evaluated_at(step)
+            ),
             rate=make_schedule(parts.optimizer),
             stop=stop,
             steps=settings.steps,

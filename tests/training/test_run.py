@@ -173,6 +173,25 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole_run, data, tmp_path, stop_after
         assert without_times(tmp_path / "w" / name) == without_times(whole / name)
 
 
+@pytest.mark.parametrize("checkpoint_every", [0, 3])
+def test_a_stop_after_a_measurement_keeps_the_measured_draft(
+    data, tmp_path, monkeypatch, checkpoint_every
+):
+    class StopOnceMeasured(threading.Event):
+        def is_set(self):
+            path = tmp_path / "eval.jsonl"
+            return path.exists() and path.stat().st_size > 0
+
+    saved, save = [], trainer.Trainer.save
+    monkeypatch.setattr(trainer.Trainer, "save", lambda *a: (saved.append(a[1]), save(*a)))
+    chosen = settings(data, eval_every=3, checkpoint_every=checkpoint_every)
+    report = run_training(chosen, tmp_path, StopOnceMeasured())
+    assert (report["steps"], report["finished"], saved) == (3, False, [3])
+    (measured,) = rows(tmp_path / "eval.jsonl")
+    made = json.loads((tmp_path / "draft" / "draft.json").read_text())["provenance"]
+    assert (made["steps"], made["tau"], made["measured"]) == (3, report["tau"], measured)
+
+
 def without_times(path):
     timed = ("tokens_per_second", "data_wait")
     return [{k: v for k, v in row.items() if k not in timed} for row in rows(path)]
