@@ -116,6 +116,8 @@ def test_a_run_writes_metrics_eval_and_both_drafts(whole_run):
     evaluated = rows(workdir / "eval.jsonl")
     assert [row["step"] for row in evaluated] == [3, 6]
     assert all(row["equal"] == row["prompts"] == 2 for row in evaluated)
+    assert evaluated[0]["measured_with"] == evaluated[1]["measured_with"]
+    assert evaluated[0]["measured_with"]["tree"] == "chain:3"
     assert report["finished"]
     assert report["tau"] == max(row["tau"] for row in evaluated)
     card = json.loads((workdir / "draft" / "draft.json").read_text())
