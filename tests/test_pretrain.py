@@ -132,7 +132,7 @@ def test_bad_shapes_are_named_before_anything_is_trained(sources, tmp_path, caps
 
 def test_a_mistake_leaves_the_workdir_free_for_the_right_command(sources, tmp_path, capsys):
     flags = flags_for(sources, tmp_path / "run")
-    for mistake in ("--hidden_size=17", "--vocab_size=9"):
+    for mistake in ("--hidden_size=17", "--vocab_size=9", "--learning_rate=0"):
         status, _, error = run_pretrain(capsys, *flags, mistake)
         assert status == 2, error
     assert not (tmp_path / "run").exists()
