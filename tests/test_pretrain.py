@@ -14,6 +14,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.data.corpus import is_heldout
 from clover_jax.data.token_windows import TokenStream
 from clover_jax.errors import UserError
+from clover_jax.files import only_process_in
 from clover_jax.models.loading import load_base
 from clover_jax.models.sources import find_directory
 from clover_jax.pretrain import define_flags, main
@@ -116,10 +117,17 @@ def test_makes_a_folder_that_others_read(sources, tmp_path, capsys):
 
 
 def test_other_settings_for_the_same_workdir_are_refused(tmp_path):
-    claim_workdir(tmp_path / "run", {"steps": 2})
-    claim_workdir(tmp_path / "run", {"steps": 2})
+    claim_workdir(tmp_path, {"steps": 2})
+    claim_workdir(tmp_path, {"steps": 2})
     with pytest.raises(UserError, match="--steps=2, not 3"):
-        claim_workdir(tmp_path / "run", {"steps": 3})
+        claim_workdir(tmp_path, {"steps": 3})
+
+
+def test_a_second_run_in_the_same_workdir_is_refused(sources, tmp_path, capsys):
+    with only_process_in(tmp_path, "is training", "--workdir"):
+        status, _, error = run_pretrain(capsys, *flags_for(sources, tmp_path))
+    assert (status, "another run is training in" in error) == (2, True)
+    assert not (tmp_path / "settings.json").exists()
 
 
 def test_bad_shapes_are_named_before_anything_is_trained(sources, tmp_path, capsys):
