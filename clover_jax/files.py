@@ -7,7 +7,7 @@ import fcntl
 import json
 import os
 import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -43,6 +43,8 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     temporary name is fixed, so that what a killed run left behind is cleared by the next.
     """
     path = Path(path)
+    if not os.path.lexists(path) and os.path.lexists(_replaced(path)):
+        os.rename(_replaced(path), path)  # killed between two renames
     unfinished = _unfinished(path)
     _remove(unfinished)
     unfinished.mkdir(parents=True)
@@ -116,23 +118,22 @@ def lock(file: IO) -> bool:
     return True
 
 
-def check_replaceable(path: Path, overwrite: bool, marks: Sequence[str]) -> None:
+def check_replaceable(
+    path: Path, overwrite: bool, what: str, is_one: Callable[[Path], bool]
+) -> None:
     """Raise UserError where an output folder is there already and must not be deleted.
 
-    marks: files by one of which a folder is known that this command writes; with `overwrite`, such
-        a folder or an empty one may go.
+    what, is_one: what this command writes, and whether a folder is one; with `overwrite`, such a
+        folder or an empty one may go.
     """
     if not os.path.lexists(path):
         return
     if not overwrite:
         raise UserError(f"{path} is there already; give another --output, or --overwrite")
-    is_ours = path.is_dir() and (
-        any((path / mark).is_file() for mark in marks) or not any(path.iterdir())
-    )
-    if not is_ours:
+    if not path.is_dir() or (any(path.iterdir()) and not is_one(path)):
         raise UserError(
-            f"{path} has no {' or '.join(marks)}, so it is none of this command's folders and stays"
-            "; give another --output"
+            f"{path} is no {what}, so it is none of this command's folders and stays; give another "
+            "--output"
         )
 
 
@@ -158,16 +159,24 @@ def _unfinished(path: Path, infix: str = "") -> Path:
     return path.with_name(f".{path.name}.{infix}unfinished")
 
 
+def _replaced(path: Path) -> Path:
+    return path.with_name(f".{path.name}.replaced")
+
+
 def _put_in_place(new: Path, path: Path) -> None:
+    replaced = _replaced(path)
     if not os.path.lexists(path):
         os.rename(new, path)
     elif not _exchange(new, path):
         # No atomic exchange on this system: for an instant nothing is at `path`.
-        replaced = path.with_name(f".{path.name}.replaced")
         _remove(replaced)
         os.rename(path, replaced)
-        os.rename(new, path)
-        _remove(replaced)
+        try:
+            os.rename(new, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
+    _remove(replaced)
 
 
 def _exchange(a: Path, b: Path) -> bool:
@@ -189,5 +198,9 @@ def _sync(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
+    except OSError as error:
+        # Some file systems (FUSE, network drives) sync files but know no sync of a folder.
+        if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
     finally:
         os.close(descriptor)

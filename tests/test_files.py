@@ -2,6 +2,7 @@
 
 import errno
 import os
+import stat
 
 import pytest
 
@@ -47,6 +48,35 @@ def test_a_folder_replaces_the_one_before(tmp_path, exchange, monkeypatch):
     assert names(tmp_path / "draft" / "deep") == ["new"]
 
 
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
+    write_folder(tmp_path / "draft", old="1")
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    rename = os.rename
+
+    def refuse_the_new(source, target):
+        if source.name == ".draft.unfinished":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_the_new)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["old"]
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path):
+    write_folder(tmp_path / ".draft.replaced", old="1")
+    with pytest.raises(RuntimeError), files.atomic_directory(tmp_path / "draft"):
+        raise RuntimeError
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["old"]
+    write_folder(tmp_path / ".draft.replaced", older="0")  # killed after them
+    write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["new"]
+
+
 def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path):
     write_folder(tmp_path / "draft", old="1")
     with (
@@ -86,6 +116,32 @@ def test_a_disk_that_cannot_rename_folders_is_named_at_once(tmp_path, monkeypatc
     with pytest.raises(UserError, match="cannot rename folders .* hierarchical namespace"):
         files.check_renames(tmp_path)
     assert names(tmp_path) == []
+
+
+def refuse_sync(number, of_folders):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == of_folders:
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_disk_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(os, "fsync", refuse_sync(number, of_folders=True))
+    write_folder(tmp_path / "draft", new="2")
+    files.write_text(tmp_path / "a", "text")
+    assert names(tmp_path) == ["a", "draft"]
+
+
+@pytest.mark.parametrize("number, of_folders", [(errno.EINVAL, False), (errno.EIO, True)])
+def test_other_failures_of_a_sync_are_raised(tmp_path, monkeypatch, number, of_folders):
+    monkeypatch.setattr(os, "fsync", refuse_sync(number, of_folders))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_folder(tmp_path / "draft", new="2")
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])

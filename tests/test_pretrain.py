@@ -14,10 +14,13 @@ from clover_jax.config import BaseConfig
 from clover_jax.data.corpus import is_heldout
 from clover_jax.data.token_windows import TokenStream
 from clover_jax.errors import UserError
+from clover_jax.files import only_process_in
 from clover_jax.models.loading import load_base
+from clover_jax.models.sources import find_directory
 from clover_jax.pretrain import define_flags, main
 from clover_jax.training import bits_per_byte, muon
 from clover_jax.training.base_folder import llama_config_values, round_to_bfloat16, save_base
+from clover_jax.training.pretrain_card import is_made_here
 from clover_jax.training.pretrain_run import StepLog, Stopped, claim_workdir
 from clover_jax.training.pretraining import (
     PretrainConfig,
@@ -114,10 +117,17 @@ def test_makes_a_folder_that_others_read(sources, tmp_path, capsys):
 
 
 def test_other_settings_for_the_same_workdir_are_refused(tmp_path):
-    claim_workdir(tmp_path / "run", {"steps": 2})
-    claim_workdir(tmp_path / "run", {"steps": 2})
+    claim_workdir(tmp_path, {"steps": 2})
+    claim_workdir(tmp_path, {"steps": 2})
     with pytest.raises(UserError, match="--steps=2, not 3"):
-        claim_workdir(tmp_path / "run", {"steps": 3})
+        claim_workdir(tmp_path, {"steps": 3})
+
+
+def test_a_second_run_in_the_same_workdir_is_refused(sources, tmp_path, capsys):
+    with only_process_in(tmp_path, "is training", "--workdir"):
+        status, _, error = run_pretrain(capsys, *flags_for(sources, tmp_path))
+    assert (status, "another run is training in" in error) == (2, True)
+    assert not (tmp_path / "settings.json").exists()
 
 
 def test_bad_shapes_are_named_before_anything_is_trained(sources, tmp_path, capsys):
@@ -130,7 +140,7 @@ def test_bad_shapes_are_named_before_anything_is_trained(sources, tmp_path, caps
 
 def test_a_mistake_leaves_the_workdir_free_for_the_right_command(sources, tmp_path, capsys):
     flags = flags_for(sources, tmp_path / "run")
-    for mistake in ("--hidden_size=17", "--vocab_size=9"):
+    for mistake in ("--hidden_size=17", "--vocab_size=9", "--learning_rate=0"):
         status, _, error = run_pretrain(capsys, *flags, mistake)
         assert status == 2, error
     assert not (tmp_path / "run").exists()
@@ -144,6 +154,22 @@ def test_a_folder_of_the_users_is_not_replaced(sources, tmp_path, capsys):
     assert status == 2
     assert "out is there already; give another --output, or --overwrite" in error
     assert (tmp_path / "out" / "thesis.txt").exists()
+
+
+@pytest.mark.parametrize("workdir, given", [("run", "--output={}/base"), ("", "")])
+def test_a_base_of_somebody_else_is_not_replaced(sources, tmp_path, capsys, workdir, given):
+    (tmp_path / "base").mkdir()
+    save_base(tmp_path / "base", TINY, round_to_bfloat16(init_params(TINY, 0)))
+    flags = [*flags_for(sources, tmp_path / workdir), "--overwrite"]
+    flags += [given.format(tmp_path)] if given else []
+    status, _, error = run_pretrain(capsys, *flags)
+    assert status == 2
+    assert "base is no base made by pretrain, so it is none of this command's folders" in error
+    assert load_base(str(tmp_path / "base")).config.vocab_size == 100
+
+
+def test_builtin_tiny_is_known_as_made_here():
+    assert is_made_here(find_directory("builtin:tiny"))
 
 
 def test_steps_that_are_done_again_have_one_row(sources, tmp_path, capsys):

@@ -128,6 +128,24 @@ def test_the_launcher_ends_all_when_one_fails():
     assert "process 1 ended with status 7; ending the other 2." in finished.stderr
 
 
+def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
+    source = (
+        "from clover_jax.distributed import joined_processes\n"
+        "from clover_jax.errors import UserError\n"
+        "with joined_processes():\n"
+        "    raise UserError('the hub cannot be reached (Connection reset by peer)')\n"
+    )
+    finished = subprocess.run(
+        [LAUNCH, "1", sys.executable, *WARNINGS, "-c", source],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+    )
+    assert finished.returncode == 1, finished.stderr  # by its traceback: no command reports it here
+    assert "UserError: the hub cannot be reached (Connection reset by peer)" in finished.stderr
+    assert "another process of this run has ended" not in finished.stderr
+
+
 @pytest.mark.parametrize(
     "variables, message",
     [

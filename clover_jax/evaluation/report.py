@@ -19,7 +19,7 @@ from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
 from clover_jax.files import write_json, write_text
 from clover_jax.jsonl import plain_values, read_rows
-from clover_jax.training.metrics import EVAL
+from clover_jax.training.metrics import EVAL, comparable
 from clover_jax.training.settings import recorded_settings
 
 FORMAT = 1
@@ -173,6 +173,7 @@ def _is_lossless_word_for_word(plan: Plan) -> bool:
 def _training(source: str | None) -> list[dict[str, Any]]:
     """Return step, tokens and tau of the measurements in training of a draft in a workdir.
 
+    Of a run that was taken up with other prompts or another tree, the newest comparable ones.
     Tokens are those of all batches so far; left out where the run's settings are not there.
     """
     folder = Path(source).expanduser()
@@ -180,7 +181,8 @@ def _training(source: str | None) -> list[dict[str, Any]]:
         if not (workdir / EVAL).is_file():
             continue
         settings = recorded_settings(workdir)
-        rows = [{"step": row["step"], "tau": row["tau"]} for row in read_rows(workdir / EVAL)]
+        measured = comparable(list(read_rows(workdir / EVAL)))
+        rows = [{"step": row["step"], "tau": row["tau"]} for row in measured]
         if settings is None:
             return rows
         size = settings.batch_size * settings.seq_len

@@ -13,8 +13,9 @@ from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.files import check_replaceable, put_in_place, scratch_directory
 from clover_jax.generation.models import load_plain
-from clover_jax.interchange.layouts import NATIVE, layout_for
+from clover_jax.interchange.layouts import LAYOUTS, NATIVE, layout_for
 from clover_jax.interchange.publish import check_repository, read_token, upload, write_card
+from clover_jax.interchange.recognise import recognise
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.interchange.verification import Verification, held_out_prompts, verify
 from clover_jax.interchange.write_head import num_units, write_foreign, write_native
@@ -57,7 +58,7 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
             read_token(options.push)
     base = open_base(options.base)
     output = Path(options.output).expanduser()
-    _check_output(output, options)
+    _check_output(output, options, base)
     head = open_head(
         options.input,
         base,
@@ -131,9 +132,23 @@ def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source:
             write_foreign(output, head, layout, base, progress)
 
 
-def _check_output(output: Path, options: ConvertOptions) -> None:
-    check_replaceable(output, options.overwrite, (CARD, "config.json"))
+def _check_output(output: Path, options: ConvertOptions, base: BaseModel) -> None:
     source = Path(options.input).expanduser()
     head = native_directory(source) or source  # of a workdir, the head in it
-    if any(path.resolve().is_relative_to(output.resolve()) for path in (source, head)):
-        raise UserError(f"--output={options.output} is or holds the input; give another folder")
+    read = {"input": (source, head), "base": (base.directory,)}
+    for name, folders in read.items():
+        if any(folder.resolve().is_relative_to(output.resolve()) for folder in folders):
+            raise UserError(
+                f"--output={options.output} is or holds the {name}; give another folder"
+            )
+    check_replaceable(output, options.overwrite, "draft head", _is_head)
+
+
+def _is_head(folder: Path) -> bool:
+    """Return whether a folder is a head in a layout that is written here; a base is none."""
+    if (folder / CARD).is_file():
+        return True
+    try:
+        return recognise(folder) in LAYOUTS
+    except UserError:
+        return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ from clover_jax.decoding.requests import Generation, Request
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
+from clover_jax.jsonl import to_json
 from clover_jax.models.base import BaseModel
 
 if TYPE_CHECKING:
@@ -45,6 +47,8 @@ class DecodingReport:
     hit_rate: joint by position: share of forwards whose positions 0..i were all accepted.
     equal, prompts: outputs equal to plain decoding token for token, of how many.
     tokens, forwards: the sums behind tau.
+    measured_with: the tree, the prompts' hash and the tokens decoded for each; a tau compares with
+        others of the same only.
     """
 
     tau: float
@@ -53,6 +57,7 @@ class DecodingReport:
     prompts: int
     tokens: int
     forwards: int
+    measured_with: dict[str, Any]
 
     def to_row(self, step: int) -> dict[str, Any]:
         """Return the row of eval.jsonl."""
@@ -82,6 +87,11 @@ class DecodingEvaluator:
         self._engine = Engine(base.config, head, tree, **options)
         self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)
         self._depth = tree.depth
+        self._measured_with = {
+            "tree": tree.name,
+            "prompts_hash": hashlib.sha256(to_json(prompts).encode()).hexdigest(),
+            "max_new_tokens": max_new_tokens,
+        }
         self._plain_outputs: list[list[int]] | None = None
 
     def measure(self, params: Params, stop: threading.Event) -> DecodingReport:
@@ -108,6 +118,7 @@ class DecodingEvaluator:
             prompts=len(rows),
             tokens=tokens,
             forwards=len(accepted),
+            measured_with=self._measured_with,
         )
 
     def _decode(

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -53,10 +55,26 @@ class MetricsLog:
         """Return the rows of eval.jsonl."""
         return list(self._evaluated)
 
+    def evaluated_at(self, step: int) -> dict[str, Any] | None:
+        """Return the row of eval.jsonl of a step, if it was measured."""
+        return next((row for row in self._evaluated if row["step"] == step), None)
+
     def close(self) -> None:
         """Close the TensorBoard file."""
         if self._board is not None:
             self._board.close()
+
+
+def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the rows of eval.jsonl since what they are measured with last changed.
+
+    Rows of versions that did not record it are comparable with each other.
+    """
+    if not rows:
+        return []
+    wanted = rows[-1].get("measured_with")
+    newest = itertools.takewhile(lambda row: row.get("measured_with") == wanted, reversed(rows))
+    return list(newest)[::-1]
 
 
 class TensorBoard:

@@ -5,16 +5,20 @@ from __future__ import annotations
 import platform
 from collections.abc import Mapping
 from importlib.metadata import version
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 
 from clover_jax.config import BaseConfig
 
+CARD_FILE = "README.md"
+# Every card says so, those of earlier versions too: by this a base made here is known.
+_MADE_HERE = "made by `clover_jax.pretrain`"
 _CARD = """\
 # A small base model for Python
 
-A Llama-style decoder of {parameters:,} parameters, made by `clover_jax.pretrain`. It knows
+A Llama-style decoder of {parameters:,} parameters, {made_here}. It knows
 the style of its sources and little else: it is here so that speculative decoding can be tried,
 trained for and tested without a network. Weights are bfloat16 in safetensors.
 
@@ -82,6 +86,12 @@ class CorpusFigures(NamedTuple):
     heldout_bytes: int
 
 
+def is_made_here(folder: Path) -> bool:
+    """Return whether a folder is a base that `pretrain` made, by its card."""
+    card = folder / CARD_FILE
+    return card.is_file() and _MADE_HERE in card.read_text(encoding="utf-8", errors="replace")
+
+
 def card_text(
     base: BaseConfig,
     corpus: CorpusFigures,
@@ -96,6 +106,7 @@ def card_text(
     packages = ("jax", "flax", "optax", "tokenizers")
     return _CARD.format(
         **figures | corpus._asdict(),
+        made_here=_MADE_HERE,
         vocab_size=base.vocab_size,
         num_prompts=num_prompts,
         command=_command(settings),

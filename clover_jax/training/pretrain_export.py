@@ -18,7 +18,7 @@ from clover_jax.data.tokenizer_training import encode_texts, save_tokenizer
 from clover_jax.files import atomic_directory
 from clover_jax.training.base_folder import round_to_bfloat16, save_base
 from clover_jax.training.bits_per_byte import HeldoutScore, score_documents
-from clover_jax.training.pretrain_card import CorpusFigures, card_text
+from clover_jax.training.pretrain_card import CARD_FILE, CorpusFigures, card_text
 from clover_jax.training.pretraining import PretrainState
 
 
@@ -57,7 +57,7 @@ def export_run(run: FinishedRun, output: Path, num_prompts: int) -> dict[str, An
         rows = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in prompts)
         (folder / "prompts.jsonl").write_text(rows, encoding="utf-8")
         card = card_text(run.base, _corpus_figures(run), run.settings, figures, len(prompts))
-        (folder / "README.md").write_text(card, encoding="utf-8")
+        (folder / CARD_FILE).write_text(card, encoding="utf-8")
     return {"output": str(output), "finished": True} | figures
 
 

@@ -23,10 +23,11 @@ from clover_jax.data.tokenizer_training import (
     train_tokenizer,
 )
 from clover_jax.errors import UserError
-from clover_jax.files import atomic_file, check_replaceable, write_json
+from clover_jax.files import atomic_file, check_replaceable, only_process_in, write_json
 from clover_jax.json_files import read_json_object
 from clover_jax.jsonl import append_row, keep_rows
 from clover_jax.progress import Progress, progress_bar
+from clover_jax.training.pretrain_card import is_made_here
 from clover_jax.training.pretrain_export import FinishedRun, export_run
 from clover_jax.training.pretraining import (
     PretrainConfig,
@@ -84,7 +85,8 @@ def run_pretraining(
     """Train, or go on training, and write the base; return what the command reports.
 
     Raises:
-      UserError: `workdir` holds a run of other settings, or the settings make no model.
+      UserError: `workdir` holds a run of other settings or another process's, or the settings
+        make no model.
     """
     config = _train_config(flags)
     train = builtin_documents("train", root=flags.sources, packages=flags.packages)
@@ -92,36 +94,39 @@ def run_pretraining(
     base = _base_config(flags)
     check_vocab_size(flags.vocab_size)
     output = Path(flags.output).expanduser() if flags.output else workdir / "base"
-    if flags.output:
-        check_replaceable(output, flags.overwrite, ("config.json",))
-    claim_workdir(workdir, settings)
-    tokenizer = _tokenizer(workdir / "tokenizer.json", train, flags.vocab_size)
-    base = dataclasses.replace(
-        base,
-        vocab_size=tokenizer.get_vocab_size(),
-        bos_token_id=tokenizer.token_to_id(BOS),
-        eos_token_ids=(tokenizer.token_to_id(EOS),),
-    )
-    stream = TokenStream(
-        encode_texts(tokenizer, [d.text for d in train]),
-        bos=base.bos_token_id,
-        eos=base.eos_token_ids[0],
-        blocks=config.tokens_per_step // BLOCK,
-        seed=config.seed,
-    )
-    state = init_state(base, config)
-    if checkpoint_path(workdir).exists():
-        state = load_state(checkpoint_path(workdir), state)
-    keep_rows(workdir / METRICS, lambda row: row["step"] <= state.step)
-    with progress_bar(config.steps, "pretrain", initial=state.step) as bar:
-        log = StepLog(workdir, bar, flags.log_every, flags.checkpoint_every, stop)
-        try:
-            state = pretrain(base, config, stream, state, log)
-        except Stopped:
-            return {"workdir": str(workdir), "finished": False}
-    save_state(checkpoint_path(workdir), state)
-    run = FinishedRun(base, tokenizer, state, stream.num_tokens, train, heldout, settings)
-    return export_run(run, output, flags.prompts)
+    # Without --output, a base of this workdir is made anew.
+    replaces = flags.overwrite or not flags.output
+    check_replaceable(output, replaces, "base made by pretrain", is_made_here)
+    workdir.mkdir(parents=True, exist_ok=True)
+    with only_process_in(workdir, "is training", "--workdir"):
+        claim_workdir(workdir, settings)
+        tokenizer = _tokenizer(workdir / "tokenizer.json", train, flags.vocab_size)
+        base = dataclasses.replace(
+            base,
+            vocab_size=tokenizer.get_vocab_size(),
+            bos_token_id=tokenizer.token_to_id(BOS),
+            eos_token_ids=(tokenizer.token_to_id(EOS),),
+        )
+        stream = TokenStream(
+            encode_texts(tokenizer, [d.text for d in train]),
+            bos=base.bos_token_id,
+            eos=base.eos_token_ids[0],
+            blocks=config.tokens_per_step // BLOCK,
+            seed=config.seed,
+        )
+        state = init_state(base, config)
+        if checkpoint_path(workdir).exists():
+            state = load_state(checkpoint_path(workdir), state)
+        keep_rows(workdir / METRICS, lambda row: row["step"] <= state.step)
+        with progress_bar(config.steps, "pretrain", initial=state.step) as bar:
+            log = StepLog(workdir, bar, flags.log_every, flags.checkpoint_every, stop)
+            try:
+                state = pretrain(base, config, stream, state, log)
+            except Stopped:
+                return {"workdir": str(workdir), "finished": False}
+        save_state(checkpoint_path(workdir), state)
+        run = FinishedRun(base, tokenizer, state, stream.num_tokens, train, heldout, settings)
+        return export_run(run, output, flags.prompts)
 
 
 def checkpoint_path(workdir: Path) -> Path:
@@ -130,14 +135,13 @@ def checkpoint_path(workdir: Path) -> Path:
 
 
 def claim_workdir(workdir: Path, settings: dict[str, Any]) -> None:
-    """Make the folder and note the settings in it.
+    """Note the settings in the folder.
 
     Raises:
       UserError: it holds a run of other settings.
     """
     path = workdir / "settings.json"
     if not path.exists():
-        workdir.mkdir(parents=True, exist_ok=True)
         write_json(path, settings)
         return
     before = read_json_object(path)

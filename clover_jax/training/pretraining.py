@@ -56,6 +56,8 @@ class PretrainConfig(JsonConfig):
                 f"tokens_per_step ({self.tokens_per_step}) must be a multiple of {BLOCK} and of "
                 f"tokens_per_part ({self.tokens_per_part})"
             )
+        if not self.learning_rate > 0:  # Adam's rate is kept as a multiple of it
+            raise UserError(f"learning_rate ({self.learning_rate}) must be positive")
         if len(self.lengths) != len(self.length_starts) or self.length_starts[0] != 0:
             raise ValueError(
                 f"length_starts {self.length_starts} must give a start for each of the lengths "

@@ -19,9 +19,13 @@ def versions() -> dict[str, str]:
 
 
 def git_revision() -> str | None:
-    """Return the revision of the checkout this runs from, "+" when changed; None outside of one."""
+    """Return the revision of the checkout this runs from, "+" when changed; None outside of one.
+
+    An installed copy in the checkout of another project (in its .venv) is outside of one.
+    """
     folder = Path(clover_jax.__file__).parent
     try:
+        _git(folder, "ls-files", "--error-unmatch", "__init__.py")
         revision = _git(folder, "rev-parse", "HEAD")
         changed = _git(folder, "status", "--porcelain", "--untracked-files=no")
     except (OSError, subprocess.CalledProcessError):

@@ -24,7 +24,7 @@ from clover_jax.models.base import BaseModel
 from clover_jax.progress import Progress, progress_bar
 from clover_jax.sharding import param_shardings, place_rows, rows_of_process, with_shardings
 from clover_jax.training.evaluation import DecodingEvaluator, Interrupted
-from clover_jax.training.metrics import MetricsLog
+from clover_jax.training.metrics import METRICS, MetricsLog, comparable
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import BEST, DRAFT, DraftWriter
 from clover_jax.training.settings import TrainSettings, check_resumable, recorded_settings
@@ -54,8 +54,18 @@ def run_training(
             return finished
         parts = load_parts(settings, mesh)
         if is_primary():
-            check_resumable(workdir, settings, parts.identity)
+            check_resumable(workdir, settings, parts.identity, _has_learnt(workdir))
         return finished or _train(settings, parts, workdir, agreed(stop))
+
+
+def _has_learnt(workdir: Path) -> bool:
+    """Return whether a run has left rows, a draft or a checkpoint in a workdir."""
+    metrics = workdir / METRICS
+    return (
+        (metrics.exists() and metrics.stat().st_size > 0)
+        or (workdir / DRAFT).exists()
+        or any((workdir / CHECKPOINTS).glob("[0-9]*"))
+    )
 
 
 def _train(
@@ -98,7 +108,9 @@ def _train(
             log=log,
             progress=progress,
             evaluate=Measurement(parts.evaluator, log, writer, progress, stop),
-            export=lambda step, state: writer.write(DRAFT, state.params, step),
+            export=lambda step, state: writer.write(
+                DRAFT, state.params, step, log.evaluated_at(step)
+            ),
             rate=make_schedule(parts.optimizer),
             stop=stop,
             steps=settings.steps,
@@ -128,14 +140,15 @@ class Measurement:
 
     def __call__(self, step: int, state: TrainState) -> None:
         """Measure a step, unless that was done before or the run is asked to stop."""
-        rows = self._log.evaluated()
-        if self._evaluator is None or any(row["step"] == step for row in rows):
+        if self._evaluator is None or self._log.evaluated_at(step):
             return
         try:
             row = self._evaluator.measure(state.params, self._stop).to_row(step)
         except Interrupted:
             return  # the step is measured when the run goes on
-        if all(row["tau"] > before["tau"] for before in rows):
+        rows = self._log.evaluated()
+        # Other prompts or another tree give other taus: the first with them is the best so far.
+        if all(row["tau"] > before["tau"] for before in comparable([*rows, row])[:-1]):
             self._writer.write(BEST, state.params, step, row)
         self._writer.write(DRAFT, state.params, step, row)
         # Last, so that a row means that the drafts of its step are on disk.
@@ -184,7 +197,7 @@ def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) 
         "draft": str(workdir / DRAFT),
     }
     if rows:
-        best = max(rows, key=lambda row: row["tau"])
+        best = max(comparable(rows), key=lambda row: row["tau"])
         report |= {"best": str(workdir / BEST), "best_step": best["step"], "tau": best["tau"]}
         report |= {name: best[name] for name in ("hit_rate", "equal", "prompts")}
     if finished and is_primary():

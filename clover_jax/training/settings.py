@@ -93,17 +93,21 @@ def recorded_settings(workdir: Path) -> TrainSettings | None:
     return TrainSettings.from_dict(read_json_object(path)["settings"]) if path.exists() else None
 
 
-def check_resumable(workdir: Path, settings: TrainSettings, identity: dict[str, str]) -> None:
-    """Record the settings of a new run; refuse to go on with a run of other ones.
+def check_resumable(
+    workdir: Path, settings: TrainSettings, identity: dict[str, str], learnt: bool
+) -> None:
+    """Record the settings of a run; refuse to go on with what was learnt with other ones.
 
     identity: flag name -> hash of what it names ("base", "data"): a folder may have moved, and a
         file may have other contents under the old name.
+    learnt: whether the workdir holds anything that depends on them; a run that was refused before
+        its first step may be corrected.
     Raises UserError naming the flag.
     """
     path = workdir / SETTINGS
     now = {"settings": settings.to_dict(), "identity": identity}
-    if path.exists():
-        before = read_json_object(path)
+    before = read_json_object(path) if path.exists() else None
+    if before is not None and learnt:
         for name, value in identity.items():
             if before["identity"].get(name) != value:
                 raise UserError(
@@ -112,7 +116,7 @@ def check_resumable(workdir: Path, settings: TrainSettings, identity: dict[str, 
                     "with other contents); give the one it began with, or another --workdir"
                 )
         _refuse_changes(workdir, before["settings"], now["settings"], set(identity))
-    if not path.exists() or before != json.loads(json.dumps(now)):
+    if before != json.loads(json.dumps(now)):
         write_json(path, now)
 
 

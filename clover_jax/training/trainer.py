@@ -75,7 +75,7 @@ class Trainer:
                 watch.settle()
                 with clock.paused():
                     self.evaluate(done, state)
-            if self.stop.is_set():
+            if self.stop.is_set() and not self._due(self.checkpoint_every, done):
                 watch.settle()
                 self.save(done, state)
         return state, done

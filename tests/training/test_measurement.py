@@ -3,10 +3,12 @@ import io
 import threading
 import types
 
+from clover_jax.jsonl import append_row
 from clover_jax.progress import progress_bar
 from clover_jax.training.evaluation import DecodingReport
-from clover_jax.training.metrics import MetricsLog
-from clover_jax.training.run import Measurement
+from clover_jax.training.metrics import MetricsLog, comparable
+from clover_jax.training.run import Measurement, _report
+from clover_jax.training.settings import TrainSettings
 
 
 class Recorder:
@@ -19,22 +21,52 @@ class Recorder:
         self.written.append((name, step))
 
 
-def measured(tau):
+def measured(tau, tree="chain:1"):
     return DecodingReport(
-        tau=tau, hit_rate=[0.5], equal=1, prompts=1, tokens=int(10 * tau), forwards=10
+        tau=tau,
+        hit_rate=[0.5],
+        equal=1,
+        prompts=1,
+        tokens=int(10 * tau),
+        forwards=10,
+        measured_with={"tree": tree},
     )
 
 
-def test_the_best_draft_is_the_one_with_the_highest_tau_however_low_a_loss(tmp_path):
-    taus, writer = {1: 1.5, 2: 2.5, 3: 2.0}, Recorder()
+def measure(workdir, writer, reports, done=0):
+    """Measure the steps of a run that goes on after `done`; return the rows of eval.jsonl."""
     with (
-        contextlib.closing(MetricsLog(tmp_path, 0)) as log,
+        contextlib.closing(MetricsLog(workdir, done)) as log,
         progress_bar(3, "train", file=io.StringIO()) as progress,
     ):
-        for step, tau in taus.items():
+        for step, report in reports.items():
             # The loss falls all the way; nothing asks for it.
             log.write("train", {"step": step, "loss": 1.0 / step})
-            evaluator = types.SimpleNamespace(measure=lambda params, stop, tau=tau: measured(tau))
+            evaluator = types.SimpleNamespace(measure=lambda params, stop, report=report: report)
             state = types.SimpleNamespace(params={})
             Measurement(evaluator, log, writer, progress, threading.Event())(step, state)
+        return log.evaluated()
+
+
+def test_the_best_draft_is_the_one_with_the_highest_tau_however_low_a_loss(tmp_path):
+    writer = Recorder()
+    measure(tmp_path, writer, {1: measured(1.5), 2: measured(2.5), 3: measured(2.0)})
     assert writer.written == [("best", 1), ("draft", 1), ("best", 2), ("draft", 2), ("draft", 3)]
+
+
+def test_a_tau_is_compared_with_those_of_the_same_prompts_and_tree_only(tmp_path):
+    """A run is taken up with a tree that gives lower taus, and then with the first one again."""
+    for step in (1, 2):  # rows of a version that did not say what it measured with
+        append_row(tmp_path / "eval.jsonl", {"step": step, "tau": 9.0})
+    writer = Recorder()
+    rows = measure(tmp_path, writer, {3: measured(2.5)}, done=2)
+    assert [row["step"] for row in comparable(rows[:2])] == [1, 2]
+    rows = measure(tmp_path, writer, {4: measured(1.0, "none"), 5: measured(1.1, "none")}, done=3)
+    assert [row["step"] for row in comparable(rows)] == [4, 5]
+    log = types.SimpleNamespace(evaluated=lambda: rows)
+    report = _report(tmp_path, TrainSettings(steps=6), 5, log)
+    assert (report["best_step"], report["tau"]) == (5, 1.1)
+    rows = measure(tmp_path, writer, {6: measured(1.5)}, done=5)
+    assert [row["step"] for row in comparable(rows)] == [6]
+    best = [step for name, step in writer.written if name == "best"]
+    assert best == [3, 4, 5, 6]

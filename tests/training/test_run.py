@@ -23,7 +23,7 @@ from clover_jax.interchange import conversion
 from clover_jax.models.loading import load_base
 from clover_jax.training import outputs, run, trainer
 from clover_jax.training.run import run_training
-from clover_jax.training.settings import TrainSettings
+from clover_jax.training.settings import TrainSettings, recorded_settings
 from clover_jax.training.step import make_train_step
 from tests.conftest import REPOSITORY, WARNINGS
 
@@ -116,6 +116,8 @@ def test_a_run_writes_metrics_eval_and_both_drafts(whole_run):
     evaluated = rows(workdir / "eval.jsonl")
     assert [row["step"] for row in evaluated] == [3, 6]
     assert all(row["equal"] == row["prompts"] == 2 for row in evaluated)
+    assert evaluated[0]["measured_with"] == evaluated[1]["measured_with"]
+    assert evaluated[0]["measured_with"]["tree"] == "chain:3"
     assert report["finished"]
     assert report["tau"] == max(row["tau"] for row in evaluated)
     card = json.loads((workdir / "draft" / "draft.json").read_text())
@@ -171,6 +173,25 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole_run, data, tmp_path, stop_after
     assert_same_params(params_of(tmp_path / "w"), params_of(whole))
     for name in ("metrics.jsonl", "eval.jsonl"):
         assert without_times(tmp_path / "w" / name) == without_times(whole / name)
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 3])
+def test_a_stop_after_a_measurement_keeps_the_measured_draft(
+    data, tmp_path, monkeypatch, checkpoint_every
+):
+    class StopOnceMeasured(threading.Event):
+        def is_set(self):
+            path = tmp_path / "eval.jsonl"
+            return path.exists() and path.stat().st_size > 0
+
+    saved, save = [], trainer.Trainer.save
+    monkeypatch.setattr(trainer.Trainer, "save", lambda *a: (saved.append(a[1]), save(*a)))
+    chosen = settings(data, eval_every=3, checkpoint_every=checkpoint_every)
+    report = run_training(chosen, tmp_path, StopOnceMeasured())
+    assert (report["steps"], report["finished"], saved) == (3, False, [3])
+    (measured,) = rows(tmp_path / "eval.jsonl")
+    made = json.loads((tmp_path / "draft" / "draft.json").read_text())["provenance"]
+    assert (made["steps"], made["tau"], made["measured"]) == (3, report["tau"], measured)
 
 
 def without_times(path):
@@ -250,6 +271,18 @@ def test_a_change_that_makes_a_resume_wrong_is_refused(whole_run, data, change):
     (name,) = change
     with pytest.raises(UserError, match=f"--{name}="):
         run_training(settings(data, eval_every=3, **change), whole_run[0], threading.Event())
+
+
+def test_flags_may_be_corrected_until_something_was_learnt(data, tmp_path):
+    run_training(settings(data), tmp_path, StopAfter(0))  # before the first step
+    corrected = settings(data, learning_rate=0.5)
+    run_training(corrected, tmp_path, StopAfter(0))
+    assert recorded_settings(tmp_path) == corrected
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(UserError, match="holds a run with --learning_rate=0.5, not 0.001"):
+        run_training(settings(data), tmp_path, StopAfter(0))
+    run_training(corrected, tmp_path, StopAfter(0))
+    assert rows(tmp_path / "metrics.jsonl") == []  # it starts anew
 
 
 def test_other_data_is_refused(whole_run, data, tmp_path):
