@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN
 from clover_jax.data.readers import Records, read_records
-from clover_jax.data.records import Conversation
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples
 from clover_jax.dtypes import resolve_dtype
@@ -23,9 +22,6 @@ from clover_jax.preparation.preview import show_samples
 from clover_jax.preparation.regenerate import regenerate
 from clover_jax.preparation.samples import Reading, write_samples
 from clover_jax.progress import passing_note
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -44,7 +40,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     reading = Reading(tokenizer, config.vocab_size)
     with passing_note(f"reading {options.data}"):
         records = read_records(options.data)
-    if notice := template_notice(records, tokenizer):
+    if notice := template_notice(records.train, tokenizer):
         print(notice, file=sys.stderr, flush=True)
     if options.preview:
         return _preview(records, reading, options)
@@ -53,17 +49,6 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         if options.overwrite:
             _remove_prepared(options.output)
         return _prepare(records, reading, names, options)
-
-
-def template_notice(records: Records, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Return what to tell a user whose conversations meet a base without a chat template."""
-    count = sum(isinstance(record, Conversation) for record in records.train)
-    if not count or tokenizer is None or tokenizer.chat_template is not None:
-        return None
-    return (
-        f"the base has no chat template: messages of {count} conversations are joined by newlines, "
-        "and nothing says who speaks; --chat_template=FILE gives one"
-    )
 
 
 def _prepare(
