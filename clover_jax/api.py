@@ -67,6 +67,7 @@ def load_base(
     dtype: str = "auto",
     mesh: str | None = None,
     int8: Sequence[str] = (),
+    chat_template: str | None = None,
 ) -> Models:
     """Load a base and its tokenizer, for plain decoding.
 
@@ -75,8 +76,9 @@ def load_base(
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
     mesh: the devices to decode on, such as "tensor=4"; None: one.
     int8: whose matrices to round to 8 bits: "draft", which leaves the text as it is, "base".
+    chat_template: a Jinja file, or "vicuna" or "baichuan2"; None: the base's own.
     """
-    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh), int8)
+    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh), int8, chat_template)
 
 
 def load_draft(

@@ -77,6 +77,16 @@ def define_common_flags(flags: absl_flags.FlagValues) -> None:
     )
 
 
+def define_template_flag(flags: absl_flags.FlagValues) -> None:
+    """Define which chat template conversations go through."""
+    absl_flags.DEFINE_string(
+        "chat_template",
+        None,
+        "a Jinja file, or vicuna or baichuan2 [the base's own]",
+        flag_values=flags,
+    )
+
+
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:
     """Return `--workdir`, else runs/<flagfile stem> (several joined by "+"), else runs/<command>.
 

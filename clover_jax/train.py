@@ -21,6 +21,7 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
+from clover_jax.command_flags import define_template_flag
 from clover_jax.errors import UserError
 
 
@@ -47,7 +48,7 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
         "`prepare --features` has put into --data",
         flag_values=flags,
     )
-    text("chat_template", None, "a Jinja file, or vicuna or baichuan2 [the base's own]")
+    define_template_flag(flags)
     whole("steps", 1000, "optimiser steps", least=1)
     whole("batch_size", 8, "rows of a batch", least=1)
     whole("seq_len", 512, "tokens of a row; documents are packed into rows", least=2)

@@ -61,6 +61,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 draft_rope_theta=options.draft_rope_theta,
                 mesh=mesh_for(options.mesh),
                 int8=options.int8,
+                chat_template=options.chat_template,
             )
         if options.tree == AUTO and models.draft is not None:
             slots = 1 if options.is_live else options.batch_size

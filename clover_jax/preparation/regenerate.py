@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt, prompts_hash
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
@@ -49,7 +47,6 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
     )
     path, figures = options.output / REGENERATED, Figures()
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
-    depends_on["chat_template"] = options.chat_template
     with RowWriter(
         path,
         settings=depends_on,
@@ -64,15 +61,14 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
 
 def _load(options: PrepareOptions) -> Models:
     with passing_note(f"loading {options.base}"):
-        models = load_models(
+        return load_models(
             options.base,
             options.draft,
             options.tree,
             resolve_dtype(options.dtype),
             allow_base_mismatch=options.allow_base_mismatch,
+            chat_template=options.chat_template,
         )
-    tokenizer = with_chat_template(models.tokenizer, options.chat_template)
-    return dataclasses.replace(models, tokenizer=tokenizer)
 
 
 def _decode(
