@@ -8,10 +8,11 @@ writes; a folder that `prepare` made; builtin:python is the Python standard libr
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
 best/ (the best by measured tau). The same command goes on where it was stopped; a finished workdir
-says so. SIGTERM saves a checkpoint after the current step; the status is then 0 and the result says
-"finished": false. Several processes work as one where the environment says so
-(launch/local_processes); the mesh is then over the devices of all. Status 2: a mistake in what was
-given, or a loss that is not finite; 3: another process of the run has gone away.
+says so. SIGTERM or Ctrl-C saves a checkpoint after the current step; the status is then 0 and the
+result says "finished": false; a second Ctrl-C stops at once. Several processes work
+as one where the environment says so (launch/local_processes); the mesh is then over the devices of
+all. Status 2: a mistake in what was given, or a loss that is not finite; 3: another process of the
+run has gone away.
 """
 
 import dataclasses
@@ -149,7 +150,7 @@ def main(flags: absl_flags.FlagValues) -> int:
     from clover_jax.distributed import is_primary, joined_processes
 
     workdir = cli.workdir_of(flags, "train")
-    with joined_processes(), cli.sigterm_as_event() as stop:
+    with joined_processes(), cli.stop_signals_as_event() as stop:
         report = api.train(workdir, stop=stop, mesh=flags.mesh, **vars(settings))
         if is_primary():
             print(_summary(report))

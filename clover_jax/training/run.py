@@ -40,7 +40,8 @@ def run_training(
 ) -> dict[str, Any]:
     """Train a head in `workdir`, or go on where an earlier run stopped; return the report.
 
-    stop: when set (by SIGTERM), the run saves a checkpoint after its current step and returns.
+    stop: when set (by SIGTERM, Ctrl-C), the run saves a checkpoint after its current step and
+        returns.
     mesh: the devices to train on, None for one; a run may go on with another mesh.
     Raises UserError for whatever cannot work, before anything is trained.
     """
