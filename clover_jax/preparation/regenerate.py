@@ -16,6 +16,7 @@ from clover_jax.generation.figures import Figures
 from clover_jax.generation.models import Models, load_models
 from clover_jax.generation.output import decode_with_bar
 from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.run import memory_advice
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.jsonl import read_rows
 from clover_jax.preparation.options import PrepareOptions
@@ -89,7 +90,10 @@ def _decode(
         seed=options.seed,
         finished=rows.finished,
     )
-    with progress_bar(len(prompts), "regenerate", "row", initial=rows.finished) as bar:
+    with (
+        progress_bar(len(prompts), "regenerate", "row", initial=rows.finished) as bar,
+        memory_advice(options.batch_size),
+    ):
         decode_with_bar(stream, rows, figures, bar)
 
 

@@ -11,6 +11,7 @@ from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN
 from clover_jax.data.readers import Records, read_records
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples
+from clover_jax.device_memory import advise_on_memory
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.files import only_process_in
@@ -72,7 +73,11 @@ def _prepare(
     if names:
         with passing_note(f"loading {options.base}"):
             base = load_base(options.base, resolve_dtype(options.dtype))
-        hidden = write_features(base, names, manifest["counts"]["tokens"], options)
+        with advise_on_memory(
+            f"read {options.batch_size} rows of {options.seq_len} tokens at once",
+            "give a smaller --batch_size, or --dtype=bfloat16",
+        ):
+            hidden = write_features(base, names, manifest["counts"]["tokens"], options)
         report |= {"features": list(names), "feature_bytes": hidden["bytes"]}
     return report
 

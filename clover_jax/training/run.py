@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
+from clover_jax.device_memory import advise_on_memory
 from clover_jax.distributed import agreed, is_primary
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
@@ -53,10 +54,15 @@ def run_training(
         finished = _finished_report(workdir, settings)
         if finished is not None and recorded_settings(workdir) == settings:
             return finished
-        parts = load_parts(settings, mesh)
-        if is_primary():
-            check_resumable(workdir, settings, parts.identity)
-        return finished or _train(settings, parts, workdir, agreed(stop))
+        with advise_on_memory(
+            f"train on {settings.batch_size} rows of {settings.seq_len} tokens",
+            "give --gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or "
+            "more devices by --mesh; --dry_run says what a run takes",
+        ):
+            parts = load_parts(settings, mesh)
+            if is_primary():
+                check_resumable(workdir, settings, parts.identity)
+            return finished or _train(settings, parts, workdir, agreed(stop))
 
 
 def _train(
