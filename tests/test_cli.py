@@ -129,6 +129,14 @@ def print_much() -> int:
     return run(main)
 
 
+def test_a_flagfile_within_one_is_looked_for_from_the_working_directory(tmp_path, capsys):
+    (tmp_path / "outer.flags").write_text("--flagfile=no/inner.flags\n")
+    assert run(ignore, f"--flagfile={tmp_path}/outer.flags") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no/inner.flags" in line
+    assert f"is relative to the working directory, here {Path.cwd()}: start where" in line
+
+
 def test_flagfiles_are_read_and_later_flags_win(tmp_path):
     (tmp_path / "inner.flags").write_text("--seed=5\n")
     (tmp_path / "outer.flags").write_text(
