@@ -35,6 +35,7 @@ from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.text_pieces import TextPieces
 from clover_jax.meshes import mesh_for
 from clover_jax.training.run import run_training
+from clover_jax.training.setting_checks import check_settings
 from clover_jax.training.settings import TrainSettings
 
 __all__ = ["Piece", "UserError", "generate", "generate_rows", "load_base", "load_draft", "train"]
@@ -67,6 +68,7 @@ def load_base(
     dtype: str = "auto",
     mesh: str | None = None,
     int8: Sequence[str] = (),
+    chat_template: str | None = None,
 ) -> Models:
     """Load a base and its tokenizer, for plain decoding.
 
@@ -75,8 +77,9 @@ def load_base(
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
     mesh: the devices to decode on, such as "tensor=4"; None: one.
     int8: whose matrices to round to 8 bits: "draft", which leaves the text as it is, "base".
+    chat_template: a Jinja file, or "vicuna" or "baichuan2"; None: the base's own.
     """
-    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh), int8)
+    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh), int8, chat_template)
 
 
 def load_draft(
@@ -160,6 +163,7 @@ def train(
     settings: fields of `TrainSettings`, which are the flags of `python -m clover_jax.train`.
     """
     chosen = _chosen(TrainSettings, settings)
+    check_settings(chosen)
     stop = stop or threading.Event()
     return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
 

@@ -50,7 +50,17 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     _refuse_idle_flags(flags)
-    cli.report(_measure(flags) if flags.target is None else _compile(flags))
+    if flags.target is not None:
+        cli.report(_compile(flags))
+        return cli.STATUS_OK
+    if flags.mesh is not None:
+        raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
+    from clover_jax.device_memory import advise_on_memory
+
+    sizes = "--batch_sizes" if flags.sweep else "--batch_size"
+    advice = f"give smaller {sizes}, --context or --tree, --dtype=bfloat16 or --int8=base,draft"
+    with advise_on_memory("time this", advice):
+        cli.report(_measure(flags))
     return cli.STATUS_OK
 
 
@@ -70,8 +80,6 @@ def _refuse_idle_flags(flags) -> None:
 
 
 def _measure(flags) -> dict:
-    if flags.mesh is not None:
-        raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
     from clover_jax.benchmark.measured_report import measure_and_describe, sweep_and_describe
 
     names = ("base", "draft", "tree", "dtype", "int8", "context", "rounds")

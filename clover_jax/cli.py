@@ -33,7 +33,7 @@ __all__ = [
     "flag_settings",
     "report",
     "run",
-    "sigterm_as_event",
+    "stop_signals_as_event",
     "workdir_of",
 ]
 
@@ -113,14 +113,30 @@ def report(result: dict[str, Any]) -> None:
 
 
 @contextlib.contextmanager
-def sigterm_as_event() -> Iterator[threading.Event]:
-    """Yield an event that SIGTERM sets, so that a loop can save and leave at its next step."""
+def stop_signals_as_event() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and Ctrl-C set, so that a loop can save and leave in time.
+
+    A second Ctrl-C interrupts at once. Where Ctrl-C is ignored (a script's background job) it stays
+    ignored.
+    """
     requested = threading.Event()
-    previous = signal.signal(signal.SIGTERM, lambda number, frame: requested.set())
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def request(number, frame):
+        requested.set()
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
+            # Not by sys.stderr, which may be in the middle of another line.
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, request)
     try:
         yield requested
     finally:
-        signal.signal(signal.SIGTERM, previous)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def _command_name(main: Callable) -> str:

@@ -28,7 +28,13 @@ def parse_flags(
         Path(name).expanduser().open().close()  # a clearer error than absl's
     values = defined(define_flags)
     values.set_gnu_getopt(True)  # so that flags after a stray argument are still checked
-    stray = values(["clover_jax", *argv])[1:]
+    try:
+        stray = values(["clover_jax", *argv])[1:]
+    except absl_flags.CantOpenFlagFileError as error:  # one that a flagfile names
+        raise UserError(
+            f"{str(error).removeprefix('ERROR:: ')}; a flagfile's name in a flagfile is relative "
+            f"to the working directory, here {Path.cwd()}: start where it is found"
+        ) from error
     if stray:
         raise UserError(f"unexpected argument {stray[0]!r}: flags are written --name=value")
     # absl replaces --flagfile by the file's lines; the names are wanted for the default workdir.
@@ -73,6 +79,16 @@ def define_common_flags(flags: absl_flags.FlagValues) -> None:
         "workdir",
         None,
         "folder for what a run keeps [runs/ and the flagfile's name]",
+        flag_values=flags,
+    )
+
+
+def define_template_flag(flags: absl_flags.FlagValues) -> None:
+    """Define which chat template conversations go through."""
+    absl_flags.DEFINE_string(
+        "chat_template",
+        None,
+        "a Jinja file, or vicuna or baichuan2 [the base's own]",
         flag_values=flags,
     )
 

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING
 
 from absl import flags as absl_flags
 
+from clover_jax.command_flags import define_template_flag
+
 if TYPE_CHECKING:
     from clover_jax.generation.settings import GenerationSettings
 
@@ -23,7 +25,13 @@ def define_decoding_flags(flags: absl_flags.FlagValues) -> None:
         absl_flags.DEFINE_enum(name, default, choices, help_text, flag_values=flags)
 
     define("float", "draft_rope_theta", None, "rotary base for a layout that does not say it")
-    define("bool", "allow_base_mismatch", False, "use a draft that was trained for another base")
+    define(
+        "bool",
+        "allow_base_mismatch",
+        False,
+        "use a draft that was trained for another base or chat template",
+    )
+    define_template_flag(flags)
     define_int8_flag(flags)
     define("integer", "max_new_tokens", 128, "tokens to emit at most, a turn", lower_bound=1)
     define_sampling_flags(flags)

@@ -64,7 +64,7 @@ def main(flags) -> int:
     names = (
         *("base", "drafts", "tree", "prompts", "dtype", "mesh", "batch_size", "batch_sizes"),
         *("repeats", "limit_prompts", "seed", "overwrite", "allow_base_mismatch"),
-        *("draft_rope_theta", "int8"),
+        *("draft_rope_theta", "int8", "chat_template"),
     )
     output = flags.output or str(cli.workdir_of(flags, "evaluate"))
     options = Options(output=output, **{name: flags[name].value for name in names})

@@ -55,7 +55,7 @@ def main(flags) -> int:
     names = (
         *("prompt", "prompts", "base", "draft", "tree", "dtype", "mesh", "batch_size", "seed"),
         *("output", "overwrite", "strict", "allow_base_mismatch", "draft_rope_theta"),
-        *("calibration", "int8"),
+        *("calibration", "int8", "chat_template"),
     )
     result = run(Options(**{name: flags[name].value for name in names}), settings)
     cli.report(result)

@@ -20,6 +20,7 @@ from pathlib import Path
 from absl import flags as absl_flags
 
 from clover_jax import cli
+from clover_jax.command_flags import define_template_flag
 from clover_jax.decoding_flags import define_sampling_flags
 from clover_jax.errors import UserError
 
@@ -41,7 +42,7 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
         lower_bound=0.0,
         upper_bound=1.0,
     )
-    define("string", "chat_template", None, "a Jinja file, or vicuna or baichuan2 [the base's own]")
+    define_template_flag(flags)
     define(
         "bool", "preview", False, "show some samples with what is imitated marked; write nothing"
     )

@@ -51,7 +51,7 @@ def main(flags) -> int:
     settings = cli.flag_settings(
         flags, "workdir", "output", "overwrite", "log_every", "checkpoint_every", "prompts"
     )
-    with cli.sigterm_as_event() as stop:
+    with cli.stop_signals_as_event() as stop:
         result = run_pretraining(flags, settings, workdir, stop)
     cli.report(result)
     return 0

@@ -7,12 +7,21 @@ prompt and response, messages, text, or the prompt_ids and output_ids that `gene
 writes; a folder that `prepare` made; builtin:python is the Python standard library of this machine.
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
+<<<<<<< HEAD
 best/ (the best by measured tau, since the prompts, tree or tokens to measure with last changed).
 The same command goes on where it was stopped; a finished workdir says so. SIGTERM saves a
 checkpoint after the current step; the status is then 0 and the result says "finished": false.
 Several processes work as one where the environment says so (launch/local_processes); the mesh is
 then over the devices of all. Status 2: a mistake in what was given, or a loss that is not finite;
 3: another process of the run has gone away.
+=======
+best/ (the best by measured tau). The same command goes on where it was stopped; a finished workdir
+says so. SIGTERM or Ctrl-C saves a checkpoint after the current step; the status is then 0 and the
+result says "finished": false; a second Ctrl-C stops at once. Several processes work
+as one where the environment says so (launch/local_processes); the mesh is then over the devices of
+all. Status 2: a mistake in what was given, or a loss that is not finite; 3: another process of the
+run has gone away.
+>>>>>>> w6
 """
 
 import dataclasses
@@ -22,6 +31,7 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
+from clover_jax.command_flags import define_template_flag
 from clover_jax.errors import UserError
 
 
@@ -48,7 +58,7 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
         "`prepare --features` has put into --data",
         flag_values=flags,
     )
-    text("chat_template", None, "a Jinja file, or vicuna or baichuan2 [the base's own]")
+    define_template_flag(flags)
     whole("steps", 1000, "optimiser steps", least=1)
     whole("batch_size", 8, "rows of a batch", least=1)
     whole("seq_len", 512, "tokens of a row; documents are packed into rows", least=2)
@@ -149,7 +159,7 @@ def main(flags: absl_flags.FlagValues) -> int:
     from clover_jax.distributed import is_primary, joined_processes
 
     workdir = cli.workdir_of(flags, "train")
-    with joined_processes(), cli.sigterm_as_event() as stop:
+    with joined_processes(), cli.stop_signals_as_event() as stop:
         report = api.train(workdir, stop=stop, mesh=flags.mesh, **vars(settings))
         if is_primary():
             print(_summary(report))

@@ -153,5 +153,21 @@ def test_mistakes_are_user_errors(models):
         api.load_draft(models, "no such/folder/here")
 
 
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("batch_size", 0, r"batch_size \(0\) must be at least 1"),
+        ("batch_size", True, "batch_size must be a whole number, not True"),
+        ("learning_rate", "1e-3", "learning_rate must be a number, not '1e-3'"),
+        ("learning_rate", float("nan"), r"learning_rate \(nan\) must be at least 0"),
+        ("drafter_options", {"a": 1}, "drafter_options must be text or None, not {'a': 1}"),
+    ],
+)
+def test_a_wrong_setting_of_training_is_a_user_error(tmp_path, name, value, message):
+    with pytest.raises(UserError, match=message):
+        api.train(tmp_path / "w", **{name: value})
+    assert not (tmp_path / "w").exists()
+
+
 def test_importing_the_package_loads_nothing(run_python):
     run_python("import clover_jax, sys; assert 'jax' not in sys.modules; clover_jax.api.generate")

@@ -1,7 +1,6 @@
 """The command wrapper: statuses, one-line mistakes, flagfiles, help without devices."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -130,6 +129,14 @@ def print_much() -> int:
     return run(main)
 
 
+def test_a_flagfile_within_one_is_looked_for_from_the_working_directory(tmp_path, capsys):
+    (tmp_path / "outer.flags").write_text("--flagfile=no/inner.flags\n")
+    assert run(ignore, f"--flagfile={tmp_path}/outer.flags") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no/inner.flags" in line
+    assert f"is relative to the working directory, here {Path.cwd()}: start where" in line
+
+
 def test_flagfiles_are_read_and_later_flags_win(tmp_path):
     (tmp_path / "inner.flags").write_text("--seed=5\n")
     (tmp_path / "outer.flags").write_text(
@@ -194,13 +201,32 @@ def test_help_shows_own_and_common_flags_and_no_others(capsys):
     assert shown.count("\n  --") == 3 + 6
 
 
-def test_sigterm_becomes_an_event_and_only_inside():
-    before = signal.getsignal(signal.SIGTERM)
-    with cli.sigterm_as_event() as requested:
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_stop_becomes_an_event_and_only_inside(number):
+    before = signal.getsignal(number)
+    with cli.stop_signals_as_event() as requested:
         assert not requested.is_set()
-        os.kill(os.getpid(), signal.SIGTERM)
+        signal.raise_signal(number)
         assert requested.wait(timeout=60)
-    assert signal.getsignal(signal.SIGTERM) == before
+    assert signal.getsignal(number) == before
+
+
+def test_a_second_ctrl_c_interrupts(capfd):
+    with cli.stop_signals_as_event() as requested, pytest.raises(KeyboardInterrupt):
+        signal.raise_signal(signal.SIGINT)
+        assert requested.is_set()
+        assert capfd.readouterr().err == "\nstopping after this step; Ctrl-C again stops at once\n"
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_ctrl_c_stays_ignored_where_it_is():
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        with cli.stop_signals_as_event() as requested:
+            signal.raise_signal(signal.SIGINT)
+            assert not requested.is_set()
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -183,6 +183,8 @@ def test_a_cached_teacher_gives_the_loss_curve_of_an_online_one(base, data, prep
     assert len(curves[0]) == 50
     np.testing.assert_allclose(*curves, rtol=1e-5)
     assert curves[0][-1] < 0.9 * curves[0][0]
+    card = json.loads((tmp_path / "online" / "draft" / "draft.json").read_text())
+    assert card["chat_template"] == CHAT_TEMPLATE
 
 
 def test_activations_of_another_base_are_refused_with_both_hashes(other_base, prepared, tmp_path):

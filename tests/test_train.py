@@ -11,6 +11,7 @@ import pytest
 
 from clover_jax import cli, train
 from clover_jax.command_flags import parse_flags
+from clover_jax.training.setting_checks import LEAST
 from clover_jax.training.settings import TrainSettings
 from tests.conftest import REPOSITORY, WARNINGS
 
@@ -52,6 +53,8 @@ def test_flags_and_settings_have_the_same_defaults():
     defaults = TrainSettings().to_dict()
     assert {name: flags[name].value for name in defaults} == defaults
     assert set(flags) - set(defaults) >= {"workdir", "mesh", "flagfile"}
+    least = {name: getattr(flags[name].parser, "lower_bound", None) for name in defaults}
+    assert {name: bound for name, bound in least.items() if bound} == LEAST
 
 
 def test_sigterm_saves_and_exits_with_status_0(data, tmp_path):

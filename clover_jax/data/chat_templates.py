@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import clover_jax
+from clover_jax.data.records import Conversation, Record
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -27,6 +29,19 @@ def with_chat_template(
         raise UserError(f"--chat_template={name}: the base has no tokenizer files to use it with")
     tokenizer.chat_template = _find(name).read_text(encoding="utf-8").strip("\n")
     return tokenizer
+
+
+def template_notice(
+    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase | None
+) -> str | None:
+    """Return what to tell a user whose conversations meet a base without a chat template."""
+    count = sum(isinstance(record, Conversation) for record in records)
+    if not count or tokenizer is None or tokenizer.chat_template is not None:
+        return None
+    return (
+        f"the base has no chat template: messages of {count} conversations are joined by newlines, "
+        "and nothing says who speaks; --chat_template=FILE gives one"
+    )
 
 
 def _find(name: str) -> Path:

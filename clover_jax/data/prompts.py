@@ -98,13 +98,15 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     path = Path(path)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            lines = file.read().decode("utf-8").split("\n")
+            text = file.read().decode("utf-8")
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: not a whole gzip file ({error})") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{path}: not UTF-8 text ({error})") from None
+    if path.suffix == ".json" and text.lstrip().startswith("["):
+        raise UserError(f"{path}: a JSON list; prompts need a .jsonl file, one object a line")
     rows = []
-    for number, line in enumerate(lines, start=1):
+    for number, line in enumerate(text.split("\n"), start=1):
         if line.strip():
             rows.append(_read_row(line, len(rows), f"{path}:{number}"))
     if not rows:

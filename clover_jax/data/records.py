@@ -93,7 +93,7 @@ def parse_row(row: Any, source: str) -> list[Record]:
             pairs = [(message["role"], message["content"]) for message in row["messages"]]
             return [Conversation(source, _messages(pairs))]
         if "conversations" in row:
-            pairs = [(_SHAREGPT_ROLES[m["from"]], m["value"]) for m in row["conversations"]]
+            pairs = [(_sharegpt_role(m["from"], source), m["value"]) for m in row["conversations"]]
             return [Conversation(source, _messages(pairs))]
         if "prompt" in row and "response" in row:
             pairs = [("user", row["prompt"]), ("assistant", row["response"])]
@@ -106,6 +106,13 @@ def parse_row(row: Any, source: str) -> list[Record]:
         f"{source}: expected prompt and response, messages, conversations, text, or prompt_ids "
         f"and output_ids; found {', '.join(map(repr, row)) or 'nothing'}"
     )
+
+
+def _sharegpt_role(name: Any, source: str) -> str:
+    if name not in _SHAREGPT_ROLES:
+        known = ", ".join(_SHAREGPT_ROLES)
+        raise UserError(f"{source}: a message is from {name!r}; it may be from {known}")
+    return _SHAREGPT_ROLES[name]
 
 
 def _token_rows(row: dict[str, Any], source: str) -> list[Record]:

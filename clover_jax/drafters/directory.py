@@ -41,6 +41,8 @@ class Draft:
     tree: the name of the tree it was measured with, or None.
     provenance: how it was made, as its writer recorded it.
     source: what the user asked for.
+    chat_template: the text of the one it was trained with; None where there was none, or it is not
+        known.
     """
 
     head: registry.DraftHead
@@ -48,6 +50,7 @@ class Draft:
     tree: str | None
     provenance: dict[str, Any]
     source: str
+    chat_template: str | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Card:
 
     base: the fingerprint of the base that the head was trained for.
     files: SHA-256 of each file of params/, as the writer left them.
+    chat_template: the text of the one in use in training.
     """
 
     config: DrafterConfig
@@ -63,6 +67,7 @@ class Card:
     tree: str | None
     provenance: dict[str, Any]
     files: Any = None
+    chat_template: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
         """Return what draft.json holds."""
@@ -71,6 +76,7 @@ class Card:
             "drafter": self.config.to_dict(),
             "tree": self.tree,
             "base": self.base.to_dict(),
+            "chat_template": self.chat_template,
             "provenance": self.provenance,
             "files": self.files,
         }
@@ -83,14 +89,16 @@ def save_draft(
     tree: str | None,
     base: BaseFingerprint,
     provenance: dict[str, Any],
+    chat_template: str | None = None,
 ) -> None:
     """Write a native draft directory; what was there stays until the new one is whole.
 
     provenance: anything JSON can hold: flags, versions, git revision, data hash, steps, tau.
+    chat_template: the text of the one it was trained with.
     """
     with atomic_directory(directory) as unfinished:
         files = save_params(unfinished / PARAMS, params)
-        write_card(unfinished, Card(config, base, tree, provenance, files))
+        write_card(unfinished, Card(config, base, tree, provenance, files, chat_template))
 
 
 def write_card(directory: Path, card: Card) -> None:
@@ -168,7 +176,7 @@ def _load_native(
     expected = expected_params(card, directory, base.params)
     _check_layers(card.config.features, base, source)
     params = restore_params(directory / PARAMS, expected, dtype, card.files)
-    return Draft(head, params, card.tree, card.provenance, source)
+    return Draft(head, params, card.tree, card.provenance, source, card.chat_template)
 
 
 def read_card(directory: Path) -> Card:
@@ -193,8 +201,18 @@ def read_card(directory: Path) -> Card:
         trained_for = BaseFingerprint.from_dict(card["base"])
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(f"{path}: {error}") from error
+    if not isinstance(card.get("provenance") or {}, dict):
+        raise UserError(f"{path}: provenance must be an object or null")
+    template = card.get("chat_template")  # of drafts before it was recorded: None
+    if not isinstance(template, str | None):
+        raise UserError(f"{path}: chat_template must be a text or null, not {template!r}")
     return Card(
-        config, trained_for, card.get("tree"), card.get("provenance") or {}, card.get("files")
+        config,
+        trained_for,
+        card.get("tree"),
+        card.get("provenance") or {},
+        card.get("files"),
+        template,
     )
 
 

@@ -33,6 +33,7 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
             "source": vanilla.base.source,
             "hash": identity["base_hash"],
             "params": identity["base_params"],
+            "chat_template": identity["chat_template"],
         },
         "prompts": prompts,
         "drafts": {method.name: _draft(method) for method in methods[1:]},

@@ -41,7 +41,8 @@ def load_methods(options: Options, settings: GenerationSettings, dtype: jnp.dtyp
     A draft with the tree "auto" gets the one that pays at `batch_size`. Raises UserError for what
     is missing, broken or does not fit the base.
     """
-    plain = load_plain(options.base, dtype, mesh_for(options.mesh), options.int8)
+    mesh = mesh_for(options.mesh)
+    plain = load_plain(options.base, dtype, mesh, options.int8, options.chat_template)
     methods = [Method(VANILLA, plain)]
     for choice in options.draft_choices:
         models = with_draft(

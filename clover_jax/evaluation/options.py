@@ -48,6 +48,7 @@ class Options:
     allow_base_mismatch: bool
     draft_rope_theta: float | None
     int8: Sequence[str] = ()
+    chat_template: str | None = None
 
     def __post_init__(self):
         _ = self.all_batch_sizes, self.draft_choices  # raise now

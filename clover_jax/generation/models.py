@@ -16,6 +16,8 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
+from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.training_data import template_hash
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
@@ -26,7 +28,7 @@ from clover_jax.errors import UserError
 from clover_jax.generation.options import NO_DRAFT
 from clover_jax.models.base import BaseModel
 from clover_jax.models.fingerprint import checksum, lm_head_hash
-from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.models.tokenizer import load_tokenizer, template_text
 from clover_jax.rounding import load_rounded_base, parse_parts, round_params
 from clover_jax.sharding import param_shardings, place_on
 
@@ -79,6 +81,7 @@ class Models:
             "base_hash": lm_head_hash(self.base),
             "base_params": checksum(self.base.params),
             "base_config": _config_hash(self.base.config),
+            "chat_template": template_hash(self.tokenizer),
             "draft_hash": params_hash(self.draft_params) if self.draft else None,
             "draft_config": _config_hash(head) if head else None,
             "tree": self.tree.name,
@@ -96,12 +99,14 @@ def load_models(
     draft_rope_theta: float | None = None,
     mesh: Mesh | None = None,
     int8: Sequence[str] = (),
+    chat_template: str | None = None,
 ) -> Models:
     """Load what the names stand for.
 
     base, draft: as `load_base` and `load_draft` take them; the draft "none" is plain decoding.
     tree: a tree's name; None takes the one that the draft was measured with, else `default_tree`.
     int8: as `--int8`: whose matrices to round.
+    chat_template: as `--chat_template`; None takes the base's own.
     Raises UserError for what is missing, broken or does not fit together.
     """
     chosen = parse_tree(tree) if tree else None  # before anything large is read
@@ -110,7 +115,7 @@ def load_models(
             f"tree {tree!r} has {chosen.num_nodes} nodes and there is no draft to fill them; "
             "give --draft=DIR, or leave the tree out"
         )
-    plain = load_plain(base, dtype, mesh, int8)
+    plain = load_plain(base, dtype, mesh, int8, chat_template)
     if draft == NO_DRAFT:
         return plain
     return with_draft(
@@ -123,15 +128,20 @@ def load_models(
 
 
 def load_plain(
-    base: str, dtype: jnp.dtype, mesh: Mesh | None = None, int8: Sequence[str] = ()
+    base: str,
+    dtype: jnp.dtype,
+    mesh: Mesh | None = None,
+    int8: Sequence[str] = (),
+    chat_template: str | None = None,
 ) -> Models:
     """Load a base and its tokenizer, for plain decoding; on a mesh straight into shards.
 
     int8: as `--int8`; raises UserError for another word than these.
+    chat_template: as `--chat_template`; raises UserError for one that does not exist.
     """
     parts = parse_parts(int8)
     loaded = load_rounded_base(base, dtype, place_on(mesh, dtype) if mesh else None, parts)
-    tokenizer = load_tokenizer(loaded.directory)
+    tokenizer = with_chat_template(load_tokenizer(loaded.directory), chat_template)
     return Models(loaded, tokenizer, None, TreeConfig.root_only(), mesh, parts)
 
 
@@ -146,6 +156,8 @@ def with_draft(
     """Return models that share the base and decode with a draft; see `load_models`."""
     dtype = plain.base.params["embedding"].dtype
     head = load_draft(draft, plain.base, dtype, allow_base_mismatch, draft_rope_theta)
+    if not allow_base_mismatch:
+        _check_template(head, plain.tokenizer)
     if plain.mesh is not None:
         there = param_shardings(head.params, plain.mesh)
         head = dataclasses.replace(head, params=jax.device_put(head.params, there))
@@ -174,6 +186,24 @@ def _engine(
         steps_per_chunk=steps_per_chunk,
         mesh=mesh,
     )
+
+
+def _check_template(draft: Draft, tokenizer: PreTrainedTokenizerBase | None) -> None:
+    """Raise UserError where a draft was trained with another chat template than the one in use.
+
+    A draft does not bring its own: with it and without it a conversation is the same tokens.
+    """
+    flags = draft.provenance.get("flags") or {}
+    name, trained, ours = flags.get("chat_template"), draft.chat_template, template_text(tokenizer)
+    if tokenizer is None or (trained is None and (name is None or ours is not None)):
+        return  # all is token ids, or nothing is known: older drafts have the flag's name at most
+    if trained is None or ours is None or trained.strip("\n") != ours.strip("\n"):
+        theirs = "the base's own" if name is None else f"--chat_template={name}"
+        raise UserError(
+            f"draft {draft.source} was trained with another chat template than the one in use: "
+            f"{theirs}; decode with that (its draft.json has the text), or give "
+            "--allow_base_mismatch"
+        )
 
 
 def _config_hash(config: Any) -> str:

@@ -30,6 +30,7 @@ class Options:
     draft_rope_theta: float | None
     calibration: str | None = None
     int8: Sequence[str] = ()
+    chat_template: str | None = None
 
     def __post_init__(self):
         if self.calibration is not None and self.tree != "auto":

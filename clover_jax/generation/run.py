@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import sys
 import time
-from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
-
-import jax
 
 from clover_jax.compile_clock import CompileClock
 from clover_jax.data.prompt_encoding import template_notice
@@ -22,6 +19,7 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     text_prompt,
 )
+from clover_jax.device_memory import advise_on_memory
 from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.generation.auto_tree import with_auto_tree
@@ -61,6 +59,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 draft_rope_theta=options.draft_rope_theta,
                 mesh=mesh_for(options.mesh),
                 int8=options.int8,
+                chat_template=options.chat_template,
             )
         if options.tree == AUTO and models.draft is not None:
             slots = 1 if options.is_live else options.batch_size
@@ -168,18 +167,12 @@ def _decode(
     }
 
 
-@contextlib.contextmanager
-def memory_advice(batch_size: int) -> Iterator[None]:
-    """Turn a device's lack of memory into what to do about it."""
-    try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        raise UserError(
-            f"the device has too little memory to decode {batch_size} rows at once; give a smaller "
-            "--batch_size or --max_new_tokens, or --dtype=bfloat16"
-        ) from error
+def memory_advice(batch_size: int) -> AbstractContextManager[None]:
+    """Return a context that turns a device's lack of memory into what to do about it."""
+    return advise_on_memory(
+        f"decode {batch_size} rows at once",
+        "give a smaller --batch_size or --max_new_tokens, or --dtype=bfloat16",
+    )
 
 
 def _bar(options: Options, total: int, finished: int) -> Progress:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 from collections.abc import Iterator
@@ -35,7 +36,7 @@ def write_native(directory: Path, head: StoredHead, card: Card, progress: Progre
 
     with atomic_directory(directory) as unfinished:
         files = save_leaves(unfinished / PARAMS, {path: lazy(path) for path in head.shapes})
-        write_card(unfinished, Card(card.config, card.base, card.tree, card.provenance, files))
+        write_card(unfinished, dataclasses.replace(card, files=files))
 
 
 def write_foreign(

@@ -31,7 +31,7 @@ HUB_PATTERNS = (
 )
 # Fetched where a repository has no other weights: bases often hold the same ones in both forms.
 TORCH_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+(@[\w./-]+)?")
+_HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 
 
 def find_directory(source: str) -> Path:

@@ -66,6 +66,12 @@ def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
+def template_text(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
+    """Return what the chat template says; None without one."""
+    template = tokenizer.chat_template if tokenizer is not None else None
+    return str(template) if template else None
+
+
 def decode_text(
     tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], context: Sequence[int] = ()
 ) -> str:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt, prompts_hash
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
@@ -18,6 +16,7 @@ from clover_jax.generation.figures import Figures
 from clover_jax.generation.models import Models, load_models
 from clover_jax.generation.output import decode_with_bar
 from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.run import memory_advice
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.jsonl import read_rows
 from clover_jax.preparation.options import PrepareOptions
@@ -49,7 +48,6 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
     )
     path, figures = options.output / REGENERATED, Figures()
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
-    depends_on["chat_template"] = options.chat_template
     with RowWriter(
         path,
         settings=depends_on,
@@ -64,15 +62,14 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
 
 def _load(options: PrepareOptions) -> Models:
     with passing_note(f"loading {options.base}"):
-        models = load_models(
+        return load_models(
             options.base,
             options.draft,
             options.tree,
             resolve_dtype(options.dtype),
             allow_base_mismatch=options.allow_base_mismatch,
+            chat_template=options.chat_template,
         )
-    tokenizer = with_chat_template(models.tokenizer, options.chat_template)
-    return dataclasses.replace(models, tokenizer=tokenizer)
 
 
 def _decode(
@@ -93,7 +90,10 @@ def _decode(
         seed=options.seed,
         finished=rows.finished,
     )
-    with progress_bar(len(prompts), "regenerate", "row", initial=rows.finished) as bar:
+    with (
+        progress_bar(len(prompts), "regenerate", "row", initial=rows.finished) as bar,
+        memory_advice(options.batch_size),
+    ):
         decode_with_bar(stream, rows, figures, bar)
 
 

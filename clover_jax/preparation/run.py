@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN
 from clover_jax.data.readers import Records, read_records
-from clover_jax.data.records import Conversation
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples
+from clover_jax.device_memory import advise_on_memory
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.files import only_process_in
@@ -23,9 +23,6 @@ from clover_jax.preparation.preview import show_samples
 from clover_jax.preparation.regenerate import regenerate
 from clover_jax.preparation.samples import Reading, write_samples
 from clover_jax.progress import passing_note
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -44,7 +41,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     reading = Reading(tokenizer, config.vocab_size)
     with passing_note(f"reading {options.data}"):
         records = read_records(options.data)
-    if notice := template_notice(records, tokenizer):
+    if notice := template_notice(records.train, tokenizer):
         print(notice, file=sys.stderr, flush=True)
     if options.preview:
         return _preview(records, reading, options)
@@ -53,17 +50,6 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         if options.overwrite:
             _remove_prepared(options.output)
         return _prepare(records, reading, names, options)
-
-
-def template_notice(records: Records, tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Return what to tell a user whose conversations meet a base without a chat template."""
-    count = sum(isinstance(record, Conversation) for record in records.train)
-    if not count or tokenizer is None or tokenizer.chat_template is not None:
-        return None
-    return (
-        f"the base has no chat template: messages of {count} conversations are joined by newlines, "
-        "and nothing says who speaks; --chat_template=FILE gives one"
-    )
 
 
 def _prepare(
@@ -87,7 +73,11 @@ def _prepare(
     if names:
         with passing_note(f"loading {options.base}"):
             base = load_base(options.base, resolve_dtype(options.dtype))
-        hidden = write_features(base, names, manifest["counts"]["tokens"], options)
+        with advise_on_memory(
+            f"read {options.batch_size} rows of {options.seq_len} tokens at once",
+            "give a smaller --batch_size, or --dtype=bfloat16",
+        ):
+            hidden = write_features(base, names, manifest["counts"]["tokens"], options)
         report |= {"features": list(names), "feature_bytes": hidden["bytes"]}
     return report
 

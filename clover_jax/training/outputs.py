@@ -10,6 +10,7 @@ from clover_jax.checkpoint import disk_reason
 from clover_jax.distributed import is_primary, to_host
 from clover_jax.drafters.directory import save_draft
 from clover_jax.errors import UserError
+from clover_jax.models.tokenizer import template_text
 from clover_jax.training.provenance import git_revision, versions
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import Parts
@@ -57,6 +58,7 @@ class DraftWriter:
                 self._parts.tree.name,
                 self._parts.base_fingerprint,
                 provenance,
+                template_text(self._parts.tokenizer),
             )
         except Exception as error:
             reason = disk_reason(error)

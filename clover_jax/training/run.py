@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 
 from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
+from clover_jax.device_memory import advise_on_memory
 from clover_jax.distributed import agreed, is_primary
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
@@ -40,7 +41,8 @@ def run_training(
 ) -> dict[str, Any]:
     """Train a head in `workdir`, or go on where an earlier run stopped; return the report.
 
-    stop: when set (by SIGTERM), the run saves a checkpoint after its current step and returns.
+    stop: when set (by SIGTERM, Ctrl-C), the run saves a checkpoint after its current step and
+        returns.
     mesh: the devices to train on, None for one; a run may go on with another mesh.
     Raises UserError for whatever cannot work, before anything is trained.
     """
@@ -52,10 +54,22 @@ def run_training(
         finished = _finished_report(workdir, settings)
         if finished is not None and recorded_settings(workdir) == settings:
             return finished
+<<<<<<< HEAD
         parts = load_parts(settings, mesh)
         if is_primary():
             check_resumable(workdir, settings, parts.identity, _has_learnt(workdir))
         return finished or _train(settings, parts, workdir, agreed(stop))
+=======
+        with advise_on_memory(
+            f"train on {settings.batch_size} rows of {settings.seq_len} tokens",
+            "give --gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or "
+            "more devices by --mesh; --dry_run says what a run takes",
+        ):
+            parts = load_parts(settings, mesh)
+            if is_primary():
+                check_resumable(workdir, settings, parts.identity)
+            return finished or _train(settings, parts, workdir, agreed(stop))
+>>>>>>> w6
 
 
 def _has_learnt(workdir: Path) -> bool:

@@ -7,8 +7,9 @@ import sys
 from typing import TYPE_CHECKING, NamedTuple
 
 from clover_jax.config import RopeConfig
-from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.pipeline import PipelineConfig
+from clover_jax.data.samples import RecordSamples
 from clover_jax.data.training_data import TrainingData, load_training_data
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.step import check_tree
@@ -88,6 +89,10 @@ def load_parts(settings: TrainSettings, mesh: Mesh | None = None) -> Parts:
     pipeline = pipeline_config(settings, base, head)
     with passing_note(f"reading {settings.data}"):
         data = open_data(settings, base, base_fingerprint, tokenizer, head)
+    # Of a prepared folder `prepare` has said it.
+    records = data.samples.sections if isinstance(data.samples, RecordSamples) else ()
+    if notice := template_notice(records, tokenizer):
+        print(notice, file=sys.stderr, flush=True)
     coverage = None
     if settings.draft_vocab is not None:
         head, coverage = reduce_vocabulary(

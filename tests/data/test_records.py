@@ -62,6 +62,10 @@ def test_a_row_that_says_why_it_has_no_text_holds_nothing(reason):
         ([1], "f:7: expected an object, found list"),
         ({"text": 3}, "f:7: a malformed row: .*expected text, found 3"),
         ({"messages": [{"role": "user"}]}, "f:7: a malformed row: KeyError"),
+        (
+            {"conversations": [{"from": "model", "value": "a"}]},
+            "f:7: a message is from 'model'; it may be from human, user, gpt, ",
+        ),
         ({"prompt_ids": [[1]], "output_ids": [[1], [2]]}, "f:7: a malformed row: ValueError"),
         ({"prompt_ids": ["a"], "output_ids": [1]}, "f:7: prompt_ids and output_ids must be lists"),
     ],

@@ -1,5 +1,6 @@
 """The models that evaluate measures: the automatic tree among them, its measurements given."""
 
+import dataclasses
 import json
 
 import jax.numpy as jnp
@@ -70,3 +71,9 @@ def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):
     assert chosen.draft is not None
     assert chosen.tree.num_nodes > 0
     assert f"a is measured with {chosen.tree.name} all the same" in capsys.readouterr().err
+
+
+def test_every_method_has_the_chat_template_that_is_given(options):
+    chosen = dataclasses.replace(options, tree="chain:1", chat_template="vicuna")
+    methods = load_methods(chosen, GenerationSettings(), jnp.dtype("float32"))
+    assert all("USER: " in method.models.tokenizer.chat_template for method in methods)

@@ -100,10 +100,15 @@ def test_other_settings_are_refused_and_named(command, prompts_file, tmp_path, d
     assert command(*arguments, "--max_new_tokens=4", "--overwrite")[0] == 0
 
 
-def test_a_base_without_a_template_is_said(command, prompts_file):
+def test_a_base_without_a_template_is_said(command, prompts_file, tokenizer):
     path = prompts_file({"turns": ["a"]}, {"prompt": "b"})
     _, _, error = command(f"--prompts={path}", "--max_new_tokens=2")
     assert "no chat template: in 1 of 2 rows turns and answers are joined by newlines" in error
+    _, lines, error = command(
+        f"--prompts={path}", "--max_new_tokens=2", "--chat_template=baichuan2"
+    )
+    assert "no chat template" not in error
+    assert json.loads(lines[0])["prompt_ids"] != tokenizer("a\n").input_ids
 
 
 def test_a_prompt_beyond_the_context_is_cut_on_the_left_or_skipped(decode, command, prompts_file):

@@ -9,7 +9,8 @@ import pytest
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.generation.models import load_models, params_hash
+from clover_jax.generation.models import load_models, load_plain, params_hash, with_draft
+from tests.tiny_checkpoints import edit_json
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 
@@ -32,6 +33,45 @@ def test_the_tree_is_what_is_asked_else_the_draft_s_else_paper25(base, tmp_path)
     assert load(base, tree="none").tree.num_nodes == 0
     with pytest.raises(UserError, match="'chain:2' has 2 nodes and there is no draft to fill them"):
         load(base, tree="chain:2")
+
+
+def test_a_draft_decodes_with_the_chat_template_of_its_training_only(base, tmp_path):
+    draft = save_tiny_draft(tmp_path / "a", base)
+    template = tmp_path / "own.jinja"
+    template.write_text("{{ messages }}\n")
+
+    plain = {
+        name: load_plain(str(base), jnp.float32, chat_template=name)
+        for name in (None, "vicuna", str(template))
+    }
+
+    def decode(name=None, **options):
+        return with_draft(plain[name], str(draft), None, **options)
+
+    def trained(text, flag="vicuna"):
+        flags = {"flags": {"chat_template": flag}}
+        edit_json(draft / "draft.json", chat_template=text, provenance=flags)
+
+    own = decode(str(template))  # nothing is known of the draft's
+    assert own.tokenizer.chat_template == "{{ messages }}"
+    assert changed(decode(), own) == {"chat_template"}
+    trained(plain["vicuna"].tokenizer.chat_template + "\n")
+    assert decode("vicuna").draft is not None
+    assert decode(allow_base_mismatch=True).draft is not None
+    message = "another chat template than the one in use: --chat_template=vicuna; decode with that"
+    for name in (None, str(template)):
+        with pytest.raises(UserError, match=message):
+            decode(name)
+    trained("{{ other }}", flag=None)
+    with pytest.raises(UserError, match="the one in use: the base's own; decode with that"):
+        decode("vicuna")
+    trained(...)  # a draft of before the text was recorded
+    assert decode("vicuna").draft is not None
+    with pytest.raises(UserError, match=message):
+        decode()
+    edit_json(draft / "draft.json", chat_template=[1])
+    with pytest.raises(UserError, match=r"chat_template must be a text or null, not \[1\]"):
+        decode("vicuna")
 
 
 def test_another_draft_is_another_identity(base, tmp_path):

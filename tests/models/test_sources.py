@@ -108,6 +108,8 @@ def test_what_is_fetched_of_a_repository(monkeypatch, tmp_path, name):
             "'nowhere' is neither a folder, nor a hub id like owner/name, nor built",
         ),
         ("/no/such/place", "'/no/such/place' is neither a folder"),
+        ("./place", "'./place' is neither a folder"),
+        ("../place", "'../place' is neither a folder"),
     ],
 )
 def test_what_is_nowhere_is_refused(source, message, hub):

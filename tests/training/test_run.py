@@ -262,6 +262,19 @@ def test_a_loss_that_is_not_finite_stops_with_its_step(data, tmp_path, monkeypat
     assert sorted(p.name for p in (tmp_path / "w" / "checkpoints").glob("[0-9]")) == ["3"]
 
 
+def test_too_little_memory_says_what_to_do(data, tmp_path, monkeypatch):
+    def run_step(state, base_params, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(run, "make_train_step", lambda config: run_step)
+    message = (
+        "the device has too little memory to train on 2 rows of 32 tokens; give "
+        "--gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or more "
+    )
+    with pytest.raises(UserError, match=message):
+        run_training(settings(data), tmp_path / "w", threading.Event())
+
+
 @pytest.mark.parametrize(
     "change",
     [{"seed": 1}, {"batch_size": 4}, {"learning_rate": 0.5}, {"num_positions": 2}],
