@@ -7,21 +7,12 @@ prompt and response, messages, text, or the prompt_ids and output_ids that `gene
 writes; a folder that `prepare` made; builtin:python is the Python standard library of this machine.
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
-<<<<<<< HEAD
 best/ (the best by measured tau, since the prompts, tree or tokens to measure with last changed).
-The same command goes on where it was stopped; a finished workdir says so. SIGTERM saves a
-checkpoint after the current step; the status is then 0 and the result says "finished": false.
-Several processes work as one where the environment says so (launch/local_processes); the mesh is
-then over the devices of all. Status 2: a mistake in what was given, or a loss that is not finite;
-3: another process of the run has gone away.
-=======
-best/ (the best by measured tau). The same command goes on where it was stopped; a finished workdir
-says so. SIGTERM or Ctrl-C saves a checkpoint after the current step; the status is then 0 and the
-result says "finished": false; a second Ctrl-C stops at once. Several processes work
-as one where the environment says so (launch/local_processes); the mesh is then over the devices of
-all. Status 2: a mistake in what was given, or a loss that is not finite; 3: another process of the
-run has gone away.
->>>>>>> w6
+The same command goes on where it was stopped; a finished workdir says so. SIGTERM or Ctrl-C saves a
+checkpoint after the current step; the status is then 0 and the result says "finished": false; a
+second Ctrl-C stops at once. Several processes work as one where the environment says so
+(launch/local_processes); the mesh is then over the devices of all. Status 2: a mistake in what was
+given, or a loss that is not finite; 3: another process of the run has gone away.
 """
 
 import dataclasses

@@ -54,12 +54,6 @@ def run_training(
         finished = _finished_report(workdir, settings)
         if finished is not None and recorded_settings(workdir) == settings:
             return finished
-<<<<<<< HEAD
-        parts = load_parts(settings, mesh)
-        if is_primary():
-            check_resumable(workdir, settings, parts.identity, _has_learnt(workdir))
-        return finished or _train(settings, parts, workdir, agreed(stop))
-=======
         with advise_on_memory(
             f"train on {settings.batch_size} rows of {settings.seq_len} tokens",
             "give --gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or "
@@ -67,9 +61,8 @@ def run_training(
         ):
             parts = load_parts(settings, mesh)
             if is_primary():
-                check_resumable(workdir, settings, parts.identity)
+                check_resumable(workdir, settings, parts.identity, _has_learnt(workdir))
             return finished or _train(settings, parts, workdir, agreed(stop))
->>>>>>> w6
 
 
 def _has_learnt(workdir: Path) -> bool:
