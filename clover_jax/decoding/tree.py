@@ -139,11 +139,12 @@ class TokenTree:
 def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
     """Return the tree that a name stands for.
 
-    paper25, chain:P, file:PATH and none are static; dynamic:NODES[:DEPTH[:WIDTH]] and clover4
-    follow the draft's probabilities.
+    paper25, chain:P, file:PATH, paths:PATHS and none are static; dynamic:NODES[:DEPTH[:WIDTH]] and
+    clover4 follow the draft's probabilities.
 
-    A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]].
-    Raises UserError for an unknown name or an unusable file.
+    A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]], which are
+    paths:0/1/0.0 as well.
+    Raises UserError for an unknown name, unusable paths or an unusable file.
     """
     kind, _, argument = name.partition(":")
     if name == "none":
@@ -154,12 +155,24 @@ def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
         return TreeConfig(name, tuple((0,) * d for d in range(1, int(argument) + 1)))
     if kind == "file" and argument:
         return _read_tree(name, Path(argument))
+    if kind == "paths":
+        return _spelt_tree(name, argument)
     if kind in ("dynamic", "clover4"):
         return parse_adaptive(name)
     raise UserError(
         f"tree {name!r} is unknown; use paper25, chain:P with P >= 1, dynamic:NODES, clover4, "
-        "file:PATH or none"
+        "file:PATH, paths:PATHS or none"
     )
+
+
+def portable_name(tree: TreeConfig | AdaptiveTree) -> str:
+    """Return a name by which `parse_tree` finds the same tree anywhere: a file's paths themselves.
+
+    Example: "file:a.json" with [[0], [0, 2]] in it gives "paths:0/0.2".
+    """
+    if not tree.name.startswith("file:"):
+        return tree.name
+    return "paths:" + "/".join(".".join(map(str, path)) for path in tree.paths)
 
 
 def default_tree(max_depth: int | None) -> str:
@@ -182,6 +195,13 @@ def _read_tree(name: str, path: Path) -> TreeConfig:
         raise UserError(
             f"tree file {path} must hold a JSON list of rank paths like [[0], [1], [0, 0]]: {error}"
         ) from error
+
+
+def _spelt_tree(name: str, paths: str) -> TreeConfig:
+    try:
+        return TreeConfig(name, tuple(tuple(map(int, p.split("."))) for p in paths.split("/")))
+    except ValueError as error:
+        raise UserError(f"tree {name!r} must be rank paths like paths:0/1/0.0: {error}") from error
 
 
 def _is_path(value: Any) -> bool:

@@ -20,7 +20,7 @@ from clover_jax.data.prompts import read_prompts
 from clover_jax.data.records import Record
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import TreeConfig, portable_name
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.jsonl import to_json
@@ -88,7 +88,7 @@ class DecodingEvaluator:
         self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)
         self._depth = tree.depth
         self._measured_with = {
-            "tree": tree.name,
+            "tree": portable_name(tree),
             "prompts_hash": hashlib.sha256(to_json(prompts).encode()).hexdigest(),
             "max_new_tokens": max_new_tokens,
         }

@@ -7,6 +7,7 @@ from typing import Any
 
 from clover_jax.array_types import Params
 from clover_jax.checkpoint import disk_reason
+from clover_jax.decoding.tree import portable_name
 from clover_jax.distributed import is_primary, to_host
 from clover_jax.drafters.directory import save_draft
 from clover_jax.errors import UserError
@@ -55,7 +56,7 @@ class DraftWriter:
                 directory,
                 self._parts.head.config,
                 params,
-                self._parts.tree.name,
+                portable_name(self._parts.tree),
                 self._parts.base_fingerprint,
                 provenance,
                 template_text(self._parts.tokenizer),

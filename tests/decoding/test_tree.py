@@ -6,7 +6,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.decoding.tree import TreeConfig, ancestor_mask, node_depth, parse_tree
+from clover_jax.decoding.tree import (
+    TreeConfig,
+    ancestor_mask,
+    node_depth,
+    parse_tree,
+    portable_name,
+)
 from clover_jax.errors import UserError
 
 
@@ -40,12 +46,22 @@ def test_a_file_holds_rank_paths_in_any_order(tmp_path):
     np.testing.assert_array_equal(tree.parents(), [-1, 0, 0, 1])
 
 
+def test_a_portable_name_holds_the_paths_of_a_file(tmp_path):
+    (tmp_path / "a.json").write_text("[[0], [0, 2]]")
+    tree = parse_tree(f"file:{tmp_path / 'a.json'}")
+    assert portable_name(tree) == "paths:0/0.2"
+    assert parse_tree("paths:0/0.2").paths == tree.paths
+    assert portable_name(parse_tree("dynamic:9")) == "dynamic:9"
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
         ("paper26", "'paper26' is unknown; use paper25, chain:P"),
         ("chain:0", "'chain:0' is unknown"),
         ("file:/nowhere.json", "cannot be read: No such file"),
+        ("paths:0/x", "must be rank paths like paths:0/1/0.0: invalid literal"),
+        ("paths:0.1", r"must be rank paths .* path \[0, 1\] needs its parent \[0\]"),
     ],
 )
 def test_a_wrong_name_says_what_would_be_right(name, message):

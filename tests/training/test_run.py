@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 
 from clover_jax import checkpoint
-from clover_jax.drafters.directory import load_draft
+from clover_jax.drafters.directory import load_draft, read_card
 from clover_jax.errors import UserError
 from clover_jax.files import only_process_in
 from clover_jax.interchange import conversion
@@ -106,6 +106,13 @@ def whole_run(data, tmp_path_factory):
     workdir = tmp_path_factory.mktemp("runs") / "whole"
     report = run_training(settings(data, eval_every=3), workdir, threading.Event())
     return workdir, report
+
+
+def test_a_draft_holds_the_tree_that_a_file_held(data, tmp_path):
+    (tmp_path / "tree.json").write_text("[[0], [1], [0, 0]]")
+    named = settings(data, steps=1, tree=f"file:{tmp_path / 'tree.json'}")
+    run_training(named, tmp_path / "run", threading.Event())
+    assert read_card(tmp_path / "run" / "draft").tree == "paths:0/1/0.0"
 
 
 def test_a_run_writes_metrics_eval_and_both_drafts(whole_run):
