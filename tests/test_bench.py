@@ -7,8 +7,11 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax import bench, cli
+from clover_jax.benchmark import subject
 from clover_jax.benchmark.ceilings import Ceilings
 from clover_jax.benchmark.subject import load_subject
+from clover_jax.decoding import engine
+from clover_jax.decoding.state import empty_state
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
 
@@ -27,7 +30,21 @@ def command(capsys, monkeypatch):
     return run
 
 
-def test_every_part_is_timed_beside_its_floor(command):
+@pytest.fixture
+def buffer_lengths(monkeypatch):
+    """The lengths of all buffers that are made."""
+    lengths = set()
+
+    def spied(base, head, tree, batch, size, *more):
+        lengths.add(size)
+        return empty_state(base, head, tree, batch, size, *more)
+
+    for module in (engine, subject):
+        monkeypatch.setattr(module, "empty_state", spied)
+    return lengths
+
+
+def test_every_part_is_timed_beside_its_floor(command, buffer_lengths):
     status, lines, _ = command(*BASE, "--tree=chain:2", "--force_accept=1", "--batch_size=2")
     assert status == 0
     report = json.loads(lines[-1])
@@ -40,6 +57,7 @@ def test_every_part_is_timed_beside_its_floor(command):
     assert report["parts"]["plain step"]["floor_ms"] == pytest.approx(
         1e3 * (weights + keys) / 1e9, abs=1e-4
     )
+    assert buffer_lengths == {256}  # or the engine and the chunk beside it would not be the same
     assert report["force_accept"] == 1
     assert report["versions"]["jax"]
     assert any("forced to accept 1" in line for line in lines)
