@@ -3,6 +3,7 @@
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
@@ -10,6 +11,7 @@ from clover_jax import bench, cli
 from clover_jax.benchmark import subject
 from clover_jax.benchmark.ceilings import Ceilings
 from clover_jax.benchmark.subject import load_subject
+from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.decoding import engine
 from clover_jax.decoding.state import empty_state
 
@@ -69,10 +71,37 @@ def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
     assert load_subject(base, f"random:{kind}", None, jnp.dtype("float32")).tree.name == tree
 
 
-def test_a_base_alone_is_timed_too(command):
-    status, lines, _ = command(*BASE, "--draft=none")
+@pytest.fixture
+def precisions(command, monkeypatch):
+    """The precisions of products at which this machine's limits, or its costs, are measured."""
+    found = []
+
+    def limits(dtype):
+        found.append(jax.config.jax_default_matmul_precision)
+        return Ceilings(1e9, 1e10)
+
+    def costs(*_, **__):
+        found.append(jax.config.jax_default_matmul_precision)
+        return CostTable(1.0, ((1, 1.0), (2, 1.0)), 1.0, ((1, 1.0), (4, 1.0)), 1.0)
+
+    monkeypatch.setattr("clover_jax.benchmark.measured.measure_ceilings", limits)
+    monkeypatch.setattr("clover_jax.benchmark.sweep.measure_costs", costs)
+    with jax.default_matmul_precision("default"):
+        yield found
+
+
+def test_a_base_alone_is_timed_too_and_float32_as_it_is_decoded(command, precisions):
+    status, lines, _ = command(*BASE, "--draft=none", "--dtype=float32")
     assert status == 0
     assert json.loads(lines[-1])["break_even_accepted"] == 0
+    assert precisions == ["highest"]
+
+
+def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
+    status, lines, _ = command(*BASE, "--sweep", "--batch_sizes=1", "--nodes=1", "--dtype=float32")
+    assert status == 0
+    assert len(json.loads(lines[-1])["cells"]) == 1
+    assert precisions == ["highest"]
 
 
 @pytest.mark.parametrize(
