@@ -3,12 +3,17 @@
 import json
 import re
 
+import jax
 import jax.numpy as jnp
 import pytest
 
 from clover_jax import bench, cli
+from clover_jax.benchmark import subject
 from clover_jax.benchmark.ceilings import Ceilings
 from clover_jax.benchmark.subject import load_subject
+from clover_jax.benchmark.tree_choice import CostTable
+from clover_jax.decoding import engine
+from clover_jax.decoding.state import empty_state
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
 
@@ -27,7 +32,21 @@ def command(capsys, monkeypatch):
     return run
 
 
-def test_every_part_is_timed_beside_its_floor(command):
+@pytest.fixture
+def buffer_lengths(monkeypatch):
+    """The lengths of all buffers that are made."""
+    lengths = set()
+
+    def spied(base, head, tree, batch, size, *more):
+        lengths.add(size)
+        return empty_state(base, head, tree, batch, size, *more)
+
+    for module in (engine, subject):
+        monkeypatch.setattr(module, "empty_state", spied)
+    return lengths
+
+
+def test_every_part_is_timed_beside_its_floor(command, buffer_lengths):
     status, lines, _ = command(*BASE, "--tree=chain:2", "--force_accept=1", "--batch_size=2")
     assert status == 0
     report = json.loads(lines[-1])
@@ -40,6 +59,7 @@ def test_every_part_is_timed_beside_its_floor(command):
     assert report["parts"]["plain step"]["floor_ms"] == pytest.approx(
         1e3 * (weights + keys) / 1e9, abs=1e-4
     )
+    assert buffer_lengths == {256}  # or the engine and the chunk beside it would not be the same
     assert report["force_accept"] == 1
     assert report["versions"]["jax"]
     assert any("forced to accept 1" in line for line in lines)
@@ -51,10 +71,37 @@ def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
     assert load_subject(base, f"random:{kind}", None, jnp.dtype("float32")).tree.name == tree
 
 
-def test_a_base_alone_is_timed_too(command):
-    status, lines, _ = command(*BASE, "--draft=none")
+@pytest.fixture
+def precisions(command, monkeypatch):
+    """The precisions of products at which this machine's limits, or its costs, are measured."""
+    found = []
+
+    def limits(dtype):
+        found.append(jax.config.jax_default_matmul_precision)
+        return Ceilings(1e9, 1e10)
+
+    def costs(*_, **__):
+        found.append(jax.config.jax_default_matmul_precision)
+        return CostTable(1.0, ((1, 1.0), (2, 1.0)), 1.0, ((1, 1.0), (4, 1.0)), 1.0)
+
+    monkeypatch.setattr("clover_jax.benchmark.measured.measure_ceilings", limits)
+    monkeypatch.setattr("clover_jax.benchmark.sweep.measure_costs", costs)
+    with jax.default_matmul_precision("default"):
+        yield found
+
+
+def test_a_base_alone_is_timed_too_and_float32_as_it_is_decoded(command, precisions):
+    status, lines, _ = command(*BASE, "--draft=none", "--dtype=float32")
     assert status == 0
     assert json.loads(lines[-1])["break_even_accepted"] == 0
+    assert precisions == ["highest"]
+
+
+def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
+    status, lines, _ = command(*BASE, "--sweep", "--batch_sizes=1", "--nodes=1", "--dtype=float32")
+    assert status == 0
+    assert len(json.loads(lines[-1])["cells"]) == 1
+    assert precisions == ["highest"]
 
 
 @pytest.mark.parametrize(

@@ -21,6 +21,7 @@ from clover_jax.decoding.compiler_options import options_for
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
 from clover_jax.device_bytes import bytes_per_device
+from clover_jax.dtypes import exact_matmuls
 from clover_jax.meshes import MeshShape, make_mesh, parse_mesh
 from clover_jax.models.attention import READINGS
 from clover_jax.sharding import decode_state_shardings, param_shardings, with_shardings
@@ -112,7 +113,7 @@ def compile_step(
     state_places = decode_state_shardings(states, device_mesh)
     weights = with_shardings(subject.weights, weight_places)
     step = jax.jit(functools.partial(speculate_and_verify, config), donate_argnums=1)
-    with jax.set_mesh(device_mesh):
+    with jax.set_mesh(device_mesh), exact_matmuls(str(subject.dtype)):
         lowered = step.trace(weights, with_shardings(states, state_places)).lower()
         compiled = compile_with_buffers(lowered, options_for(target.platform))
     work = count_work(functools.partial(speculate_and_verify, config), weights, states)

@@ -2,37 +2,59 @@
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterator
 
 from clover_jax.benchmark.subject import Subject
-from clover_jax.benchmark.timing import Run
+from clover_jax.benchmark.timing import WARM_UP, Run
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.requests import Progress, Request
+from clover_jax.decoding.requests import Generation, Progress, Request
 from clover_jax.decoding.sampling import SamplingConfig
 
 
-def engine_chunk(
-    subject: Subject, sampling: SamplingConfig, batch: int, context: int, steps: int, room: int
-) -> Run:
-    """Return a function that lets an engine with full slots run its next chunk.
+class EngineRun:
+    """An engine with full slots, whose rows go on from call to call."""
 
-    Every row has `context` tokens of prompt, and `room` tokens to emit: the caller sees to it that
-    no row ends while chunks are timed.
-    """
-    engine = Engine(
-        subject.base,
-        subject.head,
-        subject.tree,
-        sampling,
-        batch_size=batch,
-        steps_per_chunk=steps,
-    )
-    prompt = [index % subject.base.vocab_size for index in range(1, context + 1)]
-    requests = [Request(index, prompt, room) for index in range(batch)]
-    stream = engine.stream(subject.weights.base, subject.weights.draft, requests)
-    return lambda: _take(stream, batch)
+    def __init__(self, subject: Subject, sampling: SamplingConfig, batch: int, steps: int):
+        """Prepare an engine of `batch` slots that runs `steps` steps a call."""
+        self._subject, self._batch, self._steps = subject, batch, steps
+        self._engine = Engine(
+            subject.base,
+            subject.head,
+            subject.tree,
+            sampling,
+            batch_size=batch,
+            steps_per_chunk=steps,
+        )
 
+    def chunks(self, context: int, end: int, rounds: int, pace: float | None) -> Run:
+        """Return a function that runs the next chunk, for `time_in_turns` with so many rounds.
 
-def _take(stream: Iterator[Progress], batch: int) -> list[list[int]]:
-    """Return the new tokens of every row, which are on the host by then."""
-    return [next(stream).new_ids for _ in range(batch)]
+        Prompts are so much shorter than `context` that the round in the middle begins there, or of
+        one token where that is too long.
+        end: positions at which rows would end. The caller sees to it that none does while chunks
+            are timed; buffers are as long as `cache_size` gives for so many.
+        pace: tokens that a row emits in a step; None measures it.
+        """
+        pace = self.pace(context, end) if pace is None else pace
+        before = round((WARM_UP + rounds // 2) * self._steps * pace)
+        stream = self._stream(max(context - before, 1), end)
+        return lambda: self._take(stream)
+
+    def pace(self, context: int, end: int) -> float:
+        """Return how many tokens a row emits in a step, from `context` on, in WARM_UP chunks."""
+        stream = self._stream(context, end)
+        for _ in range(WARM_UP):
+            rows = self._take(stream)
+        stream.close()
+        return 1 + statistics.mean(count for row in rows for count in row.accepted)
+
+    def _stream(self, length: int, end: int) -> Iterator[Progress]:
+        prompt = [index % self._subject.base.vocab_size for index in range(1, length + 1)]
+        requests = [Request(index, prompt, end - length) for index in range(self._batch)]
+        weights = self._subject.weights
+        return self._engine.stream(weights.base, weights.draft, requests)
+
+    def _take(self, stream: Iterator[Progress]) -> list[Generation]:
+        """Return every row after the next chunk, whose tokens are on the host by then."""
+        return [next(stream).row for _ in range(self._batch)]

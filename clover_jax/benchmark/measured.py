@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
-from clover_jax.benchmark.engine_run import engine_chunk
+from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.benchmark.parts import Bench, Part, stage_parts, step_part
 from clover_jax.benchmark.subject import Subject, cache_size, running_state
 from clover_jax.benchmark.timing import WARM_UP, time_in_turns
@@ -101,8 +101,9 @@ def measure(
     Raises UserError where the tree does not suit the head, or the context the base.
     """
     sampling = SamplingConfig(force_accept=force_accept)
-    # Rows of the engine's loop go on from turn to turn; half of them come before `context`.
-    room = (rounds + WARM_UP + 1) * CHUNK * (subject.tree.depth + 1)
+    pace = known_pace(subject, force_accept)
+    # Rows of the engine's loop go on from turn to turn; none may end meanwhile.
+    room = (rounds + WARM_UP + 1) * CHUNK * (pace or subject.tree.depth + 1)
     size = cache_size(subject, context, room)
     speculative = Bench(subject, running_state(subject, batch, size, context), context)
     plain_subject = subject.plain()
@@ -112,9 +113,8 @@ def measure(
         parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
     parts["chunk"] = step_part(speculative, sampling, CHUNK)
     runs = {name: part.run for name, part in parts.items()}
-    runs["engine"] = engine_chunk(
-        subject, sampling, batch, max(context - room // 2, 1), CHUNK, room
-    )
+    engine = EngineRun(subject, sampling, batch, CHUNK)
+    runs["engine"] = engine.chunks(context, context + room, rounds, pace)
     seconds = time_in_turns(runs, rounds, single=["engine"])
     ceilings = measure_ceilings(subject.dtype)
     timed = {name: _timed(part, seconds[name], ceilings) for name, part in parts.items()}
@@ -124,6 +124,12 @@ def measure(
     else:
         timed |= _levels(timed, subject.tree.depth)
     return Measurement(ceilings, timed, seconds["engine"] / CHUNK, seconds["chunk"] / CHUNK)
+
+
+def known_pace(subject: Subject, force_accept: int | None) -> int | None:
+    """Return how many tokens a row emits in a step, at most; None where drafts decide."""
+    accepted = force_accept if subject.tree.num_nodes else 0
+    return None if accepted is None else accepted + 1
 
 
 def _timed(part: Part, seconds: float, ceilings: Ceilings) -> Timed:

@@ -12,7 +12,7 @@ from clover_jax.benchmark import sweep
 from clover_jax.benchmark.measured import STAGES, Measurement, measure
 from clover_jax.benchmark.subject import Subject, load_subject
 from clover_jax.benchmark.versions import versions
-from clover_jax.dtypes import resolve_dtype
+from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.progress import passing_note
 
@@ -40,7 +40,7 @@ def measure_and_describe(
             f"--force_accept={force_accept}: no path of the tree {subject.tree.name} has more than "
             f"{subject.tree.depth} nodes"
         )
-    with passing_note("measuring"):
+    with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
         measured = measure(subject, batch, context, rounds, force_accept)
     settings = describe_settings(subject, base, draft) | {
         "batch_size": batch,
@@ -72,7 +72,7 @@ def sweep_and_describe(
     """
     with passing_note(f"loading {base}"):
         subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
-    with passing_note("measuring"):
+    with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
         cells = sweep.sweep(subject, batch_sizes, nodes, context, rounds)
     for line in sweep.describe(cells, subject.tree.name):
         print(line)

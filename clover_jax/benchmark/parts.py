@@ -38,8 +38,8 @@ from clover_jax.decoding.tree import TreeConfig
 
 _BUFFERS = ("tokens", "cache", "draft_cache")  # what a step updates in place
 
-# (weights, state) -> (state with its buffers updated, anything else to be consumed)
-Stage = Callable[[Weights, DecodeState], tuple[DecodeState, Any]]
+# (weights, state, ...) -> (state with its buffers updated, anything else to be consumed)
+Stage = Callable[..., tuple[DecodeState, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,21 +72,30 @@ class Bench:
         """The whole state, as it is now."""
         return self._small.replace(**self._buffers)
 
-    def updating(self, stage: Stage, cache_bytes: float = 0.0) -> Part:
-        """Return a part that updates the buffers in place."""
+    def updating(self, stage: Stage, *more: Any, cache_bytes: float = 0.0) -> Part:
+        """Return a part that updates the buffers in place: stage(weights, state, *more).
 
-        def apply(weights: Weights, buffers: PyTree, small: DecodeState) -> tuple[PyTree, Any]:
-            state, rest = stage(weights, small.replace(**buffers))
+        Arrays that a stage closed over would be literals, and what it gathers of them be compiled
+        away: hand them in as `more`.
+        """
+
+        def apply(
+            weights: Weights, buffers: PyTree, small: DecodeState, *more: Any
+        ) -> tuple[PyTree, Any]:
+            state, rest = stage(weights, small.replace(**buffers), *more)
             left = state.replace(**dict.fromkeys(_BUFFERS, ()))
             return {name: getattr(state, name) for name in _BUFFERS}, (left, rest)
 
         program = jax.jit(apply, donate_argnums=1, compiler_options=options_here())
 
         def run() -> Any:
-            self._buffers, rest = program(self.subject.weights, self._buffers, self._small)
+            self._buffers, rest = program(self.subject.weights, self._buffers, self._small, *more)
             return rest
 
-        return Part(run, self._count(lambda w, s: stage(w, s)[1], self.state), cache_bytes)
+        def rest_of(weights: Weights, *arguments: Any) -> Any:
+            return stage(weights, *arguments)[1]
+
+        return Part(run, self._count(rest_of, self.state, *more), cache_bytes)
 
     def reading(self, stage: Callable[..., Any], *more: Any, cache_bytes: float = 0.0) -> Part:
         """Return a part that changes nothing: stage(weights, state, *more)."""
@@ -107,7 +116,7 @@ def step_part(bench: Bench, sampling: SamplingConfig = GREEDY, num_steps: int = 
     once = functools.partial(speculate_and_verify, config)
     stage = once if num_steps == 1 else functools.partial(decode_chunk, config, num_steps)
     cache_bytes = num_steps * (bench.base_cache_bytes + bench.draft_cache_bytes)
-    return bench.updating(stage, cache_bytes)
+    return bench.updating(stage, cache_bytes=cache_bytes)
 
 
 def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Part]:
@@ -121,7 +130,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
         absorbed = absorb_pending(config, weights, state)
         return state.replace(draft_cache=absorbed.cache), absorbed.root
 
-    parts = {"absorb": bench.updating(absorb, bench.draft_cache_bytes)}
+    parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
     root_state = parts["absorb"].run()[1]
     for depth in range(1, config.tree.depth + 1):
         shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
@@ -140,9 +149,11 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     )
     accepted = parts["accept"].run()
     parts["commit"] = bench.updating(
-        lambda weights, state: commit(
-            state, drafted.tree, accepted, verified.fresh, verified.features
-        )
+        lambda weights, *arguments: commit(*arguments),
+        drafted.tree,
+        accepted,
+        verified.fresh,
+        verified.features,
     )
     return parts
 

@@ -77,15 +77,19 @@ class Choice:
         }
 
 
-def choose_tree(costs: CostTable, ranks: np.ndarray, most_nodes: int = MOST_NODES) -> Choice:
+def choose_tree(
+    costs: CostTable, ranks: np.ndarray, most_nodes: int = MOST_NODES, *, gaps: bool = True
+) -> Choice:
     """Return the static tree with the most tokens a second.
 
     ranks: [samples, depth] rank of the true token at each level; negative where the head could not
         have proposed it.
+    gaps: whether a node may lack the sibling of the rank before its own; sampled children must not.
     For every depth, the best tree of n nodes holds the n paths that occur most often: a path is
-    never more frequent than its beginning, so every path's beginning is in it too.
+    never more frequent than its beginning, so every path's beginning is in it too. Without gaps a
+    path brings its earlier siblings with it, however rare these are.
     """
-    best = [_best_of_depth(costs, ranks, depth, most_nodes) for depth in _depths(ranks)]
+    best = [_best_of_depth(costs, ranks, depth, most_nodes, gaps) for depth in _depths(ranks)]
     considered = tuple(choice for choice in best if choice is not None)
     fastest = max(considered, key=lambda choice: choice.speed_up, default=None)
     if fastest is None or fastest.speed_up <= 1:
@@ -107,10 +111,10 @@ def _depths(ranks: np.ndarray) -> range:
 
 
 def _best_of_depth(
-    costs: CostTable, ranks: np.ndarray, depth: int, most_nodes: int
+    costs: CostTable, ranks: np.ndarray, depth: int, most_nodes: int, gaps: bool
 ) -> Choice | None:
     counts = _path_counts(ranks, depth)
-    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))[:most_nodes]
+    order = _most_frequent(counts, gaps)[:most_nodes]
     best, accepted = None, 0.0
     for size, path in enumerate(order, start=1):
         accepted += counts[path] / len(ranks)
@@ -120,6 +124,18 @@ def _best_of_depth(
         if tree.depth == depth and (best is None or speed_up > best.speed_up):
             best = Choice(tree, accepted, seconds, speed_up)
     return best
+
+
+def _most_frequent(counts: collections.Counter[tuple[int, ...]], gaps: bool) -> list:
+    """Return the paths in the order in which a tree takes them in; see `choose_tree`.
+
+    Example: of counts {(0,): 3, (2,): 2} with gaps (0,), (2,) and without (0,), (1,), (2,).
+    """
+    order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
+    if gaps:
+        return order
+    filled = ((*path[:-1], rank) for path in order for rank in range(path[-1] + 1))
+    return list(dict.fromkeys(filled))
 
 
 def _path_counts(ranks: np.ndarray, depth: int) -> collections.Counter[tuple[int, ...]]:

@@ -8,7 +8,7 @@ from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
 
 # EAGLE-2 expands 10 nodes on each of 7 levels; a level of Clover costs a pass over lm_head, so
-# fewer pay. Both can be given: dynamic:NODES:DEPTH:WIDTH.
+# fewer pay. Both can be given: dynamic:NODES:DEPTH:WIDTH. Fewer nodes than these use less of them.
 DEFAULT_DEPTH, DEFAULT_WIDTH = 6, 8
 
 
@@ -69,14 +69,20 @@ class AdaptiveTree(JsonConfig):
 
 
 def parse_adaptive(name: str) -> AdaptiveTree:
-    """Return the tree that `dynamic:NODES[:DEPTH[:WIDTH]]` or `clover4` stands for."""
+    """Return the tree that `dynamic:NODES[:DEPTH[:WIDTH]]` or `clover4` stands for.
+
+    Example: dynamic:3 is 3 levels of width 3; dynamic:25 has the defaults, 6 levels of width 8.
+    """
     rule, *numbers = name.split(":")
     if rule == "clover4" and not numbers:
         return AdaptiveTree(name, "clover4", nodes=4, depth=4, width=4)
     if rule != "dynamic" or not 1 <= len(numbers) <= 3 or not all(map(str.isdecimal, numbers)):
         raise UserError(f"tree {name!r} must be dynamic:NODES[:DEPTH[:WIDTH]], as in dynamic:25")
-    defaults = (str(DEFAULT_DEPTH), str(DEFAULT_WIDTH))
-    nodes, depth, width = map(int, (*numbers, *defaults[len(numbers) - 1 :]))
+    nodes, *given = map(int, numbers)
+    # A kept node's ancestors are kept, and so are its earlier siblings and what its level expands
+    # before it, which score no less: beyond N levels, children or expanded nodes nothing is kept.
+    defaults = [max(1, min(most, nodes)) for most in (DEFAULT_DEPTH, DEFAULT_WIDTH)]
+    depth, width = given + defaults[len(given) :]
     try:
         return AdaptiveTree(name, "dynamic", nodes, depth, width)
     except ValueError as error:

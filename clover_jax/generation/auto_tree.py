@@ -68,10 +68,11 @@ def with_auto_tree(
     with passing_note("measuring which trees may pay"):
         costs = _costs(subject, batch_size, models)
         ranks = _ranks(subject, models, prompts, settings)
-    choice = choose_tree(costs, ranks)
+    chosen_by_rank = settings.draft_sampling == "topk"
+    choice = choose_tree(costs, ranks, gaps=chosen_by_rank)
     _explain(describe_prospects(choice, costs))
     plain = dataclasses.replace(models, draft=None, tree=TreeConfig.root_only())
-    trees = finalists(choice, adaptive=settings.draft_sampling == "topk")
+    trees = finalists(choice, adaptive=chosen_by_rank)
     if not trees:
         _explain(["no tree comes near paying: plain decoding"])
         return plain

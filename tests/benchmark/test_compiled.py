@@ -1,4 +1,4 @@
-"""What the compilers of absent hardware make of a whole step; they must be installed."""
+"""What compilers make of a whole step; those of absent hardware must be installed."""
 
 import importlib.util
 import json
@@ -6,8 +6,13 @@ import os
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import pytest
 
+from clover_jax.benchmark import compiled
+from clover_jax.benchmark.subject import shape_subject
+from clover_jax.benchmark.targets import CHIPS, Target
 from tests.conftest import REPOSITORY
 
 COMPILERS = {"tpu-v6e:2x2": "libtpu", "gpu-h200": "jax_plugins.xla_cuda13"}
@@ -18,6 +23,17 @@ def is_installed(module):
         return importlib.util.find_spec(module) is not None
     except ModuleNotFoundError:
         return False
+
+
+def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
+    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices()[:1])
+    subject = shape_subject("shape:64x1x96", "none", None, jnp.dtype("float32"))
+    here = Target("here", "cpu", CHIPS["v6e"], "1")
+    with jax.default_matmul_precision("default"):
+        _, text = compiled.compile_step(subject, here, None, batch=1, context=10)
+    products = [line for line in text.splitlines() if " dot(" in line]
+    assert products
+    assert all("operand_precision={highest,highest}" in line for line in products)
 
 
 @pytest.mark.aot

@@ -68,6 +68,26 @@ def test_the_most_nodes_bound_the_tree():
     assert choose_tree(FREE_DRAFT, RANKS, most_nodes=3).tree.num_nodes == 3
 
 
+def test_sampled_children_get_a_tree_without_gaps_at_what_it_costs():
+    ranks = np.array([[0], [2], [0]])
+    costs = dataclasses.replace(FREE_DRAFT, verify=((1, 1.0), (3, 1.0), (4, 1.1), (128, 127.0)))
+    assert choose_tree(costs, ranks).tree.paths == ((0,), (2,))
+    choice = choose_tree(costs, ranks, gaps=False)
+    assert choice.tree.paths == ((0,), (1,), (2,))
+    assert (choice.accepted, choice.seconds) == (1.0, 1.1)
+    assert choice.accepted == expected_accepted(choice.tree, ranks)
+    assert choose_tree(costs, ranks, most_nodes=2, gaps=False).tree.paths == ((0,),)
+
+
+def test_without_gaps_every_tree_worth_a_trial_can_be_drawn():
+    ranks = np.array([[0, 3], [2, 1], [0, 3], [2, -1], [1, 0]])
+    choice = choose_tree(FREE_DRAFT, ranks, gaps=False)
+    trees = finalists(choice, adaptive=False)
+    assert len(trees) == 2
+    assert not any(tree.has_rank_gaps for tree in trees)
+    assert choice.accepted == pytest.approx(expected_accepted(choice.tree, ranks))
+
+
 def test_the_table_names_every_depth():
     lines = describe_prospects(choose_tree(FREE_DRAFT, RANKS), FREE_DRAFT)
     assert lines[0].endswith("a plain step takes 1000.00 ms")

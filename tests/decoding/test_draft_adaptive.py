@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, DEFAULT_WIDTH, AdaptiveTree
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import SamplingConfig
@@ -109,6 +109,25 @@ def test_the_dynamic_tree_holds_the_most_probable_nodes_seen(name):
     assert all(parent < slot for slot, parent in enumerate(parents))
     assert len(tokens) == tree.nodes + 1
     assert paths_of(tokens, parents) == dynamic_by_hand(head, tree)
+
+
+@pytest.mark.parametrize(
+    ("name", "depth", "width"),
+    [
+        *(("dynamic:1", 1, 1), ("dynamic:3", 3, 3), ("dynamic:7", 6, 7), ("dynamic:25", 6, 8)),
+        *(("dynamic:3:5", 5, 3), ("dynamic:3:2:9", 2, 9)),
+    ],
+)
+def test_a_dynamic_tree_is_by_default_no_larger_than_its_nodes_can_be(name, depth, width):
+    tree = parse_tree(name)
+    assert (tree.name, tree.depth, tree.width) == (name, depth, width)
+
+
+@pytest.mark.parametrize("hot", [1.0, 40.0])  # a wide tree and a deep one
+def test_levels_and_children_beyond_the_nodes_change_no_tree(hot):
+    head, tree = SlowHead(hot), parse_tree("dynamic:3")
+    larger = AdaptiveTree(tree.name, tree.rule, tree.nodes, DEFAULT_DEPTH, DEFAULT_WIDTH)
+    assert head.draft(tree) == head.draft(larger)
 
 
 @pytest.mark.parametrize("hot", [5.0, 40.0, 200.0])

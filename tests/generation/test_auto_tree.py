@@ -2,6 +2,7 @@
 
 import json
 
+import numpy as np
 import pytest
 
 from clover_jax import cli, generate
@@ -84,6 +85,15 @@ def test_a_trial_decodes_in_every_way_and_is_remembered(decode, monkeypatch):
     tried = [line for line in first.err.splitlines() if "x plain decoding (" in line]
     assert len(tried) >= 3
     assert [line for line in again.err.splitlines() if "x plain decoding (" in line] == tried
+
+
+def test_sampled_children_are_tried_with_trees_that_leave_out_no_draw(decode, monkeypatch):
+    ranks = np.array([[0], [2], [0]])
+    monkeypatch.setattr(auto_tree, "ranked_depth", lambda head: 1)
+    monkeypatch.setattr(auto_tree, "measure_ranks", lambda *_, **__: ranks)
+    argv = ("--tree=auto", "--temperature=1", "--draft_sampling=sampled")
+    _, printed = decode(CHEAP, "sampled.jsonl", *argv, gain=0.5)
+    assert "3 nodes, 3 by level: tau" in printed.err
 
 
 def test_prompts_that_are_all_too_long_to_measure_with_are_an_error(folders, tmp_path, capsys):

@@ -1,0 +1,27 @@
+"""The engine's loop is timed where in the text the parts beside it are."""
+
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.benchmark.engine_run import EngineRun
+from clover_jax.benchmark.measured import CHUNK
+from clover_jax.benchmark.subject import load_subject
+from clover_jax.benchmark.timing import WARM_UP
+from clover_jax.decoding.sampling import SamplingConfig
+
+CONTEXT, ROUNDS, BATCH = 200, 3, 2
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return load_subject("shape:64x1x96", "random:clover2", "chain:2", jnp.float32)
+
+
+@pytest.mark.parametrize("pace", [2, None])
+def test_the_round_in_the_middle_begins_at_the_context(subject, pace):
+    engine = EngineRun(subject, SamplingConfig(force_accept=1), BATCH, CHUNK)
+    run = engine.chunks(CONTEXT, CONTEXT + 160, ROUNDS, pace)
+    for _ in range(WARM_UP + ROUNDS // 2):
+        rows = run()
+    # The token that was emitted last is not committed yet.
+    assert [len(row.prompt_ids + row.output_ids) - 1 for row in rows] == [CONTEXT] * BATCH
