@@ -70,7 +70,7 @@ def classify(
     gap = np.concatenate([m.gap[: len(g)] for m, g in zip(together, groups, strict=True)])
     lengths = [len(case.output_ids) for case in cases]
     threshold = max(
-        float(np.abs(margin[i, :length] - single[i].margin[0, :length]).max())
+        _largest_change(margin[i, :length], single[i].margin[0, :length])
         for i, length in enumerate(lengths)
     )
     return [
@@ -78,6 +78,15 @@ def classify(
         for i, case in enumerate(cases)
         if case.divergence is not None
     ]
+
+
+def _largest_change(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the largest difference of two rows of margins.
+
+    A margin over tokens that top-k or top-p cut off is infinite and says nothing of rounding.
+    """
+    is_known = np.isfinite(one) & np.isfinite(other)
+    return float(np.abs(one[is_known] - other[is_known]).max(initial=0.0))
 
 
 def _classified(found: Divergence, gaps: np.ndarray, threshold: float) -> Divergence:
@@ -144,9 +153,13 @@ def forced_margins(
 def _scores(
     config: StepConfig, state: DecodeState, logits: Float[Array, "B 1 V"], position: Array
 ) -> Float[Array, "B V"]:
-    """Return what the next token is the argmax of: logits, or warped logits with noise."""
+    """Return what the next token is the argmax of: warped logits with noise.
+
+    At temperature 0 it is that of the logits, which unlike warped ones leave every token a score.
+    """
     if config.sampling.verify == "greedy":
         return logits[:, 0]
     warped = warp(logits, state.sampling, config.sampling.truncate)
     noise = gumbel(state.sampling, position[:, None], TOKEN, logits.shape[-1])
-    return (warped + noise)[:, 0]
+    is_drawn = state.sampling.temperature[:, None] > 0
+    return jnp.where(is_drawn, (warped + noise)[:, 0], logits[:, 0])
