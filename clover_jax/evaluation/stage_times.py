@@ -18,7 +18,9 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array
 from clover_jax.benchmark.loops import STEPS, draft_loop, verify_loop
+from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
@@ -69,15 +71,20 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
 
     The programs take turns with one state, as a second one may not fit into memory.
     """
-    models = method.models
+    models, placement = method.models, Placement(method.models.mesh)
     weights = weights_for(engine.config.head, models.base.params, models.draft_params)
+    weights = placement.weights(weights)
     slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
     slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
     parts = {"step": _steps, "verify": _verifications}
     if engine.config.head is not None:
         parts["draft"] = draft_loop
     programs = {
-        name: jax.jit(functools.partial(part, engine.config), donate_argnums=1)
+        name: placement.compiled(
+            functools.partial(part, engine.config),
+            donate_argnums=1,
+            compiler_options=options_here(),
+        )
         for name, part in parts.items()
     }
     state = engine.prefilled(weights.base, models.draft_params, slots)
