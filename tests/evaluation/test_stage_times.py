@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from clover_jax.decoding import top_k
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters.directory import Draft
@@ -36,28 +35,22 @@ def cache_bytes():
     return sum(x.nbytes for x in arrays if x.ndim == 4 and x.shape[0] == ROWS)
 
 
-def test_one_state_is_held_and_every_program_knows_the_mesh(method, monkeypatch):
-    engine, wait, find = method.models.engine(ROWS), jax.block_until_ready, top_k.logits_spec
-    held, specs = [], []
+def test_one_state_is_held_and_every_program_knows_the_mesh(method, monkeypatch, logits_specs):
+    engine, wait, held = method.models.engine(ROWS), jax.block_until_ready, []
 
     def waiting(arrays):
         held.append(cache_bytes())
         return wait(arrays)
 
-    def finding(*arguments, **options):
-        specs.append(find(*arguments, **options))
-        return specs[-1]
-
     monkeypatch.setattr(jax, "block_until_ready", waiting)
-    monkeypatch.setattr(top_k, "logits_spec", finding)
     times = stage_times.measure(method, engine, REQUESTS)
     assert min(times.step, times.draft, times.verify) > 0
     assert (times.batch_size, times.context) == (ROWS, 4)
     state = engine.prefilled(method.models.base.params, method.models.draft_params, REQUESTS)
     assert set(held) == {cache_bytes()}
     assert state.cache[0].key.nbytes > 0
-    assert specs
-    assert None not in specs
+    assert logits_specs
+    assert None not in logits_specs
 
 
 def test_the_compiler_gets_the_options_of_decoding(method, monkeypatch):
