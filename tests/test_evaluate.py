@@ -12,10 +12,15 @@ import pytest
 
 from clover_jax import cli, evaluate
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.evaluation.equality import Comparison, Divergence
 from clover_jax.evaluation.legs import LegJournal
 from clover_jax.evaluation.manifest import conditions
+from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
+from clover_jax.evaluation.run import classify
 from clover_jax.generation import models
+from clover_jax.generation.settings import GenerationSettings
 from clover_jax.training.settings import TrainSettings
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
@@ -257,6 +262,19 @@ def test_sampled_text_is_that_of_plain_sampling(folder):
     assert hot.status == 0
     assert hot.result["equal"] == {"chain": 2}
     assert hot.report["is_equality_expected"]
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig("typical"), SamplingConfig("lossless", "sampled")]
+)
+def test_where_no_equality_is_expected_no_difference_is_judged(sampling):
+    settings = GenerationSettings()
+    plan = Plan({}, settings, sampling, seed=0, repeats=1, batch_sizes=[2], longest=9)
+    comparisons = {3: Comparison(True, Divergence(3, 0, 1, 5, 6)), 4: Comparison(True)}
+    # Without a base: nothing is decoded again.
+    found = classify(comparisons, {}, plan, {}, vanilla=None)
+    assert found == {3: Divergence(3, 0, 1, 5, 6)}
+    assert not plan.is_equality_expected
 
 
 def test_two_reports_are_set_side_by_side(finished, folder, capsys):

@@ -172,7 +172,10 @@ def _equality(report: Mapping[str, Any]) -> str:
     ]
     parts = [table(["draft", *(key.replace("_", " ") for key in keys)], rows)]
     if not report["is_equality_expected"]:
-        parts.append("With these settings a draft need not emit plain decoding's very tokens.")
+        parts.append(
+            "With these settings a draft need not emit plain decoding's very tokens: rows that "
+            "differ are not looked into, and all count as mismatches."
+        )
     found = [(name, one) for name in drafts for one in report["divergences"][name]]
     if found:
         columns = ("index", "turn", "position", "expected", "found")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -18,7 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import Array, Float, Int
+from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, gumbel, warp
 from clover_jax.decoding.state import DecodeState
@@ -64,13 +66,13 @@ def classify(
         return []
     size = batched.batch_size
     groups = [list(cases[start : start + size]) for start in range(0, len(cases), size)]
-    together = [_margins(group, vanilla, batched) for group in groups]
-    single = [_margins([case], vanilla, alone) for case in cases]
+    together = [margins(group, vanilla, batched) for group in groups]
+    single = [margins([case], vanilla, alone) for case in cases]
     margin = np.concatenate([m.margin[: len(g)] for m, g in zip(together, groups, strict=True)])
     gap = np.concatenate([m.gap[: len(g)] for m, g in zip(together, groups, strict=True)])
     lengths = [len(case.output_ids) for case in cases]
     threshold = max(
-        float(np.abs(margin[i, :length] - single[i].margin[0, :length]).max())
+        _largest_change(margin[i, :length], single[i].margin[0, :length])
         for i, length in enumerate(lengths)
     )
     return [
@@ -78,6 +80,15 @@ def classify(
         for i, case in enumerate(cases)
         if case.divergence is not None
     ]
+
+
+def _largest_change(one: np.ndarray, other: np.ndarray) -> float:
+    """Return the largest difference of two rows of margins.
+
+    A margin over tokens that top-k or top-p cut off is infinite and says nothing of rounding.
+    """
+    is_known = np.isfinite(one) & np.isfinite(other)
+    return float(np.abs(one[is_known] - other[is_known]).max(initial=0.0))
 
 
 def _classified(found: Divergence, gaps: np.ndarray, threshold: float) -> Divergence:
@@ -89,13 +100,13 @@ def _classified(found: Divergence, gaps: np.ndarray, threshold: float) -> Diverg
     return dataclasses.replace(found, gap=gap, threshold=threshold, kind=kind)
 
 
-def _margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
-    """Feed plain decoding its own text; [B, O] with O padded to the length of the longest."""
-    params = vanilla.models.base.params
+def margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
+    """Feed plain decoding its own text; [B, O], and 0 beyond the longest."""
+    params, placement = vanilla.models.base.params, Placement(vanilla.models.mesh)
     state = engine.prefilled(params, None, [case.request for case in cases])
-    longest = bucket(max(len(case.output_ids) for case in cases))
-    fed = np.zeros((engine.batch_size, longest), np.int32)
-    other = np.zeros((engine.batch_size, longest), np.int32)
+    longest = max(len(case.output_ids) for case in cases)
+    fed = np.zeros((engine.batch_size, bucket(longest)), np.int32)
+    other = np.zeros_like(fed)
     for row, case in enumerate(cases):
         # From the prompt's last token on, so that the first emitted one has a margin too.
         text = [case.request.prompt_ids[-1], *case.output_ids[:-1]]
@@ -103,50 +114,61 @@ def _margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
         found = case.divergence
         if found is not None and found.found is not None and found.position < longest:
             other[row, found.position] = found.found
-    weights = Weights(params, {})
-    return jax.device_get(
-        forced_margins(engine.config, weights, state, jnp.asarray(fed), jnp.asarray(other))
-    )
+    weights = placement.weights(Weights(params, {}))
+    inputs = (placement.array(value) for value in (fed, other, np.int32(longest)))
+    with placement.in_use():
+        return placement.read(_program(engine.config)(weights, state, *inputs))
 
 
-@functools.partial(jax.jit, static_argnums=0)
+@functools.cache  # or it would be compiled anew for every draft
+def _program(config: StepConfig) -> Callable[..., Margins]:
+    return jax.jit(functools.partial(forced_margins, config), compiler_options=options_here())
+
+
 def forced_margins(
     config: StepConfig,
     weights: Weights,
     state: DecodeState,
     fed: Int[Array, "B O"],
     other: Int[Array, "B O"],
+    count: Int[Array, ""],
 ) -> Margins:
     """Decode plainly, one token at a step, with the given tokens in the place of its own.
 
     state: after prefill. fed: the prompt's last token and the emitted ones but the last.
     other: the token of each step whose gap to the best is wanted.
+    count: steps to take, O at most; the margins of the others are 0.
     """
     first = state.length - 1
     room = state.tokens.shape[1] - 1
 
-    def step(cache, inputs):
-        number, token, rival = inputs
+    def step(number, carry):
+        cache, found = carry
+        token, rival = fed[:, number], other[:, number]
         length = jnp.minimum(first + number, room)
         tree = TokenTree(token[:, None], jnp.full((1, 1), -1))
         output = verify(config.base, weights.base, tree, 0, cache, length)
         scores = _scores(config, state, tree_logits(weights.base, output), length + 1)
         best = top_k(scores, 2).values
         rival_score = jnp.take_along_axis(scores, rival[:, None], axis=-1)[:, 0]
-        margins = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
-        return write_rows(cache, output.fresh, after(length, scores)), margins
+        new = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
+        found = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), found, new)
+        return write_rows(cache, output.fresh, after(length, scores)), found
 
-    numbers = jnp.arange(fed.shape[1])
-    _, margins = jax.lax.scan(step, state.cache, (numbers, fed.T, other.T))
-    return jax.tree.map(lambda x: x.T, margins)
+    none = jnp.zeros(fed.shape)
+    return jax.lax.fori_loop(0, count, step, (state.cache, Margins(none, none)))[1]
 
 
 def _scores(
     config: StepConfig, state: DecodeState, logits: Float[Array, "B 1 V"], position: Array
 ) -> Float[Array, "B V"]:
-    """Return what the next token is the argmax of: logits, or warped logits with noise."""
+    """Return what the next token is the argmax of: warped logits with noise.
+
+    At temperature 0 it is that of the logits, which unlike warped ones leave every token a score.
+    """
     if config.sampling.verify == "greedy":
         return logits[:, 0]
     warped = warp(logits, state.sampling, config.sampling.truncate)
     noise = gumbel(state.sampling, position[:, None], TOKEN, logits.shape[-1])
-    return (warped + noise)[:, 0]
+    is_drawn = state.sampling.temperature[:, None] > 0
+    return jnp.where(is_drawn, (warped + noise)[:, 0], logits[:, 0])

@@ -33,6 +33,15 @@ class Plan:
         """All rows, task by task."""
         return [prompt for rows in self.tasks.values() for prompt in rows]
 
+    @property
+    def is_equality_expected(self) -> bool:
+        """Whether a draft must emit plain decoding's very tokens.
+
+        Children drawn from the draft give the right distribution by other draws, and Medusa's rule
+        gives another distribution.
+        """
+        return self.sampling.verify != "typical" and self.sampling.draft_sampling == "topk"
+
     def legs(self, methods: Sequence[Method]) -> Iterator[LegKey]:
         """Yield the keys of all legs in the order in which they run.
 

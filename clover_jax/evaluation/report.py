@@ -62,7 +62,7 @@ def build_report(
         "manifest": manifest,
         "tasks": tasks,
         "sampling": plan.sampling.to_dict(),
-        "is_equality_expected": _is_lossless_word_for_word(plan),
+        "is_equality_expected": plan.is_equality_expected,
         "batch_sizes": list(plan.batch_sizes),
         "repeats": plan.repeats,
         "methods": cells,
@@ -159,15 +159,6 @@ def _speeds(methods: Sequence[Method], tasks: Sequence[str], size: int, legs: It
         }
         for method in methods
     }
-
-
-def _is_lossless_word_for_word(plan: Plan) -> bool:
-    """Whether a draft must emit plain decoding's very tokens.
-
-    Children drawn from the draft give the right distribution by other draws, and Medusa's rule
-    gives another distribution.
-    """
-    return plan.sampling.verify != "typical" and plan.sampling.draft_sampling == "topk"
 
 
 def _training(source: str | None) -> list[dict[str, Any]]:

@@ -169,7 +169,7 @@ def _measure(
                 number: compare_rows(mine[number], plain[number]) for number in mine
             }
             bar.show(f"{method.name} beside plain decoding")
-            divergences[method.name] = _classify(
+            divergences[method.name] = classify(
                 comparisons[method.name], plain, plan, requests, vanilla
             )
             hits[method.name] = _accuracy(method, plain, bar)
@@ -201,17 +201,20 @@ def _accuracy(method: Method, plain: Mapping[int, Any], bar) -> dict[int, list[a
     return found
 
 
-def _classify(
+def classify(
     comparisons: Mapping[int, Comparison],
     plain: Mapping[int, Any],
     plan: Plan,
     prompts: Mapping[int, Prompt | BadPrompt],
     vanilla: Method,
 ) -> dict[int, Divergence]:
-    """Return row -> its divergence with its kind, for the rows that have one."""
+    """Return row -> its divergence with its kind, for the rows that have one.
+
+    Where no equality is expected, nothing is judged, and every one counts as a mismatch.
+    """
     found = {number: one.divergence for number, one in comparisons.items() if one.divergence}
-    if not found:
-        return {}
+    if not (found and plan.is_equality_expected):
+        return found
     equal = [n for n, one in comparisons.items() if one.is_compared and n not in found]
     cases = []
     for number in [*found, *equal[:_EQUAL_ROWS]]:

@@ -18,7 +18,9 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array
 from clover_jax.benchmark.loops import STEPS, draft_loop, verify_loop
+from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
@@ -65,25 +67,35 @@ class StageTimes:
 
 
 def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> StageTimes:
-    """Time a step of the engine and its parts, with its slots full."""
-    models = method.models
+    """Time a step of the engine and its parts, with its slots full.
+
+    The programs take turns with one state, as a second one may not fit into memory.
+    """
+    models, placement = method.models, Placement(method.models.mesh)
     weights = weights_for(engine.config.head, models.base.params, models.draft_params)
+    weights = placement.weights(weights)
     slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
     slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
     parts = {"step": _steps, "verify": _verifications}
     if engine.config.head is not None:
         parts["draft"] = draft_loop
-    programs, states, times = {}, {}, {name: [] for name in parts}
-    for name, part in parts.items():
-        programs[name] = jax.jit(functools.partial(part, engine.config), donate_argnums=1)
-        state = engine.prefilled(weights.base, method.models.draft_params, slots)
-        # No row ends meanwhile: where it would, what is written is cut off, which costs the same.
-        states[name] = state.replace(limit=state.limit + (1 << 20))
+    programs = {
+        name: placement.compiled(
+            functools.partial(part, engine.config),
+            donate_argnums=1,
+            compiler_options=options_here(),
+        )
+        for name, part in parts.items()
+    }
+    state = engine.prefilled(weights.base, models.draft_params, slots)
+    # No row ends meanwhile: where it would, what is written is cut off, which costs the same.
+    state = state.replace(limit=state.limit + (1 << 20))
+    times: dict[str, list[float]] = {name: [] for name in parts}
     for _ in range(_REPEATS + 1):
         for name, program in programs.items():
             started = time.perf_counter()
-            states[name], result = program(weights, states[name])
-            jax.block_until_ready((states[name], result))
+            state, result = program(weights, state)
+            jax.block_until_ready((state, result))
             times[name].append(time.perf_counter() - started)
     fastest = {name: min(found[1:]) / STEPS for name, found in times.items()}  # the first compiles
     return StageTimes(
@@ -105,6 +117,6 @@ def _verifications(
     root = roots(state)
     tree = TokenTree(root[:, None], jnp.full((1, 1), -1))
     if config.head is not None:
-        _, drafted = absorb_and_draft(config, weights, state, root)
+        state, drafted = absorb_and_draft(config, weights, state, root)
         tree = drafted.tree
     return state, verify_loop(config, weights, state, tree)

@@ -19,6 +19,7 @@ from clover_jax.evaluation.equality import (
 )
 from clover_jax.evaluation.methods import Method
 from clover_jax.generation.models import Models
+from clover_jax.meshes import MeshShape, make_mesh
 from clover_jax.models.base import BaseModel
 from tests.tiny_models import TINY, random_base, random_prompts
 
@@ -93,6 +94,39 @@ def test_a_sampled_token_was_the_best_of_its_noisy_scores(twins):
     same = classified(twins, sampling, request, lambda token: token)
     assert same.gap == 0
     assert classified(twins, sampling, request, lambda token: token ^ 1).gap > 0
+
+
+def test_a_row_at_temperature_0_is_judged_by_its_logits_in_a_sampled_run_too(twins):
+    request = Request(0, random_prompts(1, seed=2)[0], 8)
+    tie = classified(twins, SamplingConfig("lossless"), request, lambda token: token ^ 1)
+    assert (tie.kind, tie.gap) == (NEAR_TIE, 0)
+    assert tie.threshold < 1e-3
+
+
+def test_margins_over_tokens_that_were_cut_off_move_no_threshold(twins):
+    base = dataclasses.replace(twins.models.base, params=random_base())
+    method = Method("vanilla", dataclasses.replace(twins.models, base=base))
+    engine = method.models.engine(2, SamplingConfig("lossless", truncate=True))
+    request = Request(0, [3, 1, 4], 8, temperature=1.0, top_k=1)
+    case = near_ties.Case(request, [1, 5, 9], Divergence(0, 0, 2, 9, 2))
+    (found,) = near_ties.classify([case], method, engine, engine)
+    assert found.threshold == 0
+
+
+def test_text_is_fed_no_further_than_it_goes(twins):
+    engine = twins.models.engine(2)
+    case = near_ties.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
+    gap = near_ties.margins([case], twins, engine).gap
+    assert (gap[0, :3] > 0).all()
+    assert not gap[:, 3:].any()
+
+
+def test_the_program_knows_the_mesh(twins, logits_specs):
+    models = dataclasses.replace(twins.models, mesh=make_mesh(MeshShape()))
+    case = near_ties.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
+    near_ties.margins([case], Method("vanilla", models), models.engine(2))
+    assert logits_specs
+    assert None not in logits_specs
 
 
 def test_nothing_to_classify_costs_nothing(twins):
