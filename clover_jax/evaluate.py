@@ -39,7 +39,7 @@ def define_flags(flags):
     )
     text("prompts", None, "file of prompt rows, .jsonl or .jsonl.gz [those of the base's folder]")
     text("output", None, "folder for the report [the workdir]")
-    whole("batch_size", 8, "rows decoded at once")
+    whole("batch_size", 8, "rows decoded at once; on a mesh more, if its devices cannot share them")
     text("batch_sizes", None, "further batch sizes at which speed is measured, such as 1,4,16")
     whole("repeats", 3, "times that everything is decoded, for the spread of the speed-up")
     whole("limit_prompts", None, "rows of each task at most [all]")

@@ -62,7 +62,7 @@ def compare(names: str, output: str | None) -> dict[str, Any]:
     What the reports do not have in common is said on stderr and in the page.
     """
     reports = _read_both(names)
-    found = differences(*(report.values["manifest"] for report in reports))
+    found = differences(*(report.values for report in reports))
     for line in found["texts"]:
         print(f"not the same texts: {line}", file=sys.stderr)
     for line in found["times"]:
@@ -91,8 +91,9 @@ def compare(names: str, output: str | None) -> dict[str, Any]:
     return result
 
 
-def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, list[str]]:
-    """Return what two manifests do not share: "texts" spoils every comparison, "times" speeds."""
+def differences(*reports: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Return what two reports do not share: "texts" spoils every comparison, "times" speeds."""
+    one, other = (report["manifest"] for report in reports)
     texts = {
         "base": [manifest["base"]["hash"][:12] for manifest in (one, other)],
         "base params": [manifest["base"].get("params") for manifest in (one, other)],
@@ -105,9 +106,10 @@ def differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, l
         },
     }
     times = {
+        "batch_size": [report["batch_sizes"][0] for report in reports],
         **{
             name: [manifest["flags"].get(name) for manifest in (one, other)]
-            for name in ("batch_size", "mesh", "int8")
+            for name in ("mesh", "int8")
         },
         "git revision": [manifest["git_revision"] for manifest in (one, other)],
         **{

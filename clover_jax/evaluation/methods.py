@@ -7,8 +7,10 @@ import sys
 from collections.abc import Sequence
 
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.options import VANILLA, Options
@@ -67,6 +69,14 @@ def _with_tree_that_pays(
     # A draft is there to be measured: the report then shows by how much it does not pay.
     print(f"{name} is measured with {models.tree.name} all the same", file=sys.stderr, flush=True)
     return models
+
+
+def sizes_on(mesh: Mesh | None, batch_sizes: Sequence[int]) -> list[int]:
+    """Return the batch sizes that engines really have, each once: all devices get as many rows.
+
+    Example: 1, 2 and 3 rows on two devices that split rows are 2, 2 and 4: [2, 4].
+    """
+    return list(dict.fromkeys(map(Placement(mesh).whole_rows, batch_sizes)))
 
 
 def make_engines(

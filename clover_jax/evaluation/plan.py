@@ -18,6 +18,7 @@ class Plan:
     """What is decoded: all tasks, `repeats` times at every batch size.
 
     longest: positions that the longest row may need.
+    batch_sizes: rows that are really decoded at once, which on a mesh may be more than was asked.
     """
 
     tasks: Tasks

@@ -23,7 +23,7 @@ from clover_jax.evaluation import accuracy, near_ties, stage_times
 from clover_jax.evaluation.equality import Comparison, Divergence, compare_rows
 from clover_jax.evaluation.legs import LegJournal
 from clover_jax.evaluation.manifest import conditions, manifest
-from clover_jax.evaluation.methods import Method, load_methods, make_engines
+from clover_jax.evaluation.methods import Method, load_methods, make_engines, sizes_on
 from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.passes import Passes
 from clover_jax.evaluation.plan import Plan
@@ -58,7 +58,7 @@ def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -
         if prompts is None:
             source = str(_shipped(methods[0].models))
             prompts = read_prompts_and_mistakes(source)
-        plan = _plan(options, settings, methods[0].models, prompts, source)
+        plan = make_plan(options, settings, methods[0].models, prompts, source)
         _notice(plan, methods[0].models)
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes)
@@ -91,13 +91,14 @@ def _shipped(models: Models) -> Path:
     return path
 
 
-def _plan(
+def make_plan(
     options: Options,
     settings: GenerationSettings,
     models: Models,
     prompts: Sequence[Prompt | BadPrompt],
     source: str,
 ) -> Plan:
+    """Return what is decoded; its batch sizes are those that engines of the models have."""
     tasks = group_by_task(prompts, source, options.limit_prompts)
     kept = [prompt for rows in tasks.values() for prompt in rows]
     return Plan(
@@ -106,7 +107,7 @@ def _plan(
         sampling=sampling_for(settings, kept),
         seed=options.seed,
         repeats=options.repeats,
-        batch_sizes=options.all_batch_sizes,
+        batch_sizes=sizes_on(models.mesh, options.all_batch_sizes),
         longest=max((_positions(prompt, models, settings) for prompt in kept), default=1),
     )
 

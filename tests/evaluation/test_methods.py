@@ -9,10 +9,15 @@ import pytest
 
 from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.benchmark.tree_trial import Trial
-from clover_jax.evaluation.methods import load_methods
+from clover_jax.data.prompts import BadPrompt
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.evaluation.methods import load_methods, sizes_on
 from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.evaluation.run import make_plan
 from clover_jax.generation import auto_tree
+from clover_jax.generation.models import Models
 from clover_jax.generation.settings import GenerationSettings
+from clover_jax.meshes import MeshShape, make_abstract_mesh
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)
@@ -77,3 +82,14 @@ def test_every_method_has_the_chat_template_that_is_given(options):
     chosen = dataclasses.replace(options, tree="chain:1", chat_template="vicuna")
     methods = load_methods(chosen, GenerationSettings(), jnp.dtype("float32"))
     assert all("USER: " in method.models.tokenizer.chat_template for method in methods)
+
+
+def test_batch_sizes_are_those_that_a_mesh_decodes(options):
+    mesh = make_abstract_mesh(MeshShape(data=2))
+    assert sizes_on(mesh, [1, 2, 3]) == [2, 4]
+    assert sizes_on(None, [1, 2, 3]) == [1, 2, 3]
+    asked = dataclasses.replace(options, batch_size=1, batch_sizes="1,2,3")
+    models = Models(base=None, tokenizer=None, draft=None, tree=TreeConfig.root_only(), mesh=mesh)
+    prompts = [BadPrompt(0, "a.jsonl:1", "bad")]
+    plan = make_plan(asked, GenerationSettings(), models, prompts, "a.jsonl")
+    assert plan.batch_sizes == [2, 4]
