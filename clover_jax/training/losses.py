@@ -134,7 +134,7 @@ def distillation_loss(
     counts: of the batch that this one is a part of; None where it is the whole.
     """
     num_positions, rows, size, _ = hidden.shape
-    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk)
+    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk, groups)
     has_next = labelled_targets(batch.segment_ids)
     own = count_pairs(mask, has_next)
     whole = own if counts is None else counts
@@ -168,15 +168,17 @@ def counted_pairs(
     target_states: Float[Array, "B S D"] | None,
     batch: Batch,
     chunk: int,
+    groups: int,
 ) -> Bool[Array, "P B S"]:
     """Return which pairs count for this head, by target index.
 
     num_positions: P, of the states that are there.
     target_states: the base's g, which only a head with `label_mask` looks at.
+    chunk, groups: as in `distillation_loss`.
     """
     likely = None
     if head.config.loss.label_mask:
-        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk)
+        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups)
     return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
 
 
