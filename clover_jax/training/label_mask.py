@@ -22,10 +22,12 @@ def likely_next(
     states: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     chunk: int,
+    groups: int = 1,
 ) -> Bool[Array, "B S"]:
     """Return [b, s] True where x_{s+1} lies in A_s; what the last column says means nothing.
 
-    states: the base's g. chunk: positions whose logits exist at a time.
+    states: the base's g. chunk: positions of a group whose logits exist at a time. groups: of
+        rows, side by side as in the loss, so that each device of a mesh looks at its own.
     """
     following = jnp.roll(tokens, -1, axis=1)
 
@@ -33,8 +35,11 @@ def likely_next(
         state, token = position
         return among_likely(project(lm_head, state), token)
 
-    flat = (states.reshape(-1, states.shape[-1]), following.reshape(-1))
-    return jax.lax.map(one, flat, batch_size=chunk).reshape(tokens.shape)
+    def of_group(positions: tuple[Array, Array]) -> Array:
+        return jax.lax.map(one, positions, batch_size=chunk)
+
+    flat = (states.reshape(groups, -1, states.shape[-1]), following.reshape(groups, -1))
+    return jax.vmap(of_group)(flat).reshape(tokens.shape)
 
 
 def among_likely(logits: Float[Array, " V"], token: Int[Array, ""]) -> Bool[Array, ""]:
@@ -42,6 +47,9 @@ def among_likely(logits: Float[Array, " V"], token: Int[Array, ""]) -> Bool[Arra
 
     Example: probabilities .5, .4, .1 give A = {0, 1}: before token 2 lies a mass of .9.
     """
-    mass, candidates = jax.lax.top_k(jax.nn.softmax(logits), min(CANDIDATES, logits.shape[-1]))
-    preceding = jnp.cumsum(mass) - mass
-    return ((candidates == token) & (preceding <= PRECEDING_MASS)).any()
+    ids = jnp.arange(logits.shape[-1])
+    # By sums over the vocabulary: on a mesh `lax.top_k` gathers the logits of all rows.
+    own = jnp.where(ids == token, logits, 0).sum()
+    before = (logits > own) | ((logits == own) & (ids < token))
+    preceding = jnp.where(before, jax.nn.softmax(logits), 0).sum()
+    return (before.sum() < CANDIDATES) & (preceding <= PRECEDING_MASS)

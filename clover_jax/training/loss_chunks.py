@@ -73,6 +73,10 @@ class Chunk:
     has_next: Bool[Array, "R C"]
 
 
+# Where R is in each field of a chunk, for `jax.vmap` over its groups.
+GROUP_AXES = Chunk(hidden=1, states=0, teacher=0, reachable=0, next_tokens=0, mask=1, has_next=0)
+
+
 def num_chunks(operands: Operands, size: int) -> Int[Array, ""]:
     """Return the chunks of `size` targets a group that hold all used ones."""
     return (operands.targets.count.max() + size - 1) // size

@@ -32,6 +32,7 @@ side by side, and where each device of a mesh holds one group, no state leaves i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -45,6 +46,7 @@ from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.training.label_mask import likely_next
 from clover_jax.training.loss_chunks import (
+    GROUP_AXES,
     Chunk,
     Operands,
     Terms,
@@ -89,17 +91,20 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over counted pairs, [P] each (or [] for one position)."""
+    """Sums over counted pairs, [P, R] each (or [R] for one position, [P] of all groups)."""
 
     terms: Terms
     hits: Array
 
 
 class _Carry(NamedTuple):
-    """What the loop over chunks builds up.
+    """What the loop over chunks builds up, for each group by itself.
+
+    Summed over the groups within the loop, every chunk would wait for all devices of a mesh, and
+    send them whole matrices.
 
     d_hidden: [P, R, slots, D] gradient by compact slot.
-    d_owned:  gradient of the head's own output matrices.
+    d_owned:  gradient of the head's own output matrices, [R, ...] each.
     """
 
     sums: _Sums
@@ -129,7 +134,7 @@ def distillation_loss(
     counts: of the batch that this one is a part of; None where it is the whole.
     """
     num_positions, rows, size, _ = hidden.shape
-    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk)
+    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk, groups)
     has_next = labelled_targets(batch.segment_ids)
     own = count_pairs(mask, has_next)
     whole = own if counts is None else counts
@@ -163,15 +168,17 @@ def counted_pairs(
     target_states: Float[Array, "B S D"] | None,
     batch: Batch,
     chunk: int,
+    groups: int,
 ) -> Bool[Array, "P B S"]:
     """Return which pairs count for this head, by target index.
 
     num_positions: P, of the states that are there.
     target_states: the base's g, which only a head with `label_mask` looks at.
+    chunk, groups: as in `distillation_loss`.
     """
     likely = None
     if head.config.loss.label_mask:
-        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk)
+        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups)
     return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
 
 
@@ -199,15 +206,14 @@ def _chunked_loss(
     def body(number: Array, sums: _Sums) -> _Sums:
         chunk = take_chunk(static.head.config, hidden, operands, static.chunk, number)
         parts = [
-            _position_loss(owned, chunk.hidden[i], static.head, operands, chunk, i)[1]
+            _by_group(_position_loss, static.head, owned, operands, chunk, i)[1]
             for i in range(hidden.shape[0])
         ]
         return jax.tree.map(jnp.add, sums, _stack(parts))
 
-    sums = jax.lax.fori_loop(
-        0, num_chunks(operands, static.chunk), body, _zero_sums(hidden.shape[0])
-    )
-    return _weigh(static.head, operands.scale, sums.terms), sums
+    start = _zero_sums(hidden.shape[0], operands.states.shape[0])
+    end = jax.lax.fori_loop(0, num_chunks(operands, static.chunk), body, start)
+    return _value(static.head, operands, end)
 
 
 def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands: Operands):
@@ -222,8 +228,8 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
         parts, gradients, d_owned = [], [], carry.d_owned
         for i in range(num_positions):
             # Position by position: of the head's logits only one [C, V] is live at a time.
-            (d_mine, d_hidden), sums = differentiate(
-                owned, chunk.hidden[i], static.head, operands, chunk, i
+            (d_mine, d_hidden), sums = _by_group(
+                differentiate, static.head, owned, operands, chunk, i
             )
             parts.append(sums)
             gradients.append(d_hidden)
@@ -237,15 +243,15 @@ def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands:
         )
 
     start = _Carry(
-        sums=_zero_sums(num_positions),
+        sums=_zero_sums(num_positions, groups),
         d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
         # In float32: a sum over many chunks in bfloat16 loses what single chunks bring.
-        d_owned=jax.tree.map(lambda w: jnp.zeros(w.shape, jnp.float32), owned),
+        d_owned=jax.tree.map(lambda w: jnp.zeros((groups, *w.shape), jnp.float32), owned),
     )
     end = jax.lax.fori_loop(0, num_chunks(operands, static.chunk), body, start)
-    value = (_weigh(static.head, operands.scale, end.sums.terms), end.sums)
-    d_owned = jax.tree.map(lambda d, w: d.astype(w.dtype), end.d_owned, owned)
-    return value, (d_owned, to_sources(end.d_hidden, operands, hidden.shape))
+    d_owned = jax.tree.map(lambda d, w: d.sum(axis=0).astype(w.dtype), end.d_owned, owned)
+    gradients = d_owned, to_sources(end.d_hidden, operands, hidden.shape)
+    return _value(static.head, operands, end.sums), gradients
 
 
 def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents: tuple):
@@ -258,10 +264,32 @@ def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents
 _chunked_loss.defvjp(_value_and_gradient, _scale_gradient)
 
 
+def _value(head: DraftHead, operands: Operands, by_group: _Sums) -> tuple[Array, _Sums]:
+    """Return the loss, and the sums over all groups."""
+    sums = jax.tree.map(lambda of_each: of_each.sum(axis=-1), by_group)
+    return _weigh(head, operands.scale, sums.terms), sums
+
+
+def _by_group(
+    function: Callable,
+    head: DraftHead,
+    owned: Params,
+    operands: Operands,
+    chunk: Chunk,
+    position: int,
+) -> tuple:
+    """Apply `_position_loss` or its gradient to each group of a chunk; results have R first."""
+
+    def of_one(u: Array, group: Chunk) -> tuple:
+        return function(owned, u, head, operands, group, position)
+
+    return jax.vmap(of_one, in_axes=(0, GROUP_AXES))(chunk.hidden[position], chunk)
+
+
 def _position_loss(
     owned: Params, u: Array, head: DraftHead, operands: Operands, chunk: Chunk, position: int
 ) -> tuple[Array, _Sums]:
-    """Return one position's weighted loss over a chunk, and the sums of its terms."""
+    """Return one position's weighted loss over a group's chunk, and the sums of its terms."""
     logits = head.module.apply(
         {"params": {**operands.params, **owned}}, operands.frozen, u, position, method="logits"
     )
@@ -308,8 +336,8 @@ def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"
     return jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5)
 
 
-def _zero_sums(num_positions: int) -> _Sums:
-    zeros = jnp.zeros(num_positions)
+def _zero_sums(num_positions: int, groups: int) -> _Sums:
+    zeros = jnp.zeros((num_positions, groups))
     return _Sums(Terms(zeros, zeros, zeros, zeros), zeros)
 
 

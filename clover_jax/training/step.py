@@ -227,8 +227,15 @@ def _counts_of_all(config: TrainStepConfig, base_params: Params, parts: Batch) -
             base = gathered(base, config.mesh)
             states = teach(config.base, base, config.head.config.features, part).states
         frozen = frozen_from_base(base)
-        positions = config.head.config.num_positions
-        mask = counted_pairs(config.head, positions, frozen, states, part, config.loss_chunk)
+        mask = counted_pairs(
+            config.head,
+            config.head.config.num_positions,
+            frozen,
+            states,
+            part,
+            config.loss_chunk,
+            config.loss_groups,
+        )
         return count_pairs(mask, labelled_targets(part.segment_ids))
 
     return jax.tree.map(lambda count: count.sum(axis=0), jax.lax.map(of_part, parts))

@@ -69,12 +69,14 @@ def test_the_docstrings_example():
 def test_at_most_eight_candidates_count():
     logits = -jnp.arange(12) * 1e-3
     assert [bool(among_likely(logits, token)) for token in range(12)] == [True] * 8 + [False] * 4
+    alike = jnp.zeros(12)  # the lower numbers go first
+    assert [bool(among_likely(alike, token)) for token in range(12)] == [True] * 8 + [False] * 4
 
 
-@pytest.mark.parametrize("chunk", [7, 64])
-def test_likely_tokens_are_those_of_the_definition(case, chunk):
+@pytest.mark.parametrize(("chunk", "groups"), [(7, 1), (64, 1), (7, 3)])
+def test_likely_tokens_are_those_of_the_definition(case, chunk, groups):
     batch, frozen, _, states, p = case
-    found = np.asarray(likely_next(frozen.lm_head, states, batch.tokens, chunk))[:, :-1]
+    found = np.asarray(likely_next(frozen.lm_head, states, batch.tokens, chunk, groups))[:, :-1]
     expected = naive_likely(p, np.asarray(batch.tokens))[:, :-1]
     np.testing.assert_array_equal(found, expected)
     assert 0.2 < expected.mean() < 0.9

@@ -87,6 +87,83 @@ def test_every_mesh_trains_as_one_device_does(run_python):
         assert (128, 32) not in gathered[name], f"{name}: the whole lm_head is gathered"
 
 
+# Prints, for each mesh: the worst relative difference of the loss's gradients from one device's,
+# and what the compiled loss sends, within loops and in all, as [kind, dims].
+LOSS = """
+import dataclasses, functools, json, sys
+import jax, numpy as np
+from clover_jax.benchmark.hlo import COLLECTIVES, Loops, Program
+from clover_jax.drafters import registry
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.meshes import make_mesh, parse_mesh, shape_of
+from clover_jax.sharding import gathered, param_shardings, place_rows
+from clover_jax.training.losses import distillation_loss
+from tests.tiny_models import TINY, random_base
+from tests.training.training_data import random_batch, random_states
+
+base = dataclasses.replace(TINY, vocab_size=128)
+config = registry.config_for_base("medusa", base, num_positions=2)
+config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, label_mask=True))
+head = registry.head(config)
+batch = random_batch(4, 40, 128)
+frozen, hidden, states = random_states(random_base(base), batch, 2)
+# So that the base finds the text likely, and many pairs count.
+batch = batch.replace(tokens=np.roll((states @ frozen.lm_head.T).argmax(-1), 1, axis=1))
+shape = base.vocab_size, base.hidden_size
+matrices = {
+    name: jax.random.normal(jax.random.key(i), shape)
+    for i, name in enumerate(head.module.output_params)
+}
+
+
+def gradients(mesh, matrices, base_params, hidden, states, batch):
+    frozen = frozen_from_base(gathered(base_params, mesh))
+    groups = shape_of(mesh).num_row_shards if mesh else 1
+
+    def loss(matrices, hidden):
+        whole = gathered(matrices, mesh)
+        return distillation_loss(head, whole, frozen, hidden, states, batch, 8, groups)[0]
+
+    return jax.grad(loss, argnums=(0, 1))(matrices, hidden)
+
+
+params = random_base(base)
+alone = jax.jit(functools.partial(gradients, None))(matrices, params, hidden, states, batch)
+for name in sys.argv[1:]:
+    mesh = make_mesh(parse_mesh(name, 4))
+    put = lambda tree: jax.device_put(tree, param_shardings(tree, mesh))
+    rows = place_rows((np.swapaxes(hidden, 0, 1), states, batch), mesh)
+    operands = (put(matrices), put(params), np.swapaxes(rows[0], 0, 1), *rows[1:])
+    compiled = jax.jit(functools.partial(gradients, mesh)).lower(*operands).compile()
+    worst = jax.tree.map(
+        lambda a, b: float(abs(np.asarray(a) - b).max() / abs(b).max()), compiled(*operands), alone
+    )
+    program, sent, in_loops = Program(compiled.as_text()), [], []
+    for computation, i in program.instructions():
+        if (kind := i.opcode.removesuffix("-start")) in COLLECTIVES:
+            found = [[kind, array.dims] for array in i.results]
+            sent += found
+            in_loops += found if program.executed[computation.name] != Loops() else []
+    found = {"gradient": max(jax.tree.leaves(worst)), "sent": sent, "in_loops": in_loops}
+    print(json.dumps({"mesh": name} | found))
+"""
+
+
+def test_a_chunk_of_the_loss_sends_neither_rows_nor_gradients_of_matrices(run_python):
+    meshes = ("data=4", "fsdp=2,tensor=2")
+    rows = [json.loads(line) for line in run_python(LOSS, *meshes, devices=4).splitlines()]
+    by_rows, over_tensor = rows
+    assert [row["mesh"] for row in rows] == [*meshes]
+    for row in rows:
+        assert row["gradient"] < 1e-5, row["mesh"]
+    assert by_rows["in_loops"] == []
+    assert {kind for kind, _ in by_rows["sent"]} == {"all-reduce"}
+    # A device has half of the matrices [128, 32], and sums up what products over them gave.
+    vocabulary = [dims for _, dims in over_tensor["in_loops"] if {64, 128} & set(dims)]
+    assert vocabulary == []
+    assert over_tensor["in_loops"] != []
+
+
 # Two steps on one set of devices, two on another; prints the metrics of both parts.
 RESUMED = """
 import json, sys, threading
