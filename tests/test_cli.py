@@ -201,6 +201,16 @@ def test_help_shows_own_and_common_flags_and_no_others(capsys):
     assert shown.count("\n  --") == 3 + 6
 
 
+@pytest.fixture(params=["heard"])
+def ctrl_c(request):
+    """Let Ctrl-C be heard or ignored, however the tests were started."""
+    handlers = {"heard": signal.default_int_handler, "ignored": signal.SIG_IGN}
+    before = signal.signal(signal.SIGINT, handlers[request.param])
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("ctrl_c")
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_to_stop_becomes_an_event_and_only_inside(number):
     before = signal.getsignal(number)
@@ -211,6 +221,7 @@ def test_a_signal_to_stop_becomes_an_event_and_only_inside(number):
     assert signal.getsignal(number) == before
 
 
+@pytest.mark.usefixtures("ctrl_c")
 def test_a_second_ctrl_c_interrupts(capfd):
     with cli.stop_signals_as_event() as requested, pytest.raises(KeyboardInterrupt):
         signal.raise_signal(signal.SIGINT)
@@ -219,14 +230,12 @@ def test_a_second_ctrl_c_interrupts(capfd):
         signal.raise_signal(signal.SIGINT)
 
 
+@pytest.mark.usefixtures("ctrl_c")
+@pytest.mark.parametrize("ctrl_c", ["ignored"], indirect=True)
 def test_ctrl_c_stays_ignored_where_it_is():
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        with cli.stop_signals_as_event() as requested:
-            signal.raise_signal(signal.SIGINT)
-            assert not requested.is_set()
-    finally:
-        signal.signal(signal.SIGINT, before)
+    with cli.stop_signals_as_event() as requested:
+        signal.raise_signal(signal.SIGINT)
+        assert not requested.is_set()
 
 
 @pytest.mark.parametrize("command", COMMANDS)

@@ -104,10 +104,14 @@ def test_the_step_lowers_for_accelerators_without_a_buffer_of_all_logits(
 
 
 def largest_vocabulary_array(program, vocab_size, width):
-    """Return how many vocabulary rows the largest array of logits holds, params left out."""
+    """Return how many vocabulary rows the largest array of logits holds, params left out.
+
+    A param's gradient in one group of rows has the axis of groups, of one entry, before its own.
+    """
     sizes = set()
     for dims in re.findall(r"tensor<((?:\d+x)+)[a-z]", program):
         shape = [int(n) for n in dims.rstrip("x").split("x")]
-        if vocab_size in shape and sorted(shape) != sorted([vocab_size, width]):
+        axes = sorted(shape[1:] if shape[0] == 1 else shape)
+        if vocab_size in shape and axes != sorted([vocab_size, width]):
             sizes.add(math.prod(shape) // vocab_size)
     return max(sizes)
