@@ -13,7 +13,6 @@ from safetensors.numpy import load_file
 
 from clover_jax.drafters import registry
 from clover_jax.drafters.directory import load_draft, save_draft
-from clover_jax.interchange import conversion
 from clover_jax.models import torch_file
 from clover_jax.models.fingerprint import fingerprint
 from clover_jax.models.loading import load_base
@@ -242,110 +241,5 @@ def test_without_torch_an_error_says_how_to_get_safetensors(
     assert "torch, which reads them, is not installed; save the weights as model.safetens" in error
 
 
-def test_what_is_there_is_replaced_only_when_asked(command, reference, tmp_path):
-    arguments = (f"--base={reference / 'base'}", f"--input={reference / 'clover2'}")
-    (tmp_path / "out").mkdir()
-    status, _, error = command(*arguments, f"--output={tmp_path / 'out'}")
-    assert (status, "is there already; give another --output, or --overwrite" in error) == (2, True)
-    assert command(*arguments, f"--output={tmp_path / 'out'}", "--overwrite")[0] == 0
-    assert (tmp_path / "out" / "draft.json").is_file()
-
-
-def test_what_is_no_head_is_not_replaced_nor_what_holds_the_input(command, reference, tmp_path):
-    (tmp_path / "notes").mkdir()
-    (tmp_path / "notes" / "notes.txt").write_text("years of work")
-    base = f"--base={reference / 'base'}"
-    flags = (base, f"--input={reference / 'clover2'}", "--overwrite")
-    status, _, error = command(*flags, f"--output={tmp_path / 'notes'}")
-    assert (status, "is no draft head, so it is none of this command's folders" in error) == (
-        2,
-        True,
-    )
-    assert (tmp_path / "notes" / "notes.txt").exists()
-
-    work = tmp_path / "work"
-    assert command(*flags, f"--output={work / 'draft'}")[0] == 0
-    for output in (work, work / "draft"):  # a workdir stands for the head in it
-        status, _, error = command(base, f"--input={work}", f"--output={output}", "--overwrite")
-        assert (status, "is or holds the input; give another folder" in error) == (2, True)
-    assert (work / "draft" / "draft.json").is_file()
-
-
-def test_a_base_is_not_replaced_by_a_head(command, reference, tmp_path):
-    """A base's folder has a config.json as others' heads have; --base itself is refused by name."""
-    base, other = (copy_of(reference / "base", tmp_path / name / "base") for name in "ab")
-    given = (f"--base={base}", f"--input={reference / 'clover2'}", "--overwrite")
-    for output, message in {
-        base: "is or holds the base; give another folder",
-        base.parent: "is or holds the base; give another folder",
-        other: "is no draft head, so it is none of this command's folders",
-    }.items():
-        status, _, error = command(*given, f"--output={output}")
-        assert (status, message in error) == (2, True)
-        assert_same_tensors(reference / "base", base)
-        assert_same_tensors(reference / "base", other)
-
-
-@pytest.mark.parametrize("name", ["clover2", "eagle1"])
-def test_a_head_in_a_layout_of_others_is_replaced_when_asked(command, reference, tmp_path, name):
-    out = copy_of(reference / name, tmp_path / "out")
-    given = (f"--base={reference / 'base'}", f"--input={reference / 'clover2'}")
-    assert command(*given, f"--output={out}", "--overwrite")[0] == 0
-    assert (out / "draft.json").is_file()
-
-
-def test_prompts_are_to_verify_with(command):
-    error = command("--input=x", "--output=y", "--prompts=p.jsonl")[2]
-    assert error == ("clover_jax.convert: --prompts=p.jsonl are for --verify, which is missing\n")
-
-
 def test_a_missing_flag_is_named(command):
     assert command("--output=x")[2] == "clover_jax.convert: --input is missing; give the folder\n"
-
-
-def test_verifying_decodes_with_both_and_prints_both_taus(command, speaking, tmp_path):
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
-    arguments = (f"--base={speaking / 'base'}", f"--prompts={prompts}", "--max_new_tokens=40")
-    native = (f"--input={speaking / 'head'}", f"--output={tmp_path / 'out'}", "--to=clover2")
-    status, report, error = command(*arguments, *native, "--verify")
-    assert status == 0
-    assert report["tau_source"] == report["tau_result"] > 1
-    assert (report["prompts"], report["differing"]) == (3, [])
-    assert "the same accepted lengths on all 3 prompts" in error
-    assert (tmp_path / "out" / WEIGHTS).is_file()
-
-
-def test_verifying_without_prompts_stops_before_anything_is_written(command, speaking, tmp_path):
-    given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--verify")
-    status, _, error = command(*given, f"--output={tmp_path / 'out'}")
-    assert (status, error.count("\n")) == (2, 1)
-    assert "prompts.jsonl is not there, so nothing can be decoded; give --prompts=FILE" in error
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path, monkeypatch):
-    """Spoil what was written, as a wrong layout would."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
-    write = conversion.write_head
-
-    def write_wrongly(staged, *rest):
-        write(staged, *rest)
-        edit_tensors(staged, lambda stored: stored[MLP].__imul__(-1))
-
-    monkeypatch.setattr(conversion, "write_head", write_wrongly)
-    status, report, error = command(
-        f"--base={speaking / 'base'}",
-        f"--prompts={prompts}",
-        "--max_new_tokens=40",
-        f"--input={speaking / 'head'}",
-        f"--output={tmp_path / 'out'}",
-        "--to=clover2",
-        "--verify",
-    )
-    assert status == 1
-    assert report["differing"]
-    assert report["tau_result"] < report["tau_source"]
-    assert "prompts differ, so nothing was written" in error
-    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]

@@ -1,0 +1,157 @@
+"""Runs that were stopped, killed or repeated with other flags."""
+
+import json
+import shutil
+import signal
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from clover_jax.errors import UserError
+from clover_jax.training import trainer
+from clover_jax.training.run import run_training
+from clover_jax.training.settings import recorded_settings
+from tests.conftest import REPOSITORY, WARNINGS
+from tests.training.small_runs import (
+    StopAfter,
+    assert_same_params,
+    params_of,
+    rows,
+    settings,
+)
+
+pytestmark = pytest.mark.usefixtures("one_compiled_step")
+
+
+@pytest.mark.parametrize("stop_after", [1, 4])
+def test_a_stopped_run_goes_on_bit_for_bit(whole_run, data, tmp_path, stop_after):
+    chosen = settings(data, eval_every=3)
+    stopped = run_training(chosen, tmp_path / "w", StopAfter(2 * stop_after))
+    assert not stopped["finished"]
+    assert 0 < stopped["steps"] < 6
+    report = run_training(chosen, tmp_path / "w", threading.Event())
+    whole, _ = whole_run
+    assert report["finished"]
+    assert_same_params(params_of(tmp_path / "w"), params_of(whole))
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        assert without_times(tmp_path / "w" / name) == without_times(whole / name)
+
+
+@pytest.mark.parametrize("checkpoint_every", [0, 3])
+def test_a_stop_after_a_measurement_keeps_the_measured_draft(
+    data, tmp_path, monkeypatch, checkpoint_every
+):
+    class StopOnceMeasured(threading.Event):
+        def is_set(self):
+            path = tmp_path / "eval.jsonl"
+            return path.exists() and path.stat().st_size > 0
+
+    saved, save = [], trainer.Trainer.save
+    monkeypatch.setattr(trainer.Trainer, "save", lambda *a: (saved.append(a[1]), save(*a)))
+    chosen = settings(data, eval_every=3, checkpoint_every=checkpoint_every)
+    report = run_training(chosen, tmp_path, StopOnceMeasured())
+    assert (report["steps"], report["finished"], saved) == (3, False, [3])
+    (measured,) = rows(tmp_path / "eval.jsonl")
+    made = json.loads((tmp_path / "draft" / "draft.json").read_text())["provenance"]
+    assert (made["steps"], made["tau"], made["measured"]) == (3, report["tau"], measured)
+
+
+def without_times(path):
+    timed = ("tokens_per_second", "data_wait")
+    return [{k: v for k, v in row.items() if k not in timed} for row in rows(path)]
+
+
+def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
+    source = (
+        "import os, sys, threading; from clover_jax.training import outputs, run, trainer\n"
+        "from clover_jax.training.settings import TrainSettings\n"
+        "class Killer(threading.Event):\n"
+        "    looks = 0\n"
+        "    def is_set(self):\n"
+        "        Killer.looks += 1\n"
+        "        if Killer.looks == 10: os.kill(os.getpid(), 9)\n"
+        "        return False\n"
+        "run.run_training(TrainSettings.from_dict(eval(sys.argv[1])), "
+        "__import__('pathlib').Path(sys.argv[2]), Killer())\n"
+    )
+    chosen = settings(data)
+    killed = subprocess.run(
+        [sys.executable, *WARNINGS, "-c", source, repr(chosen.to_dict()), str(tmp_path / "w")],
+        cwd=REPOSITORY,
+        capture_output=True,
+        check=False,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr.decode()
+    assert len(rows(tmp_path / "w" / "metrics.jsonl")) >= 4
+    report = run_training(chosen, tmp_path / "w", threading.Event())
+    assert report["finished"]
+    assert [row["step"] for row in rows(tmp_path / "w" / "metrics.jsonl")] == [1, 2, 3, 4, 5, 6]
+    assert_same_params(params_of(tmp_path / "w"), params_of(whole_run[0]))
+
+
+def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
+    whole_run, data, tmp_path, capsys
+):
+    workdir = tmp_path / "w"
+    chosen = settings(data, checkpoint_every=2)
+    run_training(chosen, workdir, StopAfter(4 * 2 + 1))
+    newest = max((workdir / "checkpoints").glob("[0-9]"))
+    damaged = max(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
+    content = bytearray(damaged.read_bytes())
+    content[len(content) // 2] ^= 1
+    damaged.write_bytes(content)
+    report = run_training(chosen, workdir, threading.Event())
+    assert f"checkpoint {newest.name} is damaged" in capsys.readouterr().err
+    assert report["finished"]
+    assert_same_params(params_of(workdir), params_of(whole_run[0]))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [{"seed": 1}, {"batch_size": 4}, {"learning_rate": 0.5}, {"num_positions": 2}],
+    ids=lambda change: next(iter(change)),
+)
+def test_a_change_that_makes_a_resume_wrong_is_refused(whole_run, data, change):
+    (name,) = change
+    with pytest.raises(UserError, match=f"--{name}="):
+        run_training(settings(data, eval_every=3, **change), whole_run[0], threading.Event())
+
+
+def test_flags_may_be_corrected_until_something_was_learnt(data, tmp_path):
+    run_training(settings(data), tmp_path, StopAfter(0))  # before the first step
+    corrected = settings(data, learning_rate=0.5)
+    run_training(corrected, tmp_path, StopAfter(0))
+    assert recorded_settings(tmp_path) == corrected
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n')
+    with pytest.raises(UserError, match="holds a run with --learning_rate=0.5, not 0.001"):
+        run_training(settings(data), tmp_path, StopAfter(0))
+    run_training(corrected, tmp_path, StopAfter(0))
+    assert rows(tmp_path / "metrics.jsonl") == []  # it starts anew
+
+
+def test_other_data_is_refused(whole_run, data, tmp_path):
+    other = tmp_path / "rows.jsonl"
+    other.write_text(data.read_text() + '{"prompt_ids": [1, 2], "output_ids": [3, 4, 5]}\n' * 5)
+    with pytest.raises(UserError, match="another --data"):
+        run_training(settings(other, eval_every=3), whole_run[0], threading.Event())
+
+
+def test_the_same_data_elsewhere_is_accepted(whole_run, data, tmp_path):
+    moved = shutil.copy(data, tmp_path / "elsewhere.jsonl")
+    report = run_training(settings(moved, eval_every=3), whole_run[0], threading.Event())
+    assert report["already_finished"]
+
+
+def test_more_steps_continue_a_finished_run(data, tmp_path):
+    run_training(settings(data), tmp_path, threading.Event())
+    report = run_training(settings(data, steps=7), tmp_path, threading.Event())
+    assert report["steps"] == 7
+    assert not (tmp_path / "best").exists()
+
+
+def test_fewer_steps_than_are_done_are_refused(data, tmp_path):
+    run_training(settings(data, checkpoint_every=2), tmp_path, StopAfter(4 * 2 + 1))
+    with pytest.raises(UserError, match=r"has done \d+ steps, more than --steps=1"):
+        run_training(settings(data, steps=1), tmp_path, threading.Event())
