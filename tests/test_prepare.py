@@ -18,12 +18,14 @@ from clover_jax import cli, prepare
 from clover_jax.command_flags import parse_flags
 from clover_jax.data.pipeline import PipelineConfig, make_pipeline
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
+from clover_jax.data.sample_checks import SampleCounts
 from clover_jax.data.training_data import load_training_data
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.models.loading import load_base
 from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.preparation import features
+from clover_jax.preparation.samples import add_counts
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 from tests.conftest import REPOSITORY, WARNINGS
@@ -226,6 +228,13 @@ def test_a_cached_teacher_needs_a_prepared_folder(base, data):
 def test_another_row_length_is_refused(base, prepared):
     with pytest.raises(UserError, match="prepared with --seq_len=64, not 32"):
         load_training_data(str(prepared), load_tokenizer(base), SPEAKING.vocab_size, 32)
+
+
+def test_shards_of_earlier_versions_are_no_useless_data():
+    counts = SampleCounts(samples=2, tokens=9, counted=5, pieces=2).to_dict()
+    assert add_counts(iter([counts, counts])).pieces == 4
+    del counts["pieces"]
+    add_counts(iter([counts])).check(SEQ_LEN, 0.05)
 
 
 def test_a_prepared_folder_among_others_is_not_read_as_raw_data(base, data, prepared):

@@ -88,7 +88,8 @@ def add_counts(counts: Iterator[Mapping[str, int]]) -> SampleCounts:
     """Return the counts of several shards as one."""
     total = SampleCounts()
     for part in counts:
-        for name, value in part.items():
+        # Shards of earlier versions have no pieces: where tokens count, take it that some do.
+        for name, value in ({"pieces": part["counted"]} | part).items():
             before = getattr(total, name)
             setattr(total, name, max(before, value) if name == "longest" else before + value)
     return total
