@@ -11,15 +11,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from clover_jax.benchmark.loops import STEPS, draft_loop, verify_loop
+from clover_jax.benchmark.loops import draft_loop, step_loop, steps_at_once, verify_loop
 from clover_jax.benchmark.parts import Bench, Part
 from clover_jax.benchmark.subject import Subject, cache_size, running_state
 from clover_jax.benchmark.timing import Run, time_in_turns
 from clover_jax.benchmark.tree_choice import CostTable
-from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.placement import Placement
-from clover_jax.decoding.state import DecodeState
-from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
@@ -55,15 +52,16 @@ def measure_costs(
     bench, plain = prepare(subject), prepare(subject.plain())
     widths = [width for width in widths if width <= subject.base.vocab_size]
     runs: dict[str, Run] = {
-        "plain": _in_place(plain, _steps).run,
-        "step": _in_place(bench, _steps).run,
+        "plain": _in_place(plain, step_loop).run,
+        "step": _in_place(bench, step_loop).run,
         "draft 0": _in_place(bench, draft_loop, _ONE_LEVEL).run,
     }
     for width in widths:
         runs[f"draft {width}"] = _in_place(bench, draft_loop, _two_levels(width)).run
     runs |= {f"verify {count}": _verifying(bench, batch, count).run for count in slots}
     with placement.in_use():
-        seconds = {name: found / STEPS for name, found in time_in_turns(runs, rounds).items()}
+        found = time_in_turns(runs, rounds)
+    seconds = {name: run / steps_at_once() for name, run in found.items()}
     flat = seconds["draft 0"]
     costs = CostTable(
         plain=seconds["plain"],
@@ -80,12 +78,6 @@ def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = 
     """Return a loop over steps or their first half, from the same place in the text each time."""
     subject = bench.subject if tree is None else bench.subject.with_tree(tree)
     return bench.updating(functools.partial(loop, subject.step()))
-
-
-def _steps(
-    config: StepConfig, weights: Weights, state: DecodeState
-) -> tuple[DecodeState, StepRecord]:
-    return decode_chunk(config, STEPS, weights, state)
 
 
 def _two_levels(width: int) -> TreeConfig:

@@ -1,47 +1,80 @@
-"""Parts of a step in a loop on the device, each time on the result of the last.
+"""Parts of a step as the engine runs them: in a loop on the device, or each by itself.
 
-So neither starting a part from the host nor the compiler's hoisting falsifies its time. In the
-engine a chunk of steps is started once; where a step takes a millisecond, starting each part by
-itself would cost more than the part.
+Where the engine's chunk is a loop on the device, a part is timed in one, each time on the result of
+the last: neither starting it from the host nor the compiler's hoisting falsifies its time. Where a
+step takes a millisecond, starting each part by itself would cost more than the part. Elsewhere a
+program runs its part once.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
+from clover_jax.decoding.chunk import decode_chunk, loops_on_device
 from clover_jax.decoding.sampling import GREEDY
 from clover_jax.decoding.state import DecodeState
-from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots, verify_tree
+from clover_jax.decoding.step import (
+    StepConfig,
+    Weights,
+    absorb_and_draft,
+    roots,
+    speculate_and_verify,
+    verify_tree,
+)
 from clover_jax.decoding.tree import TokenTree
 
 STEPS = 8  # as in the engine's chunks
 
 
+def steps_at_once() -> int:
+    """Return how many steps one of the programs below runs here."""
+    return STEPS if loops_on_device() else 1
+
+
+def step_loop(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, Int[Array, ""]]:
+    """Run whole steps, in which no row may end."""
+    if not loops_on_device():
+        state, record = speculate_and_verify(config, weights, state)
+        return state, record.emitted.sum()
+    filled = jnp.ones_like(state.finish, bool)
+    state, records = decode_chunk(config, STEPS, weights, state, filled)
+    return state, records.emitted.sum()
+
+
 def draft_loop(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """Absorb and draft STEPS times, under the token drafted last."""
+    """Absorb and draft, under the token drafted last."""
 
-    def body(carry, _):
+    def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, root = carry
         state, drafted = absorb_and_draft(config, weights, state, root)
-        return (state, jnp.maximum(drafted.tree.tokens[:, -1], 0)), None
+        return state, jnp.maximum(drafted.tree.tokens[:, -1], 0)
 
-    (state, last), _ = jax.lax.scan(body, (state, roots(state)), length=STEPS)
-    return state, last
+    return _repeat(body, (state, roots(state)))
 
 
 def verify_loop(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> Int[Array, "B T"]:
-    """Verify a tree STEPS times, its slots filled with what the base found most probable."""
+    """Verify a tree, its slots filled with what the base found most probable."""
     config = dataclasses.replace(config, sampling=GREEDY)
 
-    def body(tokens, _):
-        return verify_tree(config, weights, state, tree.replace(tokens=tokens)).choices, None
+    def body(tokens: Array) -> Array:
+        return verify_tree(config, weights, state, tree.replace(tokens=tokens)).choices
 
-    return jax.lax.scan(body, tree.tokens, length=STEPS)[0]
+    return _repeat(body, tree.tokens)
+
+
+def _repeat(body: Callable[[Any], Any], carry: Any) -> Any:
+    if not loops_on_device():
+        return body(carry)
+    return jax.lax.scan(lambda carry, _: (body(carry), None), carry, length=STEPS)[0]

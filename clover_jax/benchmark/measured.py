@@ -8,12 +8,12 @@ from typing import Any
 
 from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
-from clover_jax.benchmark.parts import Bench, Part, stage_parts, step_part
+from clover_jax.benchmark.loops import STEPS
+from clover_jax.benchmark.parts import Bench, Part, chunk_run, stage_parts, step_part
 from clover_jax.benchmark.subject import Subject, cache_size, running_state
 from clover_jax.benchmark.timing import WARM_UP, time_in_turns
 from clover_jax.decoding.sampling import SamplingConfig
 
-CHUNK = 8  # steps in one program of the engine
 STAGES = ("absorb", "draft", "verify", "accept", "commit")
 
 
@@ -35,7 +35,7 @@ class Measurement:
     """What was timed for one batch size, context and tree.
 
     parts: by name; "plain step", "step" and "draft" among them.
-    engine_step: seconds a step in the engine's loop. chunk_step: the same steps on the device.
+    engine_step: seconds a step in the engine. chunk_step: the same without its looks at the text.
     """
 
     ceilings: Ceilings
@@ -103,7 +103,7 @@ def measure(
     sampling = SamplingConfig(force_accept=force_accept)
     pace = known_pace(subject, force_accept)
     # Rows of the engine's loop go on from turn to turn; none may end meanwhile.
-    room = (rounds + WARM_UP + 1) * CHUNK * (pace or subject.tree.depth + 1)
+    room = (rounds + WARM_UP + 1) * STEPS * (pace or subject.tree.depth + 1)
     size = cache_size(subject, context, room)
     speculative = Bench(subject, running_state(subject, batch, size, context), context)
     plain_subject = subject.plain()
@@ -111,19 +111,18 @@ def measure(
     parts = {"plain step": step_part(plain)}
     if subject.head is not None:
         parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
-    parts["chunk"] = step_part(speculative, sampling, CHUNK)
     runs = {name: part.run for name, part in parts.items()}
-    engine = EngineRun(subject, sampling, batch, CHUNK)
+    runs["chunk"] = chunk_run(speculative, sampling)
+    engine = EngineRun(subject, sampling, batch, STEPS)
     runs["engine"] = engine.chunks(context, context + room, rounds, pace)
     seconds = time_in_turns(runs, rounds, single=["engine"])
     ceilings = measure_ceilings(subject.dtype)
     timed = {name: _timed(part, seconds[name], ceilings) for name, part in parts.items()}
-    del timed["chunk"]
     if subject.head is None:
         timed["step"] = timed["verify"] = timed["plain step"]
     else:
         timed |= _levels(timed, subject.tree.depth)
-    return Measurement(ceilings, timed, seconds["engine"] / CHUNK, seconds["chunk"] / CHUNK)
+    return Measurement(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
 
 
 def known_pace(subject: Subject, force_accept: int | None) -> int | None:

@@ -15,6 +15,7 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
+from clover_jax.benchmark.loops import STEPS, step_loop, steps_at_once
 from clover_jax.benchmark.subject import Subject
 from clover_jax.benchmark.timing import Run
 from clover_jax.benchmark.work import Work, count_work
@@ -28,7 +29,6 @@ from clover_jax.decoding.step import (
     Weights,
     absorb_pending,
     accept,
-    decode_chunk,
     draft_tree,
     roots,
     speculate_and_verify,
@@ -110,13 +110,22 @@ class Bench:
         return count_work(stage, self.subject.weights, *arguments)
 
 
-def step_part(bench: Bench, sampling: SamplingConfig = GREEDY, num_steps: int = 1) -> Part:
-    """Return the whole step, or a chunk of steps as the engine runs it."""
-    config = bench.subject.step(sampling)
-    once = functools.partial(speculate_and_verify, config)
-    stage = once if num_steps == 1 else functools.partial(decode_chunk, config, num_steps)
-    cache_bytes = num_steps * (bench.base_cache_bytes + bench.draft_cache_bytes)
-    return bench.updating(stage, cache_bytes=cache_bytes)
+def step_part(bench: Bench, sampling: SamplingConfig = GREEDY) -> Part:
+    """Return the whole step."""
+    stage = functools.partial(speculate_and_verify, bench.subject.step(sampling))
+    return bench.updating(stage, cache_bytes=bench.base_cache_bytes + bench.draft_cache_bytes)
+
+
+def chunk_run(bench: Bench, sampling: SamplingConfig) -> Run:
+    """Return STEPS steps as the engine runs them, without its looks at the text."""
+    part = bench.updating(functools.partial(step_loop, bench.subject.step(sampling)))
+
+    def run() -> Any:
+        for _ in range(STEPS // steps_at_once()):
+            result = part.run()
+        return result
+
+    return run
 
 
 def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Part]:

@@ -21,8 +21,8 @@ from clover_jax.array_types import Params
 from clover_jax.compile_clock import CompileClock
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.chunk import Records, compile_chunk, stack_records
 from clover_jax.decoding.commit import StepRecord
-from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.requests import Generation, Progress, Request, check_request
@@ -37,7 +37,7 @@ from clover_jax.decoding.state import (
     grow,
     insert,
 )
-from clover_jax.decoding.step import StepConfig, Weights, decode_chunk, weights_for
+from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
@@ -88,11 +88,10 @@ class Engine:
         self._seed = seed
         self._prefill_size = prefill_size
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
-        chunk = functools.partial(decode_chunk, self.config, steps_per_chunk)
         empty = functools.partial(empty_state, base, head, tree)
         compiled = self._placement.compiled
         self._prefill = compiled(prefill, donate_argnums=1)
-        self._decode = compiled(chunk, donate_argnums=1, compiler_options=options_here())
+        self._decode = compile_chunk(self.config, steps_per_chunk, self._placement)
         self._insert = compiled(insert, donate_argnums=0)
         self._grow = compiled(grow, static_argnums=1)
         self._clear = compiled(clear, donate_argnums=0)
@@ -150,8 +149,9 @@ class Engine:
                 slots[slot] = Generation(request.index, list(request.prompt_ids))
             if all(row is None for row in slots):
                 return
-            state, record = self._decode(weights, state)
-            after = self._placement.read(_AfterChunk(state.tokens, state.end, state.finish, record))
+            filled = np.array([row is not None for row in slots])
+            state, records = self._decode(weights, state, filled)
+            after = self._look(state, records)
             now = time.perf_counter() - compiling.seconds
             for slot, row in enumerate(slots):
                 if row is not None:
@@ -160,6 +160,12 @@ class Engine:
                         slots[slot] = None
                         if after.finish[slot] == RUNNING:  # the consumer stopped it
                             state = self._clear(state, slot)
+
+    def _look(self, state: DecodeState, records: Records) -> _AfterChunk:
+        """Bring what a chunk gave to the host."""
+        there = (state.tokens, state.end, state.finish, records)
+        tokens, end, finish, records = self._placement.read(there)
+        return _AfterChunk(tokens, end, finish, stack_records(records))
 
     def prefilled(
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]

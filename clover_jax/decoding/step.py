@@ -251,18 +251,3 @@ def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
     if not config.features:
         return hidden["post_norm"][..., :0]
     return select_features(hidden, config.features)
-
-
-def decode_chunk(
-    config: StepConfig, num_steps: int, weights: Weights, state: DecodeState
-) -> tuple[DecodeState, StepRecord]:
-    """Run a fixed number of steps on the device; records have a leading [num_steps].
-
-    A known trip count: a loop that ends when all rows have finished would make a GPU ask the
-    host at every iteration. The text of finished rows does not change.
-    """
-
-    def body(state: DecodeState, _: None) -> tuple[DecodeState, StepRecord]:
-        return speculate_and_verify(config, weights, state)
-
-    return jax.lax.scan(body, state, length=num_steps)

@@ -1,8 +1,8 @@
 """How a step's time divides: its parts compiled and timed alone, at the shapes of the run.
 
-A part runs many times within one compiled loop, each time on what the last gave, so that neither
-starting it from the host nor the compiler's hoisting falsifies it. What the whole step takes beyond
-drafting and verifying is accepting, committing, and what overlaps badly.
+A part runs as in the engine's chunks, in a loop on the device or by itself (`benchmark.loops`).
+What the whole step takes beyond drafting and verifying is accepting, committing, and what overlaps
+badly.
 """
 
 from __future__ import annotations
@@ -10,24 +10,23 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array
-from clover_jax.benchmark.loops import STEPS, draft_loop, verify_loop
+from clover_jax.benchmark.loops import draft_loop, step_loop, steps_at_once, verify_loop
 from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import (
     StepConfig,
     Weights,
     absorb_and_draft,
-    decode_chunk,
     roots,
     weights_for,
 )
@@ -35,8 +34,8 @@ from clover_jax.decoding.tree import TokenTree
 from clover_jax.evaluation.methods import Method
 
 METHOD = (
-    "the whole step, drafting and verifying each compiled and run alone, in a loop on the device, "
-    "at the run's batch size on its first prompts, in turns; of each the fastest of 7"
+    "the whole step, drafting and verifying each compiled and run alone, on CPU in a loop on the "
+    "device, at the run's batch size on its first prompts, in turns; of each the fastest of 7"
 )
 _REPEATS = 7
 
@@ -76,28 +75,31 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     weights = placement.weights(weights)
     slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
     slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
-    parts = {"step": _steps, "verify": _verifications}
-    if engine.config.head is not None:
-        parts["draft"] = draft_loop
-    programs = {
-        name: placement.compiled(
-            functools.partial(part, engine.config),
-            donate_argnums=1,
-            compiler_options=options_here(),
-        )
-        for name, part in parts.items()
-    }
+
+    def compiled(part: Callable) -> Callable:
+        part = functools.partial(part, engine.config)
+        return placement.compiled(part, donate_argnums=1, compiler_options=options_here())
+
     state = engine.prefilled(weights.base, models.draft_params, slots)
-    # No row ends meanwhile: where it would, what is written is cut off, which costs the same.
-    state = state.replace(limit=state.limit + (1 << 20))
-    times: dict[str, list[float]] = {name: [] for name in parts}
+    # No row ends, or has ended, or the steps would: what is written too far is cut off.
+    state = state.replace(
+        limit=state.limit + (1 << 20),
+        eos=jnp.full_like(state.eos, -1),
+        finish=jnp.full_like(state.finish, RUNNING),
+    )
+    state, tree = compiled(_draft)(weights, state)
+    programs = {"step": (compiled(_steps),), "verify": (compiled(_verifications), tree)}
+    if engine.config.head is not None:
+        programs["draft"] = (compiled(draft_loop),)
+    times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(_REPEATS + 1):
-        for name, program in programs.items():
+        for name, (program, *more) in programs.items():
             started = time.perf_counter()
-            state, result = program(weights, state)
+            state, result = program(weights, state, *more)
             jax.block_until_ready((state, result))
             times[name].append(time.perf_counter() - started)
-    fastest = {name: min(found[1:]) / STEPS for name, found in times.items()}  # the first compiles
+    steps = steps_at_once()
+    fastest = {name: min(found[1:]) / steps for name, found in times.items()}  # the first compiles
     return StageTimes(
         batch_size=engine.batch_size,
         context=max(len(request.prompt_ids) for request in slots) + 1,
@@ -107,16 +109,21 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
 
 def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
     """Run steps; every call starts from the same place in the text."""
-    new, record = decode_chunk(config, STEPS, weights, state)
-    return state.replace(cache=new.cache, draft_cache=new.draft_cache), record.emitted.sum()
+    new, emitted = step_loop(config, weights, state)
+    return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
 
 
 def _verifications(
-    config: StepConfig, weights: Weights, state: DecodeState
+    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> tuple[DecodeState, Array]:
-    root = roots(state)
-    tree = TokenTree(root[:, None], jnp.full((1, 1), -1))
-    if config.head is not None:
-        state, drafted = absorb_and_draft(config, weights, state, root)
-        tree = drafted.tree
     return state, verify_loop(config, weights, state, tree)
+
+
+def _draft(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, TokenTree]:
+    root = roots(state)
+    if config.head is None:
+        return state, TokenTree(root[:, None], jnp.full((1, 1), -1))
+    state, drafted = absorb_and_draft(config, weights, state, root)
+    return state, drafted.tree

@@ -14,7 +14,7 @@ import numpy as np
 from clover_jax.benchmark.calibration import measure_ranks
 from clover_jax.benchmark.costs import measure_costs
 from clover_jax.benchmark.disk_cache import cache_folder, remembered
-from clover_jax.benchmark.loops import STEPS
+from clover_jax.benchmark.loops import steps_at_once
 from clover_jax.benchmark.subject import Subject
 from clover_jax.benchmark.tree_choice import (
     CostTable,
@@ -132,7 +132,7 @@ def _costs(subject: Subject, batch_size: int, models: Models) -> CostTable:
         "int8": list(models.int8),
         "batch_size": batch_size,
         "context": context,
-        "in loops of": STEPS,
+        "in loops of": steps_at_once(),
     }
 
     def measure() -> dict[str, Any]:

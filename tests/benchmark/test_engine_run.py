@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark.engine_run import EngineRun
-from clover_jax.benchmark.measured import CHUNK
+from clover_jax.benchmark.loops import STEPS
 from clover_jax.benchmark.subject import load_subject
 from clover_jax.benchmark.timing import WARM_UP
 from clover_jax.decoding.sampling import SamplingConfig
@@ -19,7 +19,7 @@ def subject():
 
 @pytest.mark.parametrize("pace", [2, None])
 def test_the_round_in_the_middle_begins_at_the_context(subject, pace):
-    engine = EngineRun(subject, SamplingConfig(force_accept=1), BATCH, CHUNK)
+    engine = EngineRun(subject, SamplingConfig(force_accept=1), BATCH, STEPS)
     run = engine.chunks(CONTEXT, CONTEXT + 160, ROUNDS, pace)
     for _ in range(WARM_UP + ROUNDS // 2):
         rows = run()

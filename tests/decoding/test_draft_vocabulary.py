@@ -9,9 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.decoding.chunk import decode_chunk
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.state import empty_state
-from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
+from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base, output_matrix, with_draft_rows
 from clover_jax.training.optimizer import OptimizerConfig
@@ -78,7 +79,7 @@ def test_no_step_gathers_the_rows_of_the_vocabulary():
     base_params = with_draft_rows(random_base(), head.config)
 
     def step(base_params, state):
-        return decode_chunk(config, 2, Weights(base_params, params), state)
+        return decode_chunk(config, 2, Weights(base_params, params), state, jnp.ones(2, bool))
 
     assert gathered_rows(step, base_params, state) == []
 

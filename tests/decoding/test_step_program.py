@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark.hlo import Program
+from clover_jax.decoding.chunk import decode_chunk
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
 from clover_jax.decoding.state import empty_state
-from clover_jax.decoding.step import StepConfig, Weights, decode_chunk
+from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.models.shapes import base_shapes, cast_shapes
@@ -22,13 +23,21 @@ from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head, random_
 def chunk_and_shapes(
     base, dtype, batch=3, size=512, steps=4, kind="clover2", tree="paper25", sampling=GREEDY
 ):
-    """Return the jitted chunk of steps and its arguments as shapes; kind None decodes plainly."""
+    """Return the jitted chunk of steps and its arguments as shapes; kind None decodes plainly.
+
+    steps: 0 is the step by itself, as accelerators run it.
+    """
     head = registry.head(registry.config_for_base(kind, base)) if kind else None
     tree = parse_tree(tree) if head else TreeConfig.root_only()
     base_params = base_shapes(base, dtype)
     params = cast_shapes(registry.init_shapes(head, base_params), dtype) if head else {}
     state = jax.eval_shape(lambda: empty_state(base, head, tree, batch, size, 8, dtype))
-    program = functools.partial(decode_chunk, StepConfig(base, head, tree, sampling), steps)
+    config, filled = StepConfig(base, head, tree, sampling), jnp.ones((batch,), bool)
+
+    def chunk(weights, state):
+        return decode_chunk(config, steps, weights, state, filled)
+
+    program = chunk if steps else functools.partial(speculate_and_verify, config)
     return jax.jit(program, donate_argnums=1), Weights(base_params, params), state
 
 
@@ -41,8 +50,10 @@ def chunk_and_shapes(
         {"sampling": SamplingConfig(force_accept=2)},
         {"kind": None},
         {"kind": None, "steps": 1},
+        {"steps": 0},
+        {"kind": None, "steps": 0},
     ],
-    ids=["tree", "adaptive", "forced", "plain", "plain step"],
+    ids=["tree", "adaptive", "forced", "plain", "chunk of one", "step", "plain step"],
 )
 def test_the_compiled_step_copies_no_cache(what, batch):
     # Sizes that nothing else in the program has.
@@ -60,9 +71,9 @@ def test_the_compiled_step_copies_no_cache(what, batch):
     ("base", "dtype"), [(TINY, jnp.float32), (LLAMA3_8B, jnp.bfloat16)], ids=["tiny", "8b"]
 )
 def test_the_step_lowers_for_accelerators(platform, base, dtype):
-    function, weights, state = chunk_and_shapes(base, dtype, batch=4, size=2048)
+    function, weights, state = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
     lowered = function.trace(weights, state).lower(lowering_platforms=(platform,))
-    assert "stablehlo.while" in lowered.as_text()
+    assert "stablehlo.dot_general" in lowered.as_text()
 
 
 def test_a_bfloat16_step_widens_no_matrix():
