@@ -47,8 +47,12 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
     if loops_on_device():
         loop = compiled(functools.partial(decode_chunk, config, num_steps))
         return lambda weights, state, filled: loop(weights, state, placement.array(filled))
-    step = compiled(functools.partial(speculate_and_verify, config))
-    return functools.partial(_call_steps, step, num_steps, placement)
+
+    def step(weights: Weights, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+        state, record = speculate_and_verify(config, weights, state)
+        return state, record.replace(running=placement.whole(record.running))
+
+    return functools.partial(_call_steps, compiled(step), num_steps)
 
 
 def decode_chunk(
@@ -90,7 +94,6 @@ def _no_records(num_steps: int, batch: int, depth: int) -> StepRecord:
 def _call_steps(
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepRecord]],
     num_steps: int,
-    placement: Placement,
     weights: Weights,
     state: DecodeState,
     filled: np.ndarray,
@@ -99,7 +102,7 @@ def _call_steps(
     records: list[StepRecord] = []
     for index in range(num_steps):
         if index >= QUEUED:
-            running = placement.read(records[index - QUEUED].running)
+            running = np.asarray(records[index - QUEUED].running)
             if (filled & ~running).any():
                 break
         state, record = step(weights, state)

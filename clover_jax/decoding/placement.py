@@ -73,6 +73,12 @@ class Placement:
 
         return call
 
+    def whole(self, array: Array) -> Array:
+        """Within a program: let an array lie whole on every device, for each host to read."""
+        if self.mesh is None:
+            return array
+        return jax.lax.with_sharding_constraint(array, replicated(self.mesh))
+
     def read(self, arrays: PyTree) -> PyTree:
         """Bring to this host what may lie on the devices of others."""
         if jax.process_count() > 1:

@@ -17,13 +17,18 @@ base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)
 head, params = random_head(base)
 """
 
-# Prints the outputs of every mesh as JSON lines; there are more rows than slots.
+# Prints the outputs of every mesh as JSON lines; there are more rows than slots. A name that ends
+# with "by calls" runs steps as accelerators do.
 TOKENS = (
     SETUP
     + """
+from clover_jax.decoding import chunk
+
 prompts = random_prompts(6, vocab_size=base.vocab_size)
 for name in sys.argv[1:]:
-    mesh = make_mesh(parse_mesh(name, 8)) if name else None
+    shape = name.removesuffix(" by calls")
+    chunk.loops_on_device = lambda: name == shape
+    mesh = make_mesh(parse_mesh(shape, 8)) if shape else None
     engine = Engine(base, head, parse_tree("paper25"), batch_size=3, mesh=mesh)
     rows = engine.generate(random_base(base), params, prompts, 12)
     print(json.dumps([[row.output_ids, row.accepted] for row in rows]))
@@ -32,9 +37,9 @@ for name in sys.argv[1:]:
 
 
 def test_greedy_tokens_on_a_mesh_are_those_of_one_device(run_python):
-    meshes = ("", "data=2,tensor=2")
-    alone, split = run_python(TOKENS, *meshes, devices=8).splitlines()
-    assert json.loads(split) == json.loads(alone)
+    meshes = ("", "data=2,tensor=2", "data=2,tensor=2 by calls")
+    alone, *split = run_python(TOKENS, *meshes, devices=8).splitlines()
+    assert [json.loads(rows) for rows in split] == [json.loads(alone)] * 2
     assert any(any(accepted) for _, accepted in json.loads(alone))
 
 
