@@ -66,6 +66,17 @@ def fixtures_dir() -> Path:
     return REPOSITORY / "tests" / "fixtures"
 
 
+@pytest.fixture(params=["in a loop", "by calls"])
+def way(request, monkeypatch) -> str:
+    """How a program runs again and again: as on CPU, and as on an accelerator."""
+    from clover_jax.benchmark import loops
+    from clover_jax.decoding import chunk, repeated
+
+    for module in (repeated, chunk, loops):
+        monkeypatch.setattr(module, "loops_on_device", lambda: request.param == "in a loop")
+    return request.param
+
+
 @pytest.fixture(scope="session")
 def run_python() -> Callable[..., str]:
     """A function that runs Python source in a fresh process and returns its stdout."""

@@ -23,6 +23,7 @@ from clover_jax.decoding.commit import commit
 from clover_jax.decoding.engine import Engine, bucket
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.repeated import repeated
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.decoding.state import DecodeState, empty_state
@@ -95,37 +96,31 @@ def _walk(
     prefill = jax.jit(functools.partial(prefill_chunk, config, PREFILL), donate_argnums=1)
     for start in range(0, max(starts), PREFILL):
         state = prefill(subject.weights, state, np.int32(start))
-    num_samples = new_tokens - 1 - depth
-    walk = jax.jit(functools.partial(_probe_steps, config, max(num_samples, 0)))
-    ranks = walk(subject.weights, jnp.asarray(tokens), state)
+    num_samples = max(new_tokens - 1 - depth, 0)
+    text = jnp.asarray(tokens)
+    # Prefill ended with the base's own choice, which a sampled text need not have taken.
+    root = jnp.take_along_axis(text, state.length[:, None], axis=1)
+    next_tokens = jnp.broadcast_to(root, state.next_tokens.shape)
+    state = state.replace(tokens=jnp.copy(text), next_tokens=next_tokens)
+    ranks = jnp.zeros((num_samples, len(texts), depth), jnp.int32)
+    walk = repeated(functools.partial(_probe, config))
+    _, ranks = walk((subject.weights, text), (state, ranks), num_samples)
     return np.asarray(ranks).reshape(-1, depth)
 
 
-def _probe_steps(
-    config: StepConfig,
-    num_steps: int,
-    weights: Weights,
-    text: Int[Array, "B S"],
-    state: DecodeState,
-) -> Int[Array, "n B D"]:
-    def body(state: DecodeState, _: None) -> tuple[DecodeState, Array]:
-        return _probe(config, weights, text, state)
-
-    # Prefill ended with the base's own choice, which a sampled text need not have taken.
-    root = jnp.take_along_axis(text, state.length[:, None], axis=1)
-    state = state.replace(tokens=text, next_tokens=jnp.broadcast_to(root, state.next_tokens.shape))
-    return jax.lax.scan(body, state, length=num_steps)[1]
-
-
 def _probe(
-    config: StepConfig, weights: Weights, text: Int[Array, "B S"], state: DecodeState
-) -> tuple[DecodeState, Int[Array, "B D"]]:
-    """Go one token forward along the text; return the ranks of the tokens after it."""
+    config: StepConfig,
+    given: tuple[Weights, Int[Array, "B S"]],
+    carry: tuple[DecodeState, Int[Array, "n B D"]],
+    number: Int[Array, ""],
+) -> tuple[DecodeState, Int[Array, "n B D"]]:
+    """Go one token forward along the text; add the ranks of the tokens after it."""
+    (weights, text), (state, ranks) = given, carry
     absorbed = absorb_pending(config, weights, state)
     state = state.replace(draft_cache=absorbed.cache)
     following = state.length[:, None] + jnp.arange(config.tree.depth + 1)
     here = jnp.take_along_axis(text, following, axis=1)  # the root, and what comes after it
-    ranks = _ranks(config, weights, absorbed.root, state, here[:, 1:])
+    ranks = ranks.at[number].set(_ranks(config, weights, absorbed.root, state, here[:, 1:]))
     tree = TokenTree(here[:, :1], jnp.full((1, 1), -1))
     verified = verify_tree(config, weights, state, tree)
     only = jnp.zeros_like(state.length)

@@ -1,10 +1,7 @@
 """A chunk of steps: what the device does between two looks of the host at the text.
 
 On CPU a chunk is one program, a loop over the step. Elsewhere the step is the program and the host
-calls it again, one call ahead of the device, because compilers handle weights and caches of a loop
-worse than those of a program's own arguments: compiled for Llama-3-8B, a TPU's keeps `gate_up` of
-every layer in another layout beside the given one (8 GB), and a GPU's transposes all keys at every
-step.
+calls it again, one call ahead of the device (`decoding.repeated` says why).
 """
 
 from __future__ import annotations
@@ -20,6 +17,7 @@ from clover_jax.array_types import Array, Bool
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.repeated import loops_on_device
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 
@@ -28,11 +26,6 @@ QUEUED = 2  # steps: one that runs and one that waits, so that the device never 
 Records = StepRecord | tuple[StepRecord, ...]
 # (weights, state, filled) -> (state, records); filled: [B] which slots hold a row
 Chunk = Callable[[Weights, DecodeState, np.ndarray], tuple[DecodeState, Records]]
-
-
-def loops_on_device() -> bool:
-    """Return whether a chunk is one program here."""
-    return jax.default_backend() == "cpu"
 
 
 def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> Chunk:

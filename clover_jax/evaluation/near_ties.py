@@ -21,6 +21,7 @@ from clover_jax.array_types import Array, Float, Int
 from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine, bucket
 from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.repeated import repeated
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, gumbel, warp
 from clover_jax.decoding.state import DecodeState
@@ -30,7 +31,7 @@ from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.verify import tree_logits, verify
 from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Divergence
 from clover_jax.evaluation.methods import Method
-from clover_jax.models.cache import after, write_rows
+from clover_jax.models.cache import Cache, after, write_rows
 
 
 class Case(NamedTuple):
@@ -114,49 +115,55 @@ def margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
         found = case.divergence
         if found is not None and found.found is not None and found.position < longest:
             other[row, found.position] = found.found
-    weights = placement.weights(Weights(params, {}))
-    inputs = (placement.array(value) for value in (fed, other, np.int32(longest)))
+    given = Forced(
+        placement.weights(Weights(params, {})),
+        state.replace(cache=()),
+        placement.array(fed),
+        placement.array(other),
+    )
+    none = np.zeros(fed.shape, np.float32)
+    found = Margins(placement.array(none), placement.array(none))
     with placement.in_use():
-        return placement.read(_program(engine.config)(weights, state, *inputs))
+        _, found = _program(engine.config)(given, (state.cache, found), longest)
+    return placement.read(found)
 
 
 @functools.cache  # or it would be compiled anew for every draft
-def _program(config: StepConfig) -> Callable[..., Margins]:
-    return jax.jit(functools.partial(forced_margins, config), compiler_options=options_here())
+def _program(config: StepConfig) -> Callable[..., tuple[Cache, Margins]]:
+    return repeated(functools.partial(add_margin, config), compiler_options=options_here())
 
 
-def forced_margins(
-    config: StepConfig,
-    weights: Weights,
-    state: DecodeState,
-    fed: Int[Array, "B O"],
-    other: Int[Array, "B O"],
-    count: Int[Array, ""],
-) -> Margins:
-    """Decode plainly, one token at a step, with the given tokens in the place of its own.
+class Forced(NamedTuple):
+    """What plain decoding is fed.
 
-    state: after prefill. fed: the prompt's last token and the emitted ones but the last.
-    other: the token of each step whose gap to the best is wanted.
-    count: steps to take, O at most; the margins of the others are 0.
+    state: after prefill, without its cache. fed: the prompt's last token and the emitted ones but
+    the last. other: the token of each step whose gap to the best is wanted.
     """
-    first = state.length - 1
-    room = state.tokens.shape[1] - 1
 
-    def step(number, carry):
-        cache, found = carry
-        token, rival = fed[:, number], other[:, number]
-        length = jnp.minimum(first + number, room)
-        tree = TokenTree(token[:, None], jnp.full((1, 1), -1))
-        output = verify(config.base, weights.base, tree, 0, cache, length)
-        scores = _scores(config, state, tree_logits(weights.base, output), length + 1)
-        best = top_k(scores, 2).values
-        rival_score = jnp.take_along_axis(scores, rival[:, None], axis=-1)[:, 0]
-        new = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
-        found = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), found, new)
-        return write_rows(cache, output.fresh, after(length, scores)), found
+    weights: Weights
+    state: DecodeState
+    fed: Int[Array, "B O"]
+    other: Int[Array, "B O"]
 
-    none = jnp.zeros(fed.shape)
-    return jax.lax.fori_loop(0, count, step, (state.cache, Margins(none, none)))[1]
+
+def add_margin(
+    config: StepConfig,
+    given: Forced,
+    carry: tuple[Cache, Margins],
+    number: Int[Array, ""],
+) -> tuple[Cache, Margins]:
+    """Decode plainly for one step, with the given token in the place of its own."""
+    (weights, state, fed, other), (cache, found) = given, carry
+    token, rival = fed[:, number], other[:, number]
+    length = jnp.minimum(state.length - 1 + number, state.tokens.shape[1] - 1)
+    tree = TokenTree(token[:, None], jnp.full((1, 1), -1))
+    output = verify(config.base, weights.base, tree, 0, cache, length)
+    scores = _scores(config, state, tree_logits(weights.base, output), length + 1)
+    best = top_k(scores, 2).values
+    rival_score = jnp.take_along_axis(scores, rival[:, None], axis=-1)[:, 0]
+    new = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
+    found = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), found, new)
+    return write_rows(cache, output.fresh, after(length, scores)), found
 
 
 def _scores(

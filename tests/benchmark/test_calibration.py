@@ -12,7 +12,7 @@ from tests.tiny_models import TINY, random_base, random_head, random_prompts
 NEW_TOKENS = 24
 
 
-def test_leading_zeros_are_what_a_chain_accepts():
+def test_leading_zeros_are_what_a_chain_accepts(way):
     head, params = random_head()
     tree = parse_tree("chain:3")
     subject = Subject(TINY, head, tree, Weights(random_base(), params), jnp.float32)

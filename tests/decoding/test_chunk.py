@@ -16,13 +16,6 @@ from tests.tiny_models import TINY, random_base, random_head, random_prompts
 STEPS = 6
 
 
-@pytest.fixture(params=["in a loop", "by calls"])
-def way(request, monkeypatch):
-    """How chunks run: as on this machine, and as on an accelerator."""
-    monkeypatch.setattr(chunk, "loops_on_device", lambda: request.param == "in a loop")
-    return request.param
-
-
 def plain_chunk(room, filled):
     """Return a state's rows before and after a chunk of plain steps, and its records.
 

@@ -113,7 +113,8 @@ def test_margins_over_tokens_that_were_cut_off_move_no_threshold(twins):
     assert found.threshold == 0
 
 
-def test_text_is_fed_no_further_than_it_goes(twins):
+def test_text_is_fed_no_further_than_it_goes(way, twins, monkeypatch):
+    monkeypatch.setattr(near_ties, "_program", near_ties._program.__wrapped__)
     engine = twins.models.engine(2)
     case = near_ties.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
     gap = near_ties.margins([case], twins, engine).gap

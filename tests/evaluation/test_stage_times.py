@@ -6,7 +6,6 @@ from pathlib import Path
 import jax
 import pytest
 
-from clover_jax.benchmark import loops
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters.directory import Draft
@@ -36,11 +35,7 @@ def cache_bytes():
     return sum(x.nbytes for x in arrays if x.ndim == 4 and x.shape[0] == ROWS)
 
 
-@pytest.mark.parametrize("in_loops", [True, False])
-def test_one_state_is_held_and_every_program_knows_the_mesh(
-    in_loops, method, monkeypatch, logits_specs
-):
-    monkeypatch.setattr(loops, "loops_on_device", lambda: in_loops)
+def test_one_state_is_held_and_every_program_knows_the_mesh(way, method, monkeypatch, logits_specs):
     engine, wait, held = method.models.engine(ROWS), jax.block_until_ready, []
 
     def waiting(arrays):
