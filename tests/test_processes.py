@@ -79,6 +79,36 @@ def test_two_processes_train_as_one_does_with_their_devices(train, prepared, tmp
     assert (tmp_path / "two" / "draft" / "draft.json").exists()
 
 
+# Process 0 prints the rows of a batch that is split over two processes, run as accelerators do.
+DECODED = """
+import json
+from clover_jax.distributed import is_primary, joined_processes
+
+with joined_processes():
+    from clover_jax.decoding import chunk
+    from clover_jax.decoding.engine import Engine
+    from clover_jax.decoding.requests import Request
+    from clover_jax.decoding.tree import parse_tree
+    from clover_jax.meshes import make_mesh, parse_mesh
+    from tests.tiny_models import TINY, random_base, random_head, random_prompts
+
+    chunk.loops_on_device = lambda: False
+    mesh, (head, params) = make_mesh(parse_mesh("data=2", 2)), random_head()
+    engine = Engine(TINY, head, parse_tree("chain:2"), batch_size=2, mesh=mesh)
+    requests = [Request(i, p, 5 + 7 * i) for i, p in enumerate(random_prompts(3, seed=6))]
+    rows = [p.row for p in engine.stream(random_base(), params, requests) if p.done]
+    if is_primary():
+        print(json.dumps([row.output_ids for row in sorted(rows, key=lambda row: row.index)]))
+"""
+
+
+def test_two_processes_decode_as_one_does(run_python):
+    said = run([LAUNCH, "2", sys.executable, *WARNINGS, "-c", DECODED])
+    alone = run_python(DECODED.replace("lambda: False", "lambda: True"), devices=2)
+    # Gloo's own lines are on the same stdout.
+    assert json.loads(re.search(r"\[\[.*\]\]", said)[0]) == json.loads(alone)
+
+
 def wait_for(condition, process):
     while not condition():
         assert process.poll() is None, process.communicate()[1]

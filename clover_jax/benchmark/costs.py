@@ -34,7 +34,7 @@ def measure_costs(
     widths: Sequence[int] = WIDTHS,
     rounds: int = ROUNDS,
 ) -> CostTable:
-    """Time the parts of steps with trees of several sizes in turns, looping on the device.
+    """Time the parts of steps with trees of several sizes in turns, as `loops` runs them.
 
     mesh: the devices to run on, over which the subject's weights lie; None for one.
     Raises UserError where the context is longer than the base's.
@@ -75,7 +75,7 @@ def measure_costs(
 
 
 def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Part:
-    """Return a loop over steps or their first half, from the same place in the text each time."""
+    """Return steps or their first half, from the same place in the text each time."""
     subject = bench.subject if tree is None else bench.subject.with_tree(tree)
     return bench.updating(functools.partial(loop, subject.step()))
 

@@ -55,7 +55,7 @@ class Measurement:
 
     @property
     def host_overhead(self) -> float:
-        """Share of a step in the engine that the device does not need."""
+        """What the engine's looks at the text add to a step, as a share of it."""
         return self.engine_step / self.chunk_step - 1
 
     @property

@@ -127,7 +127,7 @@ def describe(measured: Measurement, force_accept: int | None) -> list[str]:
         f"a plain step uses {measured.plain_bandwidth:.0%} of the bandwidth",
         f"a step{accepted} takes {measured.step_over_sum:.2f} x the sum of its parts, "
         f"{1e3 * measured.sum_of_parts:.3f} ms",
-        f"in the engine {1e3 * measured.engine_step:.3f} ms a step, on the device "
+        f"in the engine {1e3 * measured.engine_step:.3f} ms a step, without its looks at the text "
         f"{1e3 * measured.chunk_step:.3f} ms: {measured.host_overhead:+.1%} for the host",
         f"as fast as plain decoding at {measured.break_even:.2f} accepted tokens a step",
     ]

@@ -74,7 +74,7 @@ def _visit(jaxpr: Any, sizes: list[int]) -> tuple[Work, list[int]]:
         elif name == "cond":  # the operand in front says which branch
             branches = [_visit(b.jaxpr, given[1:])[0] for b in equation.params["branches"]]
             total = total.plus(max(branches, key=lambda work: work.weight_bytes))
-        elif name != "while":  # only attention over the cache loops so: no weights there
+        elif name != "while":  # attention over the cache, without weights; chunks, uncounted
             inner = _called(equation)
             if inner is not None and len(inner.invars) == len(given):
                 work, results = _visit(inner, given)

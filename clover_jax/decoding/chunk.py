@@ -31,20 +31,23 @@ Chunk = Callable[[Weights, DecodeState, np.ndarray], tuple[DecodeState, Records]
 def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> Chunk:
     """Return a function that runs `num_steps` steps, or fewer where a row ends.
 
-    It consumes the state. Its records are for `stack_records`, once they are on the host.
+    It consumes the state. Its records are for `read_records`.
     """
 
     def compiled(function: Callable) -> Callable:
         return placement.compiled(function, donate_argnums=1, compiler_options=options_here())
 
-    if loops_on_device():
-        loop = compiled(functools.partial(decode_chunk, config, num_steps))
-        return lambda weights, state, filled: loop(weights, state, placement.array(filled))
+    def loop(weights: Weights, state: DecodeState, filled: Array) -> tuple[DecodeState, StepRecord]:
+        state, records = decode_chunk(config, num_steps, weights, state, filled)
+        return state, placement.whole(records)
 
-    def step(weights: Weights, state: DecodeState) -> tuple[DecodeState, StepRecord]:
+    def step(weights: Weights, state: DecodeState) -> tuple[DecodeState, StepRecord, Array]:
         state, record = speculate_and_verify(config, weights, state)
-        return state, record.replace(running=placement.whole(record.running))
+        return state, *placement.whole((record, state.finish == RUNNING))
 
+    if loops_on_device():
+        program = compiled(loop)
+        return lambda weights, state, filled: program(weights, state, placement.array(filled))
     return functools.partial(_call_steps, compiled(step), num_steps)
 
 
@@ -80,12 +83,11 @@ def _no_records(num_steps: int, batch: int, depth: int) -> StepRecord:
     def zeros(*shape: int) -> Array:
         return jnp.zeros((num_steps, batch, *shape), jnp.int32)
 
-    running = jnp.zeros((num_steps, batch), bool)
-    return StepRecord(zeros(), zeros(), zeros(), zeros(depth), running)
+    return StepRecord(zeros(), zeros(), zeros(), zeros(depth))
 
 
 def _call_steps(
-    step: Callable[[Weights, DecodeState], tuple[DecodeState, StepRecord]],
+    step: Callable[[Weights, DecodeState], tuple[DecodeState, StepRecord, Array]],
     num_steps: int,
     weights: Weights,
     state: DecodeState,
@@ -93,18 +95,19 @@ def _call_steps(
 ) -> tuple[DecodeState, tuple[StepRecord, ...]]:
     """Do the same by single steps; when a row is seen to have ended, QUEUED - 1 more have begun."""
     records: list[StepRecord] = []
+    running: list[Array] = []
     for index in range(num_steps):
-        if index >= QUEUED:
-            running = np.asarray(records[index - QUEUED].running)
-            if (filled & ~running).any():
-                break
-        state, record = step(weights, state)
+        if index >= QUEUED and (filled & ~np.asarray(running[index - QUEUED])).any():
+            break
+        state, record, runs = step(weights, state)
         records.append(record)
+        running.append(runs)
     return state, tuple(records)
 
 
-def stack_records(records: Records) -> StepRecord:
-    """Return a chunk's records, read to the host, with a leading axis of steps."""
-    if isinstance(records, StepRecord):
-        return records
-    return jax.tree.map(lambda *each: np.stack(each), *records)
+def read_records(records: Records) -> StepRecord:
+    """Bring a chunk's records to the host, with a leading axis of steps."""
+    found = jax.device_get(records)
+    if isinstance(found, StepRecord):
+        return found
+    return jax.tree.map(lambda *each: np.stack(each), *found)

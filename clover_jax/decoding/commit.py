@@ -22,14 +22,12 @@ class StepRecord:
     proposed: [B] drafted tokens that were verified.
     ranks:    [B, A - 1] of each accepted token, how many of its siblings come before it; the first
         accepted[b] are valid.
-    running:  [B] whether the row goes on.
     """
 
     accepted: Int[Array, " B"]
     emitted: Int[Array, " B"]
     proposed: Int[Array, " B"]
     ranks: Int[Array, "B D"]
-    running: Bool[Array, " B"]
 
 
 @struct.dataclass
@@ -105,7 +103,6 @@ def commit(
         emitted=emitted,
         proposed=jnp.where(running, (tree.tokens[:, 1:] != PAD_TOKEN).sum(axis=-1), 0),
         ranks=sibling_ranks(tree.parent, accepted.path[:, 1:]),
-        running=new.finish == RUNNING,
     )
 
 

@@ -21,7 +21,7 @@ from clover_jax.array_types import Params
 from clover_jax.compile_clock import CompileClock
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.chunk import Records, compile_chunk, stack_records
+from clover_jax.decoding.chunk import Records, compile_chunk, read_records
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
@@ -163,9 +163,8 @@ class Engine:
 
     def _look(self, state: DecodeState, records: Records) -> _AfterChunk:
         """Bring what a chunk gave to the host."""
-        there = (state.tokens, state.end, state.finish, records)
-        tokens, end, finish, records = self._placement.read(there)
-        return _AfterChunk(tokens, end, finish, stack_records(records))
+        small = self._placement.read((state.tokens, state.end, state.finish))
+        return _AfterChunk(*small, read_records(records))
 
     def prefilled(
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]

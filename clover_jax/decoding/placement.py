@@ -73,11 +73,11 @@ class Placement:
 
         return call
 
-    def whole(self, array: Array) -> Array:
-        """Within a program: let an array lie whole on every device, for each host to read."""
+    def whole(self, arrays: PyTree) -> PyTree:
+        """Within a program: let small arrays lie whole on every device, for each host to read."""
         if self.mesh is None:
-            return array
-        return jax.lax.with_sharding_constraint(array, replicated(self.mesh))
+            return arrays
+        return jax.lax.with_sharding_constraint(arrays, replicated(self.mesh))
 
     def read(self, arrays: PyTree) -> PyTree:
         """Bring to this host what may lie on the devices of others."""

@@ -66,7 +66,7 @@ class Generation:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """New tokens of one row after a chunk of steps; `row` is complete if done."""
+    """New tokens of one row after a chunk of steps, perhaps none; `row` is complete if done."""
 
     row: Generation
     new_ids: list[int]

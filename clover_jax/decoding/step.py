@@ -1,6 +1,6 @@
 """The one step: absorb accepted tokens, draft a tree, verify it, accept a path, commit it.
 
-Nothing leaves the device within a step or within a chunk of steps; the host reads in between.
+Nothing leaves the device within a step; `chunk.py` says what the host reads in between.
 """
 
 from __future__ import annotations

@@ -41,6 +41,7 @@ MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
 LEG_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
 # For a base that brings no prompts: different kinds of text, none of them long.
+EDITION = 2  # of what is remembered: raised when steps or their chunks come to take another time
 SHIPPED = (
     "The history of the city begins with",
     "def read_lines(path):\n    ",
@@ -211,6 +212,7 @@ def _machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
     return {
         "device": device.device_kind,
         "platform": device.platform,
+        "edition": EDITION,
         "mesh": dict(mesh.shape) if mesh else None,
         "versions": versions(),
     }

@@ -32,13 +32,12 @@ def chunk_and_shapes(
     base_params = base_shapes(base, dtype)
     params = cast_shapes(registry.init_shapes(head, base_params), dtype) if head else {}
     state = jax.eval_shape(lambda: empty_state(base, head, tree, batch, size, 8, dtype))
-    config, filled = StepConfig(base, head, tree, sampling), jnp.ones((batch,), bool)
-
-    def chunk(weights, state):
-        return decode_chunk(config, steps, weights, state, filled)
-
-    program = chunk if steps else functools.partial(speculate_and_verify, config)
-    return jax.jit(program, donate_argnums=1), Weights(base_params, params), state
+    weights, config = Weights(base_params, params), StepConfig(base, head, tree, sampling)
+    if not steps:
+        step = functools.partial(speculate_and_verify, config)
+        return jax.jit(step, donate_argnums=1), (weights, state)
+    chunk = jax.jit(functools.partial(decode_chunk, config, steps), donate_argnums=1)
+    return chunk, (weights, state, jax.ShapeDtypeStruct((batch,), bool))
 
 
 @pytest.mark.parametrize("batch", [1, 3])
@@ -57,8 +56,8 @@ def chunk_and_shapes(
 )
 def test_the_compiled_step_copies_no_cache(what, batch):
     # Sizes that nothing else in the program has.
-    function, weights, state = chunk_and_shapes(TINY, jnp.float32, batch=batch, size=768, **what)
-    compiled = function.lower(weights, state).compile()
+    function, shapes = chunk_and_shapes(TINY, jnp.float32, batch=batch, size=768, **what)
+    compiled, state = function.lower(*shapes).compile(), shapes[1]
     caches = jax.tree.leaves((state.cache, state.draft_cache))
     assert {x.shape for x in caches} == {(batch, 2, 768, 8)}
     assert Program(compiled.as_text()).made((batch, 2, 768, 8)) == []
@@ -71,22 +70,22 @@ def test_the_compiled_step_copies_no_cache(what, batch):
     ("base", "dtype"), [(TINY, jnp.float32), (LLAMA3_8B, jnp.bfloat16)], ids=["tiny", "8b"]
 )
 def test_the_step_lowers_for_accelerators(platform, base, dtype):
-    function, weights, state = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
-    lowered = function.trace(weights, state).lower(lowering_platforms=(platform,))
+    function, shapes = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
+    lowered = function.trace(*shapes).lower(lowering_platforms=(platform,))
     assert "stablehlo.dot_general" in lowered.as_text()
 
 
 def test_a_bfloat16_step_widens_no_matrix():
-    function, weights, state = chunk_and_shapes(TINY, jnp.bfloat16)
-    text = function.lower(weights, state).as_text()
+    function, shapes = chunk_and_shapes(TINY, jnp.bfloat16)
+    text = function.lower(*shapes).as_text()
     products = re.findall(r"stablehlo.dot_general.*: \((\S+), (\S+)\) ->", text)
     assert products
     assert [p for p in products if "f32" in p[0] + p[1]] == []
 
 
 def test_what_a_gpu_gets_as_top_k_has_rank_two():
-    function, weights, state = chunk_and_shapes(LLAMA3_8B, jnp.bfloat16)
-    text = function.trace(weights, state).lower(lowering_platforms=("cuda",)).as_text()
+    function, shapes = chunk_and_shapes(LLAMA3_8B, jnp.bfloat16)
+    text = function.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
     operands = re.findall(r"chlo.top_k\(.*: tensor<(\S+)xf32>", text)
     assert operands
     assert [shape for shape in operands if shape.count("x") != 1] == []
