@@ -26,6 +26,7 @@ QUEUED = 2  # steps: one that runs and one that waits, so that the device never 
 Records = StepRecord | tuple[StepRecord, ...]
 # (weights, state, filled) -> (state, records); filled: [B] which slots hold a row
 Chunk = Callable[[Weights, DecodeState, np.ndarray], tuple[DecodeState, Records]]
+Carry = tuple[Array, DecodeState, StepRecord]  # steps done, state, records so far
 
 
 def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> Chunk:
@@ -63,13 +64,11 @@ def decode_chunk(
     Records have a leading [num_steps]; steps that did not run have emitted nothing.
     """
 
-    def goes_on(carry: tuple[Array, DecodeState, StepRecord]) -> Bool[Array, ""]:
+    def goes_on(carry: Carry) -> Bool[Array, ""]:
         done, state, _ = carry
         return (done < num_steps) & ((state.finish == RUNNING) | ~filled).all()
 
-    def body(
-        carry: tuple[Array, DecodeState, StepRecord],
-    ) -> tuple[Array, DecodeState, StepRecord]:
+    def body(carry: Carry) -> Carry:
         done, state, records = carry
         state, record = speculate_and_verify(config, weights, state)
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
