@@ -53,12 +53,22 @@ def step_loop(
 def draft_loop(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """Absorb and draft, under the token drafted last."""
+    """Absorb and draft, under the token drafted last.
+
+    All that the head reads hangs on all that it drafted. Else one that takes in no token (Medusa)
+    is computed once, before the loop, and of its levels only those that the next root is from.
+    """
 
     def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, root = carry
         state, drafted = absorb_and_draft(config, weights, state, root)
-        return state, jnp.maximum(drafted.tree.tokens[:, -1], 0)
+        tokens = drafted.tree.tokens
+        zero = jnp.minimum(tokens.max(axis=1), 0)  # the root is no less, which no compiler knows
+        state = state.replace(
+            features=state.features + zero[:, None, None].astype(state.features.dtype),
+            next_tokens=state.next_tokens + zero[:, None],
+        )
+        return state, jnp.maximum(tokens[:, -1], 0) + zero
 
     return _repeat(body, (state, roots(state)))
 

@@ -40,7 +40,7 @@ PROMPTS = "prompts.jsonl"  # in a base's folder
 MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
 LEG_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
-EDITION = 2  # of what is remembered: raised when steps or their chunks come to take another time
+EDITION = 3  # of what is remembered: raised when steps, or how they are timed, change
 # For a base that brings no prompts: different kinds of text, none of them long.
 SHIPPED = (
     "The history of the city begins with",
