@@ -22,6 +22,7 @@ _LINES = ("-", "--", "-.", ":")
 WIDTH, _HEIGHT = 6.4, 3.8
 _RC = {
     "font.size": 10,
+    "text.parse_math": False,  # a task's name may have a "$"
     "axes.spines.top": False,
     "axes.spines.right": False,
     "axes.axisbelow": True,

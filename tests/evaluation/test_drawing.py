@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 
-from clover_jax.evaluation.drawing import look, spread_out
+from clover_jax.evaluation.drawing import grouped_bars, look, new_figure, save, spread_out
 
 
 def test_the_example():
@@ -20,3 +20,12 @@ def test_labels_are_apart_and_below_the_ceiling(heights):
 
 def test_six_drafts_differ_without_their_colours():
     assert len({(look(i).marker, look(i).hatch) for i in range(6)}) == 6
+
+
+def test_the_name_of_a_task_is_no_formula(tmp_path):
+    def draw():
+        figure, (axes,) = new_figure()
+        grouped_bars(axes, [r"price $\frac$"], {"a": [1.0]})
+        return figure
+
+    assert save("bars", draw, tmp_path).stat().st_size > 1000
