@@ -97,6 +97,10 @@ def differences(*reports: Mapping[str, Any]) -> dict[str, list[str]]:
     texts = {
         "base": [manifest["base"]["hash"][:12] for manifest in (one, other)],
         "base params": [manifest["base"].get("params") for manifest in (one, other)],
+        **{
+            f"base {name}": [str(manifest["base"].get(name))[:12] for manifest in (one, other)]
+            for name in ("config", "chat_template")
+        },
         "prompts": [manifest["prompts"]["hash"][:12] for manifest in (one, other)],
         "dtype": [manifest["dtype"] for manifest in (one, other)],
         # A rounded base writes its own text; a rounded head changes only what is drafted.

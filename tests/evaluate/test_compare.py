@@ -11,6 +11,7 @@ def test_two_reports_are_set_side_by_side(finished, folder, capsys):
     shutil.copytree(finished.output, other)
     report = finished.report
     report["manifest"]["prompts"]["hash"] = "f" * 64
+    report["manifest"]["base"]["chat_template"] = "e" * 64
     report["manifest"]["hardware"]["cores"] = 999
     report["manifest"]["flags"]["int8"] = ["base", "draft"]
     (other / "report.json").write_text(json.dumps(report))
@@ -21,6 +22,8 @@ def test_two_reports_are_set_side_by_side(finished, folder, capsys):
     assert list(result["tau"]) == ["out: chain", "out: short", "other: chain", "other: short"]
     assert result["tau"]["out: short"] == finished.result["tau"]["short"]
     assert result["differences"]["texts"] == [
+        f"base chat_template {finished.report['manifest']['base']['chat_template']} against "
+        "eeeeeeeeeeee",
         f"prompts {finished.report['manifest']['prompts']['hash'][:12]} against ffffffffffff",
         "int8 base False against True",
     ]
