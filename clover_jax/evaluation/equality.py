@@ -17,6 +17,7 @@ class Divergence:
 
     index: of the row in its file. turn: number of the answer. position: of the token in it.
     expected, found: plain decoding's token and the other; None where the text had ended.
+    batch_size, repeat: of the later pass that gave this text; None for the row's first.
     gap: by how much plain decoding preferred its token. threshold: how much such preferences of
         plain decoding itself depend on the batch size. kind: NEAR_TIE or MISMATCH.
     """
@@ -26,6 +27,8 @@ class Divergence:
     position: int
     expected: int | None
     found: int | None
+    batch_size: int | None = None
+    repeat: int | None = None
     gap: float | None = None
     threshold: float | None = None
     kind: str = MISMATCH
@@ -73,10 +76,13 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def summarize(
-    comparisons: Sequence[Comparison], divergences: Sequence[Divergence]
+    comparisons: Sequence[Sequence[Comparison]], divergences: Sequence[Divergence]
 ) -> dict[str, Any]:
-    """Return the counts for a report; `divergences` are those of `comparisons`, classified."""
-    compared = sum(comparison.is_compared for comparison in comparisons)
+    """Return the counts for a report.
+
+    comparisons: of every row, those of its passes. divergences: of each row that has one the worst.
+    """
+    compared = sum(any(one.is_compared for one in passes) for passes in comparisons)
     near_ties = sum(found.kind == NEAR_TIE for found in divergences)
     return {
         "compared": compared,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,9 +31,10 @@ class Leg:
     """One timed pass.
 
     seconds: wall time, compilation taken out. compile_seconds: what was taken out.
-    rows_changed: rows whose tokens differ from those of the method's first pass.
+    changed: the rows whose tokens differ from those of the method's first pass, as they came out.
     session: which start of the command measured it, from 0.
     conditions: the hardware and the versions that it was measured on.
+    revision: of this code, as `git_revision` gives it.
     """
 
     batch_size: int
@@ -44,28 +45,44 @@ class Leg:
     tokens: int
     seconds: float
     compile_seconds: float
-    rows_changed: int
+    changed: Sequence[Mapping[str, Any]]
     session: int
     conditions: Mapping[str, Any]
+    revision: str | None
 
     @property
     def key(self) -> LegKey:
         """Which leg it is."""
         return LegKey(self.batch_size, self.task, self.repeat, self.method)
 
+    @property
+    def num_failed(self) -> int:
+        """Rows that failed here and not in the method's first pass."""
+        return sum("error" in row for row in self.changed)
+
+
+_FIELDS = {field.name for field in dataclasses.fields(Leg)}
+
 
 class LegJournal:
     """The legs that are done, those of earlier sessions under the same conditions included."""
 
-    def __init__(self, directory: Path, conditions: Mapping[str, Any], overwrite: bool):
+    def __init__(
+        self,
+        directory: Path,
+        conditions: Mapping[str, Any],
+        overwrite: bool,
+        revision: str | None = None,
+    ):
         """Read DIR/legs.jsonl; start anew with `overwrite`.
 
         conditions: of this session, as JSON values; legs of others go, and are measured again.
+        revision: of this session's code; legs of others stay, and say so.
         """
-        self._path, self.conditions = directory / LEGS, conditions
+        self._path, self.conditions, self.revision = directory / LEGS, conditions, revision
         if overwrite:
             self._path.unlink(missing_ok=True)
-        keep_rows(self._path, lambda row: row.get("conditions") == conditions)
+        keep_rows(self._path, lambda row: row.keys() == _FIELDS and row["conditions"] == conditions)
         rows = read_rows(self._path) if self._path.exists() else ()
         self._legs = {leg.key: leg for leg in (Leg(**row) for row in rows)}
         self.session = max((leg.session for leg in self._legs.values()), default=-1) + 1
@@ -85,6 +102,10 @@ class LegJournal:
             for leg in self._legs.values()
             if all(getattr(leg, name) == value for name, value in wanted.items())
         ]
+
+    def of(self, keys: Collection[LegKey]) -> list[Leg]:
+        """Return the legs of these keys, in their order."""
+        return [self._legs[key] for key in keys if key in self._legs]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +146,8 @@ def speed(legs: Sequence[Leg], vanilla: Sequence[Leg]) -> dict[str, Any]:
     return {
         **{name: value and dataclasses.asdict(value) for name, value in figures.items()},
         "seconds": sum(leg.seconds for leg in legs),
-        "rows_changed": sum(leg.rows_changed for leg in legs),
+        "rows_changed": sum(len(leg.changed) for leg in legs),
+        "rows_failed": sum(leg.num_failed for leg in legs),
     }
 
 

@@ -1,4 +1,4 @@
-"""What a report was measured with: settings, versions, machine, revision, hashes."""
+"""What a report was measured with: settings, versions, machine, hashes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from clover_jax.evaluation.methods import Method
-from clover_jax.training.provenance import git_revision, versions
+from clover_jax.training.provenance import versions
 
 
 def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, Any]) -> dict:
@@ -25,7 +25,6 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
         "command": "evaluate",
         "flags": flags,
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-        "git_revision": git_revision(),
         "versions": versions(),
         "hardware": hardware(),
         "dtype": identity["dtype"],
@@ -33,6 +32,7 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
             "source": vanilla.base.source,
             "hash": identity["base_hash"],
             "params": identity["base_params"],
+            "config": identity["base_config"],
             "chat_template": identity["chat_template"],
         },
         "prompts": prompts,

@@ -6,9 +6,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from clover_jax.evaluation.equality import MISMATCH
 from clover_jax.evaluation.options import VANILLA
 
 NONE = "-"
+_SHOWN_DIVERGENCES = 40
 
 
 def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
@@ -176,19 +178,31 @@ def _equality(report: Mapping[str, Any]) -> str:
             "With these settings a draft need not emit plain decoding's very tokens: rows that "
             "differ are not looked into, and all count as mismatches."
         )
+    again = {
+        name: sum(speeds[name]["overall"]["rows_changed"] for speeds in report["speed"].values())
+        for name in report["methods"]
+    }
+    if any(again.values()):
+        counts = ", ".join(f"{name} {count}" for name, count in again.items() if count)
+        parts.append(f"Texts of later passes that are not those of a row's first: {counts}.")
     found = [(name, one) for name in drafts for one in report["divergences"][name]]
+    found.sort(key=lambda pair: pair[1]["kind"] != MISMATCH)
     if found:
-        columns = ("index", "turn", "position", "expected", "found")
+        columns = ("index", "turn", "batch_size", "repeat", "position", "expected", "found")
         parts.append(
             table(
-                ["draft", *columns, "gap", "threshold", "kind"],
+                ["draft", *(key.replace("_", " ") for key in columns), "gap", "threshold", "kind"],
                 [
                     [name, *(NONE if one[key] is None else one[key] for key in columns)]
                     + [_tiny(one["gap"]), _tiny(one["threshold"]), one["kind"]]
-                    for name, one in found
+                    for name, one in found[:_SHOWN_DIVERGENCES]
                 ],
             )
         )
+        parts.append("Batch size and repeat: of a later pass that gave this text, not the first.")
+    if len(found) > _SHOWN_DIVERGENCES:
+        left = len(found) - _SHOWN_DIVERGENCES
+        parts.append(f"{left} more are in report.json, under `divergences`.")
     return "\n\n".join(parts)
 
 
@@ -238,7 +252,8 @@ _DEFINITIONS = """\
   ratio of tokens/s to that of plain decoding in the same turn; the median of the repeats, with the
   least and the most.
 - Near-tie: the text left that of plain decoding where its two tokens are closer than plain decoding
-  itself moves between batch 1 and the run's batch; any other difference is a mismatch.
+  itself moves between batch 1 and the run's largest batch, or one of 8 where that is smaller; any
+  other difference is a mismatch. A row counts as the worst of its texts, of all passes.
 - Break-even tau: what a step costs in steps of plain decoding; above it a draft saves time."""
 
 

@@ -16,6 +16,7 @@ from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.rows import RowMaker, turns_of
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.run import memory_advice
+from clover_jax.jsonl import plain_values
 from clover_jax.progress import Progress, passing_note, progress_bar
 
 
@@ -91,7 +92,7 @@ class Passes:
         prompts, file = self._plan.tasks[key.task], self._files[name]
         engine = self._engines[key.batch_size][name]
         stream = RowStream(engine, self._methods[name].models, prompts, self._plan.settings)
-        maker, tokens, changed = RowMaker(), 0, 0
+        maker, tokens, changed = RowMaker(), 0, []
         started, compiled_before = time.perf_counter(), compiling.seconds
         with memory_advice(key.batch_size):
             for event in stream:
@@ -100,9 +101,11 @@ class Passes:
                     continue
                 tokens += sum(len(turn.output_ids) for turn in turns_of(row))
                 is_new = row["index"] not in file.rows
-                changed += file.add(row)
+                again = file.add(row)
+                if again is not None:
+                    changed.append(again)
                 reason = row.get("error") or row.get("skipped")
-                if reason and is_new:
+                if reason and (is_new or again):
                     what = "failed" if "error" in row else "skipped"
                     bar.write(f"{name}: row {row['index']} {what}: {reason}")
                 speed_now = tokens / (time.perf_counter() - started)
@@ -117,9 +120,10 @@ class Passes:
                 tokens=tokens,
                 seconds=seconds,
                 compile_seconds=compiled,
-                rows_changed=changed,
+                changed=plain_values(changed),
                 session=self._journal.session,
                 conditions=self._journal.conditions,
+                revision=self._journal.revision,
             )
         )
 

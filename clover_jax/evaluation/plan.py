@@ -6,6 +6,7 @@ import dataclasses
 from collections.abc import Iterator, Sequence
 
 from clover_jax.data.prompts import BadPrompt, Prompt
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.legs import LegKey
 from clover_jax.evaluation.methods import Method
@@ -42,6 +43,13 @@ class Plan:
         gives another distribution.
         """
         return self.sampling.verify != "typical" and self.sampling.draft_sampling == "topk"
+
+    def request(self, prompt: Prompt, prompt_ids: Sequence[int], turn: int = 0) -> Request:
+        """Return the request of a turn of a row, with the row's own settings."""
+        own = self.settings.for_row(prompt)
+        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
+        values = {name: getattr(own, name) for name in names}
+        return Request(prompt.index, prompt_ids, turn=turn, **values)
 
     def legs(self, methods: Sequence[Method]) -> Iterator[LegKey]:
         """Yield the keys of all legs in the order in which they run.

@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.evaluation import accuracy
-from clover_jax.evaluation.equality import Comparison, Divergence, summarize
-from clover_jax.evaluation.legs import LegJournal, speed, split_turns
+from clover_jax.evaluation.equality import MISMATCH, Divergence, summarize
+from clover_jax.evaluation.judging import Comparisons
+from clover_jax.evaluation.legs import Leg, LegJournal, speed, split_turns
 from clover_jax.evaluation.markdown import report_text
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import VANILLA
@@ -24,7 +25,6 @@ from clover_jax.training.settings import recorded_settings
 
 FORMAT = 1
 JSON, MARKDOWN, PLOTS = "report.json", "report.md", "plots"
-_SHOWN_DIVERGENCES = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Measured:
 
     files: Mapping[str, RowFile]
     journal: LegJournal
-    comparisons: Mapping[str, Mapping[int, Comparison]]
+    comparisons: Mapping[str, Comparisons]
     divergences: Mapping[str, Mapping[int, Divergence]]
     hits: Mapping[str, Mapping[int, list[accuracy.Hits]]]
     times: Mapping[str, StageTimes]
@@ -46,7 +46,7 @@ class Measured:
 def build_report(
     manifest: dict[str, Any], methods: Sequence[Method], plan: Plan, measured: Measured
 ) -> dict[str, Any]:
-    """Return the report as JSON values."""
+    """Return the report as JSON values; what is measured adds the code's revision to `manifest`."""
     tasks = list(plan.tasks)
     cells = {
         method.name: {
@@ -56,10 +56,10 @@ def build_report(
         }
         for method in methods
     }
-    legs = [leg for key in plan.legs(methods) for leg in measured.journal.select(**key._asdict())]
+    legs = measured.journal.of(list(plan.legs(methods)))
     report = {
         "format": FORMAT,
-        "manifest": manifest,
+        "manifest": manifest | {"git_revision": _revisions(legs)},
         "tasks": tasks,
         "sampling": plan.sampling.to_dict(),
         "is_equality_expected": plan.is_equality_expected,
@@ -72,7 +72,10 @@ def build_report(
         "step_timing": METHOD,
         "training": {m.name: found for m in methods[1:] if (found := _training(m.source))},
         "divergences": {
-            name: [dataclasses.asdict(one) for one in found.values()][:_SHOWN_DIVERGENCES]
+            name: [
+                dataclasses.asdict(one)
+                for one in sorted(found.values(), key=lambda one: one.kind != MISMATCH)
+            ]
             for name, found in measured.divergences.items()
         },
     }
@@ -87,6 +90,9 @@ def problems(report: Mapping[str, Any]) -> list[str]:
         failed = cells["overall"]["failed"]
         if failed:
             found.append(f"{name}: {failed} of {cells['overall']['rows']} rows failed")
+        later = sum(speeds[name]["overall"]["rows_failed"] for speeds in report["speed"].values())
+        if later:
+            found.append(f"{name}: rows failed in a later pass, {later} in all")
         mismatches = cells["overall"].get("equality", {}).get("mismatches", 0)
         if mismatches and report["is_equality_expected"]:
             found.append(f"{name}: {mismatches} rows differ from plain decoding by more than ties")
@@ -159,6 +165,15 @@ def _speeds(methods: Sequence[Method], tasks: Sequence[str], size: int, legs: It
         }
         for method in methods
     }
+
+
+def _revisions(legs: Iterable[Leg]) -> str | None:
+    """Return the revision of the code that measured; several, oldest first, after a resumed run."""
+    by_age = sorted(legs, key=lambda leg: leg.session)
+    found = dict.fromkeys(leg.revision for leg in by_age)
+    if set(found) <= {None}:
+        return None
+    return ", ".join(revision or "unknown" for revision in found)
 
 
 def _training(source: str | None) -> list[dict[str, Any]]:

@@ -34,16 +34,17 @@ class RowFile:
         for row in read_rows(writer.path):
             self._keep(row)
 
-    def add(self, row: dict[str, Any]) -> bool:
-        """Take an output row; return whether its tokens differ from those it had before."""
+    def add(self, row: dict[str, Any]) -> dict[str, Any] | None:
+        """Take an output row; return it as it is kept if its tokens are not those it had before."""
         number = row["index"]
-        before = self.rows.get(number)
-        if before is not None:
-            return [t.output_ids for t in turns_of(before)] != [t.output_ids for t in turns_of(row)]
         placed = {**row, "index": self._place[number], "row": number, "task": self._task[number]}
-        self._keep(placed)
-        self._writer.append(placed)
-        return False
+        before = self.rows.get(number)
+        if before is None:
+            self._keep(placed)
+            self._writer.append(placed)
+            return None
+        is_same = [t.output_ids for t in turns_of(before)] == [t.output_ids for t in turns_of(row)]
+        return None if is_same else placed
 
     def has_all(self, task: str) -> bool:
         """Whether every row of a task is there."""

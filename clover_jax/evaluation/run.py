@@ -19,8 +19,8 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
-from clover_jax.evaluation import accuracy, near_ties, stage_times
-from clover_jax.evaluation.equality import Comparison, Divergence, compare_rows
+from clover_jax.evaluation import accuracy, stage_times
+from clover_jax.evaluation.judging import classify, compare_passes
 from clover_jax.evaluation.legs import LegJournal
 from clover_jax.evaluation.manifest import conditions, manifest
 from clover_jax.evaluation.methods import Method, load_methods, make_engines, sizes_on
@@ -35,11 +35,7 @@ from clover_jax.generation.models import Models
 from clover_jax.generation.run import SHIPPED_PROMPTS, exact_matmuls
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.progress import passing_note, progress_bar
-
-# How much margins depend on the batch is seen in a batch of some size, and on some more rows than
-# those that differ.
-_LEAST_BATCH = 8
-_EQUAL_ROWS = 16
+from clover_jax.training.provenance import git_revision
 
 
 def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -> dict[str, Any]:
@@ -63,7 +59,9 @@ def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes)
         with open_rows(directory, methods, plan, options.base, options.overwrite) as files:
-            journal = LegJournal(directory, conditions(options.mesh), options.overwrite)
+            journal = LegJournal(
+                directory, conditions(options.mesh), options.overwrite, git_revision()
+            )
             _decode(methods, engines, plan, files, journal)
             measured = _measure(methods, engines[plan.batch_sizes[0]], plan, files, journal)
             about = {
@@ -161,14 +159,14 @@ def _measure(
     """Measure what needs no clock of its own: equality, accuracy, and the parts of a step."""
     vanilla, *drafts = methods
     requests = {prompt.index: prompt for prompt in plan.prompts}
+    keys = list(plan.legs(methods))
     comparisons, divergences, hits = {}, {}, {}
     total = len(drafts) * len(plan.prompts)
     with progress_bar(total, "accuracy", "row") as bar:
         for method in drafts:
             plain, mine = files[vanilla.name].rows, files[method.name].rows
-            comparisons[method.name] = {
-                number: compare_rows(mine[number], plain[number]) for number in mine
-            }
+            legs = journal.of([key for key in keys if key.method == method.name])
+            comparisons[method.name] = compare_passes(mine, legs, plain)
             bar.show(f"{method.name} beside plain decoding")
             divergences[method.name] = classify(
                 comparisons[method.name], plain, plan, requests, vanilla
@@ -202,47 +200,12 @@ def _accuracy(method: Method, plain: Mapping[int, Any], bar) -> dict[int, list[a
     return found
 
 
-def classify(
-    comparisons: Mapping[int, Comparison],
-    plain: Mapping[int, Any],
-    plan: Plan,
-    prompts: Mapping[int, Prompt | BadPrompt],
-    vanilla: Method,
-) -> dict[int, Divergence]:
-    """Return row -> its divergence with its kind, for the rows that have one.
-
-    Where no equality is expected, nothing is judged, and every one counts as a mismatch.
-    """
-    found = {number: one.divergence for number, one in comparisons.items() if one.divergence}
-    if not (found and plan.is_equality_expected):
-        return found
-    equal = [n for n, one in comparisons.items() if one.is_compared and n not in found]
-    cases = []
-    for number in [*found, *equal[:_EQUAL_ROWS]]:
-        divergence = found.get(number)
-        index = divergence.turn if divergence else 0
-        turn = list(turns_of(plain[number]))[index]
-        request = _request(prompts[number], turn.prompt_ids, plan, index)
-        cases.append(near_ties.Case(request, turn.output_ids, divergence))
-    sizes = (1, max(plan.batch_sizes[0], _LEAST_BATCH))
-    alone, batched = (vanilla.models.engine(size, plan.sampling, plan.seed) for size in sizes)
-    classified = near_ties.classify(cases, vanilla, alone, batched)
-    return dict(zip(found, classified, strict=True))
-
-
 def _first_requests(
     plain: Mapping[int, Any], plan: Plan, prompts: Mapping[int, Prompt | BadPrompt]
 ) -> list[Request]:
     """Return requests for the first rows that have text, as many as the batch has slots."""
     rows = (row for row in plain.values() if any(turns_of(row)))
     return [
-        _request(prompts[row["row"]], next(turns_of(row)).prompt_ids, plan)
+        plan.request(prompts[row["row"]], next(turns_of(row)).prompt_ids)
         for row in itertools.islice(rows, plan.batch_sizes[0])
     ]
-
-
-def _request(prompt: Prompt, prompt_ids: Sequence[int], plan: Plan, turn: int = 0) -> Request:
-    own = plan.settings.for_row(prompt)
-    names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-    values = {name: getattr(own, name) for name in names}
-    return Request(prompt.index, prompt_ids, turn=turn, **values)

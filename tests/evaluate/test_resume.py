@@ -19,8 +19,10 @@ def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
             raise KeyboardInterrupt
         add(self, leg)
 
+    monkeypatch.setattr("clover_jax.evaluation.run.git_revision", lambda: "one")
     monkeypatch.setattr(LegJournal, "add", add_four)
     assert run(folder, output).status == 130
+    monkeypatch.setattr("clover_jax.evaluation.run.git_revision", lambda: "other")
     monkeypatch.setattr(LegJournal, "add", add)
     assert not (output / "report.json").exists()
     begun = (output / "rows" / "chain.jsonl").read_text()
@@ -33,6 +35,7 @@ def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
         cells = (report["methods"][name]["overall"] for report in (resumed.report, finished.report))
         assert next(cells) == next(cells)
     assert resumed.report["sessions"] == [0, 1]
+    assert resumed.report["manifest"]["git_revision"] == "one, other"
     assert resumed.report["split_turns"] == [{"batch_size": 2, "task": "writing", "repeat": 1}]
     assert (
         "stopped and resumed: times are of 2 sessions, and in 1 turns"

@@ -45,7 +45,7 @@ def test_the_first_difference_of_a_row_counts():
 
 def test_a_row_without_text_is_not_compared():
     failed = {"index": 0, "error": "bad"}
-    comparisons = [compare_rows(failed, row([1])), compare_rows(row([1]), row([1]))]
+    comparisons = [[compare_rows(failed, row([1]))], [compare_rows(row([1]), row([1]))]]
     assert summarize(comparisons, []) == {
         "compared": 1,
         "equal": 1,
