@@ -9,6 +9,7 @@ from clover_jax.config import JsonConfig
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.sampling import SamplingConfig, check_warping
 from clover_jax.errors import UserError
+from clover_jax.field_types import check_types
 
 OVERFLOW_POLICIES = ("error", "truncate_left", "skip")
 _ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
@@ -27,7 +28,7 @@ class GenerationSettings(JsonConfig):
     draft_sampling: how children are chosen, one of DRAFT_SAMPLINGS.
     temperature, top_k, top_p: 0 is greedy; 0 and 1 keep all tokens.
     seed: of a row's own randomness; None derives it from the run's seed and the row's index.
-    stop: strings that end the text; a single one may be given as such.
+    stop: strings that end the text; a single one may be given as such, and None for none.
     """
 
     max_new_tokens: int = 128
@@ -39,9 +40,12 @@ class GenerationSettings(JsonConfig):
     top_k: int = 0
     top_p: float = 1.0
     seed: int | None = None
-    stop: str | tuple[str, ...] = ()
+    stop: str | tuple[str, ...] | None = ()
 
     def __post_init__(self):
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
+        check_types(self)
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
         check_warping(self.temperature, self.top_k, self.top_p)
@@ -50,13 +54,13 @@ class GenerationSettings(JsonConfig):
                 f"temperature {self.temperature:g} asks for sampling, which verify=greedy does not "
                 "do; use verify=lossless, or temperature 0"
             )
-        if isinstance(self.stop, str):
-            object.__setattr__(self, "stop", (self.stop,))
         if self.context_overflow not in OVERFLOW_POLICIES:
             raise UserError(
                 f"context_overflow {self.context_overflow!r} is not one of "
                 f"{', '.join(OVERFLOW_POLICIES)}"
             )
+        if not all(isinstance(text, str) for text in self.stop):
+            raise UserError(f"stop must be strings, not {self.stop!r}")
         if "" in self.stop:
             raise UserError("a stop string is empty; give at least one character")
 

@@ -52,6 +52,11 @@ def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expe
     [
         ({"max_new_tokens": 0}, r"max_new_tokens \(0\) must be at least 1"),
         ({"verify": "greedy", "temperature": 1.0}, "which verify=greedy does not do"),
+        ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, not 2.5"),
+        ({"temperature": None}, "temperature must be a number, not None"),
+        ({"seed": 1.5}, "seed must be a whole number or None, not 1.5"),
+        ({"stop": 5}, "stop must be text or several of them or None, not 5"),
+        ({"stop": ["a", 5]}, r"stop must be strings, not \('a', 5\)"),
         ({"stop": ("",)}, "a stop string is empty"),
         (
             {"context_overflow": "nope"},
@@ -65,3 +70,9 @@ def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expe
 def test_what_cannot_be_is_refused(values, said):
     with pytest.raises(UserError, match=said):
         GenerationSettings(**values)
+
+
+@pytest.mark.parametrize("stop", ["a", ["a"], ("a",)])
+def test_one_stop_string_may_be_given_as_such(stop):
+    assert GenerationSettings(stop=stop).stop == ("a",)
+    assert GenerationSettings(stop=None).stop == ()
