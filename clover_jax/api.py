@@ -33,6 +33,7 @@ from clover_jax.generation.models import Models, load_plain, with_draft
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.text_pieces import TextPieces
+from clover_jax.jsonl import plain_values
 from clover_jax.meshes import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.setting_checks import check_settings
@@ -49,8 +50,9 @@ class Piece:
     """Some more of a text, and figures of all of it so far.
 
     text: what is new; "" while nothing is settled, or without a tokenizer.
-    ids: the new tokens.
-    tokens: tokens so far. forwards: the base's forwards after the prompt's own.
+    ids: the new tokens. Earlier pieces may have given some of a stop string that ends the text.
+    tokens: tokens so far; in the last piece, those that are kept. forwards: the base's forwards
+        after the prompt's own.
     tau: tokens per forward, the first token left out; None before the first forward.
     finish_reason: "eos", "stop" or "length" in the last piece, else None.
     """
@@ -118,15 +120,14 @@ def generate(
     stream = open_stream(models, [row], chosen, seed=seed, strict=True)
     pieces, num_seen = TextPieces(models.tokenizer), 0
     for event in stream:
-        turn = event.generation
-        if turn is None:
+        if event.generation is None:
             raise UserError(event.row["skipped"])
-        ids, num_seen = turn.output_ids[num_seen:], len(turn.output_ids)
+        # A stop string cuts the ended turn.
+        turn = event.job.turns[-1] if event.turn_ended else event.generation
         reason = event.job.turns[-1].finish_reason if event.turn_ended else None
-        text = pieces.take(event)
-        yield Piece(text, ids, num_seen, turn.target_forwards, turn.tau, reason)
-        if event.turn_ended:
-            num_seen = 0
+        ids, count = turn.output_ids[num_seen:], len(turn.output_ids)
+        yield Piece(pieces.take(event), ids, count, turn.target_forwards, turn.tau, reason)
+        num_seen = 0 if event.turn_ended else count
 
 
 def generate_rows(
@@ -181,7 +182,8 @@ def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
     else:
         listed = list(prompt)
         of_messages = bool(listed) and isinstance(listed[0], Mapping)
-        row = {"messages" if of_messages else "prompt_ids": listed}
+        # Ids may come from numpy or jax.
+        row = {"messages": listed} if of_messages else {"prompt_ids": plain_values(listed)}
     return parse_prompt(row, index=index, source=f"prompt {index}")
 
 

@@ -2,6 +2,8 @@
 
 import json
 
+import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from clover_jax import api, cli
@@ -54,6 +56,25 @@ def test_pieces_join_to_the_text_and_figures_add_up(models):
     assert "".join(piece.text for piece in pieces) == decode_text(models.tokenizer, ids, prompt)
     assert (pieces[-1].tokens, pieces[-1].forwards, pieces[-1].tau) == (20, 19, 1.0)
     assert [piece.finish_reason for piece in pieces] == [None] * (len(pieces) - 1) + ["length"]
+
+
+def test_a_stop_string_cuts_the_figures_too(folder, models):
+    drafting = api.load_draft(models, folder / "draft")
+    (whole,) = api.generate_rows(models, ["def f("], max_new_tokens=30)
+    settings = {"max_new_tokens": 30, "stop": whole["text"][4:6]}
+    for chosen in (models, drafting):
+        (row,) = api.generate_rows(chosen, ["def f("], **settings)
+        *_, last = api.generate(chosen, "def f(", **settings)
+        assert row["finish_reason"] == last.finish_reason == "stop"
+        assert last.tokens == len(row["output_ids"]) < 30
+        assert (last.forwards, last.tau) == (row["target_forwards"], row["tau"])
+
+
+def test_ids_may_be_an_array(models):
+    ids = [5, 6, 7]
+    (row,) = api.generate_rows(models, [np.array(ids)], max_new_tokens=3)
+    assert row["prompt_ids"] == ids
+    assert all_ids(api.generate(models, jnp.array(ids), max_new_tokens=3)) == row["output_ids"]
 
 
 def test_every_turn_comes_whole(models):

@@ -161,9 +161,9 @@ def _parse_line(line: str, source: str) -> Any:
 
 
 def _shown(value: Any) -> str:
-    shown = json.dumps(value, ensure_ascii=False)
+    shown = json.dumps(value, ensure_ascii=False, default=repr)
     if not is_text(shown):
-        return f"{_shortened(json.dumps(value))}, which holds half a character"
+        return f"{_shortened(json.dumps(value, default=repr))}, which holds half a character"
     return _shortened(shown)
 
 
