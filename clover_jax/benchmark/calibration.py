@@ -33,6 +33,7 @@ from clover_jax.drafters.drafter import frozen_from_base
 
 PREFILL = 64
 MISSED = -1  # rank of a token that no tree would hold
+_LACKS = 1 << 30  # more ranks than any vocabulary has
 
 
 def measure_ranks(
@@ -152,11 +153,11 @@ def _ranks(
 def _rank_of(
     config: DrafterConfig, logits: Float[Array, "B Vd"], token: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Return how many tokens the head puts before this one; all of them where it lacks it."""
+    """Return how many tokens the head puts before this one; _LACKS where it has no such token."""
     if config.draft_to_target is None:
         index, known = token, jnp.ones_like(token, bool)
     else:
         matches = jnp.asarray(config.draft_to_target) == token[:, None]
         index, known = matches.argmax(axis=1), matches.any(axis=1)
     own = jnp.take_along_axis(logits, index[:, None], axis=1)
-    return jnp.where(known, (logits > own).sum(axis=1), logits.shape[1])
+    return jnp.where(known, (logits > own).sum(axis=1), _LACKS)

@@ -1,8 +1,10 @@
 """The ranks of a head, against what speculative decoding accepts of the same text."""
 
+from types import SimpleNamespace
+
 import jax.numpy as jnp
 
-from clover_jax.benchmark.calibration import measure_ranks
+from clover_jax.benchmark.calibration import _rank_of, measure_ranks
 from clover_jax.benchmark.subject import Subject
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.step import Weights
@@ -32,3 +34,10 @@ def test_leading_zeros_are_what_a_chain_accepts(way):
                 checked += 1
             position += accepted + 1
     assert checked > 10
+
+
+def test_a_token_that_the_head_lacks_has_no_rank():
+    config = SimpleNamespace(draft_to_target=(3, 5))
+    ranks = _rank_of(config, jnp.array([[1.0, 2.0]] * 3), jnp.array([3, 5, 4]))
+    assert ranks[:2].tolist() == [1, 0]
+    assert ranks[2] > 10**6  # however few tokens the head has
