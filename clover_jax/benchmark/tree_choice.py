@@ -16,7 +16,7 @@ import numpy as np
 
 from clover_jax.config import JsonConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import AUTO, TreeConfig
 
 MOST_NODES = 127
 MOST_FINALISTS = 2
@@ -118,7 +118,7 @@ def _best_of_depth(
     best, accepted = None, 0.0
     for size, path in enumerate(order, start=1):
         accepted += counts[path] / len(ranks)
-        tree = TreeConfig("auto", tuple(order[:size]))
+        tree = TreeConfig(AUTO, tuple(order[:size]))
         seconds = costs.step(tree)
         speed_up = (1 + accepted) / seconds * costs.plain
         if tree.depth == depth and (best is None or speed_up > best.speed_up):

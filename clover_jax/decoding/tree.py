@@ -25,6 +25,7 @@ from clover_jax.errors import UserError
 PAPER25 = (
     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 )
+AUTO = "auto"  # a tree that was measured, not named: generation/auto_tree.py
 PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 
 
@@ -166,11 +167,11 @@ def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
 
 
 def portable_name(tree: TreeConfig | AdaptiveTree) -> str:
-    """Return a name by which `parse_tree` finds the same tree anywhere: a file's paths themselves.
+    """Return a name by which `parse_tree` finds the same tree anywhere: its paths, where need be.
 
     Example: "file:a.json" with [[0], [0, 2]] in it gives "paths:0/0.2".
     """
-    if not tree.name.startswith("file:"):
+    if tree.name != AUTO and not tree.name.startswith("file:"):
         return tree.name
     return "paths:" + "/".join(".".join(map(str, path)) for path in tree.paths)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import jax.numpy as jnp
 from jax.sharding import Mesh
@@ -13,9 +14,11 @@ from clover_jax.decoding.engine import Engine, bucket
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
-from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.decoding.tree import AUTO
+from clover_jax.evaluation.options import VANILLA, Options, rows_path
 from clover_jax.generation.auto_tree import with_auto_tree
-from clover_jax.generation.models import AUTO, Models, load_plain, with_draft
+from clover_jax.generation.begun_tree import with_tree_of
+from clover_jax.generation.models import Models, load_plain, with_draft
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.meshes import mesh_for
 
@@ -55,15 +58,19 @@ def load_methods(options: Options, settings: GenerationSettings, dtype: jnp.dtyp
             draft_rope_theta=options.draft_rope_theta,
         )
         if choice.tree == AUTO:
-            models = _with_tree_that_pays(choice.name, models, settings, options.batch_size)
+            models = _with_tree_that_pays(choice.name, models, settings, options)
         methods.append(Method(choice.name, models, choice.source))
     return methods
 
 
 def _with_tree_that_pays(
-    name: str, models: Models, settings: GenerationSettings, batch_size: int
+    name: str, models: Models, settings: GenerationSettings, options: Options
 ) -> Models:
-    chosen = with_auto_tree(models, settings, batch_size, calibration=None)
+    rows = rows_path(Path(options.output).expanduser(), name)
+    begun = None if options.overwrite else with_tree_of(rows, models)
+    if begun is not None:
+        return begun
+    chosen = with_auto_tree(models, settings, options.batch_size, calibration=None)
     if chosen.draft is not None:
         return chosen
     # A draft is there to be measured: the report then shows by how much it does not pay.

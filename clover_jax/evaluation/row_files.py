@@ -9,13 +9,12 @@ from typing import Any
 
 from clover_jax.data.prompts import prompts_hash
 from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.options import rows_path
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.tally import Tally
 from clover_jax.jsonl import read_rows
 from clover_jax.row_writer import RowWriter
-
-ROWS = "rows"
 
 
 class RowFile:
@@ -76,7 +75,7 @@ def open_rows(
         files = {}
         for method in methods:
             writer = RowWriter(
-                directory / ROWS / f"{method.name}.jsonl",
+                rows_path(directory, method.name),
                 settings={"draft": method.source, **common, **method.models.identity()},
                 prompts_hash=prompts_hash(plan.prompts),
                 overwrite=overwrite,

@@ -110,6 +110,11 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
         rows: list[Prompt] = read_prompts(Path(calibration).expanduser())
     elif own.is_file():
         rows = read_prompts(own)
+    elif models.tokenizer is None:
+        raise UserError(
+            "--tree=auto measures on texts, for which the base has no tokenizer files; give rows "
+            "of prompt_ids with --calibration=FILE"
+        )
     else:
         rows = [text_prompt(text) for text in SHIPPED]
     vocabulary = models.base.config.vocab_size

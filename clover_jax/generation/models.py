@@ -21,7 +21,7 @@ from clover_jax.data.training_data import template_hash
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
-from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
+from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree, portable_name
 from clover_jax.drafters.directory import Draft, load_draft
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
@@ -34,8 +34,6 @@ from clover_jax.sharding import param_shardings, place_on
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-AUTO = "auto"  # a tree that is measured once everything is loaded, not named: see auto_tree.py
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +82,7 @@ class Models:
             "chat_template": template_hash(self.tokenizer),
             "draft_hash": params_hash(self.draft_params) if self.draft else None,
             "draft_config": _config_hash(head) if head else None,
-            "tree": self.tree.name,
+            "tree": portable_name(self.tree),
             "tree_hash": _config_hash(self.tree),
         }
 
@@ -164,6 +162,11 @@ def with_draft(
     if "draft" in plain.int8:
         head = dataclasses.replace(head, params=round_params(head.params))
     chosen = parse_tree(tree or head.tree or default_tree(head.head.config.max_depth))
+    if not chosen.num_nodes:
+        raise UserError(
+            f"tree {chosen.name!r} has no nodes for the draft to fill; give another tree, or no "
+            "draft to decode plainly"
+        )
     return dataclasses.replace(plain, draft=head, tree=chosen)
 
 

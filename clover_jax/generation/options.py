@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
 from clover_jax.errors import UserError
 
@@ -34,15 +35,27 @@ class Options:
 
     def __post_init__(self):
         if self.calibration is not None and self.tree != "auto":
-            raise UserError(f"--calibration is for --tree=auto, not --tree={self.tree}")
+            raise UserError(
+                f"--calibration={self.calibration} is for --tree=auto; add that, or leave it out"
+            )
         if self.tree == "auto" and self.draft == NO_DRAFT:
             raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
+        if self.output is not None and _resolved(self.output) in map(_resolved, self._inputs):
+            raise UserError(f"--output={self.output} is a file of prompts; give another name")
         if self.overwrite and self.output is None:
             raise UserError("--overwrite is for --output=FILE, which is missing")
+
+    @property
+    def _inputs(self) -> list[str]:
+        return [path for path in (self.prompts, self.calibration) if path is not None]
 
     @property
     def is_live(self) -> bool:
         """Whether one row is watched as it comes."""
         return self.prompts is None
+
+
+def _resolved(path: str) -> Path:
+    return Path(path).expanduser().resolve()

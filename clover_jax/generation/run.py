@@ -19,17 +19,19 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     text_prompt,
 )
+from clover_jax.decoding.tree import AUTO
 from clover_jax.device_memory import advise_on_memory
 from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.generation.auto_tree import with_auto_tree
+from clover_jax.generation.begun_tree import with_tree_of
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
-from clover_jax.generation.models import AUTO, Models, load_models
+from clover_jax.generation.models import Models, load_models
 from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
 from clover_jax.generation.row_stream import open_stream
-from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.jsonl import read_rows
 from clover_jax.meshes import mesh_for
 from clover_jax.models.shapes import shape_notice
@@ -62,15 +64,25 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 chat_template=options.chat_template,
             )
         if options.tree == AUTO and models.draft is not None:
-            slots = 1 if options.is_live else options.batch_size
-            models = with_auto_tree(models, settings, slots, options.calibration)
+            models = _with_tree_that_pays(options, settings, models)
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
         notices = (notice, shape_notice(options.base), rounding_notice(options.int8))
         for line in filter(None, notices):
             print(line, file=sys.stderr, flush=True)
+        # Before anything is written: a tree may not suit its head or the rules of sampling.
+        models.engine(batch_size=1, sampling=sampling_for(settings, prompts))
         with _open_sink(options, settings, models, prompts) as sink:
             return _decode(options, settings, models, prompts, sink)
+
+
+def _with_tree_that_pays(options: Options, settings: GenerationSettings, models: Models) -> Models:
+    if options.output is not None and not options.overwrite:
+        begun = with_tree_of(Path(options.output).expanduser(), models)
+        if begun is not None:
+            return begun
+    slots = 1 if options.is_live else options.batch_size
+    return with_auto_tree(models, settings, slots, options.calibration)
 
 
 def shipped_prompt(directory: Path) -> Prompt:

@@ -69,6 +69,8 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
         (["--prompt=a", "--stop="], "a stop string is empty"),
         (["--prompt=a", "--tree=auto"], "--tree=auto chooses a tree for a draft; give --draft=DIR"),
         (["--prompt=a", "--overwrite"], "--overwrite is for --output=FILE, which is missing"),
+        (["--prompts=a", "--output=b/../a"], "--output=b/../a is a file of prompts"),
+        (["--prompt=a", "--calibration=x"], "--calibration=x is for --tree=auto; add that"),
         (["--prompt=a", "--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
     ],
 )
@@ -98,6 +100,24 @@ def test_other_settings_are_refused_and_named(command, prompts_file, tmp_path, d
     assert "was written with max_new_tokens 3, not 4; repeat that command" in error
     assert (tmp_path / "out").read_bytes() == before
     assert command(*arguments, "--max_new_tokens=4", "--overwrite")[0] == 0
+
+
+def test_a_mistake_leaves_the_rows_that_are_there(command, prompts_file, tmp_path, draft):
+    arguments = [f"--prompts={prompts_file({'prompt': 'a'})}", "--max_new_tokens=3"]
+    assert command(*arguments, f"--output={tmp_path / 'out'}")[0] == 0
+    before = (tmp_path / "out").read_bytes()
+    draws = [f"--draft={draft}", "--draft_sampling=sampled", "--tree=dynamic:5"]
+    again = command(*arguments, *draws, f"--output={tmp_path / 'out'}", "--overwrite")
+    assert (again[0], (tmp_path / "out").read_bytes()) == (2, before)
+    assert "tree 'dynamic:5' is chosen by probability" in again[2]
+    assert command(*arguments, *draws, f"--output={tmp_path / 'new' / 'out'}")[0] == 2
+    assert not (tmp_path / "new").exists()
+
+
+def test_a_draft_needs_a_tree_with_nodes(command, draft):
+    status, _, error = command("--prompt=a", f"--draft={draft}", "--tree=none")
+    assert status == 2
+    assert "tree 'none' has no nodes for the draft to fill; give another tree" in error
 
 
 def test_a_base_without_a_template_is_said(command, prompts_file, tokenizer):

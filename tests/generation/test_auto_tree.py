@@ -64,6 +64,30 @@ def test_the_tree_that_pays_is_used_and_explained(decode):
     assert rows[0]["tau"] > 1
 
 
+@pytest.mark.parametrize("gains", [(1.5, 0.5), (0.5, 1.5)])
+def test_rows_that_were_begun_go_on_with_their_tree(decode, tmp_path, gains):
+    argv = ("--tree=auto", "--max_new_tokens=12")
+    rows, _ = decode(CHEAP, "begun.jsonl", *argv, gain=gains[0])
+    (tmp_path / "begun.jsonl").write_bytes(b'{"index": 0, "pro')  # stopped while it wrote
+    again, printed = decode(CHEAP, "begun.jsonl", *argv, gain=gains[1])
+    assert "begun.jsonl was begun with the tree " in printed.err
+    assert again[0]["accepted"] == rows[0]["accepted"]
+    assert (again[0]["tau"] > 1) == (gains[0] > 1)
+
+
+def test_a_base_without_a_tokenizer_is_measured_on_given_ids(folders, tmp_path, capsys):
+    base = tmp_path / "base"
+    base.mkdir()
+    for path in folders[0].iterdir():
+        if "token" not in path.name:
+            (base / path.name).symlink_to(path)
+    (tmp_path / "ids.jsonl").write_text(json.dumps({"prompt_ids": [5, 6]}) + "\n")
+    argv = [f"--base={base}", f"--draft={folders[1]}", "--tree=auto", "--allow_base_mismatch"]
+    argv.append(f"--prompts={tmp_path / 'ids.jsonl'}")
+    assert cli.run(generate.main, generate.define_flags, argv) == 2
+    assert "give rows of prompt_ids with --calibration=FILE" in capsys.readouterr().err
+
+
 def test_where_none_comes_near_paying_nothing_is_tried(decode):
     rows, printed = decode(DEAR, "none.jsonl", "--tree=auto")
     assert "a plain step takes 1000.00 ms" in printed.err
@@ -112,4 +136,4 @@ def test_a_head_that_drafts_on_by_itself_is_looked_at_deeper_than_it_was_trained
 def test_calibration_prompts_need_the_automatic_tree(folders, capsys):
     argv = [f"--base={folders[0]}", "--calibration=x", "--tree=paper25", "--prompt=a"]
     assert cli.run(generate.main, generate.define_flags, argv) == 2
-    assert "--calibration is for --tree=auto, not --tree=paper25" in capsys.readouterr().err
+    assert "--calibration=x is for --tree=auto; add that" in capsys.readouterr().err
