@@ -193,4 +193,6 @@ def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
     unknown = [name for name in given if name not in known]
     if unknown:
         raise UserError(f"{unknown[0]!r} is no setting; the settings are {', '.join(known)}")
-    return kind(**given)
+    # A number may come from numpy or jax.
+    plain = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in given.items()}
+    return kind(**plain)

@@ -98,8 +98,9 @@ def differences(*reports: Mapping[str, Any]) -> dict[str, list[str]]:
         "base": [manifest["base"]["hash"][:12] for manifest in (one, other)],
         "base params": [manifest["base"].get("params") for manifest in (one, other)],
         **{
-            f"base {name}": [str(manifest["base"].get(name))[:12] for manifest in (one, other)]
+            f"base {name}": [str(manifest["base"][name])[:12] for manifest in (one, other)]
             for name in ("config", "chat_template")
+            if name in one["base"] and name in other["base"]  # older reports lack some
         },
         "prompts": [manifest["prompts"]["hash"][:12] for manifest in (one, other)],
         "dtype": [manifest["dtype"] for manifest in (one, other)],

@@ -33,6 +33,11 @@ class Divergence:
     threshold: float | None = None
     kind: str = MISMATCH
 
+    @property
+    def is_mismatch(self) -> bool:
+        """Whether it is more than a near-tie, or was not judged."""
+        return self.kind == MISMATCH
+
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:

@@ -12,7 +12,7 @@ from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.evaluation import near_ties
-from clover_jax.evaluation.equality import MISMATCH, Comparison, Divergence, compare_rows
+from clover_jax.evaluation.equality import Comparison, Divergence, compare_rows
 from clover_jax.evaluation.legs import Leg
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
@@ -55,10 +55,9 @@ def classify(
     Where no equality is expected, nothing is judged, and every one counts as a mismatch.
     """
     found = [
-        (number, one.divergence)
+        (number, divergence)
         for number, texts in comparisons.items()
-        for one in texts
-        if one.divergence
+        for divergence in _different(one.divergence for one in texts if one.divergence)
     ]
     if found and plan.is_equality_expected:
         differing = {number for number, _ in found}
@@ -77,13 +76,17 @@ def classify(
         found = [(number, one) for (number, _), one in zip(found, judged, strict=True)]
     worst: dict[int, Divergence] = {}
     for number, divergence in found:
-        if number not in worst or _is_mismatch(divergence) > _is_mismatch(worst[number]):
+        if number not in worst or divergence.is_mismatch > worst[number].is_mismatch:
             worst[number] = divergence
     return worst
 
 
-def _is_mismatch(divergence: Divergence) -> bool:
-    return divergence.kind == MISMATCH
+def _different(divergences: Iterable[Divergence]) -> list[Divergence]:
+    """Return the first of those that are at the same token, as those of all repeats may be."""
+    found: dict[tuple, Divergence] = {}
+    for one in divergences:
+        found.setdefault((one.turn, one.position, one.found), one)
+    return list(found.values())
 
 
 def _case(

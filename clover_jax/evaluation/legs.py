@@ -64,6 +64,10 @@ class Leg:
 _FIELDS = {field.name for field in dataclasses.fields(Leg)}
 
 
+def _is_of(row: Mapping[str, Any], conditions: Mapping[str, Any]) -> bool:
+    return row.keys() == _FIELDS and row["conditions"] == conditions
+
+
 class LegJournal:
     """The legs that are done, those of earlier sessions under the same conditions included."""
 
@@ -76,16 +80,22 @@ class LegJournal:
     ):
         """Read DIR/legs.jsonl; start anew with `overwrite`.
 
-        conditions: of this session, as JSON values; legs of others go, and are measured again.
+        conditions: of this session, as JSON values; legs of others go, and are measured again, as
+            do those of a form of earlier versions: `num_dropped` in all.
         revision: of this session's code; legs of others stay, and say so.
         """
         self._path, self.conditions, self.revision = directory / LEGS, conditions, revision
         if overwrite:
             self._path.unlink(missing_ok=True)
-        keep_rows(self._path, lambda row: row.keys() == _FIELDS and row["conditions"] == conditions)
-        rows = read_rows(self._path) if self._path.exists() else ()
+        before = self._read()
+        keep_rows(self._path, lambda row: _is_of(row, conditions))
+        rows = self._read()
+        self.num_dropped = len(before) - len(rows)
         self._legs = {leg.key: leg for leg in (Leg(**row) for row in rows)}
         self.session = max((leg.session for leg in self._legs.values()), default=-1) + 1
+
+    def _read(self) -> list[dict[str, Any]]:
+        return list(read_rows(self._path)) if self._path.exists() else []
 
     def __contains__(self, key: LegKey) -> bool:
         return key in self._legs

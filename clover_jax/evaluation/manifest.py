@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from clover_jax.decoding.tree import portable_name
 from clover_jax.evaluation.methods import Method
 from clover_jax.training.provenance import versions
 
@@ -65,7 +66,7 @@ def _draft(method: Method) -> dict[str, Any]:
         "source": draft.source,
         "kind": draft.head.config.kind,
         "hash": identity["draft_hash"],
-        "tree": method.models.tree.name,
+        "tree": portable_name(method.models.tree),
         "tree_hash": identity["tree_hash"],
         "nodes": method.models.tree.num_nodes,
         "steps": provenance.get("steps"),

@@ -84,7 +84,7 @@ def _overall(report: Mapping[str, Any]) -> str:
         rows.append(
             [
                 name,
-                f"{draft.get('tree', 'none')} ({draft.get('nodes', 0)})",
+                f"{_shortened(draft.get('tree', 'none'))} ({draft.get('nodes', 0)})",
                 number(cell["tau"]),
                 number(cell["extra_tokens"]),
                 spread(measured["tokens_per_second"], 0),
@@ -94,6 +94,10 @@ def _overall(report: Mapping[str, Any]) -> str:
         )
     header = ["method", "tree (nodes)", "tau", "extra tokens a step", "tokens/s", "speed-up"]
     return table([*header, "rows equal to vanilla"], rows)
+
+
+def _shortened(tree: str) -> str:
+    return tree if len(tree) <= 32 else tree[:29] + "..."
 
 
 def _equal(cell: Mapping[str, Any]) -> str:

@@ -15,9 +15,9 @@ from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.decoding.tree import AUTO
-from clover_jax.evaluation.options import VANILLA, Options, rows_path
+from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.evaluation.rows import rows_path
 from clover_jax.generation.auto_tree import with_auto_tree
-from clover_jax.generation.begun_tree import with_tree_of
 from clover_jax.generation.models import Models, load_plain, with_draft
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.meshes import mesh_for
@@ -43,8 +43,8 @@ class Method:
 def load_methods(options: Options, settings: GenerationSettings, dtype: jnp.dtype) -> list[Method]:
     """Load the base once, then every draft; plain decoding comes first.
 
-    A draft with the tree "auto" gets the one that pays at `batch_size`. Raises UserError for what
-    is missing, broken or does not fit the base.
+    A draft with the tree "auto" gets the one that pays at `batch_size`, or that its rows were begun
+    with. Raises UserError for what is missing, broken or does not fit the base.
     """
     mesh = mesh_for(options.mesh)
     plain = load_plain(options.base, dtype, mesh, options.int8, options.chat_template)
@@ -66,11 +66,8 @@ def load_methods(options: Options, settings: GenerationSettings, dtype: jnp.dtyp
 def _with_tree_that_pays(
     name: str, models: Models, settings: GenerationSettings, options: Options
 ) -> Models:
-    rows = rows_path(Path(options.output).expanduser(), name)
-    begun = None if options.overwrite else with_tree_of(rows, models)
-    if begun is not None:
-        return begun
-    chosen = with_auto_tree(models, settings, options.batch_size, calibration=None)
+    rows = None if options.overwrite else rows_path(Path(options.output).expanduser(), name)
+    chosen = with_auto_tree(models, settings, options.batch_size, calibration=None, rows=rows)
     if chosen.draft is not None:
         return chosen
     # A draft is there to be measured: the report then shows by how much it does not pay.

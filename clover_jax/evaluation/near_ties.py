@@ -61,7 +61,7 @@ def classify(
 ) -> list[Divergence]:
     """Return the divergences of the cases with gap, threshold and kind.
 
-    alone, batched: engines of plain decoding with one slot and with those of the run.
+    alone, batched: engines of plain decoding with one slot and with many, as the run has.
     """
     if not cases:
         return []

@@ -5,11 +5,9 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
-from pathlib import Path
 
 from clover_jax.errors import UserError
 
-ROWS = "rows"
 VANILLA = "vanilla"  # plain decoding, measured beside every draft
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # it names a file
 
@@ -109,8 +107,3 @@ def parse_trees(tree: str | None, names: list[str]) -> dict[str, str | None]:
             raise UserError(f"--tree: {item!r} should be NAME=TREE; the drafts are {known}")
         trees[name] = value
     return trees
-
-
-def rows_path(directory: Path, name: str) -> Path:
-    """Return where a method's rows are kept."""
-    return directory / ROWS / f"{name}.jsonl"

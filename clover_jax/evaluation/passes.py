@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from clover_jax.compile_clock import CompileClock
 from clover_jax.decoding.engine import Engine
-from clover_jax.evaluation.equality import compare_rows
+from clover_jax.evaluation.judging import compare_passes
 from clover_jax.evaluation.legs import Leg, LegJournal, LegKey, speed
 from clover_jax.evaluation.methods import Method, warm_up
 from clover_jax.evaluation.options import VANILLA
@@ -152,8 +152,9 @@ class Passes:
 
     def _num_equal(self, name: str, task: str) -> int:
         plain, mine = self._files[VANILLA].rows, self._files[name].rows
-        compared = [
-            compare_rows(mine[prompt.index], plain[prompt.index])
-            for prompt in self._plan.tasks[task]
-        ]
-        return sum(one.is_compared and one.divergence is None for one in compared)
+        rows = {prompt.index: mine[prompt.index] for prompt in self._plan.tasks[task]}
+        found = compare_passes(rows, self._journal.select(task=task, method=name), plain)
+        return sum(
+            texts[0].is_compared and not any(text.divergence for text in texts)
+            for texts in found.values()
+        )

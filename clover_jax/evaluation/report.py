@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.evaluation import accuracy
-from clover_jax.evaluation.equality import MISMATCH, Divergence, summarize
+from clover_jax.evaluation.equality import Divergence, summarize
 from clover_jax.evaluation.judging import Comparisons
 from clover_jax.evaluation.legs import Leg, LegJournal, speed, split_turns
 from clover_jax.evaluation.markdown import report_text
@@ -59,7 +59,7 @@ def build_report(
     legs = measured.journal.of(list(plan.legs(methods)))
     report = {
         "format": FORMAT,
-        "manifest": manifest | {"git_revision": _revisions(legs)},
+        "manifest": manifest | {"git_revision": _revisions(legs, measured.journal.revision)},
         "tasks": tasks,
         "sampling": plan.sampling.to_dict(),
         "is_equality_expected": plan.is_equality_expected,
@@ -74,7 +74,7 @@ def build_report(
         "divergences": {
             name: [
                 dataclasses.asdict(one)
-                for one in sorted(found.values(), key=lambda one: one.kind != MISMATCH)
+                for one in sorted(found.values(), key=lambda one: not one.is_mismatch)
             ]
             for name, found in measured.divergences.items()
         },
@@ -167,10 +167,10 @@ def _speeds(methods: Sequence[Method], tasks: Sequence[str], size: int, legs: It
     }
 
 
-def _revisions(legs: Iterable[Leg]) -> str | None:
-    """Return the revision of the code that measured; several, oldest first, after a resumed run."""
+def _revisions(legs: Iterable[Leg], here: str | None) -> str | None:
+    """Return the revisions of the code that timed the passes and of this, the oldest first."""
     by_age = sorted(legs, key=lambda leg: leg.session)
-    found = dict.fromkeys(leg.revision for leg in by_age)
+    found = dict.fromkeys([*(leg.revision for leg in by_age), here])
     if set(found) <= {None}:
         return None
     return ", ".join(revision or "unknown" for revision in found)

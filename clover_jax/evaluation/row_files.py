@@ -9,9 +9,8 @@ from typing import Any
 
 from clover_jax.data.prompts import prompts_hash
 from clover_jax.evaluation.methods import Method
-from clover_jax.evaluation.options import rows_path
 from clover_jax.evaluation.plan import Plan
-from clover_jax.evaluation.rows import turns_of
+from clover_jax.evaluation.rows import rows_path, turns_of
 from clover_jax.evaluation.tally import Tally
 from clover_jax.jsonl import read_rows
 from clover_jax.row_writer import RowWriter

@@ -3,9 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from clover_jax.generation.row_stream import RowEvent
+
+
+def rows_path(directory: Path, name: str) -> Path:
+    """Return where a method's rows are kept."""
+    return directory / "rows" / f"{name}.jsonl"
 
 
 class TurnRow(NamedTuple):

@@ -136,6 +136,13 @@ def _decode(
     files: Mapping[str, RowFile],
     journal: LegJournal,
 ) -> None:
+    if journal.num_dropped:
+        print(
+            f"{journal.num_dropped} timed passes are of another machine or version, and are run "
+            "again",
+            file=sys.stderr,
+            flush=True,
+        )
     passes = Passes(methods, engines, plan, files, journal)
     sizes = {key: len(plan.tasks[key.task]) for key in plan.legs(methods)}
     done = sum(sizes.values()) - sum(sizes[key] for key in passes.todo)

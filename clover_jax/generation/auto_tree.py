@@ -31,6 +31,7 @@ from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
 from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.errors import UserError
+from clover_jax.generation.begun_tree import with_tree_of
 from clover_jax.generation.models import Models
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.trials import measure_trials
@@ -55,15 +56,23 @@ SHIPPED = (
 
 
 def with_auto_tree(
-    models: Models, settings: GenerationSettings, batch_size: int, calibration: str | None
+    models: Models,
+    settings: GenerationSettings,
+    batch_size: int,
+    calibration: str | None,
+    rows: Path | None = None,
 ) -> Models:
     """Return the models with the tree that gives most tokens a second, or without the draft.
 
     calibration: a file of prompt rows; None takes the base's own, else the shipped ones.
+    rows: a row file to go on with, if it was begun: the tree is then its own.
     The parts of a step and the head's ranks say which trees are worth a trial, a trial says which
     pays. What was measured is kept on disk; the choice is explained on stderr.
     Raises UserError for prompts that cannot be used.
     """
+    begun = None if rows is None else with_tree_of(rows, models)
+    if begun is not None:
+        return begun
     subject = _subject(models)
     prompts = _prompts(models, calibration)
     with passing_note("measuring which trees may pay"):

@@ -73,6 +73,7 @@ class Models:
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ where the decoded rows may differ."""
         head = self.draft.head.config if self.draft else None
+        tree = dataclasses.replace(self.tree, name=portable_name(self.tree))
         return {
             "dtype": str(self.base.params["embedding"].dtype),
             "int8": list(self.int8),
@@ -82,8 +83,8 @@ class Models:
             "chat_template": template_hash(self.tokenizer),
             "draft_hash": params_hash(self.draft_params) if self.draft else None,
             "draft_config": _config_hash(head) if head else None,
-            "tree": portable_name(self.tree),
-            "tree_hash": _config_hash(self.tree),
+            "tree": tree.name,
+            "tree_hash": _config_hash(tree),
         }
 
 

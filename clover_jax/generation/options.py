@@ -52,6 +52,12 @@ class Options:
         return [path for path in (self.prompts, self.calibration) if path is not None]
 
     @property
+    def begun(self) -> Path | None:
+        """The row file that is gone on with, if it is there; None where nothing is."""
+        fresh = self.output is None or self.overwrite
+        return None if fresh else Path(self.output).expanduser()
+
+    @property
     def is_live(self) -> bool:
         """Whether one row is watched as it comes."""
         return self.prompts is None

@@ -24,7 +24,6 @@ from clover_jax.device_memory import advise_on_memory
 from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.generation.auto_tree import with_auto_tree
-from clover_jax.generation.begun_tree import with_tree_of
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.models import Models, load_models
@@ -64,7 +63,8 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 chat_template=options.chat_template,
             )
         if options.tree == AUTO and models.draft is not None:
-            models = _with_tree_that_pays(options, settings, models)
+            slots = 1 if options.is_live else options.batch_size
+            models = with_auto_tree(models, settings, slots, options.calibration, options.begun)
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
         notices = (notice, shape_notice(options.base), rounding_notice(options.int8))
@@ -74,15 +74,6 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
         models.engine(batch_size=1, sampling=sampling_for(settings, prompts))
         with _open_sink(options, settings, models, prompts) as sink:
             return _decode(options, settings, models, prompts, sink)
-
-
-def _with_tree_that_pays(options: Options, settings: GenerationSettings, models: Models) -> Models:
-    if options.output is not None and not options.overwrite:
-        begun = with_tree_of(Path(options.output).expanduser(), models)
-        if begun is not None:
-            return begun
-    slots = 1 if options.is_live else options.batch_size
-    return with_auto_tree(models, settings, slots, options.calibration)
 
 
 def shipped_prompt(directory: Path) -> Prompt:

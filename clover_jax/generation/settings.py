@@ -43,7 +43,8 @@ class GenerationSettings(JsonConfig):
     stop: str | tuple[str, ...] | None = ()
 
     def __post_init__(self):
-        stop = (self.stop,) if isinstance(self.stop, str) else self.stop or ()
+        stop = [self.stop] if isinstance(self.stop, str) else self.stop
+        stop = [] if stop is None else stop
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
         check_types(self)
         if self.max_new_tokens < 1:

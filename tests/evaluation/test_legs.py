@@ -46,7 +46,9 @@ def test_the_journal_survives_a_torn_line(tmp_path):
 def test_legs_of_other_conditions_are_measured_again(tmp_path):
     LegJournal(tmp_path, HERE, overwrite=False).add(leg())
     elsewhere = HERE | {"mesh": "data=2"}
-    assert leg().key not in LegJournal(tmp_path, elsewhere, overwrite=False)
+    there = LegJournal(tmp_path, elsewhere, overwrite=False)
+    assert leg().key not in there
+    assert there.num_dropped == 1
     assert leg().key not in LegJournal(tmp_path, HERE, overwrite=False)  # and are gone
 
 

@@ -10,14 +10,16 @@ import pytest
 from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.benchmark.tree_trial import Trial
 from clover_jax.data.prompts import BadPrompt
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.evaluation.methods import load_methods, sizes_on
 from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.evaluation.rows import rows_path
 from clover_jax.evaluation.run import make_plan
 from clover_jax.generation import auto_tree
 from clover_jax.generation.models import Models
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.meshes import MeshShape, make_abstract_mesh
+from clover_jax.row_writer import manifest_path
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)
@@ -69,6 +71,26 @@ def test_a_draft_gets_the_tree_that_pays(load, capsys):
     assert [method.name for method in methods] == [VANILLA, "a", "b"]
     assert [method.models.tree.name for method in methods[1:]] == ["auto", "chain:1"]
     assert "1.50 x plain decoding (1.50 to 1.50) is expected" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tree", ["paths:0/1/0.0", "dynamic:5:3:2"])
+def test_rows_that_were_begun_go_on_with_their_tree(load, options, monkeypatch, tree, tmp_path):
+    path = rows_path(tmp_path, "a")
+    path.parent.mkdir()
+    path.write_text('{"index": 0}\n')
+    manifest_path(path).write_text(json.dumps({"settings": {"tree": tree}}))
+    monkeypatch.setattr(
+        "clover_jax.evaluation.methods.rows_path", lambda _, name: rows_path(tmp_path, name)
+    )
+    assert load(CHEAP)[1].models.tree == parse_tree(tree)
+
+
+def test_a_tree_is_known_by_its_paths(load):
+    models = load(CHEAP)[1].models
+    identity = models.identity()
+    assert identity["tree"].startswith("paths:0/")
+    named = dataclasses.replace(models, tree=parse_tree(identity["tree"]))
+    assert named.identity() == identity
 
 
 def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):

@@ -55,6 +55,7 @@ def test_the_engine_does_what_some_row_needs_and_no_more(settings, options, expe
         ({"max_new_tokens": 2.5}, "max_new_tokens must be a whole number, not 2.5"),
         ({"temperature": None}, "temperature must be a number, not None"),
         ({"seed": 1.5}, "seed must be a whole number or None, not 1.5"),
+        ({"stop": 0}, "stop must be text or several of them or None, not 0"),
         ({"stop": 5}, "stop must be text or several of them or None, not 5"),
         ({"stop": ["a", 5]}, r"stop must be strings, not \('a', 5\)"),
         ({"stop": ("",)}, "a stop string is empty"),
