@@ -7,13 +7,14 @@ command resumes and any other is refused.
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
 from clover_jax.files import lock, write_json
 from clover_jax.json_files import read_json_object
-from clover_jax.jsonl import to_json
+from clover_jax.jsonl import read_rows, to_json
 
 _FORMAT = 1
 
@@ -39,7 +40,7 @@ class RowWriter:
           path: the row file; its manifest lies beside it.
           settings: what the rows depend on, as JSON values.
           prompts_hash: identifies the input rows.
-          overwrite: start anew whatever is there.
+          overwrite: start anew whatever is there; it stays until the first row replaces it.
 
         Raises:
           UserError: where `path` holds rows of other settings or prompts, rows without a manifest,
@@ -47,8 +48,9 @@ class RowWriter:
         """
         self.path = Path(path)
         self._waiting: dict[int, dict[str, Any]] = {}
+        self._replaces = overwrite
         manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
-        manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
+        self._manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b")
         try:
@@ -57,12 +59,11 @@ class RowWriter:
                     f"{self.path} is being written by another process; wait for it or give another "
                     "--output"
                 )
-            if overwrite:
-                self._file.truncate(0)
-            else:
-                self._refuse_other_rows(manifest)
-            write_json(self.manifest_path, manifest)
-            self.finished = self._drop_torn_line()
+            self.finished = 0
+            if not overwrite:
+                self._refuse_other_rows(self._manifest)
+                write_json(self.manifest_path, self._manifest)
+                self.finished = self._drop_torn_line()
         except BaseException:
             self._file.close()
             raise
@@ -72,12 +73,19 @@ class RowWriter:
         """Where the settings and the prompts' hash are kept."""
         return manifest_path(self.path)
 
+    def kept(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of earlier runs that this one goes on with."""
+        if not self._replaces:
+            yield from read_rows(self.path)
+
     def append(self, row: dict[str, Any]) -> None:
         """Write `row`, whose "index" is its place in the input, once all before it are written."""
         index = row["index"]
         if index < self.finished or index in self._waiting:
             raise ValueError(f"row {index} of {self.path} was written before")
         self._waiting[index] = row
+        if self.finished in self._waiting:
+            self._replace()
         while self.finished in self._waiting:
             line = to_json(self._waiting.pop(self.finished))
             self._file.write(line.encode() + b"\n")
@@ -88,12 +96,21 @@ class RowWriter:
         return self
 
     def __exit__(self, exception_type: type | None, *rest: object) -> None:
+        if exception_type is None:
+            self._replace()  # by no rows, where none came
         self._file.close()
         if exception_type is None and self._waiting:
             raise ValueError(
                 f"row {self.finished} of {self.path} never came, "
                 f"but {len(self._waiting)} rows after it did"
             )
+
+    def _replace(self) -> None:
+        """Empty the file that is to be overwritten: not before there is something to write."""
+        if self._replaces:
+            self._file.truncate(0)
+            write_json(self.manifest_path, self._manifest)
+            self._replaces = False
 
     def _refuse_other_rows(self, manifest: dict[str, Any]) -> None:
         if self._file.tell() == 0:

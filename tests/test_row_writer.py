@@ -97,6 +97,23 @@ def test_other_settings_are_refused_and_named_and_change_nothing(output, changes
     assert output.read_bytes() == b""
 
 
+def test_what_is_overwritten_stays_until_there_is_a_row(output):
+    manifest = output.parent / "out.jsonl.manifest.json"
+    before = output.read_bytes(), manifest.read_bytes()
+    anew = {"settings": SETTINGS | {"seed": 1}, "overwrite": True}
+    with pytest.raises(ZeroDivisionError), open_rows(output, **anew) as rows:
+        assert (rows.finished, list(rows.kept())) == (0, [])
+        rows.append({"index": 1})  # waits for row 0, which fails
+        raise ZeroDivisionError
+    assert (output.read_bytes(), manifest.read_bytes()) == before
+    with open_rows(output) as rows:
+        assert [row["index"] for row in rows.kept()] == [0, 1]
+    with open_rows(output, **anew) as rows:
+        rows.append({"index": 0})
+        assert indices(output) == [0]
+        assert json.loads(manifest.read_text())["settings"]["seed"] == 1
+
+
 def test_a_file_that_nobody_here_wrote_is_refused(tmp_path):
     path = tmp_path / "thesis.txt"
     path.write_text("years of work\n")

@@ -12,7 +12,6 @@ from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import rows_path, turns_of
 from clover_jax.evaluation.tally import Tally
-from clover_jax.jsonl import read_rows
 from clover_jax.row_writer import RowWriter
 
 
@@ -29,7 +28,7 @@ class RowFile:
         self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
         self.rows: dict[int, dict[str, Any]] = {}
         self._tallies = {task: Tally(method.depth) for task in plan.tasks}
-        for row in read_rows(writer.path):
+        for row in writer.kept():
             self._keep(row)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any] | None:

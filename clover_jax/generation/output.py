@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
@@ -19,6 +20,9 @@ class RowSink(AbstractContextManager, Protocol):
 
     finished: int
 
+    def kept(self) -> Iterable[dict[str, Any]]:
+        """Return the rows of earlier runs, `finished` of them."""
+
     def append(self, row: dict[str, Any]) -> None:
         """Take a row."""
 
@@ -31,6 +35,10 @@ class RowPrinter:
         self.finished = 0
         self._quiet = quiet
         self._waiting: dict[int, dict[str, Any]] = {}
+
+    def kept(self) -> Iterable[dict[str, Any]]:
+        """Return none: what was printed is gone."""
+        return ()
 
     def append(self, row: dict[str, Any]) -> None:
         """Print `row` once all before it are printed."""

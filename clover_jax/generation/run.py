@@ -31,7 +31,6 @@ from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.jsonl import read_rows
 from clover_jax.meshes import mesh_for
 from clover_jax.models.shapes import shape_notice
 from clover_jax.progress import Progress, passing_note, progress_bar
@@ -131,9 +130,8 @@ def _decode(
     sink: RowSink,
 ) -> dict[str, Any]:
     figures = Figures()
-    if options.output is not None:
-        for row in read_rows(Path(options.output).expanduser()):
-            figures.add(row)
+    for row in sink.kept():
+        figures.add(row)
     tokens_before = figures.tokens
     if sink.finished:
         print(f"{sink.finished} rows are in {options.output} already", file=sys.stderr, flush=True)

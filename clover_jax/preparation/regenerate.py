@@ -54,7 +54,7 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
         prompts_hash=prompts_hash(prompts),
         overwrite=options.overwrite,
     ) as rows:
-        for row in read_rows(path):
+        for row in rows.kept():
             figures.add(row)
         _decode(models, prompts, settings, options, rows, figures)
     return Regenerated(_read(path), figures.to_dict())

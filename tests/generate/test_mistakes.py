@@ -114,6 +114,17 @@ def test_a_mistake_leaves_the_rows_that_are_there(command, prompts_file, tmp_pat
     assert not (tmp_path / "new").exists()
 
 
+def test_a_strict_run_that_fails_at_once_leaves_the_rows_that_are_there(
+    command, prompts_file, tmp_path
+):
+    good, output = prompts_file({"prompt": "a"}), tmp_path / "out"
+    assert command(f"--prompts={good}", "--max_new_tokens=3", f"--output={output}")[0] == 0
+    before = output.read_bytes()
+    bad = prompts_file({"prompt": "a" * 5000})
+    again = command(f"--prompts={bad}", "--strict", f"--output={output}", "--overwrite")
+    assert (again[0], output.read_bytes()) == (2, before)
+
+
 def test_a_draft_needs_a_tree_with_nodes(command, draft):
     status, _, error = command("--prompt=a", f"--draft={draft}", "--tree=none")
     assert status == 2
