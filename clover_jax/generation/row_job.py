@@ -13,11 +13,8 @@ from clover_jax.errors import UserError
 from clover_jax.generation.models import Models
 from clover_jax.generation.overflow import fit_context
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.generation.stop_strings import StopCut, find_stop
-from clover_jax.models.tokenizer import decode_text
-
-# Of a prompt's tokens, how many decide how the first ones after it are spelt: see decode_text.
-_CONTEXT_TOKENS = 32
+from clover_jax.generation.stop_strings import StopCut, StopSearch
+from clover_jax.models.spelling import TextStream, decode_text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,7 +45,6 @@ class RowJob:
         self.turns: list[Turn] = []
         self.num_cut: list[int] = []
         self._models = models
-        self._num_clean = 0
         if self.settings.stop and models.tokenizer is None:
             raise UserError(
                 f"{prompt.source}: stop strings need the base's tokenizer files, which are "
@@ -71,7 +67,9 @@ class RowJob:
         fitting = fit_context(ids, base, self.settings, source)
         self.num_cut.append(len(ids) - len(fitting))
         eos = () if self.settings.ignore_eos else base.eos_token_ids
-        self._num_clean = 0
+        self._stop_search = StopSearch(
+            self.settings.stop, lambda: TextStream(self._models.tokenizer, fitting)
+        )
         return Request(
             self.prompt.index,
             fitting,
@@ -90,20 +88,13 @@ class RowJob:
         Returns whether the turn has ended.
         """
         row = progress.row
-        cut = self._find_stop(row)
+        cut = self._stop_search.take(row.output_ids, ended=progress.done)
         if cut is not None:
             progress.stop()
             self.turns.append(_stopped_turn(row, cut))
         elif progress.done:
-            self.turns.append(_turn(row, self.text(row.prompt_ids, row.output_ids)))
-        self._num_clean = len(row.output_ids)
+            self.turns.append(_turn(row, self._text(row)))
         return cut is not None or progress.done
-
-    def text(self, prompt_ids: Sequence[int], output_ids: Sequence[int]) -> str | None:
-        """Return the text that continues a prompt; None without a tokenizer."""
-        if self._models.tokenizer is None:
-            return None
-        return decode_text(self._models.tokenizer, output_ids, spelling_context(prompt_ids))
 
     def output_row(self) -> dict[str, Any]:
         """Return the finished row's output; with several turns each value is a list."""
@@ -113,20 +104,11 @@ class RowJob:
         joined = {name: [column[name] for column in columns] for name in columns[0]}
         return {"index": self.prompt.index, **joined}
 
-    def _find_stop(self, row: Generation) -> StopCut | None:
-        if not self.settings.stop:
+    def _text(self, row: Generation) -> str | None:
+        """Return the text that continues the prompt; None without a tokenizer."""
+        if self._models.tokenizer is None:
             return None
-        return find_stop(
-            lambda ids: self.text(row.prompt_ids, ids),
-            row.output_ids,
-            self.settings.stop,
-            self._num_clean,
-        )
-
-
-def spelling_context(prompt_ids: Sequence[int]) -> list[int]:
-    """Return the prompt tokens that decide how the first ones after it are spelt."""
-    return list(prompt_ids[-_CONTEXT_TOKENS:])
+        return decode_text(self._models.tokenizer, row.output_ids, row.prompt_ids)
 
 
 def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:

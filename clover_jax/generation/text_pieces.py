@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from clover_jax.decoding.requests import Generation
-from clover_jax.generation.row_job import spelling_context
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.stop_strings import settled_length
-from clover_jax.models.tokenizer import TextStream
+from clover_jax.models.spelling import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -38,7 +37,7 @@ class TextPieces:
         """Start the answer to a prompt."""
         self._text, self._num_given = "", 0
         if self._tokenizer is not None:
-            self._stream = TextStream(self._tokenizer, spelling_context(prompt_ids))
+            self._stream = TextStream(self._tokenizer, prompt_ids)
 
     def push(self, ids: Sequence[int], stops: Sequence[str]) -> str:
         """Return what more tokens settle."""

@@ -1,10 +1,8 @@
-"""A base model's tokenizer: loading it quietly and offline, its identity, text that streams."""
+"""A base model's tokenizer: loading it quietly and offline, and its identity."""
 
 import hashlib
 import json
 import os
-import re
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,8 +14,6 @@ if TYPE_CHECKING:
 
 # Any of these makes a folder one with a tokenizer; a tokenizer_config.json alone holds no words.
 _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
-_BYTE_TOKEN = re.compile(r"<0x[0-9A-F]{2}>")
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | None":
@@ -70,68 +66,3 @@ def template_text(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
     """Return what the chat template says; None without one."""
     template = tokenizer.chat_template if tokenizer is not None else None
     return str(template) if template else None
-
-
-def decode_text(
-    tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int], context: Sequence[int] = ()
-) -> str:
-    """Return the text of `ids` without special tokens, its spaces as the model wrote them.
-
-    context: tokens that come before, such as a prompt's. Decoders of the SentencePiece kind drop a
-        space at the start of a text, which the start of a continuation must keep.
-    """
-    return _decode(tokenizer, [*context, *ids])[_settled_length(tokenizer, context) :]
-
-
-def _decode(tokenizer: "PreTrainedTokenizerBase", ids: Sequence[int]) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
-
-
-def _settled_length(tokenizer: "PreTrainedTokenizerBase", context: Sequence[int]) -> int:
-    """Return how much of a text is its context's; a character cut in two is not."""
-    return len(_decode(tokenizer, context).rstrip(_INCOMPLETE)) if context else 0
-
-
-class TextStream:
-    """Turn tokens into text piece by piece; the pieces joined are `decode_text` of all tokens.
-
-    context: tokens before the first, as for `decode_text`.
-
-    One character may span tokens, so a piece ends before bytes that a later token may complete.
-
-    Example, for a tokenizer that spells "é" in two byte tokens 5 and 6:
-
-        stream = TextStream(tokenizer)
-        stream.push([5])  # ""
-        stream.push([6, 7])  # "é!"
-        stream.finish()  # ""
-    """
-
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", context: Sequence[int] = ()):
-        self._tokenizer = tokenizer
-        # "<0x00>" to "<0xFF>" (SentencePiece): one bad byte turns its whole run of byte tokens into
-        # replacement characters, so such a run is held back until it has ended.
-        self._in_run = set(tokenizer.all_special_ids) | {
-            id_ for token, id_ in tokenizer.get_vocab().items() if _BYTE_TOKEN.fullmatch(token)
-        }
-        self._ids: list[int] = list(context)
-        self._num_emitted = _settled_length(tokenizer, self._ids)
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Take in more tokens and return the text that they settle, perhaps "" for now."""
-        self._ids.extend(int(id_) for id_ in ids)
-        end = len(self._ids)
-        while end and self._ids[end - 1] in self._in_run:
-            end -= 1
-        # Everything is decoded anew, since decoders look at neighbours (spaces, bytes): half a
-        # millisecond for a thousand tokens.
-        return self._emit(_decode(self._tokenizer, self._ids[:end]).rstrip(_INCOMPLETE))
-
-    def finish(self) -> str:
-        """Return what was held back; bytes that nothing completed become replacement characters."""
-        return self._emit(_decode(self._tokenizer, self._ids))
-
-    def _emit(self, text: str) -> str:
-        piece = text[self._num_emitted :]
-        self._num_emitted += len(piece)
-        return piece

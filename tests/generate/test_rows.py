@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from clover_jax import generate
-from clover_jax.models.tokenizer import decode_text
+from clover_jax.models.spelling import decode_text
 from clover_jax.row_writer import RowWriter
 from tests.tiny_checkpoints import copy_of
 from tests.tiny_folders import SPEAKING

@@ -4,10 +4,43 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.generation.stop_strings import StopCut, find_stop, settled_length
+from clover_jax.generation.stop_strings import StopCut, StopSearch, find_stop, settled_length
 
 # Tokens 0 to 9 as a tokenizer might have them: of one letter, of several, of none.
 WORDS = ["a", "b", "-", "--", "a-", "-b", "", "ab", "b--a", "c"]
+
+
+class Words:
+    """Text that every token settles."""
+
+    def push(self, ids):
+        return decode(ids)
+
+    def finish(self):
+        return ""
+
+
+class Letters(Words):
+    """The same of tokens that are letters."""
+
+    def push(self, ids):
+        return "".join(ids)
+
+
+class Pairs(Words):
+    """The same, which settles two tokens at a time: words that are alone turn to "?"."""
+
+    def __init__(self):
+        self._held = []
+
+    def push(self, ids):
+        held = [*self._held, *ids]
+        end = len(held) // 2 * 2
+        self._held = held[end:]
+        return decode(held[:end])
+
+    def finish(self):
+        return "?" * len(self._held)
 
 
 def decode(ids):
@@ -15,7 +48,7 @@ def decode(ids):
 
 
 def test_the_examples():
-    assert find_stop("".join, list("a-b--c"), ["--"]) == StopCut(3, "a-b")
+    assert find_stop(Letters, list("a-b--c"), ["--"]) == StopCut(3, "a-b")
     assert settled_length("so\n", ["\n\n"]) == 2
     assert settled_length("so\n\nbe", ["\n\n"]) == 2
 
@@ -33,22 +66,23 @@ def test_the_examples():
     ],
 )
 def test_tokens_before_the_stop_string_are_kept(ids, stops, expected):
-    assert find_stop(decode, ids, stops) == expected
+    assert find_stop(Words, ids, stops) == expected
 
 
+@pytest.mark.parametrize("pieces", [Words, Pairs])
 @given(ids=st.lists(st.integers(0, 9), max_size=12), chunk=st.integers(1, 5))
 @settings(deadline=None, derandomize=True)
-def test_the_cut_does_not_depend_on_how_many_tokens_come_at_a_time(ids, chunk):
-    stops = ["--", "ab-"]
-    found, num_clean = None, 0
-    while found is None and num_clean < len(ids):
-        end = min(num_clean + chunk, len(ids))
-        found = find_stop(decode, ids[:end], stops, num_clean)
-        num_clean = end
-    assert found == find_stop(decode, ids, stops)
+def test_the_cut_does_not_depend_on_how_many_tokens_come_at_a_time(pieces, ids, chunk):
+    stops = ["--", "ab-", "?"]
+    search, found, end = StopSearch(stops, pieces), None, 0
+    while found is None and end < len(ids):
+        end = min(end + chunk, len(ids))
+        found = search.take(ids[:end], ended=end == len(ids))
+    assert found == find_stop(pieces, ids, stops)
     if found:
-        whole = decode(ids)
-        assert found.text == whole[: min(i for s in stops if (i := whole.find(s)) >= 0)]
+        whole = pieces()
+        text = whole.push(ids) + whole.finish()
+        assert found.text == text[: min(i for s in stops if (i := text.find(s)) >= 0)]
 
 
 @given(text=st.text("ab-", max_size=8), rest=st.text("ab-", max_size=6))

@@ -13,7 +13,8 @@ from clover_jax.models.sentencepiece_model import (
     read_sentencepiece,
 )
 from clover_jax.models.sentencepiece_tokenizer import build_tokenizer, merges_of
-from clover_jax.models.tokenizer import decode_text, load_tokenizer
+from clover_jax.models.spelling import decode_text
+from clover_jax.models.tokenizer import load_tokenizer
 from tests.tiny_checkpoints import copy_of
 
 KINDS = ("llama", "baichuan", "symbols", "plain")

@@ -1,0 +1,139 @@
+"""The text of tokens that continue others, whole or piece by piece as they come."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_NEAR = 32  # tokens before others that may decide how those are spelt
+_LONG = 4 * _NEAR  # tokens to decode at once, of a text that streams
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+_MOST_OPEN = 3  # bytes of a character that lacks its last
+
+
+def decode_text(
+    tokenizer: PreTrainedTokenizerBase, ids: Sequence[int], context: Sequence[int] = ()
+) -> str:
+    """Return the text of `ids` without special tokens, its spaces as the model wrote them.
+
+    context: tokens that come before, such as a prompt's. Decoders of the SentencePiece kind drop a
+        space at the start of a text, which the start of a continuation must keep. A character that
+        the context leaves incomplete belongs to what follows.
+    """
+    near = _near_context(tokenizer, context)
+    return _decode(tokenizer, [*near, *ids])[_settled_length(tokenizer, near) :]
+
+
+class TextStream:
+    """Turn tokens into text piece by piece; the pieces joined are `decode_text` of all tokens.
+
+    context: tokens before the first, as for `decode_text`.
+
+    One character may span tokens, so a piece ends before bytes that a later token may complete.
+
+    Example, for a tokenizer that spells "é" in two byte tokens 5 and 6:
+
+        stream = TextStream(tokenizer)
+        stream.push([5])  # ""
+        stream.push([6, 7])  # "é!"
+        stream.finish()  # ""
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()):
+        self._tokenizer = tokenizer
+        self._in_run = _run_tokens(tokenizer)
+        self._ids = _near_context(tokenizer, context)
+        self._num_emitted = _settled_length(tokenizer, self._ids)
+
+    def push(self, ids: Sequence[int]) -> str:
+        """Take in more tokens and return the text that they settle, perhaps "" for now."""
+        self._ids.extend(int(id_) for id_ in ids)
+        end = len(self._ids)
+        while end and self._ids[end - 1] in self._in_run:
+            end -= 1
+        text = _decode(self._tokenizer, self._ids[:end])
+        settled = text.rstrip(_INCOMPLETE)
+        piece = self._emit(settled)
+        if settled == text and len(self._ids) > _LONG:
+            self._forget(end)
+        return piece
+
+    def finish(self) -> str:
+        """Return what was held back; bytes that nothing completed become replacement characters."""
+        return self._emit(_decode(self._tokenizer, self._ids))
+
+    def _emit(self, text: str) -> str:
+        piece = text[self._num_emitted :]
+        self._num_emitted += len(piece)
+        return piece
+
+    def _forget(self, end: int) -> None:
+        """Let go of tokens far before `end`, up to which all text is out.
+
+        Decoders look at neighbours, so some are decoded again at every push: few, or a push would
+        take longer the longer the text is.
+        """
+        start = max(end - _NEAR, 0)
+        while start and self._ids[start] in self._in_run:
+            start -= 1
+        self._num_emitted = len(_decode(self._tokenizer, self._ids[start:end]))
+        del self._ids[:start]
+
+
+@functools.lru_cache(maxsize=4)
+def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
+    """Return the byte of each token "<0x00>" to "<0xFF>" (SentencePiece), none of a special one.
+
+    One bad byte turns its whole run of byte tokens into replacement characters, so nothing of a run
+    is settled before it has ended; a special token has no text and does not end it.
+    """
+    found = dict.fromkeys(tokenizer.all_special_ids, b"")
+    for token, id_ in tokenizer.get_vocab().items():
+        byte = _BYTE_TOKEN.fullmatch(token)
+        if byte:
+            found[id_] = bytes.fromhex(byte[1])
+    return found
+
+
+def _near_context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
+    """Return the tokens of a context that decide how the first ones after it are spelt.
+
+    Of byte tokens at its end only those of an incomplete character: with the others, one bad byte
+    after them would undo the context's own text.
+    """
+    in_run, start = _run_tokens(tokenizer), len(ids)
+    while start and ids[start - 1] in in_run:
+        start -= 1
+    run = [id_ for id_ in ids[start:] if in_run[id_]]
+    if start:
+        run = run[len(run) - _num_open(b"".join(in_run[id_] for id_ in run)) :]
+    return [*ids[max(start - _NEAR, 0) : start], *run]
+
+
+def _num_open(text: bytes) -> int:
+    """Return how many bytes at the end of a text begin a character that is not complete."""
+    for count in range(min(_MOST_OPEN, len(text)) + 1):
+        try:
+            text[: len(text) - count].decode()
+            return count
+        except UnicodeDecodeError:
+            continue
+    return 0  # no text at all
+
+
+def _settled_length(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> int:
+    """Return how much of a text is its context's; a character cut in two is not."""
+    cuts = range(min(_MOST_OPEN, len(context)) + 1)
+    texts = (_decode(tokenizer, context[: len(context) - cut]) for cut in cuts)
+    # Longest where byte tokens are left out that would make their whole run unreadable.
+    return max(len(text.rstrip(_INCOMPLETE)) for text in texts)
+
+
+def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
+    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
