@@ -176,6 +176,11 @@ class Engine:
             state = self._fill(weights, state, slot, request)
         return state
 
+    def buffer_size(self, num_positions: int) -> int:
+        """Return the length of buffers for rows of so many prompt and emitted tokens."""
+        depth = self.config.tree.depth
+        return bucket(num_positions + depth, self.config.base.max_position_embeddings + depth)
+
     def check(self, request: Request) -> None:
         """Raise UserError for a request that cannot be decoded by this base."""
         check_request(request, self.config.base, self.config.sampling, self.max_eos)
@@ -197,7 +202,7 @@ class Engine:
     ) -> DecodeState:
         """Return the state with buffers long enough for the request."""
         self.check(request)
-        size = bucket(self._limit(request) + self.config.tree.depth)
+        size = self.buffer_size(self._limit(request))
         if state is None:
             dtype = base_params["embedding"].dtype
             return self._empty(self.batch_size, size, self.max_eos, dtype)
@@ -241,12 +246,21 @@ class Engine:
         )
 
 
-def bucket(size: int) -> int:
-    """Return the buffer length for `size` positions: a power of two times the cache chunk."""
+def bucket(size: int, longest: int | None = None) -> int:
+    """Return the buffer length for `size` positions: a power of two times the cache chunk.
+
+    longest: positions that a buffer needs at most. The last power of two is cut to the quarter that
+        holds them: contexts are powers of two, and a tree's depth more would double every cache.
+
+    Example: of 8197 positions at most, 4097 have 8192 and 8193 have 10240, not 16384.
+    """
     length = CACHE_CHUNK
     while length < size:
         length *= 2
-    return length
+    quarter = length // 8  # of what the power of two below leaves to it
+    if longest is None or longest > length or quarter % CACHE_CHUNK:
+        return length
+    return -(-longest // quarter) * quarter
 
 
 class _AfterChunk(NamedTuple):

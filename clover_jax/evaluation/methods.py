@@ -10,7 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
@@ -102,14 +102,12 @@ def warm_up(method: Method, engine: Engine, longest: int) -> None:
     Buffers come in buckets: one pass in each, and one that grows through all of them.
     """
     context, depth = engine.config.base.max_position_embeddings, method.depth
-    requests, size = [], bucket(1)
-    while True:
-        # A prompt of one token whose limit fills the bucket.
+    requests, size = [], 0
+    while size < engine.buffer_size(min(longest, context)):
+        size = engine.buffer_size(size - depth + 1 if size else 1)
+        # A prompt of one token whose limit fills the buffer.
         limit = min(size - depth, context)
         requests.append(Request(len(requests), [0], max(limit - 1, 1)))
-        if size >= bucket(min(longest, context) + depth):
-            break
-        size *= 2
     for passing in [*([request] for request in requests), requests]:
         for progress in engine.stream(
             method.models.base.params, method.models.draft_params, passing

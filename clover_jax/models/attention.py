@@ -19,7 +19,7 @@ from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.distance import Distance
 
-CACHE_CHUNK = 256  # cache lengths are powers of two times this
+CACHE_CHUNK = 256  # of which a cache has a whole number
 MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
 
 
@@ -56,10 +56,15 @@ class Reading:
             return min(CACHE_CHUNK, size)
         # Two turns at least: a TPU updates a small cache that it has read whole in fast memory, and
         # writes it back whole.
-        chunk = size // 2 if self.stops_early and size > CACHE_CHUNK else size
+        chunk = _halved(size) if self.stops_early and size > CACHE_CHUNK else size
         while chunk > CACHE_CHUNK and 4 * num_queries * chunk > self.most_scores:
-            chunk //= 2
+            chunk = _halved(chunk)
         return chunk
+
+
+def _halved(size: int) -> int:
+    """Return a half, or the least chunk of what has no half in chunks."""
+    return size // 2 if size % (2 * CACHE_CHUNK) == 0 else CACHE_CHUNK
 
 
 # On GPU a trip count that depends on data makes the device wait for the host, a slice of the cache

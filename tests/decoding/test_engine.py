@@ -131,6 +131,26 @@ def test_buckets_are_powers_of_two_times_the_cache_chunk():
     assert [bucket(n) for n in (1, 256, 257, 1000)] == [256, 256, 512, 1024]
 
 
+def test_the_last_bucket_is_no_longer_than_the_context_asks_for():
+    assert [bucket(n, 8197) for n in (4096, 4097, 8193)] == [4096, 8192, 10240]
+    assert [bucket(n, 40965) for n in (32768, 40000)] == [32768, 49152]
+    assert [bucket(n, 133) for n in (5, 133)] == [256, 256]
+    assert bucket(1500, 2048) == 2048
+
+
+def test_a_full_context_decodes_in_its_own_bucket():
+    (head, draft_params), context = random_head(), TINY.max_position_embeddings
+    prompt = np.random.default_rng(4).integers(0, TINY.vocab_size, context - 24).tolist()
+    engines = [
+        Engine(TINY, head, parse_tree("chain:3")),
+        Engine(TINY, None, TreeConfig.root_only()),
+    ]
+    assert [engine.buffer_size(context) for engine in engines] == [1280, 1024]
+    rows = [e.generate(random_base(), draft_params, [prompt], 50)[0] for e in engines]
+    assert rows[0].output_ids == rows[1].output_ids
+    assert len(rows[0].output_ids) == 24
+
+
 def test_a_stopped_row_frees_its_slot_and_leaves_the_others_alone(engine):
     requests = [Request(i, p, 40) for i, p in enumerate(random_prompts(4, seed=6))]
     stopped, rows = [], {}
