@@ -48,7 +48,10 @@ def _are_messages(value: Any) -> bool:
 
 
 def _are_stops(value: Any) -> bool:
-    return _is_list([value] if is_text(value) else value, lambda stop: is_text(stop) and stop)
+    # An empty list switches the command's own off.
+    return value == [] or _is_list(
+        [value] if is_text(value) else value, lambda stop: is_text(stop) and stop
+    )
 
 
 def _as_messages(value: list) -> tuple[dict[str, str], ...]:

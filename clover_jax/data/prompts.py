@@ -1,5 +1,6 @@
 """Prompt rows: what a user may write into a prompts file, read and checked before anything runs."""
 
+import codecs
 import dataclasses
 import gzip
 import hashlib
@@ -98,15 +99,13 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     path = Path(path)
     try:
         with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            text = file.read().decode("utf-8")
+            content = file.read().removeprefix(codecs.BOM_UTF8)
     except (gzip.BadGzipFile, EOFError, zlib.error) as error:
         raise UserError(f"{path}: not a whole gzip file ({error})") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{path}: not UTF-8 text ({error})") from None
-    if path.suffix == ".json" and text.lstrip().startswith("["):
+    if path.suffix == ".json" and content.lstrip().startswith(b"["):
         raise UserError(f"{path}: a JSON list; prompts need a .jsonl file, one object a line")
     rows = []
-    for number, line in enumerate(text.split("\n"), start=1):
+    for number, line in enumerate(content.split(b"\n"), start=1):
         if line.strip():
             rows.append(_read_row(line, len(rows), f"{path}:{number}"))
     if not rows:
@@ -114,7 +113,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     return rows
 
 
-def _read_row(line: str, index: int, source: str) -> Prompt | BadPrompt:
+def _read_row(line: bytes, index: int, source: str) -> Prompt | BadPrompt:
     try:
         return parse_prompt(_parse_line(line, source), index, source)
     except UserError as error:
@@ -153,10 +152,14 @@ def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
-def _parse_line(line: str, source: str) -> Any:
+def _parse_line(line: bytes, source: str) -> Any:
     try:
-        return json.loads(line)
-    except json.JSONDecodeError as error:
+        return json.loads(line.decode())
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source}: not UTF-8 text ({error})") from None
+    except RecursionError:
+        raise UserError(f"{source}: not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # bad JSON, or a number of thousands of digits
         raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
 
 

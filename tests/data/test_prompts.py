@@ -56,6 +56,7 @@ def test_every_option_is_read():
     assert (prompt.seed, prompt.temperature, prompt.top_k, prompt.top_p) == (3, 1.0, 0, 0.9)
     assert (prompt.max_new_tokens, prompt.stop, prompt.category) == (5, ("\n",), "math")
     assert parse(prompt="a", stop=["x", "y"]).stop == ("x", "y")
+    assert parse(prompt="a", stop=[]).stop == ()  # not the command's
 
 
 def test_a_row_knows_its_turns_and_whether_it_is_a_conversation():
@@ -118,7 +119,7 @@ def test_files_are_read_with_empty_lines_and_separators_inside_strings(tmp_path,
     [
         ("p.jsonl", b'{"prompt": "a"}\n{"prompt"\n', "p.jsonl:2: not JSON"),
         ("p.jsonl", b'{"prompt": "a"}\n["a"]\n', 'p.jsonl:2: expected an object, found ["a"]'),
-        ("p.jsonl", b'{"prompt": "\xff"}', "p.jsonl: not UTF-8"),
+        ("p.jsonl", b'{"prompt": "\xff"}', "p.jsonl:1: not UTF-8"),
         ("p.jsonl", b"\n", "p.jsonl: no rows; expected one a line"),
         ("p.json", b'[{"prompt": "a"}]', "p.json: a JSON list; prompts need a .jsonl file, one "),
         ("p.jsonl.gz", b"plain", "p.jsonl.gz: not a whole gzip file"),
@@ -131,6 +132,24 @@ def test_a_broken_file_is_named(tmp_path, name, content, said):
     with pytest.raises(UserError) as raised:
         read_prompts(tmp_path / name)
     assert said in str(raised.value)
+
+
+def test_a_row_that_cannot_be_read_leaves_the_others(tmp_path):
+    path = tmp_path / "p.jsonl"
+    deep, long = b'{"prompt": ' + b"[" * 100_000, b'{"seed": ' + b"1" * 5000 + b"}"
+    path.write_bytes(b"\n".join([b'{"prompt": "a"}', b"\xff", deep, long, b'{"prompt": "b"}']))
+    first, *bad, last = read_prompts_and_mistakes(path)
+    assert (first.text, last.text, last.index) == ("a", "b", 4)
+    said = ["not UTF-8 text", "nested too deeply", "not JSON (Exceeds the limit"]
+    for number, (row, expected) in enumerate(zip(bad, said, strict=True), start=2):
+        assert row.error.startswith(f"{path}:{number}: ")
+        assert expected in row.error
+
+
+def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
+    assert [row.text for row in read_prompts(path)] == ["a"]
 
 
 def test_the_hash_sees_what_is_asked_and_not_where_it_was_written(tmp_path):
