@@ -175,7 +175,7 @@ def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
         row = dict(prompt)
     elif isinstance(prompt, str):
         row = {"prompt": prompt}
-    elif not isinstance(prompt, Iterable):
+    elif isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
         raise UserError(
             f"prompt {index} must be text, token ids, messages or a row, not {prompt!r}"
         )

@@ -56,6 +56,7 @@ _PATH_ADVICE = {
     errno.EROFS: "give a path on a writable file system",
     errno.ENAMETOOLONG: "give a shorter path",
     errno.ENOSPC: "free some space or give a path on another disk",
+    errno.EFBIG: "give a path on a file system, or a limit, that allows larger files",
     errno.EDQUOT: "free some of your quota or give a path on another disk",
 }
 

@@ -51,6 +51,8 @@ class RowWriter:
         self._replaces = overwrite
         manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
         self._manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise UserError(f"{self.path} is no file that rows can be kept in; name one")
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b")
         try:

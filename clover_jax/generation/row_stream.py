@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import dataclasses
 import itertools
+import numbers
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -52,9 +53,11 @@ def open_stream(
     batch_size: rows at once, if there are so many.
     finished: how many of the first rows are there already. They are not decoded, but still count in
         what the engine must be able to do, so that the rest comes out as it would have.
-    strict: a row that fails raises its UserError.
+    strict: a row that fails raises its UserError, once those before it are out.
     Raises UserError for less than one row at once.
     """
+    if not isinstance(batch_size, numbers.Integral):
+        raise UserError(f"batch_size must be a whole number, not {batch_size!r}")
     if batch_size < 1:
         raise UserError(f"batch_size ({batch_size}) must be at least 1")
     left = prompts[finished:]
@@ -82,10 +85,14 @@ class RowStream:
         settings: GenerationSettings,
         strict: bool = False,
     ):
-        """Take the rows; with `strict` one that fails raises its UserError."""
+        """Take the rows; with `strict` the first that fails raises its UserError in the end.
+
+        No row begins after it; those that had begun go on to theirs.
+        """
         self.batch_size = engine.batch_size
         self._engine, self._models = engine, models
         self._settings, self._strict = settings, strict
+        self._failure: UserError | None = None
         self._jobs: dict[int, RowJob] = {}
         self._next_turns: collections.deque[RowJob] = collections.deque()
         self._not_decoded: collections.deque[RowEvent] = collections.deque()
@@ -95,7 +102,14 @@ class RowStream:
         """Compile the programs for the first row, so that they do not count in any row's time."""
         first = next(self._requests)
         if first is not None:
-            for progress in self._stream(iter([first])):
+            # The same buffers, without reading a long prompt twice.
+            length = len(first.prompt_ids)
+            short = dataclasses.replace(
+                first,
+                prompt_ids=first.prompt_ids[:1],
+                max_new_tokens=first.max_new_tokens + length - 1,
+            )
+            for progress in self._stream(iter([short])):
                 progress.stop()
         self._requests = itertools.chain([first], self._requests)
 
@@ -112,6 +126,8 @@ class RowStream:
                 self._next_turns.append(job)
             yield RowEvent(job, progress.row, ended, row)
         yield from self._take_not_decoded()
+        if self._failure is not None:
+            raise self._failure
 
     def _stream(self, requests: Iterator[Request | None]) -> Iterator[Progress]:
         params = self._models.base.params
@@ -137,7 +153,7 @@ class RowStream:
             if self._next_turns:
                 request = self._request(self._next_turns.popleft().prompt)
             else:
-                prompt = next(prompts, None)
+                prompt = None if self._failure else next(prompts, None)
                 if prompt is None:
                     yield None
                     continue
@@ -162,8 +178,10 @@ class RowStream:
             self._leave_out(prompt, "skipped", str(skipped))
         except UserError as error:
             if self._strict:
-                raise
-            self._leave_out(prompt, "error", str(error))
+                self._failure = self._failure or error
+                self._jobs.pop(prompt.index, None)
+            else:
+                self._leave_out(prompt, "error", str(error))
         return None
 
     def _leave_out(self, prompt: Prompt | BadPrompt, key: str, reason: str) -> None:

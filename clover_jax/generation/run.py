@@ -62,7 +62,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 chat_template=options.chat_template,
             )
         if options.tree == AUTO and models.draft is not None:
-            slots = 1 if options.is_live else options.batch_size
+            slots = 1 if options.is_live else min(options.batch_size, len(prompts))
             models = with_auto_tree(models, settings, slots, options.calibration, options.begun)
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)

@@ -1,6 +1,7 @@
 """The generate command and what it cannot decode: bad rows, flags, contexts, memory."""
 
 import json
+import os
 
 import jax
 import pytest
@@ -112,6 +113,26 @@ def test_a_mistake_leaves_the_rows_that_are_there(command, prompts_file, tmp_pat
     assert "tree 'dynamic:5' is chosen by probability" in again[2]
     assert command(*arguments, *draws, f"--output={tmp_path / 'new' / 'out'}")[0] == 2
     assert not (tmp_path / "new").exists()
+
+
+def test_a_strict_run_keeps_the_rows_before_the_one_that_fails(command, prompts_file, tmp_path):
+    rows = [{"prompt": "a", "max_new_tokens": 40}, {"prompt": "b"}, {"prompt_ids": [261]}]
+    rows += [{"prompt": "c"}] * 3
+    arguments = [f"--prompts={prompts_file(*rows)}", "--batch_size=2", "--max_new_tokens=2"]
+    arguments += [f"--output={tmp_path / 'out'}", "--strict"]
+    for _ in range(2):  # and the same command goes on behind them
+        status, _, error = command(*arguments)
+        assert (status, "token id 261 is outside" in error) == (2, True)
+        written = [json.loads(line) for line in (tmp_path / "out").read_text().splitlines()]
+        assert [len(row["output_ids"]) for row in written] == [40, 2]
+
+
+def test_rows_go_into_files_only(command, prompts_file, tmp_path):
+    os.mkfifo(tmp_path / "pipe")
+    given = (f"--prompts={prompts_file({'prompt': 'a'})}", "--max_new_tokens=2")
+    for path in ("/dev/null", tmp_path / "pipe"):
+        status, _, error = command(*given, f"--output={path}")
+        assert (status, f"{path} is no file that rows can be kept in" in error) == (2, True)
 
 
 def test_a_strict_run_that_fails_at_once_leaves_the_rows_that_are_there(
