@@ -34,7 +34,8 @@ class SamplingConfig(JsonConfig):
     draft_sampling: "topk" children by probability, or children "sampled" without replacement.
     truncate: whether any row uses top-k or top-p, which cost a sort.
     typical_epsilon, typical_delta: Medusa's thresholds.
-    force_accept: for timing only: accept exactly this many drafted tokens, whatever they are.
+    force_accept: for timing greedy steps only: accept exactly this many drafted tokens, whatever
+        they are.
     """
 
     verify: str = "greedy"
@@ -51,6 +52,8 @@ class SamplingConfig(JsonConfig):
             raise ValueError(
                 f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
             )
+        if self.force_accept is not None and self.verify != "greedy":
+            raise ValueError(f"force_accept times greedy verification, not {self.verify!r}")
         if self.draft_sampling == "sampled" and self.verify != "lossless":
             raise ValueError(
                 f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}: the other "
@@ -60,7 +63,7 @@ class SamplingConfig(JsonConfig):
     @property
     def needs_choices_only(self) -> bool:
         """Whether the base's most probable tokens decide, and no other logits are looked at."""
-        return self.verify == "greedy" and self.force_accept is None
+        return self.verify == "greedy"
 
 
 GREEDY = SamplingConfig()
@@ -115,7 +118,10 @@ def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Fl
     the tokens before it, by descending probability, is below top_p; equal tokens stay together.
     """
     temperature = rows.temperature[:, None, None]
-    scaled = logits / jnp.where(temperature > 0, temperature, 1.0)
+    # The largest is 0, however small the temperature: quotients of logits would overflow, or lose
+    # their differences to rounding.
+    below = logits - logits.max(axis=-1, keepdims=True)
+    scaled = below / jnp.where(temperature > 0, temperature, 1.0)
     if truncate:
         scaled = _truncate(scaled, rows)
     best = argmax(logits)[..., None] == jnp.arange(logits.shape[-1])

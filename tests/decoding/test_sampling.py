@@ -53,6 +53,16 @@ def test_temperature_zero_leaves_the_most_probable_token():
     np.testing.assert_array_equal(jnp.isfinite(warp(logits, rows(0.0), False))[0, 0], [0, 1, 0, 0])
 
 
+@pytest.mark.parametrize("temperature", [1e-4, 1e-10, 5e-38])
+@pytest.mark.parametrize("truncate", [False, True])
+def test_a_tiny_temperature_draws_the_most_probable_token(temperature, truncate):
+    def probability(logits):
+        return jax.nn.softmax(warp(logits, rows(temperature), truncate))
+
+    found = jax.jit(probability)(jnp.array([[[10.0, 29.0, 30.0, -3e4]]]))
+    np.testing.assert_array_equal(found[0, 0], [0, 0, 1, 0])
+
+
 def test_noise_depends_on_row_key_and_position_only():
     settings = RowSampling(
         key=jnp.array([[0, 1], [0, 2]], jnp.uint32),
@@ -158,7 +168,7 @@ def test_a_seed_that_jax_would_cut_is_refused():
 
 def test_a_top_p_next_to_nothing_keeps_the_most_probable_token():
     warped = warp(jnp.array([[[0.5, 2.0, 1.0]]]), rows(1.0, top_p=1e-50), truncate=True)
-    np.testing.assert_array_equal(warped[0, 0], [-np.inf, 2.0, -np.inf])
+    np.testing.assert_array_equal(warped[0, 0], [-np.inf, 0.0, -np.inf])
 
 
 def test_a_tree_that_passes_over_a_draw_is_refused():
