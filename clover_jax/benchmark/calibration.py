@@ -43,19 +43,24 @@ def measure_ranks(
     depth: int,
     most_ranks: int = 16,
     temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
     batch_size: int = 4,
     mesh: Mesh | None = None,
 ) -> np.ndarray:
     """Return [samples, depth] ranks of the base's next tokens; MISSED from `most_ranks` on.
 
     depth: levels to look at, within what the head can draft.
+    temperature, top_k, top_p: how the base's own text is drawn; greedily at temperature 0.
     mesh: the devices to decode on, over which the subject's weights lie; None for one.
     """
-    sampling = SamplingConfig(verify="lossless") if temperature else SamplingConfig()
+    truncate = temperature > 0 and (top_k > 0 or top_p < 1)
+    sampling = SamplingConfig(verify="lossless" if temperature else "greedy", truncate=truncate)
     plain = subject.plain()
     engine = Engine(plain.base, None, plain.tree, sampling, batch_size=batch_size, mesh=mesh)
+    warping = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     requests = [
-        Request(index, prompt, new_tokens, temperature=temperature)
+        Request(index, prompt, new_tokens, **(warping if temperature else {}))
         for index, prompt in enumerate(prompts)
     ]
     texts: list[list[int]] = []

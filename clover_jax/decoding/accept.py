@@ -35,8 +35,8 @@ def accept_path(tree: TokenTree, following: Int[Array, "B T"], depth: int) -> Ac
     Example: tokens [[5, 7, 8, 9]], parent [[-1, 0, 1, 0]] and following [[7, 8, 4, 0]] accept slots
     0, 1, 2 with bonus 4.
     """
-    expected = jnp.take_along_axis(following, jnp.maximum(tree.parent, 0), axis=1)
-    return _longest(tree, tree.tokens == expected, jnp.zeros(tree.tokens.shape), following, depth)
+    passes = _is_chosen(tree, following)
+    return _longest(tree, passes, jnp.zeros(tree.tokens.shape), following, depth)
 
 
 def accept_typical(
@@ -65,19 +65,25 @@ def accept_typical(
     return _longest(tree, passes, own, argmax(log_probability), depth)
 
 
+@typed
 def accept_forced(
-    tree: TokenTree, logits: Float[Array, "B T V"], count: int, depth: int
+    tree: TokenTree, following: Int[Array, "B T"], count: int, depth: int
 ) -> Accepted:
     """Accept exactly `count` drafted tokens, for timing: the text means nothing.
 
-    Of the paths of that length the base's most likely one is taken, so that the logits decide
-    what is committed, as they do in earnest. A tree that is less deep gives all of its depth.
+    following: as for `accept_path`. Of the paths of that length one with the most of the base's own
+    choices is taken, so that these decide what is committed, as they do in earnest. A tree that is
+    less deep gives all of its depth.
     """
     level = node_depth(ancestor_mask(tree.parent, depth))
-    row = jnp.arange(tree.tokens.shape[0])[:, None]
-    score = logits[row, jnp.maximum(tree.parent, 0), jnp.maximum(tree.tokens, 0)]
     passes = (level <= count) & (tree.tokens >= 0)
-    return _longest(tree, passes, score, argmax(logits), depth)
+    score = _is_chosen(tree, following).astype(jnp.float32)
+    return _longest(tree, passes, score, following, depth)
+
+
+def _is_chosen(tree: TokenTree, following: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """Return whether each slot's token is the base's choice after its parent."""
+    return tree.tokens == jnp.take_along_axis(following, jnp.maximum(tree.parent, 0), axis=1)
 
 
 def _longest(

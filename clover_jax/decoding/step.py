@@ -230,11 +230,11 @@ def accept(
 ) -> Accepted:
     """Apply the verification rule that the config names."""
     sampling, tree, depth = config.sampling, drafted.tree, config.tree.depth
+    if sampling.force_accept is not None:
+        return accept_forced(tree, verified.choices, sampling.force_accept, depth)
     if sampling.needs_choices_only:
         return accept_path(tree, verified.choices, depth)
     logits = verified.logits
-    if sampling.force_accept is not None:
-        return accept_forced(tree, logits, sampling.force_accept, depth)
     # It judges drafted tokens: without any, plain decoding draws as ever.
     if sampling.verify == "typical" and config.head is not None:
         log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))

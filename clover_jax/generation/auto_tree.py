@@ -171,11 +171,12 @@ def _ranks(
 ) -> np.ndarray:
     depth = ranked_depth(subject.head.config)
     identity = models.identity()
+    warping = {name: getattr(settings, name) for name in ("temperature", "top_k", "top_p")}
     key: dict[str, Any] = {
         **{name: value for name, value in identity.items() if not name.startswith("tree")},
         "prompts": prompts,
         "depth": depth,
-        "temperature": settings.temperature,
+        **warping,
     }
 
     def measure() -> dict[str, Any]:
@@ -184,7 +185,7 @@ def _ranks(
             prompts,
             NEW_TOKENS,
             depth,
-            temperature=settings.temperature,
+            **warping,
             mesh=models.mesh,
         )
         return {"ranks": ranks.tolist()}

@@ -36,6 +36,19 @@ def test_leading_zeros_are_what_a_chain_accepts(way):
     assert checked > 10
 
 
+def test_a_text_is_drawn_as_it_will_be():
+    head, params = random_head()
+    subject = Subject(
+        TINY, head, parse_tree("chain:3"), Weights(random_base(), params), jnp.float32
+    )
+    prompts = random_prompts(2, seed=4)
+    ways = [{}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0}, {"top_p": 0.5}]
+    greedy, narrow, wide, ignored = (
+        measure_ranks(subject, prompts, NEW_TOKENS, depth=3, **way).tolist() for way in ways
+    )
+    assert greedy == narrow == ignored != wide
+
+
 def test_a_token_that_the_head_lacks_has_no_rank():
     config = SimpleNamespace(draft_to_target=(3, 5))
     ranks = _rank_of(config, jnp.array([[1.0, 2.0]] * 3), jnp.array([3, 5, 4]))

@@ -53,10 +53,10 @@ def test_the_accepted_path_is_the_walk_along_the_argmax(case):
     assert int(accepted.bonus[0]) == best[path[-1]]
 
 
-def test_forced_acceptance_takes_the_base_s_likeliest_path_of_that_length():
+def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_choices():
     tree = TokenTree(tokens=jnp.array([[5, 1, 2, 3, 0]]), parent=jnp.array([[-1, 0, 0, 2, 1]]))
-    logits = jnp.zeros((1, 5, 6)).at[0, 0, 2].set(1.0).at[0, 3, 4].set(9.0)
-    forced = [accept_forced(tree, logits, count, depth=2) for count in (0, 1, 2)]
+    choices = jnp.array([[2, 9, 9, 4, 9]])
+    forced = [accept_forced(tree, choices, count, depth=2) for count in (0, 1, 2)]
     assert [accepted.count.tolist() for accepted in forced] == [[0], [1], [2]]
     assert forced[1].path[0, :2].tolist() == [0, 2]
     assert forced[2].path.tolist() == [[0, 2, 3]]
@@ -65,4 +65,4 @@ def test_forced_acceptance_takes_the_base_s_likeliest_path_of_that_length():
 
 def test_forced_acceptance_never_takes_padding():
     tree = TokenTree(tokens=jnp.array([[5, PAD_TOKEN]]), parent=jnp.array([[-1, 0]]))
-    assert accept_forced(tree, jnp.zeros((1, 2, 6)), 1, depth=1).count.tolist() == [0]
+    assert accept_forced(tree, jnp.zeros((1, 2), int), 1, depth=1).count.tolist() == [0]
