@@ -114,6 +114,7 @@ def check_seed(seed: int) -> None:
 def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:
     """Apply temperature, then top-k, then top-p (Hugging Face's order); dropped tokens get -inf.
 
+    The result is shifted, so that its largest value is 0.
     Rows at temperature 0 keep their most probable token only. A token is kept while the mass of
     the tokens before it, by descending probability, is below top_p; equal tokens stay together.
     """
