@@ -32,7 +32,7 @@ def define_flags(flags):
     text("draft", "random:clover2", "a draft, random:KIND for random weights, or none")
     text("tree", None, "drafted tree, as in generate [the one the draft was measured with]")
     whole("batch_size", 1, "rows decoded at once", 1)
-    whole("context", 1024, "positions already committed in every row", 1)
+    whole("context", None, "positions already committed in every row [1024, or what fits]", 1)
     whole("rounds", 15, "turns of which the median is taken", 3)
     whole("force_accept", None, "accept exactly this many drafted tokens; for timing only", 0)
     absl_flags.DEFINE_bool(

@@ -1,5 +1,6 @@
 """The bench command at tiny size: what it prints, reports and refuses."""
 
+import dataclasses
 import json
 import re
 
@@ -10,7 +11,7 @@ import pytest
 from clover_jax import bench, cli
 from clover_jax.benchmark import subject
 from clover_jax.benchmark.ceilings import Ceilings
-from clover_jax.benchmark.subject import load_subject
+from clover_jax.benchmark.subject import load_subject, shape_subject
 from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.decoding import engine
 from clover_jax.decoding.state import empty_state
@@ -65,6 +66,26 @@ def test_every_part_is_timed_beside_its_floor(command, buffer_lengths):
     assert any("forced to accept 1" in line for line in lines)
 
 
+def test_the_context_is_what_a_short_base_leaves_beside_the_rounds(command, monkeypatch):
+    def short(*arguments):
+        loaded = load_subject(*arguments)
+        base = dataclasses.replace(loaded.base, max_position_embeddings=400)
+        return dataclasses.replace(loaded, base=base)
+
+    monkeypatch.setattr("clover_jax.benchmark.measured_report.load_subject", short)
+    status, lines, error = command(BASE[0], "--rounds=3", "--tree=chain:1")
+    assert (status, error) == (0, "")
+    # Three rounds, as many to warm up and one to spare, of 8 steps of 2 tokens each.
+    assert json.loads(lines[-1])["context"] == 400 - 7 * 8 * 2
+
+
+def test_the_context_is_no_longer_than_the_docstring_says():
+    tiny = shape_subject("builtin:tiny", "random:clover2", None, jnp.dtype("float32"))
+    assert subject.fitting_context(tiny, room=912) == 112
+    long = shape_subject("shape:llama3-8b", "none", None, jnp.dtype("float32"))
+    assert subject.fitting_context(long, room=912) == 1024
+
+
 @pytest.mark.parametrize(("kind", "tree"), [("clover", "clover4"), ("clover2", "paper25")])
 def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
     base = "shape:64x1x96"
@@ -110,7 +131,12 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
         (("--mesh=data=2",), "--mesh=data=2: bench times one device"),
         (("--target=tpu-v9:2x2",), "--target=tpu-v9:2x2 is unknown"),
         (("--draft=random:oracle",), "drafter 'oracle' is unknown"),
-        (("--context=4000",), "--context=4000 and .* need more than 2048"),
+        (
+            ("--context=4000",),
+            "--context=4000 and the 912 positions that --rounds takes need more than 2048.*; "
+            "give a smaller --context or --rounds",
+        ),
+        (("--sweep", "--context=4000"), "--context=4000 needs more than 2048"),
         (("--program=x",), "--program is for --target"),
         (("--output=x",), "--output is for --target"),
         (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),

@@ -9,7 +9,7 @@ from typing import Any
 import jax.numpy as jnp
 
 from clover_jax.benchmark.compiled import CompiledStep, compile_step
-from clover_jax.benchmark.subject import shape_subject
+from clover_jax.benchmark.subject import fitting_context, shape_subject
 from clover_jax.benchmark.targets import Target
 from clover_jax.benchmark.versions import versions
 from clover_jax.progress import passing_note
@@ -27,14 +27,16 @@ def compile_and_describe(
     int8: Sequence[str] = (),
     mesh: str | None,
     batch: int,
-    context: int,
+    context: int | None,
     program: str | None = None,
 ) -> dict[str, Any]:
     """Compile the step, print what the compiler made of it, return it as JSON values.
 
+    context: None takes what fits, see `fitting_context`.
     program: a file for the compiled program's text. Raises UserError as `compile_step` does.
     """
     subject = shape_subject(base, draft, tree, jnp.dtype(dtype), int8)
+    context = context or fitting_context(subject, room=0)
     with passing_note(f"compiling for {target.name}"):
         compiled, text = compile_step(subject, target, mesh, batch, context)
     if program is not None:

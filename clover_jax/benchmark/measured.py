@@ -102,8 +102,7 @@ def measure(
     """
     sampling = SamplingConfig(force_accept=force_accept)
     pace = known_pace(subject, force_accept)
-    # Rows of the engine's loop go on from turn to turn; none may end meanwhile.
-    room = (rounds + WARM_UP + 1) * STEPS * (pace or subject.tree.depth + 1)
+    room = room_for(subject, rounds, force_accept)
     size = cache_size(subject, context, room)
     speculative = Bench(subject, running_state(subject, batch, size, context), context)
     plain_subject = subject.plain()
@@ -123,6 +122,12 @@ def measure(
     else:
         timed |= _levels(timed, subject.tree.depth)
     return Measurement(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
+
+
+def room_for(subject: Subject, rounds: int, force_accept: int | None) -> int:
+    """Return how many positions the engine's rows go on while they are timed; none may end."""
+    pace = known_pace(subject, force_accept) or subject.tree.depth + 1
+    return (rounds + WARM_UP + 1) * STEPS * pace
 
 
 def known_pace(subject: Subject, force_accept: int | None) -> int | None:

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from clover_jax.benchmark import sweep
-from clover_jax.benchmark.measured import STAGES, Measurement, measure
-from clover_jax.benchmark.subject import Subject, load_subject
+from clover_jax.benchmark.measured import STAGES, Measurement, measure, room_for
+from clover_jax.benchmark.subject import Subject, fitting_context, load_subject
 from clover_jax.benchmark.versions import versions
 from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
@@ -25,12 +25,13 @@ def measure_and_describe(
     dtype: str,
     int8: Sequence[str],
     batch: int,
-    context: int,
+    context: int | None,
     rounds: int,
     force_accept: int | None,
 ) -> dict[str, Any]:
     """Time a step and its parts, print the table, return all of it as JSON values.
 
+    context: None takes what fits, see `fitting_context`.
     Raises UserError as `load_subject` and `measure` do.
     """
     with passing_note(f"loading {base}"):
@@ -40,6 +41,7 @@ def measure_and_describe(
             f"--force_accept={force_accept}: no path of the tree {subject.tree.name} has more than "
             f"{subject.tree.depth} nodes"
         )
+    context = context or fitting_context(subject, room_for(subject, rounds, force_accept))
     with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
         measured = measure(subject, batch, context, rounds, force_accept)
     settings = describe_settings(subject, base, draft) | {
@@ -62,16 +64,18 @@ def sweep_and_describe(
     int8: Sequence[str],
     batch_sizes: Sequence[int],
     nodes: Sequence[int],
-    context: int,
+    context: int | None,
     rounds: int,
     output: str | None,
 ) -> dict[str, Any]:
     """Time batch sizes and tree sizes, print the table, draw it in the folder `output`.
 
+    context: None takes what fits, see `fitting_context`.
     Raises UserError as `load_subject` and `sweep` do.
     """
     with passing_note(f"loading {base}"):
         subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
+    context = context or fitting_context(subject, room=0)
     with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
         cells = sweep.sweep(subject, batch_sizes, nodes, context, rounds)
     for line in sweep.describe(cells, subject.tree.name):

@@ -35,6 +35,7 @@ from clover_jax.rounding import load_rounded_base, parse_parts, round_base, roun
 RANDOM = "random:"  # before a drafter's kind: a head with random weights
 NONE = "none"
 MAX_EOS = 8  # as in an engine
+MOST_CONTEXT = 1024  # that is taken where none is given
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,16 +140,27 @@ def _random_head(draft: str, base: BaseConfig) -> DraftHead:
     return registry.head(registry.config_for_base(kind, base))
 
 
+def fitting_context(subject: Subject, room: int) -> int:
+    """Return how many committed positions to measure at where nobody says: what the base has left.
+
+    Example: of a base of 1024 positions 112 where the room is 912; at most MOST_CONTEXT.
+    """
+    return max(1, min(MOST_CONTEXT, subject.base.max_position_embeddings - room))
+
+
 def cache_size(subject: Subject, context: int, room: int) -> int:
     """Return the buffer length for `context` committed positions and `room` more.
 
+    room: positions that the rounds of a measurement take, 0 where all are at one place.
     Raises UserError where the base's context is shorter.
     """
     longest = subject.base.max_position_embeddings
     if context + room > longest:
+        needed = f" and the {room} positions that --rounds takes need" if room else " needs"
+        fewer = " or --rounds" if room else ""
         raise UserError(
-            f"--context={context} and {room} positions to measure in need more than {longest}, "
-            "the base's context; give a smaller --context"
+            f"--context={context}{needed} more than {longest}, the base's context; give a smaller "
+            f"--context{fewer}"
         )
     return bucket(context + room + subject.tree.depth)
 
