@@ -19,10 +19,14 @@ STAGES = ("absorb", "draft", "verify", "accept", "commit")
 
 @dataclasses.dataclass(frozen=True)
 class Timed:
-    """A part's seconds, and the least that its work takes on this machine."""
+    """A part's seconds, and the least that its work takes on this machine.
+
+    num_bytes: read of weights and caches; the floor is theirs or that of the products.
+    """
 
     seconds: float
     floor: float
+    num_bytes: float = 0.0
 
     @property
     def ratio(self) -> float | None:
@@ -67,7 +71,7 @@ class Measurement:
     def plain_bandwidth(self) -> float:
         """Share of the measured bandwidth that a plain step uses."""
         plain = self.parts["plain step"]
-        return plain.floor / plain.seconds
+        return plain.num_bytes / self.ceilings.bandwidth / plain.seconds
 
     def to_dict(self) -> dict[str, Any]:
         """Return JSON values, times in milliseconds."""
@@ -137,8 +141,8 @@ def known_pace(subject: Subject, force_accept: int | None) -> int | None:
 
 
 def _timed(part: Part, seconds: float, ceilings: Ceilings) -> Timed:
-    floor = ceilings.floor(part.work.weight_bytes + part.cache_bytes, part.work.flops)
-    return Timed(seconds, floor)
+    num_bytes = part.work.weight_bytes + part.cache_bytes
+    return Timed(seconds, ceilings.floor(num_bytes, part.work.flops), num_bytes)
 
 
 def _levels(timed: Mapping[str, Timed], depth: int) -> dict[str, Timed]:

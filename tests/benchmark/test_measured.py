@@ -1,0 +1,31 @@
+"""What follows from measured seconds: these and the machine's limits are given."""
+
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.benchmark import measured
+from clover_jax.benchmark.ceilings import Ceilings
+from clover_jax.benchmark.subject import load_subject
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """Measure where every part takes a second."""
+
+    def run(subject, limits):
+        monkeypatch.setattr(
+            measured, "time_in_turns", lambda runs, *_, **__: dict.fromkeys(runs, 1.0)
+        )
+        monkeypatch.setattr(measured, "measure_ceilings", lambda dtype: limits)
+        return measured.measure(subject, batch=1, context=100, rounds=3, force_accept=0)
+
+    return run
+
+
+def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(measure):
+    subject = load_subject("shape:64x1x96", "none", None, jnp.float32)
+    found = measure(subject, Ceilings(bandwidth=1e6, matrix_rate=1e3))
+    weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
+    keys = 2 * 4 * 64 * 100
+    assert found.parts["plain step"].floor == pytest.approx(2 * weights / 4 / 1e3)
+    assert found.plain_bandwidth == pytest.approx((weights + keys) / 1e6)
