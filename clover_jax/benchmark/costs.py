@@ -37,6 +37,7 @@ def measure_costs(
     """Time the parts of steps with trees of several sizes in turns, as `loops` runs them.
 
     mesh: the devices to run on, over which the subject's weights lie; None for one.
+    slots: sizes of trees to verify; that of the tree whose whole step is timed is added.
     Raises UserError where the context is longer than the base's.
     """
     # Deep enough for the longest pending path; the shape of the tree does not matter to the base.
@@ -50,6 +51,8 @@ def measure_costs(
         return Bench(subject, state, context)
 
     bench, plain = prepare(subject), prepare(subject.plain())
+    # What is left of a step is a small difference: nothing of it may be interpolated.
+    slots = sorted({*slots, subject.tree.num_slots})
     widths = [width for width in widths if width <= subject.base.vocab_size]
     runs: dict[str, Run] = {
         "plain": _in_place(plain, step_loop).run,

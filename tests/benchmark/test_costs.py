@@ -1,0 +1,49 @@
+"""The cost table's arithmetic, with the seconds of every program given."""
+
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.benchmark import costs
+from clover_jax.benchmark.loops import steps_at_once
+from clover_jax.benchmark.subject import load_subject
+
+FIRST, LEVEL, REST = 0.5, 0.25, 0.125
+
+
+def verified(slots):
+    """Seconds that jump where a tree has more slots than the processor takes at once."""
+    return 1.0 if slots <= 8 else 16.0
+
+
+@pytest.fixture
+def measure_costs(monkeypatch):
+    """Measure on a machine whose programs take what the functions above say."""
+
+    def seconds(name, levels):
+        kind, _, size = name.partition(" ")
+        drafting = FIRST + (levels - 1) * LEVEL
+        if kind == "draft":
+            return FIRST + (LEVEL if int(size) else 0.0)
+        if kind == "verify":
+            return verified(int(size))
+        return {"plain": 1.0, "step": drafting + verified(levels + 1) + REST}[name]
+
+    def measure(subject, levels, **sizes):
+        def in_turns(runs, rounds):
+            return {name: steps_at_once() * seconds(name, levels) for name in runs}
+
+        monkeypatch.setattr(costs, "time_in_turns", in_turns)
+        return costs.measure_costs(subject, 1, 100, **sizes)
+
+    return measure
+
+
+@pytest.fixture(scope="module")
+def subject():
+    return load_subject("shape:64x1x96", "random:clover2", "paper25", jnp.float32)
+
+
+def test_what_is_left_of_a_step_hangs_on_no_size_that_was_not_measured(measure_costs, subject):
+    table = measure_costs(subject, levels=2, slots=(1, 26), widths=(1,))
+    assert table.rest == pytest.approx(REST)
+    assert {1, 26} <= dict(table.verify).keys()
