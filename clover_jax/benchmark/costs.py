@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +16,7 @@ from clover_jax.benchmark.subject import Subject, cache_size, running_state
 from clover_jax.benchmark.timing import Run, time_in_turns
 from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.decoding.placement import Placement
-from clover_jax.decoding.tree import TokenTree, TreeConfig
+from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 
 SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
 WIDTHS = (1, 2, 4, 8)
@@ -33,15 +32,17 @@ def measure_costs(
     slots: Sequence[int] = SLOTS,
     widths: Sequence[int] = WIDTHS,
     rounds: int = ROUNDS,
+    depth: int = 2,
 ) -> CostTable:
     """Time the parts of steps with trees of several sizes in turns, as `loops` runs them.
 
     mesh: the devices to run on, over which the subject's weights lie; None for one.
     slots: sizes of trees to verify; that of the tree whose whole step is timed is added.
+    depth: of that tree, a chain. What the head takes in are depth + 1 positions, all that a step
+        may have accepted: costs of deeper trees than this neglect that these take in more.
     Raises UserError where the context is longer than the base's.
     """
-    # Deep enough for the longest pending path; the shape of the tree does not matter to the base.
-    subject = subject.with_tree(_two_levels(1))
+    subject = subject.with_tree(parse_tree(f"chain:{depth}"))
     size = cache_size(subject, context, room=0)
     placement = Placement(mesh)
     batch = placement.whole_rows(batch)
@@ -57,6 +58,7 @@ def measure_costs(
     runs: dict[str, Run] = {
         "plain": _in_place(plain, step_loop).run,
         "step": _in_place(bench, step_loop).run,
+        "draft": _in_place(bench, draft_loop).run,
         "draft 0": _in_place(bench, draft_loop, _ONE_LEVEL).run,
     }
     for width in widths:
@@ -66,15 +68,14 @@ def measure_costs(
         found = time_in_turns(runs, rounds)
     seconds = {name: run / steps_at_once() for name, run in found.items()}
     flat = seconds["draft 0"]
-    costs = CostTable(
+    parts = seconds["draft"] + seconds[f"verify {subject.tree.num_slots}"]
+    return CostTable(
         plain=seconds["plain"],
         verify=tuple((count, seconds[f"verify {count}"]) for count in slots),
         first=flat,
         level=tuple((width, max(seconds[f"draft {width}"] - flat, 0.0)) for width in widths),
-        rest=0.0,
+        rest=max(seconds["step"] - parts, 0.0),
     )
-    rest = max(seconds["step"] - costs.step(subject.tree), 0.0)
-    return dataclasses.replace(costs, rest=rest)
 
 
 def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Part:

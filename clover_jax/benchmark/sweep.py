@@ -48,7 +48,8 @@ def sweep(
     for batch in batch_sizes:
         slots = sorted({1, *(count + 1 for count in nodes)})
         needed = sorted({*WIDTHS, *widths})
-        costs = measure_costs(subject, batch, context, slots=slots, widths=needed, rounds=rounds)
+        sizes = {"slots": slots, "widths": needed, "depth": len(widths) + 1}
+        costs = measure_costs(subject, batch, context, rounds=rounds, **sizes)
         cells += [_cell(costs, batch, count, widths) for count in nodes]
     return cells
 

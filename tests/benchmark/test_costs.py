@@ -5,7 +5,7 @@ import pytest
 
 from clover_jax.benchmark import costs
 from clover_jax.benchmark.loops import steps_at_once
-from clover_jax.benchmark.subject import load_subject
+from clover_jax.benchmark.subject import load_subject, running_state
 
 FIRST, LEVEL, REST = 0.5, 0.25, 0.125
 
@@ -22,11 +22,12 @@ def measure_costs(monkeypatch):
     def seconds(name, levels):
         kind, _, size = name.partition(" ")
         drafting = FIRST + (levels - 1) * LEVEL
-        if kind == "draft":
+        if kind == "draft" and size:
             return FIRST + (LEVEL if int(size) else 0.0)
         if kind == "verify":
             return verified(int(size))
-        return {"plain": 1.0, "step": drafting + verified(levels + 1) + REST}[name]
+        step = drafting + verified(levels + 1) + REST
+        return {"plain": 1.0, "draft": drafting, "step": step}[name]
 
     def measure(subject, levels, **sizes):
         def in_turns(runs, rounds):
@@ -47,3 +48,19 @@ def test_what_is_left_of_a_step_hangs_on_no_size_that_was_not_measured(measure_c
     table = measure_costs(subject, levels=2, slots=(1, 26), widths=(1,))
     assert table.rest == pytest.approx(REST)
     assert {1, 26} <= dict(table.verify).keys()
+
+
+def test_as_many_positions_wait_for_the_head_as_the_tree_may_accept(
+    measure_costs, subject, monkeypatch
+):
+    waiting = []
+
+    def spied(subject, *sizes):
+        state = running_state(subject, *sizes)
+        waiting.append(state.count.tolist())
+        return state
+
+    monkeypatch.setattr(costs, "running_state", spied)
+    table = measure_costs(subject, levels=5, slots=(26,), widths=(1, 4), depth=5)
+    assert waiting == [[6], [1]]  # with the draft, and without
+    assert table.rest == pytest.approx(REST)

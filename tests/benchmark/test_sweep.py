@@ -19,7 +19,8 @@ def subject():
 
 @pytest.fixture
 def cells(subject, monkeypatch):
-    def costs(subject, batch, context, slots, widths, rounds):
+    def costs(subject, batch, context, slots, widths, rounds, depth):
+        assert depth == 3  # as many positions may wait for the head, and one more
         verify = tuple((count, 0.001 * batch * count) for count in slots)
         level = tuple((width, 0.0001 * width) for width in widths)
         return CostTable(0.002, verify, 0.0007, level, 0.0001)
