@@ -145,6 +145,10 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
             ("--force_accept=9",),
             "--force_accept=9: no path of the tree paper25 has more than 5 nodes",
         ),
+        (
+            ("--draft=random:clover", "--force_accept=4"),
+            "no path of the tree clover4 has more than 3 nodes",
+        ),
         (("--tree=auto",), "--tree=auto is for generate; bench takes a tree"),
         (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
     ],

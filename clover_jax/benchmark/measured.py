@@ -124,7 +124,7 @@ def measure(
     if subject.head is None:
         timed["step"] = timed["verify"] = timed["plain step"]
     else:
-        timed |= _levels(timed, subject.tree.depth)
+        timed |= _levels(timed, subject.levels)
     return Measurement(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
 
 

@@ -36,10 +36,10 @@ def measure_and_describe(
     """
     with passing_note(f"loading {base}"):
         subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
-    if force_accept is not None and force_accept > subject.tree.depth:
+    if force_accept is not None and force_accept > subject.levels:
         raise UserError(
             f"--force_accept={force_accept}: no path of the tree {subject.tree.name} has more than "
-            f"{subject.tree.depth} nodes"
+            f"{subject.levels} nodes"
         )
     context = context or fitting_context(subject, room_for(subject, rounds, force_accept))
     with passing_note("measuring"), exact_matmuls(str(subject.dtype)):

@@ -133,7 +133,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
 
     "draft" is the last of "draft to level 1", "draft to level 2", ...
     """
-    config = bench.subject.step(sampling)
+    config, levels = bench.subject.step(sampling), bench.subject.levels
 
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
         absorbed = absorb_pending(config, weights, state)
@@ -141,10 +141,10 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
 
     parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
     root_state = parts["absorb"].run()[1]
-    for depth in range(1, config.tree.depth + 1):
+    for depth in range(1, levels + 1):
         shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
         parts[f"draft to level {depth}"] = bench.reading(drafting(shorter), root_state)
-    drafted = parts[f"draft to level {config.tree.depth}"].run()
+    drafted = parts[f"draft to level {levels}"].run()
 
     def verify(weights: Weights, state: DecodeState, tree: Any) -> Any:
         return verify_tree(config, weights, state, tree)

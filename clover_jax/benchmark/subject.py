@@ -54,6 +54,13 @@ class Subject:
     dtype: jnp.dtype
     int8: tuple[str, ...] = ()
 
+    @property
+    def levels(self) -> int:
+        """How many levels a step drafts: those of the tree that the head goes down to."""
+        if isinstance(self.tree, AdaptiveTree) and self.head is not None:
+            return self.tree.levels_within(self.head.config.max_depth)
+        return self.tree.depth
+
     def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
         """Return the speculative step; raises UserError where the tree does not suit the head."""
         try:

@@ -11,7 +11,6 @@ from clover_jax.benchmark.costs import WIDTHS, measure_costs
 from clover_jax.benchmark.subject import Subject
 from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.tree import TreeConfig
 from clover_jax.errors import UserError
 from clover_jax.files import atomic_file
 
@@ -43,21 +42,22 @@ def sweep(
     """
     if subject.head is None:
         raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
-    widths = expanded_widths(subject.tree)
+    widths = expanded_widths(subject)
     cells = []
     for batch in batch_sizes:
         slots = sorted({1, *(count + 1 for count in nodes)})
         needed = sorted({*WIDTHS, *widths})
-        sizes = {"slots": slots, "widths": needed, "depth": len(widths) + 1}
+        sizes = {"slots": slots, "widths": needed, "depth": subject.levels}
         costs = measure_costs(subject, batch, context, rounds=rounds, **sizes)
         cells += [_cell(costs, batch, count, widths) for count in nodes]
     return cells
 
 
-def expanded_widths(tree: TreeConfig | AdaptiveTree) -> list[int]:
+def expanded_widths(subject: Subject) -> list[int]:
     """Return how many nodes are expanded on each level below the root."""
+    tree = subject.tree
     if isinstance(tree, AdaptiveTree):
-        return [tree.width] * (tree.depth - 1)
+        return [tree.width] * (subject.levels - 1)
     return [level.expanded.size for level in tree.levels() if level.expanded.size]
 
 

@@ -29,3 +29,10 @@ def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(meas
     keys = 2 * 4 * 64 * 100
     assert found.parts["plain step"].floor == pytest.approx(2 * weights / 4 / 1e3)
     assert found.plain_bandwidth == pytest.approx((weights + keys) / 1e6)
+
+
+def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
+    subject = load_subject("shape:64x1x96", "random:clover", "clover4", jnp.float32)
+    found = measure(subject, Ceilings(bandwidth=1e6, matrix_rate=1e3))
+    levels = [name for name in found.parts if name.startswith("draft level")]
+    assert levels == ["draft level 1", "draft level 2", "draft level 3"]

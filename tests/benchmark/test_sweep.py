@@ -60,5 +60,10 @@ def test_a_base_alone_has_nothing_to_sweep(subject):
 @pytest.mark.parametrize(
     ("name", "widths"), [("paper25", [4, 4, 1, 1]), ("dynamic:9:3:4", [4, 4]), ("chain:1", [])]
 )
-def test_expanded_widths(name, widths):
-    assert sweep.expanded_widths(parse_tree(name)) == widths
+def test_expanded_widths(name, widths, subject):
+    assert sweep.expanded_widths(subject.with_tree(parse_tree(name))) == widths
+
+
+def test_what_a_head_of_three_positions_cannot_draft_is_not_expanded():
+    subject = shape_subject("shape:64x1x96", "random:clover", "clover4", jnp.float32)
+    assert sweep.expanded_widths(subject) == [4, 4]
