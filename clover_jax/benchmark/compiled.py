@@ -18,10 +18,12 @@ from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
 from clover_jax.benchmark.targets import Target, find_devices
 from clover_jax.benchmark.work import count_work
 from clover_jax.decoding.compiler_options import options_for
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
 from clover_jax.device_bytes import bytes_per_device
 from clover_jax.dtypes import exact_matmuls
+from clover_jax.errors import UserError
 from clover_jax.meshes import MeshShape, make_mesh, parse_mesh
 from clover_jax.models.attention import READINGS
 from clover_jax.sharding import decode_state_shardings, param_shardings, with_shardings
@@ -33,6 +35,7 @@ DRAFTING = ("absorb", "draft")
 class CompiledStep:
     """What the compiler says of one step; bytes and seconds are those of one device.
 
+    rows: of the batch, all devices together; as many on each, as in the engine.
     temporary_bytes: what the compiler allocates; temporary_value_bytes: of that, what values lie on
         (see buffers.py).
     floor_bytes: weights that products read, as often as they do, and the live part of the caches.
@@ -49,6 +52,7 @@ class CompiledStep:
 
     target: str
     devices: int
+    rows: int
     compile_seconds: float
     argument_bytes: int
     output_bytes: int
@@ -101,12 +105,19 @@ def compile_step(
 ) -> tuple[CompiledStep, str]:
     """Compile one step of `batch` rows with `context` committed positions for the target.
 
+    batch: made more where the mesh splits rows, until each device has as many.
     mesh: as `--mesh`; None is one device. The second result is the program's text.
-    Raises UserError where the compiler is missing or the mesh does not fit.
+    Raises UserError where the compiler is missing, or the mesh does not fit or has fsdp.
     """
     devices = find_devices(target)
     shape = MeshShape() if mesh is None else parse_mesh(mesh, len(devices))
+    if shape.fsdp > 1:
+        raise UserError(
+            f"--mesh={mesh}: fsdp={shape.fsdp} is for training; a decode step splits its rows over "
+            "data and its weights over tensor"
+        )
     device_mesh = make_mesh(shape, devices)
+    batch = Placement(device_mesh).whole_rows(batch)
     size = cache_size(subject, context, room=0)
     config, states = subject.step(), state_shapes(subject, batch, size)
     weight_places = param_shardings(subject.weights, device_mesh)
@@ -135,6 +146,7 @@ def compile_step(
     result = CompiledStep(
         target=target.name,
         devices=shape.size,
+        rows=batch,
         compile_seconds=compiled.seconds,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,

@@ -51,6 +51,8 @@ def compile_and_describe(
         "batch_size": batch,
         "context": context,
     }
+    if compiled.rows != batch:
+        print(f"--batch_size={batch} is made {compiled.rows} rows, so that each device has as many")
     for line in describe(compiled, target):
         print(line)
     return settings | compiled.to_dict() | {"versions": versions(target.platform)}

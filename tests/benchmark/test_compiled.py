@@ -13,8 +13,10 @@ import pytest
 from clover_jax.benchmark import compiled
 from clover_jax.benchmark.subject import shape_subject
 from clover_jax.benchmark.targets import CHIPS, Target
+from clover_jax.errors import UserError
 from tests.conftest import REPOSITORY
 
+HERE = Target("here", "cpu", CHIPS["v6e"], "1")
 COMPILERS = {"tpu-v6e:2x2": "libtpu", "gpu-h200": "jax_plugins.xla_cuda13"}
 
 
@@ -28,12 +30,47 @@ def is_installed(module):
 def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
     monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices()[:1])
     subject = shape_subject("shape:64x1x96", "none", None, jnp.dtype("float32"))
-    here = Target("here", "cpu", CHIPS["v6e"], "1")
     with jax.default_matmul_precision("default"):
-        _, text = compiled.compile_step(subject, here, None, batch=1, context=10)
+        _, text = compiled.compile_step(subject, HERE, None, batch=1, context=10)
     products = [line for line in text.splitlines() if " dot(" in line]
     assert products
     assert all("operand_precision={highest,highest}" in line for line in products)
+
+
+def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
+    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices() * 4)
+    subject = shape_subject("shape:64x1x96", "none", None, jnp.dtype("float32"))
+    with pytest.raises(UserError, match=r"--mesh=fsdp=-1: fsdp=4 is for training; .* tensor"):
+        compiled.compile_step(subject, HERE, "fsdp=-1", batch=4, context=10)
+
+
+# Prints the report of a batch on a mesh of these devices, its words first.
+ON_A_MESH = """
+import sys, jax
+from clover_jax.benchmark import compiled, compiled_report
+from clover_jax.benchmark.targets import CHIPS, Target
+from clover_jax.jsonl import to_json
+
+compiled.find_devices = lambda target: jax.devices()
+models = {"base": "shape:64x1x96", "draft": "none", "tree": None, "dtype": "float32"}
+batch, mesh = sys.argv[1:]
+found = compiled_report.compile_and_describe(
+    Target("here", "cpu", CHIPS["v6e"], "4"), **models, mesh=mesh, batch=int(batch), context=10
+)
+print(to_json(found))
+"""
+
+
+def test_every_device_of_a_mesh_has_a_whole_row(run_python):
+    words, *_, last = run_python(ON_A_MESH, "1", "data=4", devices=4).splitlines()
+    assert words == "--batch_size=1 is made 4 rows, so that each device has as many"
+    split = json.loads(last)
+    words, *_, last = run_python(ON_A_MESH, "1", "data=1", devices=4).splitlines()
+    assert words.startswith("here, 1 x ")
+    alone = json.loads(last)
+    assert (split["batch_size"], split["rows"], alone["rows"]) == (1, 4, 1)
+    same = ("floor_seconds", "floor_bytes", "cache_bytes", "weight_bytes")
+    assert [split[name] for name in same] == [alone[name] for name in same]
 
 
 @pytest.mark.aot
