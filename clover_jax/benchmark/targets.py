@@ -113,7 +113,8 @@ def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
 
     count: GPUs of one machine; a TPU's topology says how many there are.
 
-    Raises NoCompiler where its compiler is not installed.
+    Raises NoCompiler where its compiler is not installed, and UserError where that knows no such
+    arrangement of chips.
     """
     import jax
     from jax.experimental import topologies
@@ -127,9 +128,15 @@ def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
             platform=target.platform, topology_name=name, **options
         )
     except Exception as error:  # the plugins raise what they like
+        reason = reason_of(error)[:150]
+        if target.platform == "tpu" and reason.startswith("INVALID_ARGUMENT"):
+            raise UserError(
+                f"--target={target.name}: its chips cannot be arranged so ({reason}); give another "
+                "arrangement, such as 2x2 or 4x4"
+            ) from error
         package = "jax[tpu]" if target.platform == "tpu" else "jax[cuda13]"
         raise NoCompiler(
-            f"--target={target.name}: no compiler for it ({reason_of(error)[:150]}); "
+            f"--target={target.name}: no compiler for it ({reason}); "
             f'pip install "{package}=={jax.__version__}" in an environment of its own'
         ) from error
     return list(found.devices)

@@ -2,10 +2,17 @@
 
 import re
 
+import jax
 import pytest
 from jax.experimental import topologies
 
-from clover_jax.benchmark.targets import CHIPS, find_devices, parse_target, prepare_environment
+from clover_jax.benchmark.targets import (
+    CHIPS,
+    NoCompiler,
+    find_devices,
+    parse_target,
+    prepare_environment,
+)
 from clover_jax.errors import UserError
 
 
@@ -37,3 +44,14 @@ def test_a_missing_compiler_says_what_to_install(monkeypatch):
         find_devices(parse_target("tpu-v5e:4x4"))
     with pytest.raises(UserError, match=r'pip install "jax\[cuda13\]=='):
         find_devices(parse_target("gpu-h200"))
+
+
+def test_an_impossible_arrangement_is_not_taken_for_a_missing_compiler(monkeypatch):
+    def impossible(**_):
+        raise jax.errors.JaxRuntimeError("INVALID_ARGUMENT: 3x3 is not divisible by 2x2x1")
+
+    monkeypatch.setattr(topologies, "get_topology_desc", impossible)
+    said = r"--target=tpu-v6e:3x3: .* cannot be arranged so .*3x3 is not.*; give .* 2x2 or 4x4"
+    with pytest.raises(UserError, match=said) as raised:
+        find_devices(parse_target("tpu-v6e:3x3"))
+    assert not isinstance(raised.value, NoCompiler)  # which train --dry_run passes over
