@@ -12,6 +12,7 @@ from clover_jax.benchmark.compiled import CompiledStep, compile_step
 from clover_jax.benchmark.subject import fitting_context, shape_subject
 from clover_jax.benchmark.targets import Target
 from clover_jax.benchmark.versions import versions
+from clover_jax.errors import UserError
 from clover_jax.progress import passing_note
 
 GIGA = 1e9
@@ -33,14 +34,14 @@ def compile_and_describe(
     """Compile the step, print what the compiler made of it, return it as JSON values.
 
     context: None takes what fits, see `fitting_context`.
-    program: a file for the compiled program's text. Raises UserError as `compile_step` does.
+    program: a file for the compiled program's text.
+    Raises UserError as `compile_step` does, and before compiling where there is no such folder.
     """
+    path = None if program is None else _writable(program)
     subject = shape_subject(base, draft, tree, jnp.dtype(dtype), int8)
     context = context or fitting_context(subject, room=0)
     with passing_note(f"compiling for {target.name}"):
         compiled, text = compile_step(subject, target, mesh, batch, context)
-    if program is not None:
-        Path(program).expanduser().write_text(text)
     settings = {
         "base": base,
         "draft": draft,
@@ -55,7 +56,17 @@ def compile_and_describe(
         print(f"--batch_size={batch} is made {compiled.rows} rows, so that each device has as many")
     for line in describe(compiled, target):
         print(line)
+    if path is not None:
+        path.write_text(text)  # what was found is printed by then, whatever the disk says
     return settings | compiled.to_dict() | {"versions": versions(target.platform)}
+
+
+def _writable(program: str) -> Path:
+    """Return the path of a file; raises UserError where none can be there."""
+    path = Path(program).expanduser()
+    if path.is_dir() or not path.parent.is_dir():
+        raise UserError(f"--program={program} must be a file in a folder that exists")
+    return path
 
 
 def describe(compiled: CompiledStep, target: Target) -> list[str]:
