@@ -67,16 +67,22 @@ def main(flags) -> int:
 def _refuse_idle_flags(flags) -> None:
     """Raise UserError for a flag that would do nothing beside the others."""
     if flags.target is not None:
-        idle, why = ("sweep", "output", "force_accept"), "to measure, not for --target"
+        idle = ("sweep", "batch_sizes", "nodes", "output", "force_accept", "rounds")
+        why = "to measure, not for --target"
     elif flags.sweep:
         idle, why = ("program", "force_accept", "batch_size"), "not for --sweep"
     else:
-        idle, why = ("program", "output"), "for --target (program) and --sweep (output)"
+        idle = ("program", "output", "batch_sizes", "nodes")
+        why = "for --target (program) and --sweep (the others)"
     for name in idle:
         if flags[name].value != flags[name].default:
             raise UserError(f"--{name} is {why}")
     if flags.tree == "auto":
         raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
+    if flags.draft == "none" and flags.tree not in (None, "none"):
+        raise UserError(f"--tree={flags.tree} needs a draft, and --draft=none has none")
+    if flags.draft == "none" and "draft" in flags.int8:
+        raise UserError("--int8=draft needs a draft, and --draft=none has none; give --int8=base")
 
 
 def _measure(flags) -> dict:

@@ -140,6 +140,12 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
         (("--program=x",), "--program is for --target"),
         (("--output=x",), "--output is for --target"),
         (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
+        (("--nodes=4",), "--nodes is for --target .program. and --sweep"),
+        (("--batch_sizes=2,8",), "--batch_sizes is for --target .program. and --sweep"),
+        (("--target=gpu-h200", "--rounds=5"), "--rounds is to measure, not for --target"),
+        (("--target=gpu-h200", "--nodes=4"), "--nodes is to measure, not for --target"),
+        (("--draft=none", "--tree=chain:2"), "--tree=chain:2 needs a draft"),
+        (("--draft=none", "--int8=base,draft"), "--int8=draft needs a draft.* give --int8=base"),
         (("--target=gpu-h200", "--sweep"), "--sweep is to measure, not for --target"),
         (
             ("--force_accept=9",),
