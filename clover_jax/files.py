@@ -78,6 +78,17 @@ def put_in_place(new: Path, path: Path) -> None:
     _remove(new)
 
 
+def place_for(path: str | os.PathLike, flag: str) -> Path:
+    """Return the path of a file that will be written once long work is done.
+
+    Raises UserError, naming the flag, where no file can be.
+    """
+    place = Path(path).expanduser()
+    if place.is_dir() or not place.parent.is_dir():
+        raise UserError(f"{flag}={path} must be a file in a folder that exists")
+    return place
+
+
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a whole UTF-8 file atomically."""
     with atomic_file(path) as unfinished:

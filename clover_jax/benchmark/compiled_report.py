@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
@@ -12,7 +11,7 @@ from clover_jax.benchmark.compiled import CompiledStep, compile_step
 from clover_jax.benchmark.subject import fitting_context, shape_subject
 from clover_jax.benchmark.targets import Target
 from clover_jax.benchmark.versions import versions
-from clover_jax.errors import UserError
+from clover_jax.files import place_for
 from clover_jax.progress import passing_note
 
 GIGA = 1e9
@@ -37,7 +36,7 @@ def compile_and_describe(
     program: a file for the compiled program's text.
     Raises UserError as `compile_step` does, and before compiling where there is no such folder.
     """
-    path = None if program is None else _writable(program)
+    path = None if program is None else place_for(program, "--program")
     subject = shape_subject(base, draft, tree, jnp.dtype(dtype), int8)
     context = context or fitting_context(subject, room=0)
     with passing_note(f"compiling for {target.name}"):
@@ -59,14 +58,6 @@ def compile_and_describe(
     if path is not None:
         path.write_text(text)  # what was found is printed by then, whatever the disk says
     return settings | compiled.to_dict() | {"versions": versions(target.platform)}
-
-
-def _writable(program: str) -> Path:
-    """Return the path of a file; raises UserError where none can be there."""
-    path = Path(program).expanduser()
-    if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--program={program} must be a file in a folder that exists")
-    return path
 
 
 def describe(compiled: CompiledStep, target: Target) -> list[str]:

@@ -42,7 +42,8 @@ def measure_costs(
         may have accepted: costs of deeper trees than this neglect that these take in more.
     Raises UserError where the context is longer than the base's.
     """
-    subject = subject.with_tree(parse_tree(f"chain:{depth}"))
+    deepest = subject.head.config.max_depth or depth
+    subject = subject.with_tree(parse_tree(f"chain:{min(depth, deepest)}"))
     size = cache_size(subject, context, room=0)
     placement = Placement(mesh)
     batch = placement.whole_rows(batch)
@@ -54,7 +55,7 @@ def measure_costs(
     bench, plain = prepare(subject), prepare(subject.plain())
     # What is left of a step is a small difference: nothing of it may be interpolated.
     slots = sorted({*slots, subject.tree.num_slots})
-    widths = [width for width in widths if width <= subject.base.vocab_size]
+    widths = [width for width in widths if width <= subject.base.vocab_size and deepest > 1]
     runs: dict[str, Run] = {
         "plain": _in_place(plain, step_loop).run,
         "step": _in_place(bench, step_loop).run,

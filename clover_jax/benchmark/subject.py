@@ -169,7 +169,8 @@ def cache_size(subject: Subject, context: int, room: int) -> int:
             f"--context={context}{needed} more than {longest}, the base's context; give a smaller "
             f"--context{fewer}"
         )
-    return bucket(context + room + subject.tree.depth)
+    depth = subject.tree.depth
+    return bucket(context + room + depth, longest + depth)  # as an engine has it
 
 
 def state_shapes(subject: Subject, batch: int, size: int) -> DecodeState:

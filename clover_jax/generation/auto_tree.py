@@ -41,7 +41,7 @@ PROMPTS = "prompts.jsonl"  # in a base's folder
 MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
 LEG_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
-EDITION = 3  # of what is remembered: raised when steps, or how they are timed, change
+EDITION = 4  # of what is remembered: raised when steps, or how they are timed, change
 # For a base that brings no prompts: different kinds of text, none of them long.
 SHIPPED = (
     "The history of the city begins with",

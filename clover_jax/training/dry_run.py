@@ -11,7 +11,6 @@ import dataclasses
 import functools
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -22,6 +21,7 @@ from clover_jax.benchmark.targets import NoCompiler, Target
 from clover_jax.device_bytes import bytes_per_device, gathered_bytes, whole_over_rows
 from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
+from clover_jax.files import place_for
 from clover_jax.meshes import MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.models.shapes import cast_shapes
 from clover_jax.progress import passing_note
@@ -161,8 +161,10 @@ def dry_run_compiled(
     """Compile the step of a dry run for its target; None, said on stderr, without the compiler.
 
     program: a file for the compiled program's text. Raises UserError where a device cannot hold
-    what lies there between steps, or where the compiler says that the step does not fit.
+    what lies there between steps, where the compiler says that the step does not fit, or where
+    there is no folder for `program`.
     """
+    place = None if program is None else place_for(program, "--program")
     found.check_memory(at_rest=True)  # before minutes of compilation
     step = step_shapes(settings, _dtype(settings, target))
     try:
@@ -171,8 +173,8 @@ def dry_run_compiled(
     except NoCompiler as error:
         print(f"figures are computed only: {error}", file=sys.stderr, flush=True)
         return None
-    if program is not None:
-        Path(program).expanduser().write_text(compiled.text)
+    if place is not None:
+        place.write_text(compiled.text)
     return compiled.figures
 
 

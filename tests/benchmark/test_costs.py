@@ -1,11 +1,15 @@
 """The cost table's arithmetic, with the seconds of every program given."""
 
+import dataclasses
+
 import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark import costs
 from clover_jax.benchmark.loops import steps_at_once
 from clover_jax.benchmark.subject import load_subject, running_state
+from clover_jax.decoding.tree import parse_tree
+from clover_jax.drafters import registry
 
 FIRST, LEVEL, REST = 0.5, 0.25, 0.125
 
@@ -48,6 +52,14 @@ def test_what_is_left_of_a_step_hangs_on_no_size_that_was_not_measured(measure_c
     table = measure_costs(subject, levels=2, slots=(1, 26), widths=(1,))
     assert table.rest == pytest.approx(REST)
     assert {1, 26} <= dict(table.verify).keys()
+
+
+def test_a_head_of_one_position_has_costs_without_further_levels(measure_costs, subject):
+    config = dataclasses.replace(subject.head.config, num_positions=1, max_depth=1)
+    shallow = dataclasses.replace(subject, head=registry.head(config), tree=parse_tree("chain:1"))
+    table = measure_costs(shallow, levels=1, slots=(1, 8), widths=(1, 4))
+    assert (table.level, table.rest) == ((), pytest.approx(REST))
+    assert table.step(shallow.tree) == pytest.approx(FIRST + verified(2) + REST)
 
 
 def test_as_many_positions_wait_for_the_head_as_the_tree_may_accept(
