@@ -59,9 +59,9 @@ def generate(prompts: Path, draft: str, output: Path) -> subprocess.Popen:
 
 
 def resident(process: subprocess.Popen) -> int:
-    """Return the process's resident memory in kB."""
+    """Return the process's resident memory in kB; 0 when it is ending and has none."""
     lines = Path(f"/proc/{process.pid}/status").read_text().splitlines()
-    return int(next(line for line in lines if line.startswith("VmRSS")).split()[1])
+    return next((int(line.split()[1]) for line in lines if line.startswith("VmRSS")), 0)
 
 
 def count_rows(path: Path) -> int:
@@ -79,7 +79,9 @@ def test_a_long_run_keeps_every_row_and_its_memory(prompts, draft, tmp_path):
     whole, halves = tmp_path / "whole.jsonl", tmp_path / "halves.jsonl"
     process, memory = generate(prompts, draft, whole), {}
     while process.poll() is None:
-        memory[count_rows(whole)] = resident(process)
+        now = resident(process)
+        if now:
+            memory[count_rows(whole)] = now
         time.sleep(1)
     assert process.returncode == 1  # the rows that are none
     report = json.loads(whole.with_suffix(".stdout").read_text().splitlines()[-1])
