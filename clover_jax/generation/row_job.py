@@ -88,7 +88,7 @@ class RowJob:
         Returns whether the turn has ended.
         """
         row = progress.row
-        cut = self._stop_search.take(row.output_ids, ended=progress.done)
+        cut = self._stop_search.take(row.output_ids)
         if cut is not None:
             progress.stop()
             self.turns.append(_stopped_turn(row, cut))

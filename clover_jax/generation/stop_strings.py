@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
 
 
@@ -23,15 +23,15 @@ class Pieces(Protocol):
     def push(self, ids: Sequence[int]) -> str:
         """Return what more tokens settle."""
 
-    def finish(self) -> str:
-        """Return what was held back."""
+    def held(self) -> str:
+        """Return the rest, as it reads if nothing follows."""
+
+    def holds_back(self, ids: Sequence[int]) -> bool:
+        """Return whether text of some of these tokens may read otherwise after later ones."""
 
 
 class StopSearch:
-    """Looks for stop strings in one text as its tokens come.
-
-    It finds what `find_stop` finds in the whole text, after at most the tokens that settle it.
-    """
+    """Looks for stop strings in one text as its tokens come; it finds what `find_stop` does."""
 
     def __init__(self, stops: Sequence[str], open_pieces: Callable[[], Pieces]):
         """Begin a text; `open_pieces` gives it from its first token on."""
@@ -41,16 +41,17 @@ class StopSearch:
         self._recent = ""
         self._num_clean = 0
 
-    def take(self, ids: Sequence[int], *, ended: bool) -> StopCut | None:
+    def take(self, ids: Sequence[int]) -> StopCut | None:
         """Return where the text of all tokens so far is cut; None where it is not."""
         if not self._stops:
             return None
-        text = self._recent + self._pieces.push(ids[self._num_clean :])
-        if ended:
-            text += self._pieces.finish()
-        if _first(text, self._stops) is not None:
-            return find_stop(self._open, ids, self._stops, self._num_clean)
-        self._recent = text[max(len(text) - self._overlap, 0) :]
+        new, pieces = ids[self._num_clean :], self._pieces
+        # Token by token where one may undo what those before it read, else all at once.
+        for part in [[id_] for id_ in new] if pieces.holds_back(new) else [new]:
+            text = self._recent + pieces.push(part)
+            if _first(text + pieces.held(), self._stops) is not None:
+                return find_stop(self._open, ids, self._stops, self._num_clean)
+            self._recent = text[max(len(text) - self._overlap, 0) :]
         self._num_clean = len(ids)
         return None
 
@@ -63,17 +64,18 @@ def find_stop(
 ) -> StopCut | None:
     """Return where the first stop string cuts the text of `ids`; None where there is none.
 
-    First is the one that is settled by the fewest tokens; of several, the leftmost. So the answer
-    does not depend on how many tokens come at a time.
+    First is the one that the fewest tokens complete; of several, the leftmost. So the answer does
+    not depend on how many tokens come at a time.
 
-    num_clean: how many tokens settle a text without any.
+    num_clean: of how many tokens it is known that their text, and that of fewer, holds none.
 
     Example: with one letter a token, "a-b--c" and the stop "--" give StopCut(3, "a-b").
     """
     pieces = open_pieces()
-    text = pieces.push(ids[:num_clean])
-    for num_seen, piece in enumerate(_one_by_one(pieces, ids[num_clean:]), start=num_clean + 1):
-        text += piece
+    settled = pieces.push(ids[:num_clean])
+    for num_seen in range(num_clean + 1, len(ids) + 1):
+        settled += pieces.push(ids[num_seen - 1 : num_seen])
+        text = settled + pieces.held()
         position = _first(text, stops)
         if position is not None:
             return StopCut(_num_before(open_pieces, ids[:num_seen], position), text[:position])
@@ -89,18 +91,12 @@ def settled_length(text: str, stops: Sequence[str]) -> int:
     return min((_settled(text, stop) for stop in stops), default=len(text))
 
 
-def _one_by_one(pieces: Pieces, ids: Sequence[int]) -> Iterator[str]:
-    for id_ in ids:
-        yield pieces.push([id_])
-    yield pieces.finish()
-
-
 def _num_before(open_pieces: Callable[[], Pieces], ids: Sequence[int], position: int) -> int:
     """Return how many tokens have a text that ends at `position` or before."""
 
     def length(count: int) -> int:
         pieces = open_pieces()
-        return len(pieces.push(ids[:count]) + pieces.finish())
+        return len(pieces.push(ids[:count]) + pieces.held())
 
     # A stop string is short: the cut is near.
     return next((count for count in reversed(range(len(ids))) if length(count) <= position), 0)

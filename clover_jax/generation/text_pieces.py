@@ -29,8 +29,10 @@ class TextPieces:
         if turn is not self._turn:
             self._turn, self._num_tokens = turn, 0
             self.begin(turn.prompt_ids)
-        piece = self.push(turn.output_ids[self._num_tokens :], event.job.settings.stop)
-        self._num_tokens = len(turn.output_ids)
+        # A stop string is found in text that later tokens of the same chunk may undo.
+        ids = event.job.turns[-1].output_ids if event.turn_ended else turn.output_ids
+        piece = self.push(ids[self._num_tokens :], event.job.settings.stop)
+        self._num_tokens = len(ids)
         return piece + self.rest(event.job.turns[-1].text) if event.turn_ended else piece
 
     def begin(self, prompt_ids: Sequence[int]) -> None:

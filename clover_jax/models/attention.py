@@ -54,17 +54,14 @@ class Reading:
         """Return the positions read at a time of a cache of `size`, for B K G T queries."""
         if self.most_scores is None:
             return min(CACHE_CHUNK, size)
+        if size <= CACHE_CHUNK or size % CACHE_CHUNK:
+            return size
+        whole = size // CACHE_CHUNK
         # Two turns at least: a TPU updates a small cache that it has read whole in fast memory, and
         # writes it back whole.
-        chunk = _halved(size) if self.stops_early and size > CACHE_CHUNK else size
-        while chunk > CACHE_CHUNK and 4 * num_queries * chunk > self.most_scores:
-            chunk = _halved(chunk)
-        return chunk
-
-
-def _halved(size: int) -> int:
-    """Return a half, or the least chunk of what has no half in chunks."""
-    return size // 2 if size % (2 * CACHE_CHUNK) == 0 else CACHE_CHUNK
+        most = whole // 2 if self.stops_early else whole
+        most = min(most, self.most_scores // (4 * num_queries * CACHE_CHUNK))
+        return CACHE_CHUNK * next((n for n in range(most, 1, -1) if whole % n == 0), 1)
 
 
 # On GPU a trip count that depends on data makes the device wait for the host, a slice of the cache

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NEAR = 32  # tokens before others that may decide how those are spelt
-_LONG = 4 * _NEAR  # tokens to decode at once, of a text that streams
+_LONG = 2 * _NEAR  # tokens to decode at once, of a text that streams
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MOST_OPEN = 3  # bytes of a character that lacks its last
@@ -50,6 +50,7 @@ class TextStream:
         self._in_run = _run_tokens(tokenizer)
         self._ids = _near_context(tokenizer, context)
         self._num_emitted = _settled_length(tokenizer, self._ids)
+        self._held: str | None = None
 
     def push(self, ids: Sequence[int]) -> str:
         """Take in more tokens and return the text that they settle, perhaps "" for now."""
@@ -60,13 +61,25 @@ class TextStream:
         text = _decode(self._tokenizer, self._ids[:end])
         settled = text.rstrip(_INCOMPLETE)
         piece = self._emit(settled)
+        # Known without decoding, but in a run.
+        self._held = text[self._num_emitted :] if end == len(self._ids) else None
         if settled == text and len(self._ids) > _LONG:
             self._forget(end)
         return piece
 
+    def held(self) -> str:
+        """Return what is held back, as it reads if nothing follows."""
+        if self._held is None:
+            self._held = _decode(self._tokenizer, self._ids)[self._num_emitted :]
+        return self._held
+
     def finish(self) -> str:
         """Return what was held back; bytes that nothing completed become replacement characters."""
         return self._emit(_decode(self._tokenizer, self._ids))
+
+    def holds_back(self, ids: Sequence[int]) -> bool:
+        """Return whether text of some of these tokens may read otherwise after later ones."""
+        return any(id_ in self._in_run for id_ in ids)
 
     def _emit(self, text: str) -> str:
         piece = text[self._num_emitted :]

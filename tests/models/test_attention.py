@@ -49,10 +49,13 @@ def test_a_reading_takes_what_its_scores_allow():
     assert Reading(most_scores=2**30).chunk_of(1024, num_queries=1) == 512
     assert Reading(most_scores=2**30).chunk_of(256, num_queries=1) == 256
     assert Reading().chunk_of(4096, num_queries=1) == CACHE_CHUNK
-    assert Reading(most_scores=2**30).chunk_of(10240, num_queries=1) == 5120
-    for size in (1280, 10240, 14336):  # quarters of a power of two
-        chunk = Reading(most_scores=1).chunk_of(size, num_queries=1)
-        assert (chunk, size % chunk) == (CACHE_CHUNK, 0)
+    # Five quarters of a power of two have other parts than halves.
+    chunks = [
+        Reading(most_scores=4 * most).chunk_of(10240, num_queries=1) for most in (10**6, 4096)
+    ]
+    assert chunks == [5120, 2560]
+    assert READINGS["tpu"].chunk_of(10240, num_queries=16 * 32 * 26) == 512
+    assert READINGS["tpu"].chunk_of(1280, num_queries=1) == CACHE_CHUNK
     assert Reading().chunk_of(100, num_queries=1) == 100
 
 

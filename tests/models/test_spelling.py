@@ -85,9 +85,12 @@ def test_a_long_stream_after_a_prompt_forgets_nothing_that_matters(tokenizers, k
     tokenizer = tokenizers[kind]
     prompt = [id_ for chunk in draw_chunks(data, tokenizer, 4) for id_ in chunk]
     chunks = draw_chunks(data, tokenizer, 8) * 12 + draw_chunks(data, tokenizer, 8)
-    stream = TextStream(tokenizer, prompt)
-    text = "".join(stream.push(chunk) for chunk in chunks) + stream.finish()
-    assert text == decode_text(tokenizer, [id_ for chunk in chunks for id_ in chunk], prompt)
+    stream, text, seen = TextStream(tokenizer, prompt), "", []
+    for chunk in chunks:
+        text += stream.push(chunk)
+        seen += chunk
+        assert text + stream.held() == decode_text(tokenizer, seen, prompt)
+    assert text + stream.finish() == decode_text(tokenizer, seen, prompt)
 
 
 def test_a_push_decodes_few_tokens_however_long_the_text(tokenizers, monkeypatch):
