@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from typing import Any
 
 import jax
@@ -25,7 +24,6 @@ from clover_jax.device_bytes import bytes_per_device
 from clover_jax.dtypes import exact_matmuls
 from clover_jax.errors import UserError
 from clover_jax.meshes import MeshShape, make_mesh, parse_mesh
-from clover_jax.models.attention import READINGS
 from clover_jax.sharding import decode_state_shardings, param_shardings, with_shardings
 
 DRAFTING = ("absorb", "draft")
@@ -136,8 +134,7 @@ def compile_step(
     text = compiled.program.as_text()
     program = Program(text)
     memory = compiled.program.memory_analysis()
-    queries = batch * subject.base.num_heads * (subject.tree.num_nodes + 1)
-    trips = math.ceil(context / READINGS[target.platform].chunk_of(size, queries))
+    trips = functools.partial(figures.cache_turns, program, context)
     moved = sum_by_part(
         program,
         lambda where, one: program.moved_bytes(where, one) * figures.times(program, where, trips),

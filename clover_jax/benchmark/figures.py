@@ -6,13 +6,14 @@ trips: how often loops run whose count is data; a program does not say.
 from __future__ import annotations
 
 import collections
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.benchmark.hlo import Program
+from clover_jax.benchmark.hlo import Program, Trips
 from clover_jax.benchmark.hlo_parts import PARTS, sum_by_part
 from clover_jax.benchmark.hlo_text import Computation, Instruction, short_source
 from clover_jax.benchmark.targets import Chip
@@ -22,9 +23,18 @@ WORTH_NAMING = 64 * 1024  # bytes; smaller ops are latency
 MEBI = 2**20
 
 
-def times(program: Program, computation: Computation, trips: int) -> int:
+def times(program: Program, computation: Computation, trips: Trips) -> int:
     """Return how often a computation runs."""
     return program.executed[computation.name].times(trips)
+
+
+def cache_turns(program: Program, context: int, body: str) -> int:
+    """Return how often a loop over a cache of `context` live positions runs, by its body.
+
+    Every part of a step reads by a chunk of its own: how much a slice of [B, K, S, H] cuts.
+    """
+    chunks = [cut.dims[2] for cut in program.slices(body) if len(cut.dims) == 4]
+    return math.ceil(context / max(chunks)) if chunks else 1
 
 
 def compilers_cost(compiled: Any, name: str) -> float | None:
@@ -37,7 +47,7 @@ def compilers_cost(compiled: Any, name: str) -> float | None:
 
 
 def estimated_seconds(
-    program: Program, chip: Chip, trips: int, parts: Sequence[str] = PARTS
+    program: Program, chip: Chip, trips: Trips, parts: Sequence[str] = PARTS
 ) -> dict[str, float] | None:
     """Return the compiler's cycle estimates by part of the step; None where it gives none."""
     cycles = sum_by_part(
@@ -82,7 +92,7 @@ def listed(instructions: Iterable[Instruction]) -> list[str]:
     return [f"{count} x {name}" for name, count in counts.most_common()]
 
 
-def costly(program: Program, chip: Chip, trips: int) -> list[str]:
+def costly(program: Program, chip: Chip, trips: Trips) -> list[str]:
     """Return what costs most above the time that its bytes take.
 
     Where the compiler estimates no cycles, what writes most to memory.

@@ -10,10 +10,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-from collections.abc import Iterator
+import math
+from collections.abc import Callable, Iterator
 
 from clover_jax.benchmark.hlo_bytes import is_in_place, moved_bytes, written_bytes
-from clover_jax.benchmark.hlo_text import CONTROL, Computation, Instruction, parse
+from clover_jax.benchmark.hlo_text import CONTROL, ArrayShape, Computation, Instruction, parse
 
 COLLECTIVES = (
     "all-gather",
@@ -26,22 +27,27 @@ COLLECTIVES = (
 )
 
 
+# Of loops that do not say it: how often they run, or how often by the name of the body.
+Trips = int | Callable[[str], int]
+
+
 @dataclasses.dataclass(frozen=True)
 class Loops:
-    """The loops around something: the product of the known trip counts, and how many are not."""
+    """The loops around something: the product of the known trip counts, and the others' bodies."""
 
     known: int = 1
-    unknown: int = 0
+    unknown: tuple[str, ...] = ()
 
-    def within(self, trips: int | None) -> Loops:
+    def within(self, trips: int | None, body: str) -> Loops:
         """Return these loops with one more inside."""
         if trips is None:
-            return Loops(self.known, self.unknown + 1)
+            return Loops(self.known, (*self.unknown, body))
         return Loops(self.known * trips, self.unknown)
 
-    def times(self, trips: int) -> int:
-        """Return how often it runs, where every unknown loop has so many trips."""
-        return self.known * trips**self.unknown
+    def times(self, trips: Trips) -> int:
+        """Return how often it runs, where an unknown loop has so many trips."""
+        counts = (trips if isinstance(trips, int) else trips(body) for body in self.unknown)
+        return self.known * math.prod(counts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +86,7 @@ class Program:
                     if target in self.computations and target not in found:
                         loops = found[name]
                         if instruction.opcode == "while":
-                            loops = loops.within(self._trip_count(instruction))
+                            loops = loops.within(self._trip_count(instruction), instruction.body)
                         found[target] = loops
                         pending.append(target)
         return found
@@ -106,6 +112,14 @@ class Program:
             for instruction in computation.instructions.values():
                 if not instruction.is_free and not instruction.opcode.startswith("async-start"):
                     yield computation, instruction
+
+    def slices(self, name: str) -> Iterator[ArrayShape]:
+        """Yield what dynamic slices cut, in a computation and in those fused into it."""
+        for instruction in self.computations[name].instructions.values():
+            if instruction.opcode == "dynamic-slice":
+                yield from instruction.results
+            if instruction.calls:
+                yield from self.slices(instruction.calls)
 
     def moved_bytes(self, computation: Computation, instruction: Instruction) -> int:
         """Return the bytes that an instruction reads from and writes to main memory."""

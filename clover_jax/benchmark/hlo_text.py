@@ -94,6 +94,11 @@ class Instruction:
     trips: int | None = None
 
     @property
+    def body(self) -> str:
+        """The computation that a loop repeats."""
+        return next((name for name in self.runs if name != self.condition), self.runs[0])
+
+    @property
     def is_free(self) -> bool:
         """Whether it moves nothing by itself."""
         return self.opcode in _ALIASES | CONTROL or self.opcode.endswith(_ENDS)

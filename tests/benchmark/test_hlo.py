@@ -1,8 +1,11 @@
 """Reading compiled programs: small ones made here, and the forms that TPU programs come in."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
+from clover_jax.benchmark.figures import cache_turns
 from clover_jax.benchmark.hlo import Program, Sent
 from clover_jax.benchmark.hlo_parts import part_of, sum_by_part
 from clover_jax.benchmark.hlo_text import short_source
@@ -129,6 +132,44 @@ ENTRY %main (weights: bf16[4,64], loop: f32[8]) -> f32[8] {
 """  # noqa: E501
 
 
+# Two loops that read a cache, by 1024 positions and, in a fusion, by 256.
+CACHES = """\
+HloModule caches
+
+%cut (c.2: bf16[2,4,2048,8], i.2: s32[]) -> bf16[2,4,256,8] {
+  %c.2 = bf16[2,4,2048,8]{3,2,1,0} parameter(0)
+  %i.2 = s32[] parameter(1)
+  ROOT %slice.2 = bf16[2,4,256,8]{3,2,1,0} dynamic-slice(%c.2, %i.2, %i.2, %i.2, %i.2), dynamic_slice_sizes={2,4,256,8}
+}
+
+%long (a: bf16[2,4,2048,8]) -> bf16[2,4,2048,8] {
+  %a = bf16[2,4,2048,8]{3,2,1,0} parameter(0)
+  %i.1 = s32[] constant(3)
+  ROOT %slice.1 = bf16[2,4,1024,8]{3,2,1,0} dynamic-slice(%a, %i.1, %i.1, %i.1, %i.1), dynamic_slice_sizes={2,4,1024,8}
+}
+
+%long_below (a.1: bf16[2,4,2048,8]) -> pred[] {
+  ROOT %a.1 = bf16[2,4,2048,8]{3,2,1,0} parameter(0)
+}
+
+%short (b: bf16[2,4,2048,8]) -> bf16[2,4,2048,8] {
+  %b = bf16[2,4,2048,8]{3,2,1,0} parameter(0)
+  %i.3 = s32[] constant(3)
+  ROOT %fused = bf16[2,4,256,8]{3,2,1,0} fusion(%b, %i.3), kind=kLoop, calls=%cut
+}
+
+%short_below (b.1: bf16[2,4,2048,8]) -> pred[] {
+  ROOT %b.1 = bf16[2,4,2048,8]{3,2,1,0} parameter(0)
+}
+
+ENTRY %main (cache: bf16[2,4,2048,8]) -> bf16[2,4,2048,8] {
+  %cache = bf16[2,4,2048,8]{3,2,1,0} parameter(0)
+  %while.1 = bf16[2,4,2048,8]{3,2,1,0} while(%cache), condition=%long_below, body=%long
+  ROOT %while.2 = bf16[2,4,2048,8]{3,2,1,0} while(%while.1), condition=%short_below, body=%short
+}
+"""  # noqa: E501
+
+
 def moved(program, name):
     return next(program.moved_bytes(c, i) for c, i in program.instructions() if i.name == name)
 
@@ -147,6 +188,18 @@ def test_a_loop_s_trips_are_those_of_its_condition():
         "body": 4,
         "below_4": 4,
         "open_body": 7,
+    }
+
+
+def test_loops_over_caches_have_trips_of_their_own():
+    loops = Program(CACHES).executed
+    turns = functools.partial(cache_turns, Program(CACHES), 2040)
+    assert {name: found.times(turns) for name, found in loops.items()} == {
+        "main": 1,
+        "long": 2,
+        "long_below": 2,
+        "short": 8,
+        "short_below": 8,
     }
 
 
