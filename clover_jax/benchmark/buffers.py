@@ -12,13 +12,16 @@ XLA writes the assignment of buffers to the folder `xla_dump_to`. It is read for
 
 from __future__ import annotations
 
+import contextlib
 import re
 import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled, Lowered
 
 from clover_jax.decoding.compiler_options import Options
@@ -51,7 +54,7 @@ class CompiledProgram(NamedTuple):
 
 def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> CompiledProgram:
     """Compile, anew even where a cache has it, and read what is allocated."""
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, _without_cache():
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder})
         seconds = time.perf_counter() - started
@@ -60,6 +63,19 @@ def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> Co
         counted = compiled.memory_analysis().temp_size_in_bytes
         found = Temporaries(allocated=counted, filled=counted)
     return CompiledProgram(compiled, seconds, found)
+
+
+@contextlib.contextmanager
+def _without_cache() -> Iterator[None]:
+    """Keep a program out of the cache on disk: that of another target cannot be read again."""
+    before = jax.config.jax_enable_compilation_cache
+    jax.config.update("jax_enable_compilation_cache", False)
+    compilation_cache.reset_cache()  # it remembers whether it is used
+    try:
+        yield
+    finally:
+        jax.config.update("jax_enable_compilation_cache", before)
+        compilation_cache.reset_cache()
 
 
 def read_temporaries(folder: Path) -> Temporaries | None:
