@@ -31,7 +31,9 @@ def decode_text(
 
 
 class TextStream:
-    """Turn tokens into text piece by piece; the pieces joined are `decode_text` of all tokens.
+    """Turn tokens into text piece by piece.
+
+    The pieces joined, and what is held back in the end, are `decode_text` of all tokens.
 
     context: tokens before the first, as for `decode_text`.
 
@@ -42,7 +44,7 @@ class TextStream:
         stream = TextStream(tokenizer)
         stream.push([5])  # ""
         stream.push([6, 7])  # "é!"
-        stream.finish()  # ""
+        stream.held()  # ""
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, context: Sequence[int] = ()):
@@ -68,14 +70,13 @@ class TextStream:
         return piece
 
     def held(self) -> str:
-        """Return what is held back, as it reads if nothing follows."""
+        """Return what is held back, as it reads if nothing follows.
+
+        Bytes that nothing completed are replacement characters then.
+        """
         if self._held is None:
             self._held = _decode(self._tokenizer, self._ids)[self._num_emitted :]
         return self._held
-
-    def finish(self) -> str:
-        """Return what was held back; bytes that nothing completed become replacement characters."""
-        return self._emit(_decode(self._tokenizer, self._ids))
 
     def holds_back(self, ids: Sequence[int]) -> bool:
         """Return whether text of some of these tokens may read otherwise after later ones."""
