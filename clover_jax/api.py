@@ -27,14 +27,14 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from clover_jax.data.prompts import Prompt, parse_prompt
-from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
-from clover_jax.generation.models import Models, load_plain, with_draft
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.text_pieces import TextPieces
-from clover_jax.jsonl import plain_values
-from clover_jax.meshes import mesh_for
+from clover_jax.loading.models import Models, load_plain, with_draft
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.sharding.meshes import mesh_for
+from clover_jax.storage.jsonl import plain_values
 from clover_jax.training.run import run_training
 from clover_jax.training.setting_checks import check_settings
 from clover_jax.training.settings import TrainSettings

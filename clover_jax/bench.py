@@ -15,7 +15,7 @@ memory, bytes moved against the floor, copies of caches and weights, collectives
 import sys
 
 from clover_jax import cli
-from clover_jax.decoding_flags import define_int8_flag
+from clover_jax.cli.decoding_flags import define_int8_flag
 from clover_jax.errors import UserError
 
 
@@ -55,7 +55,7 @@ def main(flags) -> int:
         return cli.STATUS_OK
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
-    from clover_jax.device_memory import advise_on_memory
+    from clover_jax.runtime.device_memory import advise_on_memory
 
     sizes = "--batch_sizes" if flags.sweep else "--batch_size"
     advice = f"give smaller {sizes}, --context or --tree, --dtype=bfloat16 or --int8=base,draft"
@@ -109,7 +109,7 @@ def _numbers(name: str, words: list[str]) -> list[int]:
 def _compile(flags) -> dict:
     import os
 
-    from clover_jax.benchmark.targets import parse_target, prepare_environment
+    from clover_jax.xla.targets import parse_target, prepare_environment
 
     target = parse_target(flags.target)
     prepare_environment(target, os.environ)  # before JAX is imported

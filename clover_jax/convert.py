@@ -58,8 +58,8 @@ def define_flags(flags):
 
 def main(flags) -> int:
     """Run the command."""
+    from clover_jax.conversion.conversion import ConvertOptions, convert
     from clover_jax.errors import UserError
-    from clover_jax.interchange.conversion import ConvertOptions, convert
 
     for name in ("input", "output"):
         if not flags[name].value:

@@ -17,7 +17,7 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
-from clover_jax.decoding_flags import define_decoding_flags, generation_settings
+from clover_jax.cli.decoding_flags import define_decoding_flags, generation_settings
 
 
 def define_flags(flags):

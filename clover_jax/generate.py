@@ -9,7 +9,7 @@ where it was when it is repeated with the same --output.
 import sys
 
 from clover_jax import cli
-from clover_jax.decoding_flags import define_decoding_flags, generation_settings
+from clover_jax.cli.decoding_flags import define_decoding_flags, generation_settings
 
 
 def define_flags(flags):

@@ -20,8 +20,8 @@ from pathlib import Path
 from absl import flags as absl_flags
 
 from clover_jax import cli
-from clover_jax.command_flags import define_template_flag
-from clover_jax.decoding_flags import define_sampling_flags
+from clover_jax.cli.command_flags import define_template_flag
+from clover_jax.cli.decoding_flags import define_sampling_flags
 from clover_jax.errors import UserError
 
 

@@ -22,7 +22,7 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
-from clover_jax.command_flags import define_template_flag
+from clover_jax.cli.command_flags import define_template_flag
 from clover_jax.errors import UserError
 
 
@@ -147,7 +147,7 @@ def main(flags: absl_flags.FlagValues) -> int:
     if flags.target:
         raise UserError(f"--target={flags.target} is for --dry_run; a run takes what is here")
     from clover_jax import api
-    from clover_jax.distributed import is_primary, joined_processes
+    from clover_jax.runtime.distributed import is_primary, joined_processes
 
     workdir = cli.workdir_of(flags, "train")
     with joined_processes(), cli.stop_signals_as_event() as stop:
@@ -160,12 +160,12 @@ def main(flags: absl_flags.FlagValues) -> int:
 
 def _dry_run(settings, flags: absl_flags.FlagValues) -> int:
     """Print what a run would take; raises UserError where it cannot fit."""
-    from clover_jax.benchmark.targets import parse_target, prepare_environment
+    from clover_jax.xla.targets import parse_target, prepare_environment
 
     target = parse_target(flags.target) if flags.target else None
     if target is not None:
         prepare_environment(target, os.environ)  # before JAX is imported
-    from clover_jax.training.dry_run import dry_run, dry_run_compiled
+    from clover_jax.benchmark.dry_run import dry_run, dry_run_compiled
 
     found = dry_run(settings, flags.mesh, target)
     print("\n".join(found.lines()), flush=True)

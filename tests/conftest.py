@@ -69,8 +69,8 @@ def fixtures_dir() -> Path:
 @pytest.fixture(params=["in a loop", "by calls"])
 def way(request, monkeypatch) -> str:
     """How a program runs again and again: as on CPU, and as on an accelerator."""
-    from clover_jax.benchmark import loops
     from clover_jax.decoding import chunk, repeated
+    from clover_jax.timing import loops
 
     for module in (repeated, chunk, loops):
         monkeypatch.setattr(module, "loops_on_device", lambda: request.param == "in a loop")

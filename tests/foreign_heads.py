@@ -7,14 +7,14 @@ import numpy as np
 
 from clover_jax.array_types import Params
 from clover_jax.config import DrafterConfig
-from clover_jax.drafters.directory import Card
+from clover_jax.interchange.directory import Card
 from clover_jax.interchange.layouts import LAYOUTS
 from clover_jax.interchange.read_head import read_head
 from clover_jax.interchange.stored_head import StoredHead
 from clover_jax.interchange.write_head import num_units, write_foreign
-from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import fingerprint
-from clover_jax.progress import progress_bar
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.fingerprint import fingerprint
+from clover_jax.runtime.progress import progress_bar
 
 
 def write_layout(

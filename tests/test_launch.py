@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from clover_jax import train
-from clover_jax.command_flags import parse_flags
+from clover_jax.cli.command_flags import parse_flags
 from tests.conftest import REPOSITORY
 
 FLAGS = ("--flagfile=experiments/clover2.flags", "--data=a file.jsonl", '--workdir=runs/"x"')

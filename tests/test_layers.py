@@ -1,56 +1,65 @@
-"""The table of layers in WORKSPACE.md is what the imports are."""
+"""The package is layered: no folder imports another that imports it, directly or through others."""
 
 import ast
-import re
-from fnmatch import fnmatch
 
 import pytest
 
 from tests.conftest import REPOSITORY
 
 PACKAGE = REPOSITORY / "clover_jax"
-MODULES = sorted(
-    path.relative_to(PACKAGE).with_suffix("").as_posix()
-    for path in PACKAGE.rglob("*.py")
-    if path.name != "__init__.py"
-)
+MODULES = sorted(PACKAGE.rglob("*.py"))
+# A folder of the package, or a module in its root.
+UNITS = {path.relative_to(PACKAGE).parts[0].removesuffix(".py") for path in MODULES}
+
+
+def imported_units(source):
+    """Return the folders and root modules that a module imports, inside functions too."""
+    names = set()
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            names |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            names |= {f"{node.module}.{alias.name}" for alias in node.names}
+    parts = [name.split(".") for name in names]
+    return {rest[0] for root, *rest in parts if root == "clover_jax" and rest} & UNITS
+
+
+def reachable(imports, start):
+    seen, pending = set(), [start]
+    while pending:
+        for other in imports[pending.pop()] - seen:
+            seen.add(other)
+            pending.append(other)
+    return seen
 
 
 @pytest.fixture(scope="module")
-def layers():
-    """Return the patterns of every line of the table, from the commands down."""
-    page = (REPOSITORY / "WORKSPACE.md").read_text()
-    table = page.split("| layer | where |")[1].split("\n\n")[0]
-    rows = [line.split("|")[2] for line in table.splitlines()[2:]]
-    return [re.findall(r"[\w/*]+", " ".join(re.findall("`([^`]*)`", row))) for row in rows]
+def imports():
+    """Return for each unit the units that its modules import, itself left out."""
+    found = {unit: set() for unit in UNITS}
+    for path in MODULES:
+        unit = path.relative_to(PACKAGE).parts[0].removesuffix(".py")
+        found[unit] |= imported_units(path.read_text()) - {unit}
+    return found
 
 
-def layer_of(module, layers):
-    """Return the number of a module's line; a whole name goes before a folder's star."""
-    for pattern in (module, f"{module.split('/')[0]}/*"):
-        found = [i for i, patterns in enumerate(layers) if pattern in patterns]
-        if found:
-            return found[0]
-    raise AssertionError(f"clover_jax/{module}.py is in no line of the table")
+def test_no_folder_imports_another_that_imports_it(imports):
+    assert {unit for unit in UNITS if unit in reachable(imports, unit)} == set()
 
 
-def imported(module):
-    """Yield the modules of the package that a module imports, inside functions too."""
-    for node in ast.walk(ast.parse((PACKAGE / f"{module}.py").read_text())):
-        if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("clover_jax"):
-            prefix = node.module.split(".")[1:]
-            names = ["/".join([*prefix, alias.name]) for alias in node.names]
-            found = {name if name in MODULES else "/".join(prefix) for name in names}
-            yield from found & {*MODULES}
+def test_the_network_the_heads_and_the_step_know_nothing_of_what_runs_them(imports):
+    above = {"training", "generation", "evaluation", "preparation", "cli", "benchmark", "api"}
+    for unit in ("models", "drafters", "decoding", "sharding", "pretrained", "interchange", "data"):
+        assert reachable(imports, unit) & above == set(), unit
+    assert imports["models"] <= {"array_types", "config", "errors"}
 
 
-def test_a_lower_layer_never_imports_a_higher_one(layers):
-    for module in MODULES:
-        here = layer_of(module, layers)
-        for other in imported(module):
-            assert layer_of(other, layers) >= here, f"{module} imports {other}"
+def test_the_first_screen_is_the_method():
+    loose = {path.name for path in PACKAGE.glob("*.py")} - {"__init__.py"}
+    assert len(loose) <= 14
 
 
-def test_every_name_in_the_table_is_there(layers):
-    for pattern in (pattern for patterns in layers for pattern in patterns):
-        assert any(fnmatch(module, pattern) for module in MODULES), pattern
+def test_the_map_names_every_folder():
+    page = (REPOSITORY / "WORKSPACE.md").read_text().split("## Map")[1].split("\n## ")[0]
+    folders = {path.parent.name for path in PACKAGE.glob("*/__init__.py")}
+    assert {folder for folder in folders if f"`{folder}`" not in page} == set()

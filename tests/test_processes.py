@@ -82,14 +82,14 @@ def test_two_processes_train_as_one_does_with_their_devices(train, prepared, tmp
 # Process 0 prints the rows of a batch that is split over two processes, run as accelerators do.
 DECODED = """
 import json
-from clover_jax.distributed import is_primary, joined_processes
+from clover_jax.runtime.distributed import is_primary, joined_processes
 
 with joined_processes():
     from clover_jax.decoding import chunk
     from clover_jax.decoding.engine import Engine
     from clover_jax.decoding.requests import Request
     from clover_jax.decoding.tree import parse_tree
-    from clover_jax.meshes import make_mesh, parse_mesh
+    from clover_jax.sharding.meshes import make_mesh, parse_mesh
     from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
     chunk.loops_on_device = lambda: False
@@ -163,7 +163,7 @@ def test_the_launcher_ends_all_when_one_fails():
 
 def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
     source = (
-        "from clover_jax.distributed import joined_processes\n"
+        "from clover_jax.runtime.distributed import joined_processes\n"
         "from clover_jax.errors import UserError\n"
         "with joined_processes():\n"
         "    raise UserError('the hub cannot be reached (Connection reset by peer)')\n"

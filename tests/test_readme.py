@@ -6,7 +6,7 @@ import shlex
 
 import pytest
 
-from clover_jax.command_flags import parse_flags
+from clover_jax.cli.command_flags import parse_flags
 from tests.conftest import REPOSITORY
 
 README = (REPOSITORY / "README.md").read_text()

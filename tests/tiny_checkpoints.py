@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.config import BaseConfig
-from clover_jax.models.base import BaseModel
+from clover_jax.pretrained.base import BaseModel
 from tests import tiny_models
 from tests.tiny_models import TINY
 

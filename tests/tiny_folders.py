@@ -7,10 +7,10 @@ import jax
 
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
-from clover_jax.drafters.directory import save_draft
-from clover_jax.models.fingerprint import fingerprint
-from clover_jax.models.loading import load_base
-from clover_jax.training.base_folder import save_base
+from clover_jax.interchange.directory import save_draft
+from clover_jax.pretrained.fingerprint import fingerprint
+from clover_jax.pretrained.loading import load_base
+from experiments.tiny_base.base_folder import save_base
 from tests.tiny_models import TINY, random_base
 from tests.tiny_tokenizers import save_byte_level
 

@@ -15,7 +15,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters import registry
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.models.shapes import SHAPES
+from clover_jax.pretrained.shapes import SHAPES
 
 TINY = BaseConfig(
     vocab_size=96,

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import Array
-from clover_jax.benchmark.timing import time_in_turns
+from clover_jax.timing.turns import time_in_turns
 
 READ_BYTES = 256 * 2**20  # far beyond any cache
 COPY_BYTES = 2**30

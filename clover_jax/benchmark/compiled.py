@@ -9,22 +9,22 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.benchmark import figures
-from clover_jax.benchmark.buffers import compile_with_buffers
-from clover_jax.benchmark.hlo import Program
-from clover_jax.benchmark.hlo_parts import sum_by_part
-from clover_jax.benchmark.subject import Subject, cache_size, state_shapes
-from clover_jax.benchmark.targets import Target, find_devices
-from clover_jax.benchmark.work import count_work
 from clover_jax.decoding.compiler_options import options_for
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
-from clover_jax.device_bytes import bytes_per_device
-from clover_jax.dtypes import exact_matmuls
 from clover_jax.errors import UserError
-from clover_jax.meshes import MeshShape, make_mesh, parse_mesh
-from clover_jax.sharding import decode_state_shardings, param_shardings, with_shardings
+from clover_jax.loading.subject import Subject, cache_size, state_shapes
+from clover_jax.runtime.dtypes import exact_matmuls
+from clover_jax.sharding.device_bytes import bytes_per_device
+from clover_jax.sharding.meshes import MeshShape, make_mesh, parse_mesh
+from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings
+from clover_jax.xla import program_figures as figures
+from clover_jax.xla.buffers import compile_with_buffers
+from clover_jax.xla.hlo import Program
+from clover_jax.xla.hlo_parts import sum_by_part
+from clover_jax.xla.targets import Target, find_devices
+from clover_jax.xla.work import count_work
 
 DRAFTING = ("absorb", "draft")
 

@@ -8,11 +8,11 @@ from typing import Any
 import jax.numpy as jnp
 
 from clover_jax.benchmark.compiled import CompiledStep, compile_step
-from clover_jax.benchmark.subject import fitting_context, shape_subject
-from clover_jax.benchmark.targets import Target
-from clover_jax.benchmark.versions import versions
-from clover_jax.files import place_for
-from clover_jax.progress import passing_note
+from clover_jax.loading.subject import fitting_context, shape_subject
+from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.versions import versions
+from clover_jax.storage.files import place_for
+from clover_jax.xla.targets import Target
 
 GIGA = 1e9
 

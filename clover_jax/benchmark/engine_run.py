@@ -5,11 +5,11 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterator
 
-from clover_jax.benchmark.subject import Subject
-from clover_jax.benchmark.timing import WARM_UP, Run
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Progress, Request
 from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.loading.subject import Subject
+from clover_jax.timing.turns import WARM_UP, Run
 
 
 class EngineRun:

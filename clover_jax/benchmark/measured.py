@@ -8,11 +8,11 @@ from typing import Any
 
 from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
-from clover_jax.benchmark.loops import STEPS
-from clover_jax.benchmark.parts import Bench, Part, chunk_run, stage_parts, step_part
-from clover_jax.benchmark.subject import Subject, cache_size, running_state
-from clover_jax.benchmark.timing import WARM_UP, time_in_turns
 from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.loading.subject import Subject, cache_size, running_state
+from clover_jax.timing.loops import STEPS
+from clover_jax.timing.parts import Bench, Part, chunk_run, stage_parts, step_part
+from clover_jax.timing.turns import WARM_UP, time_in_turns
 
 STAGES = ("absorb", "draft", "verify", "accept", "commit")
 

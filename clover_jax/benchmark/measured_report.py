@@ -10,11 +10,11 @@ import jax
 
 from clover_jax.benchmark import sweep
 from clover_jax.benchmark.measured import STAGES, Measurement, measure, room_for
-from clover_jax.benchmark.subject import Subject, fitting_context, load_subject
-from clover_jax.benchmark.versions import versions
-from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
-from clover_jax.progress import passing_note
+from clover_jax.loading.subject import Subject, fitting_context, load_subject
+from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.versions import versions
 
 
 def measure_and_describe(

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clover_jax.benchmark.costs import WIDTHS, measure_costs
-from clover_jax.benchmark.subject import Subject
-from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.errors import UserError
-from clover_jax.files import atomic_file
+from clover_jax.loading.subject import Subject
+from clover_jax.storage.files import atomic_file
+from clover_jax.tree_search.costs import WIDTHS, measure_costs
+from clover_jax.tree_search.tree_choice import CostTable
 
 FIGURE = "costs.png"
 

@@ -16,7 +16,7 @@ from clover_jax.data.corpus import builtin_documents
 from clover_jax.data.prepared import is_prepared
 from clover_jax.data.records import Record, Text, parse_row, split_by_hash
 from clover_jax.errors import UserError
-from clover_jax.row_writer import is_row_manifest
+from clover_jax.storage.row_writer import is_row_manifest
 
 BUILTIN = "builtin:python"
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}

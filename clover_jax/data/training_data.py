@@ -14,7 +14,7 @@ from clover_jax.data.records import Record, data_hash
 from clover_jax.data.sample_checks import DEFAULT_MAX_CUT, look_at
 from clover_jax.data.samples import RecordSamples, Samples
 from clover_jax.errors import UserError
-from clover_jax.models.tokenizer import tokenizer_hash
+from clover_jax.tokenizers.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

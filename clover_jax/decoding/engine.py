@@ -18,7 +18,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
-from clover_jax.compile_clock import CompileClock
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.chunk import Records, compile_chunk, read_records
@@ -42,6 +41,7 @@ from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.runtime.compile_clock import CompileClock
 
 
 class Engine:

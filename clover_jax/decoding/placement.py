@@ -16,8 +16,13 @@ from jax.sharding import Mesh
 from clover_jax.array_types import Array, PyTree
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import Weights
-from clover_jax.meshes import shape_of
-from clover_jax.sharding import decode_state_shardings, param_shardings, put_whole, replicated
+from clover_jax.sharding.meshes import shape_of
+from clover_jax.sharding.placement import (
+    decode_state_shardings,
+    param_shardings,
+    put_whole,
+    replicated,
+)
 
 
 @dataclasses.dataclass(frozen=True)

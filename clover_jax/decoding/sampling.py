@@ -69,6 +69,15 @@ class SamplingConfig(JsonConfig):
 GREEDY = SamplingConfig()
 
 
+@dataclasses.dataclass(frozen=True)
+class Warping(JsonConfig):
+    """How a row's distribution is warped: temperature 0 is greedy, top_k 0 and top_p 1 keep all."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+
+
 @struct.dataclass
 class RowSampling:
     """Each row's own settings.

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jax.sharding import PartitionSpec
 
 from clover_jax.array_types import Array, Float, Int, typed
-from clover_jax.sharding import logits_spec
+from clover_jax.sharding.placement import logits_spec
 
 CHUNK = 1024
 

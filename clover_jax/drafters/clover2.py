@@ -26,12 +26,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
-from clover_jax.drafters.augmenting import (
-    absorb_positions,
-    augment,
-    check_depth,
-    from_last_layer,
-)
+from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, init_cache

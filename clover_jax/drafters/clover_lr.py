@@ -44,20 +44,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.drafters.attention_decoder import (
-    AttentionDecoder,
-    unit,
-    with_matrices,
-)
+from clover_jax.drafters.attention_decoder import AttentionDecoder, unit, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
 from clover_jax.drafters.clover_lr_config import CloverLRConfig, make_config
 from clover_jax.drafters.drafted_tokens import most_probable_tokens, some_replaced
-from clover_jax.drafters.drafter import (
-    Frozen,
-    frozen_from_base,
-    output_matrix,
-    with_draft_rows,
-)
+from clover_jax.drafters.drafter import Frozen, frozen_from_base, output_matrix, with_draft_rows
 from clover_jax.drafters.recurrence import GatedRecurrence
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.cache import Cache, init_cache

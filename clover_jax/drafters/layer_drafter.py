@@ -25,7 +25,7 @@ from clover_jax.drafters.drafter import Frozen
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, init_cache
 from clover_jax.models.decoder import Attend, attend
-from clover_jax.models.distance import Distance
+from clover_jax.models.position_bias import Distance
 
 
 def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> LayerConfig:

@@ -21,12 +21,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec
 from clover_jax.drafters.augmenting import take_last
-from clover_jax.drafters.drafter import (
-    Frozen,
-    frozen_from_base,
-    output_matrix,
-    with_draft_rows,
-)
+from clover_jax.drafters.drafter import Frozen, frozen_from_base, output_matrix, with_draft_rows
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import project

@@ -12,9 +12,9 @@ from clover_jax.evaluation.drawing import grouped_bars, new_figure, save
 from clover_jax.evaluation.markdown import number, spread, table
 from clover_jax.evaluation.options import VANILLA
 from clover_jax.evaluation.report import FORMAT, JSON
-from clover_jax.files import write_json, write_text
-from clover_jax.json_files import read_json_object
-from clover_jax.jsonl import plain_values
+from clover_jax.storage.files import write_json, write_text
+from clover_jax.storage.json_files import read_json_object
+from clover_jax.storage.jsonl import plain_values
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

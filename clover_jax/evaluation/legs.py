@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.jsonl import append_row, keep_rows, read_rows
+from clover_jax.storage.jsonl import append_row, keep_rows, read_rows
 
 LEGS = "legs.jsonl"
 

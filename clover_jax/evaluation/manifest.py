@@ -12,7 +12,7 @@ import jax
 
 from clover_jax.decoding.tree import portable_name
 from clover_jax.evaluation.methods import Method
-from clover_jax.training.provenance import versions
+from clover_jax.runtime.provenance import versions
 
 
 def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, Any]) -> dict:

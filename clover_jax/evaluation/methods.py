@@ -17,10 +17,10 @@ from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.decoding.tree import AUTO
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.evaluation.rows import rows_path
-from clover_jax.generation.auto_tree import with_auto_tree
-from clover_jax.generation.models import Models, load_plain, with_draft
-from clover_jax.generation.settings import GenerationSettings
-from clover_jax.meshes import mesh_for
+from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.loading.models import Models, load_plain, with_draft
+from clover_jax.sharding.meshes import mesh_for
+from clover_jax.tree_search.auto_tree import with_auto_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,9 @@ def _with_tree_that_pays(
     name: str, models: Models, settings: GenerationSettings, options: Options
 ) -> Models:
     rows = None if options.overwrite else rows_path(Path(options.output).expanduser(), name)
-    chosen = with_auto_tree(models, settings, options.batch_size, calibration=None, rows=rows)
+    chosen = with_auto_tree(
+        models, sampling_for(settings, []), settings.warping, options.batch_size, None, rows
+    )
     if chosen.draft is not None:
         return chosen
     # A draft is there to be measured: the report then shows by how much it does not pay.

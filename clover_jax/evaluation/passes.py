@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
-from clover_jax.compile_clock import CompileClock
 from clover_jax.decoding.engine import Engine
 from clover_jax.evaluation.judging import compare_passes
 from clover_jax.evaluation.legs import Leg, LegJournal, LegKey, speed
@@ -16,8 +15,9 @@ from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.rows import RowMaker, turns_of
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.run import memory_advice
-from clover_jax.jsonl import plain_values
-from clover_jax.progress import Progress, passing_note, progress_bar
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.progress import Progress, passing_note, progress_bar
+from clover_jax.storage.jsonl import plain_values
 
 
 class Passes:

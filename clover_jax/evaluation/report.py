@@ -18,8 +18,8 @@ from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.plots import draw_plots
 from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
-from clover_jax.files import write_json, write_text
-from clover_jax.jsonl import plain_values, read_rows
+from clover_jax.storage.files import write_json, write_text
+from clover_jax.storage.jsonl import plain_values, read_rows
 from clover_jax.training.metrics import EVAL, comparable
 from clover_jax.training.settings import recorded_settings
 

@@ -12,7 +12,7 @@ from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import rows_path, turns_of
 from clover_jax.evaluation.tally import Tally
-from clover_jax.row_writer import RowWriter
+from clover_jax.storage.row_writer import RowWriter
 
 
 class RowFile:

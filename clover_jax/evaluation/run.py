@@ -9,15 +9,9 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.data.prompt_encoding import encode_prompt, template_notice
-from clover_jax.data.prompts import (
-    BadPrompt,
-    Prompt,
-    prompts_hash,
-    read_prompts_and_mistakes,
-)
+from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash, read_prompts_and_mistakes
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
-from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, stage_times
 from clover_jax.evaluation.judging import classify, compare_passes
@@ -31,11 +25,12 @@ from clover_jax.evaluation.report import Measured, build_report, key_figures, wr
 from clover_jax.evaluation.row_files import RowFile, open_rows
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.tasks import group_by_task
-from clover_jax.generation.models import Models
 from clover_jax.generation.run import SHIPPED_PROMPTS, exact_matmuls
 from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.progress import passing_note, progress_bar
-from clover_jax.training.provenance import git_revision
+from clover_jax.loading.models import Models
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.runtime.progress import passing_note, progress_bar
+from clover_jax.runtime.provenance import git_revision
 
 
 def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -> dict[str, Any]:

@@ -17,21 +17,15 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array
-from clover_jax.benchmark.loops import STEPS, draft_loop, step_loop, steps_at_once, verify_loop
 from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import RUNNING, DecodeState
-from clover_jax.decoding.step import (
-    StepConfig,
-    Weights,
-    absorb_and_draft,
-    roots,
-    weights_for,
-)
+from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots, weights_for
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.evaluation.methods import Method
+from clover_jax.timing.loops import STEPS, draft_loop, step_loop, steps_at_once, verify_loop
 
 METHOD = (
     "the whole step, drafting and verifying each compiled and run alone, on CPU in a loop on the "

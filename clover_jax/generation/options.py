@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from clover_jax.errors import UserError
-
-NO_DRAFT = "none"  # what --draft says for plain decoding
+from clover_jax.loading.subject import NO_DRAFT
 
 
 @dataclasses.dataclass(frozen=True)

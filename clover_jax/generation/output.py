@@ -11,8 +11,8 @@ from typing import Any, Protocol
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.row_stream import RowStream
-from clover_jax.jsonl import to_json
-from clover_jax.progress import Progress
+from clover_jax.runtime.progress import Progress
+from clover_jax.storage.jsonl import to_json
 
 
 class RowSink(AbstractContextManager, Protocol):

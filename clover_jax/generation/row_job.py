@@ -10,11 +10,11 @@ from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.decoding.requests import Generation, Progress, Request
 from clover_jax.errors import UserError
-from clover_jax.generation.models import Models
 from clover_jax.generation.overflow import fit_context
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.stop_strings import StopCut, StopSearch
-from clover_jax.models.spelling import TextStream, decode_text
+from clover_jax.loading.models import Models
+from clover_jax.tokenizers.detokenization import TextStream, decode_text
 
 
 @dataclasses.dataclass(frozen=True)

@@ -12,12 +12,12 @@ from typing import Any
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Progress, Request
-from clover_jax.dtypes import exact_matmuls
 from clover_jax.errors import UserError
-from clover_jax.generation.models import Models
 from clover_jax.generation.overflow import Skipped
 from clover_jax.generation.row_job import RowJob
 from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.loading.models import Models
+from clover_jax.runtime.dtypes import exact_matmuls
 
 
 @dataclasses.dataclass(frozen=True)

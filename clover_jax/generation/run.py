@@ -9,7 +9,6 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from clover_jax.compile_clock import CompileClock
 from clover_jax.data.prompt_encoding import template_notice
 from clover_jax.data.prompts import (
     BadPrompt,
@@ -20,22 +19,23 @@ from clover_jax.data.prompts import (
     text_prompt,
 )
 from clover_jax.decoding.tree import AUTO
-from clover_jax.device_memory import advise_on_memory
-from clover_jax.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.errors import UserError
-from clover_jax.generation.auto_tree import with_auto_tree
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
-from clover_jax.generation.models import Models, load_models
 from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.meshes import mesh_for
-from clover_jax.models.shapes import shape_notice
-from clover_jax.progress import Progress, passing_note, progress_bar
-from clover_jax.rounding import rounding_notice
-from clover_jax.row_writer import RowWriter
+from clover_jax.loading.models import Models, load_models
+from clover_jax.pretrained.shapes import shape_notice
+from clover_jax.quantization import rounding_notice
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.progress import Progress, passing_note, progress_bar
+from clover_jax.sharding.meshes import mesh_for
+from clover_jax.storage.row_writer import RowWriter
+from clover_jax.tree_search.auto_tree import with_auto_tree
 
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
 
@@ -63,7 +63,14 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
             )
         if options.tree == AUTO and models.draft is not None:
             slots = 1 if options.is_live else min(options.batch_size, len(prompts))
-            models = with_auto_tree(models, settings, slots, options.calibration, options.begun)
+            models = with_auto_tree(
+                models,
+                sampling_for(settings, []),
+                settings.warping,
+                slots,
+                options.calibration,
+                options.begun,
+            )
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
         notices = (notice, shape_notice(options.base), rounding_notice(options.int8))

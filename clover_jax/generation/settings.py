@@ -7,7 +7,7 @@ from collections.abc import Iterable
 
 from clover_jax.config import JsonConfig
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.decoding.sampling import SamplingConfig, check_warping
+from clover_jax.decoding.sampling import SamplingConfig, Warping, check_warping
 from clover_jax.errors import UserError
 from clover_jax.field_types import check_types
 
@@ -64,6 +64,11 @@ class GenerationSettings(JsonConfig):
             raise UserError(f"stop must be strings, not {self.stop!r}")
         if "" in self.stop:
             raise UserError("a stop string is empty; give at least one character")
+
+    @property
+    def warping(self) -> Warping:
+        """How these settings warp a distribution."""
+        return Warping(self.temperature, self.top_k, self.top_p)
 
     def for_row(self, prompt: Prompt) -> GenerationSettings:
         """Return the settings with the row's own in their place.

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from clover_jax.decoding.requests import Generation
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.stop_strings import settled_length
-from clover_jax.models.spelling import TextStream
+from clover_jax.tokenizers.detokenization import TextStream
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

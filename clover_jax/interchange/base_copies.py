@@ -9,8 +9,8 @@ import numpy as np
 
 from clover_jax.config import DrafterConfig
 from clover_jax.errors import UserError
-from clover_jax.models.base import BaseModel
 from clover_jax.models.int8 import Int8Matrix, Matrix, widen
+from clover_jax.pretrained.base import BaseModel
 
 _CHECKED_ROWS = 4096
 MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}

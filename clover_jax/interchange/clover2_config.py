@@ -9,8 +9,8 @@ from typing import Any
 from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
 from clover_jax.errors import UserError
-from clover_jax.json_files import read_json_object
-from clover_jax.models.llama_config import MOST_LAYERS, check_count, parse_llama_config
+from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count, parse_llama_config
+from clover_jax.storage.json_files import read_json_object
 
 ROPE_THETA = 10_000.0  # what readers of the layout use, whatever rope_theta says
 

@@ -6,8 +6,8 @@ import numpy as np
 
 from clover_jax.config import LayerConfig
 from clover_jax.drafters.clover2 import Clover2Config
-from clover_jax.models.llama_tensors import layer_leaves, norm_leaf
-from clover_jax.models.tensor_map import Leaf, Piece, transposed, whole
+from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
+from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
 
 
 def clover2_leaves(config: Clover2Config) -> list[Leaf]:

@@ -15,9 +15,9 @@ from clover_jax.drafters.eagle import METHOD_LOSS, EagleConfig
 from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
-from clover_jax.json_files import read_json_object
-from clover_jax.models.llama_tensors import layer_leaves
-from clover_jax.models.tensor_map import Leaf, Piece, whole
+from clover_jax.pretrained.llama_tensors import layer_leaves
+from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
+from clover_jax.storage.json_files import read_json_object
 
 EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
 

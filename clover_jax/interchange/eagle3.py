@@ -17,11 +17,11 @@ from clover_jax.drafters.eagle3 import METHOD_LOSS, NUM_FEATURES, Eagle3Config, 
 from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
-from clover_jax.json_files import read_json_object
-from clover_jax.models.base import BaseModel
-from clover_jax.models.llama_tensors import layer_leaves, norm_leaf
-from clover_jax.models.tensor_files import TensorFiles
-from clover_jax.models.tensor_map import Leaf, Piece, whole
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
+from clover_jax.pretrained.tensor_files import TensorFiles
+from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
+from clover_jax.storage.json_files import read_json_object
 
 OFFSETS, KEPT = "d2t", "t2d"
 

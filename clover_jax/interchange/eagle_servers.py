@@ -18,7 +18,7 @@ from clover_jax.drafters.eagle import EagleConfig
 from clover_jax.errors import UserError
 from clover_jax.interchange import eagle
 from clover_jax.interchange.llama_fields import llama_fields
-from clover_jax.models.base import BaseModel
+from clover_jax.pretrained.base import BaseModel
 
 
 def check_for_vllm(config: EagleConfig) -> None:

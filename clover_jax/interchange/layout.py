@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from clover_jax.config import BaseConfig, DrafterConfig
-from clover_jax.models.base import BaseModel
-from clover_jax.models.tensor_map import Leaf
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.tensor_map import Leaf
 
 
 def nothing_more(config: DrafterConfig) -> dict[str, np.ndarray]:

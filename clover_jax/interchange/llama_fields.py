@@ -8,7 +8,7 @@ from typing import Any
 
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
 from clover_jax.errors import UserError
-from clover_jax.models.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_config import parse_llama_config
 
 
 def read_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> LayerConfig:

@@ -14,10 +14,10 @@ from clover_jax.config import BaseConfig
 from clover_jax.drafters.medusa import MedusaConfig, make_config
 from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
-from clover_jax.json_files import read_json_object
-from clover_jax.models.base import BaseModel
-from clover_jax.models.llama_config import MOST_LAYERS, check_count
-from clover_jax.models.tensor_map import Leaf, Piece, whole
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count
+from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
+from clover_jax.storage.json_files import read_json_object
 
 ORIGINAL_FILE = "medusa_lm_head.safetensors"
 

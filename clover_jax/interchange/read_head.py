@@ -10,10 +10,10 @@ from clover_jax.array_types import Params
 from clover_jax.config import DrafterConfig
 from clover_jax.interchange.base_copies import MATRIX_NAMES, check_copy, check_widths
 from clover_jax.interchange.layout import Layout
-from clover_jax.models.base import BaseModel
-from clover_jax.models.loading import place_as
-from clover_jax.models.tensor_files import TensorFiles
-from clover_jax.models.tensor_map import assemble, stored_shapes
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.loading import place_as
+from clover_jax.pretrained.tensor_files import TensorFiles
+from clover_jax.pretrained.tensor_map import assemble, stored_shapes
 
 
 def read_head(

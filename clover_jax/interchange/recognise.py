@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
-from clover_jax.json_files import read_json_object
-from clover_jax.models.tensor_files import TensorFiles
+from clover_jax.pretrained.tensor_files import TensorFiles
+from clover_jax.storage.json_files import read_json_object
 
 CLOVER2, EAGLE, EAGLE3 = "clover2", "eagle", "eagle3"
 SPECULATORS, SPECULATORS_EAGLE3 = "speculators", "speculators_eagle3"

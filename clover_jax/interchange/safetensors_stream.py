@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from clover_jax.models.tensor_files import READABLE
+from clover_jax.pretrained.tensor_files import READABLE
 
 # Readers know these besides: what a mapping of token ids is stored as.
 _NAMES = {dtype: name for name, dtype in READABLE.items()} | {

@@ -21,9 +21,9 @@ from clover_jax.errors import UserError
 from clover_jax.interchange import eagle, eagle3
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import llama_fields
-from clover_jax.json_files import read_json_object
-from clover_jax.models.base import BaseModel
-from clover_jax.models.families import read_architecture
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.families import read_architecture
+from clover_jax.storage.json_files import read_json_object
 
 TARGET = "speculators"
 VERSION = "0.1.0"

@@ -10,7 +10,9 @@ import jax
 import numpy as np
 
 from clover_jax.config import DrafterConfig
-from clover_jax.drafters.directory import (
+from clover_jax.errors import UserError
+from clover_jax.interchange.base_copies import MATRIX_NAMES, check_copy, check_widths
+from clover_jax.interchange.directory import (
     PARAMS,
     Card,
     check_base,
@@ -18,20 +20,18 @@ from clover_jax.drafters.directory import (
     find_head,
     read_card,
 )
-from clover_jax.drafters.params_folder import check_folder
-from clover_jax.drafters.params_stream import read_leaf
-from clover_jax.errors import UserError
-from clover_jax.interchange.base_copies import MATRIX_NAMES, check_copy, check_widths
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.layouts import LAYOUTS, NATIVE
-from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import fingerprint
-from clover_jax.models.finite import check_finite
-from clover_jax.models.shapes import base_shapes
-from clover_jax.models.stored_base import StoredMatrix
-from clover_jax.models.tensor_files import TensorFiles
-from clover_jax.models.tensor_map import Path as LeafPath
-from clover_jax.models.tensor_map import fuse, stored_shapes
+from clover_jax.interchange.params_folder import check_folder
+from clover_jax.interchange.params_stream import read_leaf
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.fingerprint import fingerprint
+from clover_jax.pretrained.finite import check_finite
+from clover_jax.pretrained.shapes import base_shapes
+from clover_jax.pretrained.stored_base import StoredMatrix
+from clover_jax.pretrained.tensor_files import TensorFiles
+from clover_jax.pretrained.tensor_map import Path as LeafPath
+from clover_jax.pretrained.tensor_map import fuse, stored_shapes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,15 +10,15 @@ from pathlib import Path
 
 import numpy as np
 
-from clover_jax.drafters.directory import PARAMS, Card, write_card
-from clover_jax.drafters.params_stream import LazyLeaf, save_leaves
-from clover_jax.files import atomic_directory
+from clover_jax.interchange.directory import PARAMS, Card, write_card
 from clover_jax.interchange.layout import Layout
+from clover_jax.interchange.params_stream import LazyLeaf, save_leaves
 from clover_jax.interchange.safetensors_stream import StreamedTensor, write_safetensors
 from clover_jax.interchange.stored_head import StoredHead
-from clover_jax.models.base import BaseModel
-from clover_jax.models.tensor_map import Leaf, Piece
-from clover_jax.progress import Progress
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.tensor_map import Leaf, Piece
+from clover_jax.runtime.progress import Progress
+from clover_jax.storage.files import atomic_directory
 
 PART_BYTES = 2**24  # values on their way from a leaf to the file
 

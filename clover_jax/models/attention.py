@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.distance import Distance
+from clover_jax.models.position_bias import Distance
 
 CACHE_CHUNK = 256  # of which a cache has a whole number
 MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN

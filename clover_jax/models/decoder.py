@@ -17,9 +17,9 @@ from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
-from clover_jax.models.distance import Distance
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
+from clover_jax.models.position_bias import Distance
 
 # (query, fresh, fresh_mask, cache, length, distance) -> mixed values, as `attend` does it
 Attend = Callable[..., Array]

@@ -20,10 +20,10 @@ from clover_jax.data.prepared import HIDDEN, PreparedSamples
 from clover_jax.data.shards import ShardWriter, in_shards, pack
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import fingerprint
 from clover_jax.preparation.options import PrepareOptions
-from clover_jax.progress import progress_bar
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.fingerprint import fingerprint
+from clover_jax.runtime.progress import progress_bar
 from clover_jax.training.teacher import read_base, stored_names
 
 SHARD_BYTES = 256 << 20

@@ -10,18 +10,18 @@ from typing import Any, NamedTuple
 from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt, prompts_hash
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
-from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
 from clover_jax.generation.figures import Figures
-from clover_jax.generation.models import Models, load_models
 from clover_jax.generation.output import decode_with_bar
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.run import memory_advice
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.jsonl import read_rows
+from clover_jax.loading.models import Models, load_models
 from clover_jax.preparation.options import PrepareOptions
-from clover_jax.progress import passing_note, progress_bar
-from clover_jax.row_writer import RowWriter
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.runtime.progress import passing_note, progress_bar
+from clover_jax.storage.jsonl import read_rows
+from clover_jax.storage.row_writer import RowWriter
 
 
 class Regenerated(NamedTuple):

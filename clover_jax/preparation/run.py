@@ -11,18 +11,18 @@ from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN
 from clover_jax.data.readers import Records, read_records
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples
-from clover_jax.device_memory import advise_on_memory
-from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
-from clover_jax.files import only_process_in
-from clover_jax.models.loading import describe_base, load_base
-from clover_jax.models.tokenizer import load_tokenizer
 from clover_jax.preparation.features import feature_names, write_features
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.preparation.preview import show_samples
 from clover_jax.preparation.regenerate import regenerate
 from clover_jax.preparation.samples import Reading, write_samples
-from clover_jax.progress import passing_note
+from clover_jax.pretrained.loading import describe_base, load_base
+from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.runtime.progress import passing_note
+from clover_jax.storage.files import only_process_in
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:

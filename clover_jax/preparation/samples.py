@@ -12,9 +12,9 @@ from clover_jax.data.sample_checks import SampleCounts
 from clover_jax.data.samples import RecordSamples
 from clover_jax.data.shards import ShardWriter, in_shards
 from clover_jax.data.training_data import template_hash
-from clover_jax.models.tokenizer import tokenizer_hash
 from clover_jax.preparation.options import PrepareOptions
-from clover_jax.progress import Progress, progress_bar
+from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.tokenizers.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -10,8 +10,8 @@ from clover_jax.data.samples import Samples
 from clover_jax.data.token_counts import count_tokens, most_frequent
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.models.base import BaseModel
-from clover_jax.progress import passing_note
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.runtime.progress import passing_note
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.array_types import Params
-from clover_jax.checkpoint import disk_reason
 from clover_jax.decoding.tree import portable_name
-from clover_jax.distributed import is_primary, to_host
-from clover_jax.drafters.directory import save_draft
 from clover_jax.errors import UserError
-from clover_jax.models.tokenizer import template_text
-from clover_jax.training.provenance import git_revision, versions
+from clover_jax.interchange.directory import save_draft
+from clover_jax.runtime.distributed import is_primary, to_host
+from clover_jax.runtime.provenance import git_revision, versions
+from clover_jax.storage.checkpoint import disk_reason
+from clover_jax.tokenizers.tokenizer import template_text
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import Parts
 

@@ -13,18 +13,23 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.pipeline import make_pipeline
-from clover_jax.device_memory import advise_on_memory
-from clover_jax.distributed import agreed, is_primary
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
-from clover_jax.files import check_renames, only_process_in, write_json
-from clover_jax.json_files import read_json_object
-from clover_jax.models.base import BaseModel
-from clover_jax.progress import Progress, progress_bar
-from clover_jax.sharding import param_shardings, place_rows, rows_of_process, with_shardings
-from clover_jax.training.evaluation import DecodingEvaluator, Interrupted
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.distributed import agreed, is_primary
+from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.sharding.placement import (
+    param_shardings,
+    place_rows,
+    rows_of_process,
+    with_shardings,
+)
+from clover_jax.storage.checkpoint import Checkpoints
+from clover_jax.storage.files import check_renames, only_process_in, write_json
+from clover_jax.storage.json_files import read_json_object
+from clover_jax.training.decoding_eval import DecodingEvaluator, Interrupted
 from clover_jax.training.metrics import METRICS, MetricsLog, comparable
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import BEST, DRAFT, DraftWriter

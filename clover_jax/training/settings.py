@@ -9,8 +9,8 @@ from typing import Any
 
 from clover_jax.config import JsonConfig, LossSpec
 from clover_jax.errors import UserError
-from clover_jax.files import write_json
-from clover_jax.json_files import read_json_object
+from clover_jax.storage.files import write_json
+from clover_jax.storage.json_files import read_json_object
 
 SETTINGS = "settings.json"
 

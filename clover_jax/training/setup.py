@@ -16,19 +16,19 @@ from clover_jax.decoding.step import check_tree
 from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.dtypes import resolve_dtype
 from clover_jax.errors import UserError
-from clover_jax.meshes import AnyMesh, shape_of
-from clover_jax.models.base import BaseModel
-from clover_jax.models.fingerprint import BaseFingerprint, differences, fingerprint
-from clover_jax.models.loading import load_base
-from clover_jax.models.shapes import shape_notice
-from clover_jax.models.tokenizer import load_tokenizer
-from clover_jax.progress import passing_note
-from clover_jax.sharding import place_on
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.fingerprint import BaseFingerprint, differences, fingerprint
+from clover_jax.pretrained.loading import load_base
+from clover_jax.pretrained.shapes import shape_notice
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.runtime.progress import passing_note
+from clover_jax.sharding.meshes import AnyMesh, shape_of
+from clover_jax.sharding.placement import place_on
+from clover_jax.tokenizers.tokenizer import load_tokenizer
+from clover_jax.training.decoding_eval import DecodingEvaluator, evaluation_prompts
 from clover_jax.training.draft_vocabulary import reduce_vocabulary
 from clover_jax.training.drafter_options import parse_drafter_options
-from clover_jax.training.evaluation import DecodingEvaluator, evaluation_prompts
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.teacher import stored_names

@@ -18,20 +18,15 @@ from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.meshes import AnyMesh, shape_of
-from clover_jax.sharding import (
+from clover_jax.sharding.meshes import AnyMesh, shape_of
+from clover_jax.sharding.placement import (
     gathered,
     param_shardings,
     parts_of_rows,
     placed_as_params,
     replicated,
 )
-from clover_jax.training.losses import (
-    DEFAULT_CHUNK,
-    LossMetrics,
-    counted_pairs,
-    distillation_loss,
-)
+from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, counted_pairs, distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
 from clover_jax.training.pairs import PairCounts, count_pairs, labelled_targets
 from clover_jax.training.teacher import TeacherOutput, teach

@@ -13,10 +13,10 @@ import grain
 import jax
 
 from clover_jax.array_types import Params
-from clover_jax.checkpoint import Checkpoints
 from clover_jax.data.batch import Batch
 from clover_jax.errors import UserError
-from clover_jax.progress import Progress
+from clover_jax.runtime.progress import Progress
+from clover_jax.storage.checkpoint import Checkpoints
 from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.step import StepMetrics, TrainState
 

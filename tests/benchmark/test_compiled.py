@@ -11,9 +11,9 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark import compiled
-from clover_jax.benchmark.subject import shape_subject
-from clover_jax.benchmark.targets import CHIPS, Target
 from clover_jax.errors import UserError
+from clover_jax.loading.subject import shape_subject
+from clover_jax.xla.targets import CHIPS, Target
 from tests.conftest import REPOSITORY
 
 HERE = Target("here", "cpu", CHIPS["v6e"], "1")
@@ -48,8 +48,8 @@ def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
 ON_A_MESH = """
 import sys, jax
 from clover_jax.benchmark import compiled, compiled_report
-from clover_jax.benchmark.targets import CHIPS, Target
-from clover_jax.jsonl import to_json
+from clover_jax.xla.targets import CHIPS, Target
+from clover_jax.storage.jsonl import to_json
 
 compiled.find_devices = lambda target: jax.devices()
 models = {"base": "shape:64x1x96", "draft": "none", "tree": None, "dtype": "float32"}

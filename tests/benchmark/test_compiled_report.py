@@ -7,8 +7,8 @@ import jax
 import pytest
 
 from clover_jax.benchmark import compiled, compiled_report
-from clover_jax.benchmark.targets import CHIPS, Target
 from clover_jax.errors import UserError
+from clover_jax.xla.targets import CHIPS, Target
 
 
 @pytest.fixture

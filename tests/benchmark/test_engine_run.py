@@ -4,10 +4,10 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark.engine_run import EngineRun
-from clover_jax.benchmark.loops import STEPS
-from clover_jax.benchmark.subject import load_subject
-from clover_jax.benchmark.timing import WARM_UP
 from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.loading.subject import load_subject
+from clover_jax.timing.loops import STEPS
+from clover_jax.timing.turns import WARM_UP
 
 CONTEXT, ROUNDS, BATCH = 200, 3, 2
 

@@ -5,7 +5,7 @@ import pytest
 
 from clover_jax.benchmark import measured
 from clover_jax.benchmark.ceilings import Ceilings
-from clover_jax.benchmark.subject import load_subject
+from clover_jax.loading.subject import load_subject
 
 
 @pytest.fixture

@@ -6,10 +6,10 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark import sweep
-from clover_jax.benchmark.subject import shape_subject
-from clover_jax.benchmark.tree_choice import CostTable
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.errors import UserError
+from clover_jax.loading.subject import shape_subject
+from clover_jax.tree_search.tree_choice import CostTable
 
 
 @pytest.fixture

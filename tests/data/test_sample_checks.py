@@ -9,7 +9,7 @@ from clover_jax.data.records import Conversation, TokenRow
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples
 from clover_jax.errors import UserError
-from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))

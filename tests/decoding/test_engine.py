@@ -6,12 +6,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.compile_clock import CompileClock
 from clover_jax.decoding import engine as engine_module
 from clover_jax.decoding.engine import Engine, bucket
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.errors import UserError
+from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
 

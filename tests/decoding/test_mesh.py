@@ -10,7 +10,7 @@ import jax, jax.numpy as jnp
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree import parse_tree
-from clover_jax.meshes import make_mesh, parse_mesh
+from clover_jax.sharding.meshes import make_mesh, parse_mesh
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
 base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)
@@ -46,7 +46,7 @@ def test_greedy_tokens_on_a_mesh_are_those_of_one_device(run_python):
 @pytest.mark.slow
 def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python):
     rounded = TOKENS.replace("random_base(base), params,", "rounded, round_params(params),")
-    rounded = f"from clover_jax.rounding import round_base, round_params\n{rounded}".replace(
+    rounded = f"from clover_jax.quantization import round_base, round_params\n{rounded}".replace(
         "prompts =", "rounded = round_base(random_base(base), ('base', 'draft'))\nprompts ="
     )
     alone, split = run_python(rounded, "", "data=2,tensor=2", devices=8).splitlines()
@@ -59,9 +59,9 @@ MEASURED = (
     SETUP
     + """
 import numpy as np
-from clover_jax.benchmark.calibration import measure_ranks
-from clover_jax.benchmark.costs import measure_costs
-from clover_jax.benchmark.subject import Subject
+from clover_jax.tree_search.calibration import measure_ranks
+from clover_jax.tree_search.costs import measure_costs
+from clover_jax.loading.subject import Subject
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.step import weights_for
 
@@ -95,7 +95,7 @@ COLLECTIVES = (
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.sharding import decode_state_shardings, param_shardings, with_shardings
+from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings
 
 mesh = make_mesh(parse_mesh("tensor=4", 8))
 tree, sampling = parse_tree("chain:2"), SamplingConfig(verify=sys.argv[1])

@@ -8,7 +8,6 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.benchmark.hlo import Program
 from clover_jax.decoding.chunk import decode_chunk
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
@@ -16,7 +15,8 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters import registry
-from clover_jax.models.shapes import base_shapes, cast_shapes
+from clover_jax.pretrained.shapes import base_shapes, cast_shapes
+from clover_jax.xla.hlo import Program
 from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head, random_prompts
 
 

@@ -9,12 +9,12 @@ import pytest
 
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
-from clover_jax.drafters.directory import load_draft
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.eagle import noise_like
 from clover_jax.errors import UserError
+from clover_jax.interchange.directory import load_draft
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.models.loading import load_base
+from clover_jax.pretrained.loading import load_base
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import make_head

@@ -14,24 +14,17 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import default_tree, parse_tree
 from clover_jax.drafters import registry
-from clover_jax.drafters.directory import load_draft, save_draft
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.errors import UserError
-from clover_jax.models.base import BaseModel
+from clover_jax.interchange.directory import load_draft, save_draft
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.models.fingerprint import fingerprint
-from clover_jax.models.shapes import base_shapes, cast_shapes
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.fingerprint import fingerprint
+from clover_jax.pretrained.shapes import base_shapes, cast_shapes
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss, init_state, make_train_step
 from clover_jax.training.teacher import online_teacher
-from tests.tiny_models import (
-    DRAFTERS,
-    LLAMA3_8B,
-    TINY,
-    lively_params,
-    random_base,
-    random_head,
-)
+from tests.tiny_models import DRAFTERS, LLAMA3_8B, TINY, lively_params, random_base, random_head
 from tests.training.training_data import random_batch
 
 every_drafter = pytest.mark.parametrize("name", DRAFTERS)

@@ -1,8 +1,32 @@
-"""What tests of programs share."""
+"""What the tests of the command `evaluate` share: a tiny base, a draft, and a finished run."""
+
+import json
 
 import pytest
 
 from clover_jax.decoding import top_k
+from clover_jax.training.settings import TrainSettings
+from tests.evaluation.command import ROWS, run, write_rows
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("evaluate")
+    base = save_tiny_base(folder / "base")
+    workdir = folder / "work"
+    save_tiny_draft(workdir / "draft", base)
+    (workdir / "eval.jsonl").write_text('{"step": 5, "tau": 1.5}\n{"step": 10, "tau": 1.75}\n')
+    settings = {"settings": TrainSettings(batch_size=4, seq_len=8).to_dict(), "identity": {}}
+    (workdir / "settings.json").write_text(json.dumps(settings))
+    write_rows(folder, "bench.jsonl", ROWS)
+    return folder
+
+
+@pytest.fixture(scope="session")
+def finished(folder):
+    """A run that was never stopped, at two batch sizes."""
+    return run(folder, folder / "out", "--batch_sizes=1")
 
 
 @pytest.fixture

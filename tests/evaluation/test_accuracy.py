@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding.tree import parse_tree
-from clover_jax.drafters.directory import Draft
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.accuracy import TOP, Text
 from clover_jax.evaluation.methods import Method
-from clover_jax.generation.models import Models
-from clover_jax.models.base import BaseModel
+from clover_jax.interchange.directory import Draft
+from clover_jax.loading.models import Models
 from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.pretrained.base import BaseModel
 from tests.tiny_models import TINY, random_base, random_head
 
 RNG = np.random.default_rng(0)

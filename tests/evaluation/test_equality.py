@@ -18,9 +18,9 @@ from clover_jax.evaluation.equality import (
     summarize,
 )
 from clover_jax.evaluation.methods import Method
-from clover_jax.generation.models import Models
-from clover_jax.meshes import MeshShape, make_mesh
-from clover_jax.models.base import BaseModel
+from clover_jax.loading.models import Models
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.sharding.meshes import MeshShape, make_mesh
 from tests.tiny_models import TINY, random_base, random_prompts
 
 

@@ -7,19 +7,19 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.benchmark.tree_choice import CostTable
-from clover_jax.benchmark.tree_trial import Trial
 from clover_jax.data.prompts import BadPrompt
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.evaluation.methods import load_methods, sizes_on
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.evaluation.rows import rows_path
 from clover_jax.evaluation.run import make_plan
-from clover_jax.generation import auto_tree
-from clover_jax.generation.models import Models
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.meshes import MeshShape, make_abstract_mesh
-from clover_jax.row_writer import manifest_path
+from clover_jax.loading.models import Models
+from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
+from clover_jax.storage.row_writer import manifest_path
+from clover_jax.tree_search import auto_tree
+from clover_jax.tree_search.tree_choice import CostTable
+from clover_jax.tree_search.tree_trial import Trial
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)

@@ -10,7 +10,7 @@ from clover_jax.data.prompts import parse_prompt
 from clover_jax.decoding.requests import Generation
 from clover_jax.generation.live_text import LiveText, groups
 from clover_jax.generation.row_stream import RowEvent
-from clover_jax.models.tokenizer import load_tokenizer
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import save_byte_level
 
 SHADE = re.compile(r"\033\[\d+m")

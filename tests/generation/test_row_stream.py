@@ -1,10 +1,10 @@
 """Rows through an engine: what happens before the first."""
 
-from clover_jax.compile_clock import CompileClock
 from clover_jax.data.prompts import parse_prompt
-from clover_jax.generation.models import load_plain
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
+from clover_jax.loading.models import load_plain
+from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_folders import save_tiny_base
 
 

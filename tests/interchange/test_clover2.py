@@ -13,7 +13,7 @@ from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.interchange.clover2 import COPIES
-from clover_jax.models.loading import load_base
+from clover_jax.pretrained.loading import load_base
 from tests.foreign_heads import read_layout, write_layout
 from tests.tiny_checkpoints import (
     assert_same_tensors,

@@ -9,9 +9,9 @@ import pytest
 
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
-from clover_jax.drafters.directory import load_draft
 from clover_jax.errors import UserError
-from clover_jax.models.loading import load_base
+from clover_jax.interchange.directory import load_draft
+from clover_jax.pretrained.loading import load_base
 from tests.foreign_heads import read_layout, write_layout
 from tests.tiny_checkpoints import (
     assert_same_tensors,

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from clover_jax.drafters.directory import load_draft
 from clover_jax.errors import UserError
+from clover_jax.interchange.directory import load_draft
 from clover_jax.interchange.recognise import recognise
-from clover_jax.models.loading import load_base
+from clover_jax.pretrained.loading import load_base
 
 
 def test_clover2_is_recognised_and_loads_as_a_draft(fixtures_dir):

@@ -3,9 +3,9 @@ import io
 import threading
 import types
 
-from clover_jax.jsonl import append_row
-from clover_jax.progress import progress_bar
-from clover_jax.training.evaluation import DecodingReport
+from clover_jax.runtime.progress import progress_bar
+from clover_jax.storage.jsonl import append_row
+from clover_jax.training.decoding_eval import DecodingReport
 from clover_jax.training.metrics import MetricsLog, comparable
 from clover_jax.training.run import Measurement, _report
 from clover_jax.training.settings import TrainSettings

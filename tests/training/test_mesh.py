@@ -11,8 +11,8 @@ STEPS = """
 import dataclasses, json, re, sys
 import jax, numpy as np
 from clover_jax.drafters import registry
-from clover_jax.meshes import make_mesh, parse_mesh
-from clover_jax.sharding import param_shardings, place_rows
+from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from clover_jax.sharding.placement import param_shardings, place_rows
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.tiny_models import TINY, random_base
@@ -92,11 +92,11 @@ def test_every_mesh_trains_as_one_device_does(run_python):
 LOSS = """
 import dataclasses, functools, json, sys
 import jax, numpy as np
-from clover_jax.benchmark.hlo import COLLECTIVES, Loops, Program
+from clover_jax.xla.hlo import COLLECTIVES, Loops, Program
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
-from clover_jax.meshes import make_mesh, parse_mesh, shape_of
-from clover_jax.sharding import gathered, param_shardings, place_rows
+from clover_jax.sharding.meshes import make_mesh, parse_mesh, shape_of
+from clover_jax.sharding.placement import gathered, param_shardings, place_rows
 from clover_jax.training.losses import distillation_loss
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch, random_states
@@ -168,7 +168,7 @@ def test_a_chunk_of_the_loss_sends_neither_rows_nor_gradients_of_matrices(run_py
 RESUMED = """
 import json, sys, threading
 from pathlib import Path
-from clover_jax.meshes import mesh_for
+from clover_jax.sharding.meshes import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 

@@ -14,13 +14,7 @@ from clover_jax.training import trainer
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import recorded_settings
 from tests.conftest import REPOSITORY, WARNINGS
-from tests.training.small_runs import (
-    StopAfter,
-    assert_same_params,
-    params_of,
-    rows,
-    settings,
-)
+from tests.training.small_runs import StopAfter, assert_same_params, params_of, rows, settings
 
 pytestmark = pytest.mark.usefixtures("one_compiled_step")
 

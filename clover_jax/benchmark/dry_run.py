@@ -1,0 +1,240 @@
+"""What a training run would take: parameters, memory of each device, operations, time.
+
+Everything comes from shapes: nothing is read but the base's config, nothing is allocated. Params,
+optimiser and gradients are counted exactly; activations are estimated from the largest arrays that
+live together, since how many do is the compiler's choice.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Params
+from clover_jax.benchmark.compiled_training import CompiledTraining, compile_training_step
+from clover_jax.benchmark.step_shapes import StepShapes, step_shapes
+from clover_jax.errors import UserError
+from clover_jax.pretrained.shapes import cast_shapes
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.runtime.progress import passing_note
+from clover_jax.sharding.device_bytes import bytes_per_device, gathered_bytes, whole_over_rows
+from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh, parse_mesh
+from clover_jax.sharding.placement import param_shardings
+from clover_jax.storage.files import place_for
+from clover_jax.training.settings import TrainSettings
+from clover_jax.training.setup import check_rows
+from clover_jax.training.step import train_step
+from clover_jax.xla.flops import count_flops
+from clover_jax.xla.targets import NoCompiler, Target
+
+# Of the data sheet's rate; what well-tuned training reaches, so the time is a hopeful one.
+UTILISATION = 0.4
+FLOAT32 = 4
+AT_REST = ("base", "draft", "optimiser")  # on a device between steps
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRun:
+    """The figures of a run that was not made.
+
+    bytes_per_device: by kind; gathered: weights in the dtype of the step, as fsdp has gathered them
+        at one time: the base's vocabulary and two layers, the whole draft.
+    device_memory: of each device; None where it is not known.
+    seconds: at UTILISATION of the device's matrix rate; None where that is not known.
+    """
+
+    mesh: MeshShape
+    base_params: int
+    draft_params: int
+    bytes_per_device: dict[str, int]
+    device_memory: float | None
+    flops_per_step: float
+    tokens_per_step: int
+    steps: int
+    seconds: float | None
+
+    @property
+    def total_bytes(self) -> int:
+        """Bytes of a device in all."""
+        return sum(self.bytes_per_device.values())
+
+    def check_memory(self, at_rest: bool = False) -> None:
+        """Raise UserError where a device's memory is known and too small.
+
+        at_rest: count only what lies there between steps.
+        """
+        parts = {k: n for k, n in self.bytes_per_device.items() if k in AT_REST or not at_rest}
+        needed = sum(parts.values())
+        if self.device_memory is None or needed <= self.device_memory:
+            return
+        largest = max(parts, key=parts.get)
+        advice = {
+            "base": "split the base over more devices by fsdp or tensor",
+            "activations": "give a smaller --batch_size or --seq_len, more devices, more "
+            "--gradient_accumulation_steps, or --remat",
+        }
+        raise UserError(
+            f"a device would need {_gigabytes(needed)} and has "
+            f"{_gigabytes(self.device_memory)}; the largest part is {largest} with "
+            f"{_gigabytes(self.bytes_per_device[largest])}: "
+            f"{advice.get(largest, 'split it over more devices by fsdp')}"
+        )
+
+    def lines(self) -> list[str]:
+        """Return the figures for a reader."""
+        known = self.device_memory is not None
+        of = f" of {_gigabytes(self.device_memory)}" if known else ""
+        parts = ", ".join(f"{kind} {_gigabytes(n)}" for kind, n in self.bytes_per_device.items())
+        tokens = self.tokens_per_step * self.steps
+        lines = [
+            f"mesh {self.mesh}: {self.mesh.size} device{'s' if self.mesh.size > 1 else ''}",
+            f"params: base {self.base_params:,}, draft {self.draft_params:,}",
+            f"memory a device: {_gigabytes(self.total_bytes)}{of} ({parts}; activations are "
+            "estimated)",
+            f"work: {self.flops_per_step:.3g} FLOPs a step, {self.steps:,} steps of "
+            f"{self.tokens_per_step:,} tokens, {tokens:.3g} tokens in all",
+        ]
+        if self.seconds is None:
+            return [*lines, "time: unknown for this device; give --target for another"]
+        each = self.seconds / self.steps
+        return [
+            *lines,
+            f"time: {self.seconds / 3600:.2f} hours, {each:.3g} s a step, if {UTILISATION:.0%} of "
+            "the device's matrix rate is reached",
+        ]
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the figures as JSON."""
+        row = dataclasses.asdict(self) | {"mesh": str(self.mesh), "total_bytes": self.total_bytes}
+        return {"dry_run": True} | row
+
+
+def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = None) -> DryRun:
+    """Return what a run with these settings would take.
+
+    mesh: as `--mesh`; it may have more devices than there are here. target: the hardware, else the
+        devices of this process.
+    Raises UserError for settings that cannot work.
+    """
+    shape = _mesh_shape(mesh, target)
+    placed = make_abstract_mesh(shape)
+    check_rows(settings, placed)
+    step = step_shapes(settings, _dtype(settings, target))
+    flops = count_flops(
+        functools.partial(train_step, step.config),
+        step.state,
+        step.base,
+        step.batch,
+        loop_trips=step.trips(),
+    )
+    kinds = {"base": step.base, "draft": step.state.params, "optimiser": step.state.opt_state}
+    sizes = {
+        kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
+    }
+    sizes["gradients"] = sizes["draft"]
+    draft = cast_shapes(step.state.params, jax.tree.leaves(step.base)[0].dtype)
+    sizes["gathered"] = gathered_bytes(step.base, placed) + whole_over_rows(draft, placed)
+    sizes["activations"] = activation_bytes(step, shape)
+    rate = target.chip.matrix_rate if target else None
+    return DryRun(
+        mesh=shape,
+        base_params=_count(step.base),
+        draft_params=_count(step.state.params),
+        bytes_per_device=sizes,
+        device_memory=target.chip.memory if target else _memory_here(),
+        flops_per_step=flops,
+        tokens_per_step=settings.batch_size * settings.seq_len,
+        steps=settings.steps,
+        seconds=settings.steps * flops / (shape.size * rate * UTILISATION) if rate else None,
+    )
+
+
+def dry_run_compiled(
+    settings: TrainSettings, found: DryRun, target: Target, program: str | None = None
+) -> CompiledTraining | None:
+    """Compile the step of a dry run for its target; None, said on stderr, without the compiler.
+
+    program: a file for the compiled program's text. Raises UserError where a device cannot hold
+    what lies there between steps, where the compiler says that the step does not fit, or where
+    there is no folder for `program`.
+    """
+    place = None if program is None else place_for(program, "--program")
+    found.check_memory(at_rest=True)  # before minutes of compilation
+    step = step_shapes(settings, _dtype(settings, target))
+    try:
+        with passing_note(f"compiling for {target.name}"):
+            compiled = compile_training_step(step, found.mesh, target)
+    except NoCompiler as error:
+        print(f"figures are computed only: {error}", file=sys.stderr, flush=True)
+        return None
+    if place is not None:
+        place.write_text(compiled.text)
+    return compiled.figures
+
+
+def _count(params: Params) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
+def _mesh_shape(mesh: str | None, target: Target | None) -> MeshShape:
+    if target is None or target.platform != "tpu":
+        # More devices than are here may be named, but the rest (-1) is of those that are.
+        count = len(jax.devices()) if mesh and "-1" in mesh else None
+        return parse_mesh(mesh, count) if mesh else MeshShape()
+    chips = math.prod(int(n) for n in target.topology.partition(":")[2].split("x"))
+    return parse_mesh(mesh or "fsdp=-1", chips)
+
+
+def _dtype(settings: TrainSettings, target: Target | None) -> jnp.dtype:
+    is_elsewhere = target is not None and settings.dtype == "auto"
+    return jnp.dtype("bfloat16") if is_elsewhere else resolve_dtype(settings.dtype)
+
+
+def activation_bytes(step: StepShapes, mesh: MeshShape) -> int:
+    """Estimate the bytes of what a device computes on the way, at their largest.
+
+    The teacher keeps only what the head reads, so one of its layers counts. Of the head's layers
+    everything is kept for the way back: scores and weights of the attention in float32, the MLP's
+    inner states; of each position some states of width D. With `remat` scores and weights of one
+    layer at a time. The loss holds a few chunks of logits.
+    """
+    config, layer = step.config, step.config.base
+    size = jax.tree.leaves(step.base)[0].dtype.itemsize
+    batch_size, seq_len = step.batch.tokens.shape
+    rows = batch_size // (mesh.num_row_shards * config.accumulation_steps)
+    tokens = rows * seq_len
+    heads = layer.num_heads / (mesh.tensor if layer.num_kv_heads % mesh.tensor == 0 else 1)
+    scores = FLOAT32 * rows * heads * seq_len**2
+    inner = size * tokens * 3 * layer.intermediate_size / mesh.tensor
+    state = size * tokens * layer.hidden_size
+    teacher = 2 * scores + inner + 6 * state
+    kept = (len(config.head.config.features) + 1) * state
+    num_layers = sum(
+        _is_layer(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.state.params)
+    )
+    positions = config.head.config.num_positions
+    with_scores = min(num_layers, 1) if config.remat else num_layers
+    head = with_scores * 2 * scores + num_layers * (inner + 6 * state) + positions * 6 * state
+    logits = FLOAT32 * min(config.loss_chunk, tokens) * layer.vocab_size / mesh.tensor
+    loss = 4 * logits + 2 * positions * state
+    return int(kept + max(teacher, head + loss))
+
+
+def _is_layer(path: tuple) -> bool:
+    return path[-1].key == "qkv"
+
+
+def _memory_here() -> float | None:
+    """Return the memory of this process's devices, where they say it; CPUs do not."""
+    statistics = jax.local_devices()[0].memory_stats() or {}
+    return statistics.get("bytes_limit")
+
+
+def _gigabytes(number: float) -> str:
+    return f"{number / 1e9:.2f} GB"

@@ -1,0 +1,166 @@
+"""The one wrapper around every command: flags in, one JSON line out, mistakes in one line.
+
+A command module holds its docstring (which is its `--help`), `define_flags`, `main`, and at its end
+
+    if __name__ == "__main__":
+        sys.exit(cli.run(main, define_flags))
+
+Heavy imports stay inside `main`, so that `--help` and a mistyped flag answer at once and touch no
+device. Nothing here imports JAX.
+"""
+
+import contextlib
+import errno
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags as absl_flags
+
+from clover_jax.cli import command_flags
+from clover_jax.cli.command_flags import define_common_flags, flag_settings, workdir_of
+from clover_jax.cli.help_text import help_text
+from clover_jax.errors import UserError
+from clover_jax.runtime.compilation_cache import use_compilation_cache
+from clover_jax.storage.jsonl import to_json
+
+__all__ = [
+    "define_common_flags",
+    "flag_settings",
+    "report",
+    "run",
+    "stop_signals_as_event",
+    "workdir_of",
+]
+
+STATUS_OK = 0
+STATUS_SOME_FAILED = 1  # some rows failed, the others are there
+STATUS_USER_ERROR = 2
+STATUS_INTERRUPTED = 128 + signal.SIGINT
+STATUS_BROKEN_PIPE = 128 + signal.SIGPIPE
+
+_HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort"}
+
+# What the file system says about a path that a user gave, and what would be right.
+_PATH_ADVICE = {
+    errno.ENOENT: "give a path that exists",
+    errno.EACCES: "give a path that this user may use",
+    errno.EPERM: "give a path that this user may use",
+    errno.ENOTDIR: "give a path whose parents are folders",
+    errno.EISDIR: "give a file, not a folder",
+    errno.EEXIST: "give a path that is free",
+    errno.EROFS: "give a path on a writable file system",
+    errno.ENAMETOOLONG: "give a shorter path",
+    errno.ENOSPC: "free some space or give a path on another disk",
+    errno.EFBIG: "give a path on a file system, or a limit, that allows larger files",
+    errno.EDQUOT: "free some of your quota or give a path on another disk",
+}
+
+
+def run(
+    main: Callable[[absl_flags.FlagValues], int | None],
+    define_flags: Callable[[absl_flags.FlagValues], None],
+    argv: Sequence[str] | None = None,
+) -> int:
+    """Run a command and return its exit status.
+
+    Args:
+      main: takes the parsed flags, prints its result by `report`, returns a status (None is 0).
+      define_flags: defines the command's flags, common ones included, on the values it is given.
+      argv: the arguments without the program's name; those of this process by default.
+
+    Returns:
+      0 on success and for `--help`; main's own status; 2 with one line on stderr for a user's
+      mistake (`UserError`, a bad flag, a path that cannot be used); 130 when interrupted. Any
+      other exception is a bug: it passes through with its traceback, and Python makes it status 1.
+    """
+    argv = sys.argv[1:] if argv is None else list(argv)
+    command = _command_name(main)
+    try:
+        if _HELP & set(argv[: argv.index("--")] if "--" in argv else argv):
+            print(help_text(command, _module_doc(main), command_flags.defined(define_flags)))
+            return STATUS_OK
+        flags = command_flags.parse_flags(define_flags, argv)
+        use_compilation_cache()
+        status = main(flags)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # The reader of our stdout went away (`| head`). Python would complain again at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return STATUS_BROKEN_PIPE
+    except KeyboardInterrupt:
+        _say(command, "interrupted")
+        return STATUS_INTERRUPTED
+    except Exception as error:
+        mistake = _describe_mistake(error)
+        if mistake is None:
+            error.add_note(f"{command}: this is a bug, not a mistake in what you gave it.")
+            raise
+        _say(command, mistake)
+        return STATUS_USER_ERROR
+    return STATUS_OK if status is None else status
+
+
+def report(result: dict[str, Any]) -> None:
+    """Print `result` as one line of JSON, the last line that a command prints on stdout.
+
+    Numbers of NumPy and JAX are accepted; what is not finite becomes null, since JSON has no NaN.
+    """
+    print(to_json(result), flush=True)
+
+
+@contextlib.contextmanager
+def stop_signals_as_event() -> Iterator[threading.Event]:
+    """Yield an event that SIGTERM and Ctrl-C set, so that a loop can save and leave in time.
+
+    A second Ctrl-C interrupts at once. Where Ctrl-C is ignored (a script's background job) it stays
+    ignored.
+    """
+    requested = threading.Event()
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+
+    def request(number, frame):
+        requested.set()
+        if number == signal.SIGINT:
+            signal.signal(number, before[number])
+            # Not by sys.stderr, which may be in the middle of another line.
+            os.write(2, b"\nstopping after this step; Ctrl-C again stops at once\n")
+
+    for number, handler in before.items():
+        if handler is not signal.SIG_IGN:
+            signal.signal(number, request)
+    try:
+        yield requested
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def _command_name(main: Callable) -> str:
+    module = sys.modules[main.__module__]
+    spec = getattr(module, "__spec__", None)
+    return spec.name if spec else Path(getattr(module, "__file__", None) or main.__module__).stem
+
+
+def _module_doc(main: Callable) -> str:
+    return sys.modules[main.__module__].__doc__ or ""
+
+
+def _say(command: str, message: str) -> None:
+    print(f"{command}: {' '.join(message.split())}", file=sys.stderr, flush=True)
+
+
+def _describe_mistake(error: Exception) -> str | None:
+    """Say what the user got wrong and what would be right; None for what is no user's mistake."""
+    if isinstance(error, absl_flags.Error):
+        return f"{str(error).rstrip(' .')}; see --help"
+    if isinstance(error, UserError):
+        return str(error)
+    if isinstance(error, OSError) and error.errno in _PATH_ADVICE:
+        where = "" if error.filename is None else f"{error.filename}: "
+        return f"{where}{error.strerror}; {_PATH_ADVICE[error.errno]}"
+    return None

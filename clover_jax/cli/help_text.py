@@ -1,0 +1,43 @@
+"""What `--help` prints: the command's docstring, its own flags, then the common ones."""
+
+import re
+import shutil
+import textwrap
+
+from absl import flags as absl_flags
+
+_PLACEHOLDER = {"string": "TEXT", "int": "N", "float": "X"}
+_INDENT = " " * 4
+
+
+def help_text(command: str, description: str, flags: absl_flags.FlagValues) -> str:
+    """Return the help of `command`, whose flags are `flags`, folded to the terminal's width."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    # absl remembers which module called DEFINE_*: the common flags are those of that file.
+    by_module = flags.flags_by_module_dict()
+    common = by_module.pop("clover_jax.cli.command_flags", [])
+    own = [flag for flags_of_module in by_module.values() for flag in flags_of_module]
+    parts = [f"usage: python -m {command} [--flag=value ...]", textwrap.dedent(description).strip()]
+    for title, group in (("flags:", own), ("common flags:", common)):
+        if group:
+            parts.append("\n".join([title, *(_flag_help(flag, width) for flag in group)]))
+    return "\n\n".join(parts)
+
+
+def _flag_help(flag: absl_flags.Flag, width: int) -> str:
+    meaning = " ".join((flag.help or "").split())
+    # absl adds what is said by the usage line.
+    meaning = meaning.removesuffix("; repeat this option to specify a list of values")
+    meaning = re.sub(r"^<[^>]*>: ", "", meaning)
+    if flag.default not in (None, "", []):
+        meaning += f" [{flag.default_as_str.strip(chr(39))}]"
+    folded = textwrap.fill(meaning, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+    return f"  {_flag_usage(flag)}\n{folded}"
+
+
+def _flag_usage(flag: absl_flags.Flag) -> str:
+    if flag.boolean:
+        return f"--[no]{flag.name}"
+    choices = getattr(flag.parser, "enum_values", None)
+    value = "|".join(choices) if choices else _PLACEHOLDER.get(flag.parser.flag_type(), "VALUE")
+    return f"--{flag.name}={value}"

@@ -1,0 +1,154 @@
+"""One run of `convert`: a head in, the same head out in another layout."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from clover_jax.conversion.publish import check_repository, read_token, upload, write_card
+from clover_jax.conversion.verification import Verification, held_out_prompts, verify
+from clover_jax.data.prompts import Prompt
+from clover_jax.errors import UserError
+from clover_jax.interchange.directory import CARD, native_directory
+from clover_jax.interchange.layouts import LAYOUTS, NATIVE, layout_for
+from clover_jax.interchange.recognise import recognise
+from clover_jax.interchange.stored_head import StoredHead, open_head
+from clover_jax.interchange.write_head import num_units, write_foreign, write_native
+from clover_jax.loading.models import load_plain
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.stored_base import open_base
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.runtime.progress import progress_bar
+from clover_jax.storage.files import check_replaceable, put_in_place, scratch_directory
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """What a user asks for, by the names of the command's flags."""
+
+    input: str
+    output: str
+    base: str
+    to: str
+    overwrite: bool = False
+    allow_base_mismatch: bool = False
+    draft_rope_theta: float | None = None
+    cut_vocab: bool = False
+    verify: bool = False
+    prompts: str | None = None
+    num_prompts: int = 8
+    max_new_tokens: int = 64
+    dtype: str = "auto"
+    push: str | None = None
+    card_only: bool = False
+
+
+def convert(options: ConvertOptions) -> dict[str, Any]:
+    """Convert a head, and publish it where that is asked for; return what to report.
+
+    Raises UserError for what cannot be done.
+    """
+    if options.card_only and not options.push:
+        raise UserError("--card_only prepares what --push would upload; give --push=OWNER/NAME")
+    if options.push:  # before anything is written
+        check_repository(options.push)
+        if not options.card_only:
+            read_token(options.push)
+    base = open_base(options.base)
+    output = Path(options.output).expanduser()
+    _check_output(output, options, base)
+    head = open_head(
+        options.input,
+        base,
+        options.draft_rope_theta,
+        options.allow_base_mismatch,
+        options.cut_vocab,
+    )
+    report = convert_head(options, base, head, output)
+    if options.push and report["output"]:
+        write_card(output, head, options.to, base, options.push)
+        address = None if options.card_only else upload(output, options.push)
+        report |= {"repository": options.push, "uploaded": address}
+    return report
+
+
+def convert_head(
+    options: ConvertOptions, base: BaseModel, head: StoredHead, output: Path
+) -> dict[str, Any]:
+    """Convert a head and return what to report; with `verify`, whether it decodes as before.
+
+    Nothing is at `output` unless everything went well. Raises UserError for what cannot be done.
+    """
+    report = {
+        "input": options.input,
+        "from": head.layout,
+        "to": options.to,
+        "output": str(output),
+        "drafter": head.config.kind,
+        "dtype": str(head.dtype),
+    }
+    if not options.verify:
+        write_head(output, head, options.to, base, options.input)
+        return report | {"bytes": _num_bytes(output)}
+    prompts = held_out_prompts(base.directory, options.prompts, options.num_prompts)
+    with scratch_directory(output) as scratch:
+        staged = scratch / "head"
+        write_head(staged, head, options.to, base, options.input)
+        verification = _verify(options, base, head, staged, prompts)
+        report |= {"bytes": _num_bytes(staged)} | verification.to_dict()
+        if verification.differing:
+            return report | {"output": None}
+        put_in_place(staged, output)
+    return report
+
+
+def _verify(
+    options: ConvertOptions,
+    base: BaseModel,
+    source: StoredHead,
+    staged: Path,
+    prompts: Sequence[Prompt],
+) -> Verification:
+    result = open_head(str(staged), base, allow_base_mismatch=options.allow_base_mismatch)
+    models = load_plain(options.base, resolve_dtype(options.dtype))
+    return verify(models, source, result, prompts, options.max_new_tokens)
+
+
+def _num_bytes(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source: str) -> None:
+    """Write a head in the layout `to`, with a bar that counts tensors."""
+    layout = None if to == NATIVE else layout_for(to, head.config.kind)
+    with progress_bar(num_units(head, layout), "convert", unit="tensor") as progress:
+        if layout is None:
+            provenance = head.card.provenance | {"converted_from": source}
+            card = dataclasses.replace(head.card, provenance=provenance)
+            write_native(output, head, card, progress)
+        else:
+            write_foreign(output, head, layout, base, progress)
+
+
+def _check_output(output: Path, options: ConvertOptions, base: BaseModel) -> None:
+    source = Path(options.input).expanduser()
+    head = native_directory(source) or source  # of a workdir, the head in it
+    read = {"input": (source, head), "base": (base.directory,)}
+    for name, folders in read.items():
+        if any(folder.resolve().is_relative_to(output.resolve()) for folder in folders):
+            raise UserError(
+                f"--output={options.output} is or holds the {name}; give another folder"
+            )
+    check_replaceable(output, options.overwrite, "draft head", _is_head)
+
+
+def _is_head(folder: Path) -> bool:
+    """Return whether a folder is a head in a layout that is written here; a base is none."""
+    if (folder / CARD).is_file():
+        return True
+    try:
+        return recognise(folder) in LAYOUTS
+    except UserError:
+        return False

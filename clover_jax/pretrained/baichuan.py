@@ -1,0 +1,77 @@
+"""Baichuan: Llama with q, k and v in one stored matrix, and its own ways with positions and output.
+
+The 7B models rotate; the 13B ones use ALiBi. Baichuan 2 divides each row of lm_head by its length
+whenever it is used; here that is done once, as it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clover_jax.config import BaseConfig
+from clover_jax.pretrained.family import Adjust, Family, unchanged
+from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.tensor_map import Leaf, Piece
+
+DEFAULT_LENGTH = 4096
+WIDTH_OF_13B = 5120
+VOCABULARY_OF_2 = 125_696
+_EPS = 1e-12  # torch's, in `normalize`
+
+
+def parse_baichuan_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the fields of a Baichuan config into ours; there are no biases and no grouped heads."""
+    fixed = {"attention_bias": False, "mlp_bias": False, "num_key_value_heads": None}
+    length = {"max_position_embeddings": values.get("model_max_length", DEFAULT_LENGTH)}
+    config = parse_llama_config(length | values | fixed, path, generation)
+    return dataclasses.replace(config, alibi=_has_alibi(values))
+
+
+def baichuan_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return Llama's leaves with q, k and v read from `W_pack`."""
+    return [
+        _packed(leaf, config) if leaf.path[-1] == "qkv" else leaf for leaf in base_leaves(config)
+    ]
+
+
+def adjust_baichuan(values: dict[str, Any]) -> Adjust:
+    """Return the normalisation of lm_head where the checkpoint is one of Baichuan 2."""
+    is_second = values.get("vocab_size") == VOCABULARY_OF_2 or "z_loss_weight" in values
+    return _normalise_lm_head if is_second else unchanged
+
+
+BAICHUAN = Family(parse_baichuan_config, baichuan_leaves, adjust_baichuan)
+
+
+def _has_alibi(values: dict[str, Any]) -> bool:
+    """Tell 13B from 7B: one architecture name serves both, and only 7B's has a rotary length."""
+    if "BaiChuanForCausalLM" in (values.get("architectures") or []):
+        return False
+    return "max_position_embeddings" not in values or values["hidden_size"] == WIDTH_OF_13B
+
+
+def _packed(leaf: Leaf, config: BaseConfig) -> Leaf:
+    """Map to qkv [D, N, 3, H] from W_pack [3 N H, D]."""
+    width, heads, size = config.hidden_size, config.num_heads, config.head_dim
+    piece = Piece(
+        leaf.pieces[0].name.replace("q_proj", "W_pack"),
+        (3 * heads * size, width),
+        (3, heads, size, width),
+        (3, 1, 0, 2),
+    )
+    return Leaf(leaf.path, leaf.shape, (piece,))
+
+
+def _normalise_lm_head(name: str, tensor: np.ndarray) -> np.ndarray:
+    if name != "lm_head.weight":
+        return tensor
+    rows = tensor.astype(np.float32)
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _EPS)
+    return rows

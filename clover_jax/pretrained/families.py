@@ -1,0 +1,104 @@
+"""The base models that can be read, by the architecture that their config.json names."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
+from clover_jax.pretrained.baichuan import BAICHUAN
+from clover_jax.pretrained.family import Adjust, Family
+from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.mistral_config import parse_mistral_config
+from clover_jax.pretrained.qwen_config import parse_qwen2_config, parse_qwen3_config
+from clover_jax.pretrained.tensor_map import Leaf
+from clover_jax.storage.json_files import read_json_object
+
+# Vicuna and the Llama versions 1 to 3.2 are all LlamaForCausalLM.
+ARCHITECTURES = {
+    "LlamaForCausalLM": Family(parse_llama_config),
+    "MistralForCausalLM": Family(parse_mistral_config),
+    "Qwen2ForCausalLM": Family(parse_qwen2_config),
+    "Qwen3ForCausalLM": Family(parse_qwen3_config),
+    "BaiChuanForCausalLM": BAICHUAN,  # the first 7B is spelt this way
+    "BaichuanForCausalLM": BAICHUAN,
+}
+# For a config.json that names no architecture.
+MODEL_TYPES = {
+    "llama": "LlamaForCausalLM",
+    "mistral": "MistralForCausalLM",
+    "qwen2": "Qwen2ForCausalLM",
+    "qwen3": "Qwen3ForCausalLM",
+}
+
+
+_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
+
+
+class Checkpoint(NamedTuple):
+    """What a folder's config.json says about the weights beside it.
+
+    leaves: where they lie in the params. adjust: what is done to each before it is used.
+    """
+
+    config: BaseConfig
+    leaves: list[Leaf]
+    adjust: Adjust
+
+    def is_harmless(self, name: str) -> bool:
+        """Say whether a checkpoint may hold this tensor without its being read.
+
+        Old exports carry the rotary frequencies, which the config gives; and some store the output
+        matrix a second time although it is tied to the embedding.
+        """
+        tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
+        return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read config.json and, for the end-of-sequence ids, generation_config.json.
+
+    Raises UserError when a file is broken or asks for what the decoder cannot do.
+    """
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} has no config.json; it is not a Hugging Face model folder")
+    values = read_json_object(path)
+    family = ARCHITECTURES[architecture_of(values, path)]
+    generation_path = directory / "generation_config.json"
+    generation = read_json_object(generation_path) if generation_path.is_file() else {}
+    config = family.parse(values, path, generation)
+    return Checkpoint(config, family.leaves(config), family.adjust(values))
+
+
+def read_architecture(directory: Path) -> str:
+    """Return the architecture of a base's folder; raises as `architecture_of`."""
+    path = directory / "config.json"
+    return architecture_of(read_json_object(path), path)
+
+
+def read_base_config(directory: Path) -> BaseConfig:
+    """Return the config of a folder; raises as `read_checkpoint`."""
+    return read_checkpoint(directory).config
+
+
+def architecture_of(values: dict[str, Any], path: Path) -> str:
+    """Return the supported architecture that a config names.
+
+    Raises UserError, with what is supported, for any other.
+    """
+    names = values.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(f"{path}: architectures must be a list of names, not {names!r}")
+    if not names and values.get("model_type") in MODEL_TYPES:
+        return MODEL_TYPES[values["model_type"]]
+    for name in names:
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return name
+    found = ", ".join(map(str, names)) or values.get("model_type") or "none named"
+    raise UserError(
+        f"{path}: architecture {found} is not supported; "
+        f"the supported ones are {', '.join(ARCHITECTURES)}"
+    )

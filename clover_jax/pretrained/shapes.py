@@ -1,0 +1,181 @@
+"""Well-known shapes as bases without a checkpoint: `shape:NAME`, random weights or none at all.
+
+What a program costs depends on shapes and not on values, so these time and compile what nobody has
+downloaded. Their text means nothing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Params
+from clover_jax.config import BaseConfig, RopeConfig
+from clover_jax.errors import UserError
+from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.models.int8 import Matrix
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.tensor_map import Place
+
+PREFIX = "shape:"
+_SPREAD = 0.02  # of random weights, as models of this family are initialised
+_LLAMA3_ROPE = RopeConfig(theta=500_000.0)
+
+
+def _llama(vocabulary, width, inner, layers, heads, kv_heads, **options) -> BaseConfig:
+    return BaseConfig(
+        vocab_size=vocabulary,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_dim=width // heads,
+        **options,
+    )
+
+
+def _qwen3(width, inner, layers, heads, **options) -> BaseConfig:
+    return BaseConfig(
+        vocab_size=151_936,
+        hidden_size=width,
+        intermediate_size=inner,
+        num_layers=layers,
+        num_heads=heads,
+        num_kv_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1_000_000.0),
+        max_position_embeddings=40_960,
+        query_key_norm=True,
+        **options,
+    )
+
+
+# From the config.json of each.
+SHAPES = {
+    "llama3-8b": _llama(
+        128_256, 4096, 14_336, 32, 32, 8, rope=_LLAMA3_ROPE, max_position_embeddings=8192
+    ),
+    "llama3-70b": _llama(
+        128_256, 8192, 28_672, 80, 64, 8, rope=_LLAMA3_ROPE, max_position_embeddings=8192
+    ),
+    "llama2-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
+    "vicuna-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
+    "mistral-7b": _llama(
+        32_768,
+        4096,
+        14_336,
+        32,
+        32,
+        8,
+        rope=RopeConfig(theta=1_000_000.0),
+        max_position_embeddings=32_768,
+    ),
+    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
+    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
+    "qwen3-8b": _qwen3(4096, 12_288, 36, 32),
+    # No model of this name: 125M parameters, larger than a CPU's caches and quick to make.
+    "llama-100m": _llama(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
+}
+_GENERIC = re.compile(r"(\d+)x(\d+)x(\d+)")
+
+
+def is_shape(source: str) -> bool:
+    """Return whether a base's name stands for a shape."""
+    return source.startswith(PREFIX)
+
+
+def shape_notice(source: str) -> str | None:
+    """Return what a user of a shape's text or training must know; None for a real base."""
+    if not is_shape(source):
+        return None
+    return f"{source} has random weights: time and memory mean something, what it says does not"
+
+
+def shape_config(source: str) -> BaseConfig:
+    """Return the config of `shape:NAME[:LAYERS]` or `shape:WIDTHxLAYERSxVOCABULARY`.
+
+    LAYERS: so many instead of the model's own. The generic form has heads of 64 and an MLP of 8/3
+    of the width, rounded up to 64: 512x8x8192.
+    Raises UserError for an unknown name or a width that heads of 64 do not fill.
+    """
+    name, _, layers = source.removeprefix(PREFIX).partition(":")
+    if name in SHAPES and (not layers or (layers.isdecimal() and int(layers) > 0)):
+        config = SHAPES[name]
+        return dataclasses.replace(config, num_layers=int(layers or config.num_layers))
+    sizes = _GENERIC.fullmatch(name)
+    if sizes is None:
+        raise UserError(
+            f"{source!r} is unknown; the shapes are {', '.join(SHAPES)}, with fewer layers as in "
+            "shape:llama3-8b:4, or WIDTHxLAYERSxVOCABULARY as in shape:512x8x8192"
+        )
+    width, layers, vocabulary = map(int, sizes.groups())
+    if width % 64 or min(width, layers, vocabulary) < 1:
+        raise UserError(
+            f"shape {name!r}: the width ({width}) must be a multiple of 64, layers ({layers}) and "
+            f"vocabulary ({vocabulary}) at least 1"
+        )
+    inner = -(-width * 8 // (3 * 64)) * 64
+    return _llama(vocabulary, width, inner, layers, width // 64, width // 64)
+
+
+def base_shapes(config: BaseConfig, dtype: jnp.dtype = jnp.float32) -> Params:
+    """Return a base's params as ShapeDtypeStructs; allocates nothing."""
+    return cast_shapes(jax.eval_shape(lambda: _init(config)), dtype)
+
+
+def cast_shapes(shapes: Params, dtype: jnp.dtype) -> Params:
+    """Return the same shapes in another dtype."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, dtype), shapes)
+
+
+def random_params(shapes: Params, seed: int, place: Place | None = None) -> Params:
+    """Return random arrays of these shapes, made one after another.
+
+    place: puts each where it belongs before the next one is made; None leaves it where it is.
+    Norms are 1 and biases 0; the rest is normal.
+    """
+    leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
+    keys = jax.random.split(jax.random.key(seed), len(leaves))
+
+    def make(path: tuple, shape: jax.ShapeDtypeStruct, key: Array) -> Matrix:
+        made = _fill(path[-1].key, shape, key)
+        return made if place is None else place(tuple(step.key for step in path), made)
+
+    made = [make(path, shape, key) for (path, shape), key in zip(leaves, keys, strict=True)]
+    return jax.tree.unflatten(structure, made)
+
+
+def random_base(source: str, dtype: jnp.dtype, place: Place | None = None) -> BaseModel:
+    """Return the base that `shape:...` stands for, with random weights and no tokenizer.
+
+    Raises UserError as `shape_config` does.
+    """
+    config = shape_config(source)
+    params = random_params(base_shapes(config, dtype), 0, place)
+    # A folder that does not exist: there is no tokenizer and there are no prompts.
+    return BaseModel(config=config, params=params, directory=Path(source), source=source)
+
+
+def _init(config: BaseConfig) -> Params:
+    ids = jnp.zeros((1, 2), jnp.int32)
+    return Decoder(config).init(jax.random.key(0), ids, ids, causal_mask(1, 2))["params"]
+
+
+def _fill(name: str, leaf: jax.ShapeDtypeStruct, key: Array) -> Array:
+    if name == "scale":
+        return jnp.ones(leaf.shape, leaf.dtype)
+    if name.endswith("bias"):
+        return jnp.zeros(leaf.shape, leaf.dtype)
+    return _normal(key, leaf.shape, leaf.dtype)
+
+
+@functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # once for all leaves of a shape
+def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
+    return jax.random.normal(key, shape, dtype) * jnp.asarray(_SPREAD, dtype)

@@ -1,0 +1,161 @@
+"""The weight files of a checkpoint folder, read lazily, tensor by tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterable
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from clover_jax.errors import UserError
+from clover_jax.pretrained.finite import check_finite
+from clover_jax.pretrained.torch_file import TorchFile
+from clover_jax.storage.json_files import read_json_object
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TORCH_SUFFIXES = (".bin", ".pt")
+READABLE = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+
+
+class TensorFiles:
+    """The tensors of one folder: a single file, or shards listed in an index.
+
+    shapes: name -> stored shape, of every tensor there is; nothing is read for it but headers.
+    """
+
+    def __init__(self, directory: Path):
+        self._handles: dict[str, safe_open | TorchFile] = {}
+        self._places: dict[str, Path] = {}
+        self.directory = directory
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        for path in _files_of(directory):
+            handle = _open(path)
+            for name in handle.keys():  # noqa: SIM118, the handle is no mapping
+                self._handles[name], self._places[name] = handle, path
+                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+
+    def read(self, name: str, types: Collection[str] = READABLE) -> np.ndarray:
+        """Return one tensor as it is stored (bfloat16 included).
+
+        types: what it may be stored as; weights are floating-point numbers.
+        Raises UserError for a quantised or otherwise unreadable tensor, or one with NaN in it.
+        """
+        self._check_type(name, types)
+        return self._checked(name, self._handles[name].get_tensor(name))
+
+    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
+        """Return a slice of a tensor along its first axis; raises as `read`."""
+        self._check_type(name)
+        return self._checked(name, self._handles[name].get_slice(name)[start:stop])
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the type of a stored tensor; raises as `read`."""
+        return READABLE[self._check_type(name)]
+
+    def _checked(self, name: str, array: np.ndarray) -> np.ndarray:
+        check_finite(array, name, self._places[name])
+        return array
+
+    def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
+        stored = self._handles[name].get_slice(name).get_dtype()
+        if stored not in types:
+            unquantised = ", so give an unquantised checkpoint" if types is READABLE else ""
+            raise UserError(
+                f"{self._places[name]}: tensor {name} is stored as {stored}; "
+                f"the readable types are {', '.join(types)}{unquantised}"
+            )
+        return stored
+
+    def check(
+        self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool] | None = None
+    ) -> None:
+        """Compare names and shapes with what a config asks for.
+
+        harmless: says which tensors may be there beside the expected ones.
+        Raises UserError naming missing, misshapen or unknown tensors, in this order.
+        """
+        missing = [name for name in expected if name not in self.shapes]
+        if missing:
+            raise UserError(
+                f"{self.directory} lacks {_listed(missing)}, which its config.json asks for"
+            )
+        for name, shape in expected.items():
+            if self.shapes[name] != shape:
+                raise UserError(
+                    f"{self._places[name]}: tensor {name} has shape {self.shapes[name]}; "
+                    f"config.json asks for {shape}"
+                )
+        unknown = [
+            name
+            for name in self.shapes
+            if name not in expected and not (harmless and harmless(name))
+        ]
+        if unknown:
+            raise UserError(
+                f"{self.directory} has {_listed(unknown)}, which its config.json does not ask for"
+            )
+
+
+def _files_of(directory: Path) -> Iterable[Path]:
+    """Return the files to read; one whole file wins over an index, as in transformers."""
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if (directory / INDEX).is_file():
+        return _shards_of(directory / INDEX)
+    others = list(directory.glob("*.safetensors"))
+    if len(others) == 1:  # a head's own name for it, such as medusa_lm_head.safetensors
+        return others
+    if (directory / TORCH_INDEX).is_file():
+        return _shards_of(directory / TORCH_INDEX)
+    found = sorted(path for path in directory.iterdir() if path.suffix in TORCH_SUFFIXES)
+    if directory / TORCH_SINGLE in found or len(found) == 1:
+        return [directory / TORCH_SINGLE if directory / TORCH_SINGLE in found else found[0]]
+    if found:
+        raise UserError(
+            f"{directory} has {len(found)} PyTorch files and none is {TORCH_SINGLE}; "
+            f"save the weights as {SINGLE}"
+        )
+    raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+
+
+def _shards_of(index: Path) -> list[Path]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map from tensor names to shards")
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise UserError(f"{index} lists the shard {name!r}, which is no file beside it")
+    shards = [index.parent / name for name in names]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise UserError(
+            f"{index.parent} lacks {_listed(missing, 'shard')}, which {index.name} lists; "
+            "is the download complete?"
+        )
+    return shards
+
+
+def _open(path: Path) -> safe_open | TorchFile:
+    if path.suffix in TORCH_SUFFIXES:
+        return TorchFile(path)
+    try:
+        return safe_open(path, framework="numpy")
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _listed(names: list[str], noun: str = "tensor") -> str:
+    """Return "tensor a", "tensors a, b", "tensors a, b, c and 5 more"."""
+    shown = ", ".join(names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{noun}{'s' if len(names) > 1 else ''} {shown}{more}"

@@ -1,0 +1,122 @@
+"""Which matrices --int8 rounds, of a base and of a draft head.
+
+    draft   the head's matrices, and a copy of lm_head that it drafts with. The base is as it was,
+            and so is the text (of drawn children: its distribution): only what is drafted, and how
+            much of it is accepted, may change.
+    base    every layer's matrices and lm_head. The text is that of the rounded base, which
+            speculation reproduces as it does any other base's.
+
+Embeddings that are looked up, norms, biases and small matrices stay; so do caches and activations.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Params
+from clover_jax.drafters.drafter import DRAFT_ROWS, frozen_from_base
+from clover_jax.errors import UserError
+from clover_jax.models.int8 import Int8Matrix, Matrix, quantize
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.fingerprint import lm_head_hash
+from clover_jax.pretrained.loading import load_base, place_as
+from clover_jax.pretrained.tensor_map import Path, Place
+
+PARTS = ("base", "draft")
+
+# Name of a leaf, without its number -> the axes that products sum over.
+INPUTS = {
+    "qkv": (0,),
+    "out": (0, 1, 2),
+    "gate_up": (0,),
+    "down": (0,),
+    "lm_head": (1,),
+    # Draft heads: Attention Decoders and projectors, EAGLE's kind, Clover-LR's block, MLPs.
+    "query": (0,),
+    "key_value": (0,),
+    "projector_0": (0,),
+    "projector_1": (0, 1),
+    "fc": (0, 1),
+    "fuse": (0, 1),
+    "block": (0,),
+    "inward": (0, 1),
+    "weight": (1,),
+}
+
+_round = jax.jit(quantize, static_argnames="inputs")
+
+
+def parse_parts(words: Sequence[str]) -> tuple[str, ...]:
+    """Return what --int8 names, in the order of PARTS; raises UserError for another word.
+
+    words: a single string stands for words between commas.
+    """
+    words = words.split(",") if isinstance(words, str) else words
+    for word in words:
+        if word not in PARTS:
+            raise UserError(f"--int8={','.join(words)}: {word!r} is none of {', '.join(PARTS)}")
+    return tuple(part for part in PARTS if part in words)
+
+
+def rounding_notice(parts: Sequence[str]) -> str | None:
+    """Return what a user of --int8 must know here; None where it pays."""
+    if not parts or jax.default_backend() != "cpu":
+        return None
+    return "--int8 takes longer on CPU, which widens a matrix in memory before each product"
+
+
+def load_rounded_base(
+    source: str, dtype: jnp.dtype, place: Place | None, parts: Sequence[str]
+) -> BaseModel:
+    """Load a base as `load_base` does and round it as --int8 says.
+
+    Each layer's matrices are rounded as soon as they lie where they belong, so that no device ever
+    holds more than one that is not. The base goes on being known by lm_head as it was read.
+    """
+    if "base" in parts:
+        place = _rounding(place or place_as(dtype))
+    base = load_base(source, dtype, place)
+    if not parts:
+        return base
+    known = lm_head_hash(base)
+    return dataclasses.replace(base, params=round_base(base.params, parts), lm_head_hash=known)
+
+
+def round_base(params: Params, parts: Sequence[str]) -> Params:
+    """Return a base's params as --int8 says; what is rounded already stays.
+
+    A tied lm_head is rounded beside the embedding, which is looked up as it was.
+    """
+    lm_head = frozen_from_base(params).lm_head
+    if "base" in parts:
+        return round_params({**params, "lm_head": lm_head})
+    if "draft" in parts:
+        return {**params, DRAFT_ROWS: _round_leaf("lm_head", lm_head)}
+    return params
+
+
+def round_params(params: Params) -> Params:
+    """Return params with the matrices of INPUTS rounded."""
+
+    def each(path: tuple, leaf: Matrix) -> Matrix:
+        return leaf if isinstance(leaf, Int8Matrix) else _round_leaf(path[-1].key, leaf)
+
+    return jax.tree.map_with_path(each, params, is_leaf=lambda x: isinstance(x, Int8Matrix))
+
+
+def _rounding(place: Place) -> Place:
+    def place_rounded(path: Path, array: Array) -> Matrix:
+        placed = place(path, array)
+        return placed if path[-1] == "lm_head" else _round_leaf(path[-1], placed)
+
+    return place_rounded
+
+
+def _round_leaf(name: str, leaf: Array) -> Matrix:
+    inputs = INPUTS.get(name, INPUTS.get(re.sub(r"_\d+$", "", name)))
+    return leaf if inputs is None else _round(leaf, inputs)

@@ -1,0 +1,126 @@
+"""Over which mesh axes the dimensions of each parameter are split.
+
+A parameter is laid out by the last name of its path (`LAYOUTS`): one letter for each dimension, the
+axis letters of `array_types.py`. A new drafter adds its leaves here.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+
+from jax.sharding import PartitionSpec
+
+from clover_jax.errors import UserError
+from clover_jax.models.int8 import Int8Matrix
+from clover_jax.pretrained.tensor_map import Path
+from clover_jax.sharding.meshes import AnyMesh
+
+# The mesh axis of each letter; "-" is never split. E is D where a matrix puts it out, so that a
+# square matrix is split over both axes; R is the rank of a correction.
+_AXIS = {"D": "fsdp", "E": "tensor", "F": "tensor", "K": "tensor", "N": "tensor", "V": "tensor"}
+_AXIS |= {"R": "fsdp"}
+# A device cannot hold part of a head: where there are fewer heads than it takes, each holds all. A
+# rank may be small and odd.
+_WHOLE_IF_INDIVISIBLE = frozenset("KNR")
+
+# Name of a leaf, without its number where numbered ones are alike -> its dimensions; several where
+# leaves of other ranks share the name.
+LAYOUTS: dict[str, tuple[str, ...]] = {
+    # The base, and decoder layers inside drafts.
+    "embedding": ("V D",),
+    "lm_head": ("V D",),
+    "draft_lm_head": ("V D",),
+    "scale": ("-",),
+    "qkv": ("D K - -",),
+    "qkv_bias": ("K - -",),
+    "query_norm": ("-",),
+    "key_norm": ("-",),
+    "out": ("K - - D",),
+    "out_bias": ("-",),
+    "gate_up": ("D - F",),
+    "gate_up_bias": ("- F",),
+    "down": ("F D",),
+    "down_bias": ("-",),
+    # Clover-2 (and Clover): Attention Decoders and projectors.
+    "query": ("D N -",),
+    "query_bias": ("N -",),
+    "key_value": ("D - N -",),
+    "key_value_bias": ("- N -",),
+    "projector_0": ("D E",),
+    "projector_0_bias": ("-",),
+    "projector_1": ("- D E",),
+    "projector_1_bias": ("-",),
+    # Clover-LR: its block of proposals, and what lives in the few dimensions of the correction.
+    "fuse": ("- D E",),
+    "block": ("D - E",),
+    "block_bias": ("- -",),
+    "correction_out": ("V R",),
+    "state_in": ("D -",),
+    "token_in": ("D -",),
+    "gates": ("- - -",),
+    "gates_bias": ("- -",),
+    "candidate": ("- -",),
+    "mix": ("- -",),
+    # EAGLE's kind: the matrix that mixes what the layer reads.
+    "fc": ("- D E",),
+    "fc_bias": ("-",),
+    # Clover's MLP in the place of an Attention Decoder.
+    "inward": ("- D E",),
+    "inward_bias": ("-",),
+    # A residual block for each position; Medusa's lm_head_0 .. are as lm_head.
+    "weight": ("- D E",),
+    "bias": ("- -",),
+    # Beside the params in a train state: the bits of the run's random key.
+    "key": ("-",),
+}
+
+
+# The parts of a rounded matrix lie as the matrix does; its steps are 1 along some of the axes.
+_FIELDS = frozenset(field.name for field in dataclasses.fields(Int8Matrix))
+
+
+def param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+    """Return over which axes a leaf's dimensions are split.
+
+    Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
+    """
+    if not shape:
+        return PartitionSpec()
+    if path[-1] in _FIELDS:
+        path = path[:-1]
+    layout = _layout_of(path, len(shape))
+    return PartitionSpec(
+        *(
+            _axis_for(letter, size, path, mesh) if letter != "-" else None
+            for letter, size in zip(layout, shape, strict=True)
+        )
+    )
+
+
+def _layout_of(path: Path, rank: int) -> list[str]:
+    one_of_many = re.sub(r"_\d+$", "", path[-1])
+    for layout in LAYOUTS.get(path[-1], LAYOUTS.get(one_of_many, ())):
+        if len(layout.split()) == rank:
+            return layout.split()
+    raise UserError(
+        f"parameter {'/'.join(path)} with {rank} dimensions has no rule for a mesh; "
+        "add its layout to LAYOUTS in clover_jax/param_layouts.py"
+    )
+
+
+def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
+    axis = _AXIS[letter]
+    if size % mesh.shape[axis] == 0:
+        return axis
+    if letter in _WHOLE_IF_INDIVISIBLE or size == 1:
+        return None
+    raise UserError(
+        f"parameter {'/'.join(path)}: its dimension {letter} of {size} cannot be split over "
+        f"{axis}={mesh.shape[axis]}; give --mesh an axis that divides it"
+    )
+
+
+def leaf_path(path: tuple) -> Path:
+    """Return a path's keys as names: of dicts, of fields, of positions."""
+    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)

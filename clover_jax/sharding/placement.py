@@ -1,0 +1,215 @@
+"""Which part of every array lies on which device of a mesh (`meshes.py`).
+
+Nothing else knows of a mesh: models, steps and losses are functions of arrays, and the compiler
+splits them by where their arguments lie. So a run does, in this order,
+
+    shape = parse_mesh("data=2,fsdp=2,tensor=-1", len(jax.devices()))   # MeshShape(2, 2, 2)
+    mesh = make_mesh(shape)                       # or make_mesh(shape, topology.devices)
+    base = load_base(source, dtype, place_on(mesh, dtype))      # read straight into shards
+    shardings = param_shardings(shapes, mesh)     # base, any draft, train states with optimiser
+    state = jax.jit(init, out_shardings=shardings)(...)
+
+and for compiling without devices, from shapes alone:
+
+    weights = with_shardings(shapes, param_shardings(shapes, mesh))     # ShapeDtypeStructs
+    state = with_shardings(state_shapes, decode_state_shardings(state_shapes, mesh))
+    batch = with_shardings(batch_shapes, row_shardings(batch_shapes, mesh))
+    jax.jit(step).lower(weights, state).compile()
+
+A `Mesh` or an `AbstractMesh` (`make_abstract_mesh`) will do for everything that computes shardings.
+
+`param_layouts.py` says how a parameter is split, by its name.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from clover_jax.array_types import Array, PyTree
+from clover_jax.errors import UserError
+from clover_jax.pretrained.tensor_map import Path, Place
+from clover_jax.sharding.meshes import AXES, AnyMesh, shape_of
+from clover_jax.sharding.param_layouts import leaf_path, param_spec
+
+ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
+
+
+def replicated(mesh: AnyMesh) -> NamedSharding:
+    """Return the placement of what every device holds whole."""
+    return NamedSharding(mesh, PartitionSpec())
+
+
+def put_whole(value: np.ndarray, mesh: Mesh) -> Array:
+    """Put a value, the same in every process, whole on every device."""
+    return jax.make_array_from_callback(value.shape, replicated(mesh), lambda index: value[index])
+
+
+def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
+    """Return the placement of every leaf of a base, a draft, or a train state with its optimiser.
+
+    params: arrays or ShapeDtypeStructs. The optimiser's moments carry the names of their params,
+        so they lie where those do; scalars are replicated.
+    Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
+    """
+    return jax.tree.map_with_path(
+        lambda path, leaf: NamedSharding(mesh, param_spec(leaf_path(path), leaf.shape, mesh)),
+        params,
+    )
+
+
+def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
+    """Gather params over fsdp, for use within a compiled step; without a mesh they are as they are.
+
+    Left to itself, the compiler may take the split of a weight's D for one of the activations' D
+    and compute all rows on every device. Gathered one by one, weights are needed one layer at a
+    time, and their gradients are scattered back.
+    """
+    if mesh is None or mesh.shape["fsdp"] == 1:
+        return params
+
+    def gather(path: tuple, leaf: Array) -> Array:
+        spec = param_spec(leaf_path(path), leaf.shape, mesh)
+        whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
+        return _gather(NamedSharding(mesh, whole), NamedSharding(mesh, spec), leaf)
+
+    return jax.tree.map_with_path(gather, params)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _gather(whole: NamedSharding, at_rest: NamedSharding, leaf: Array) -> Array:
+    """Lay out anew; the gradient is laid out as the leaf lies at rest.
+
+    (That of a constraint is constrained to the very same: summed up whole on every device, at twice
+    the cost of a scattered sum.)
+    """
+    return jax.lax.with_sharding_constraint(leaf, whole)
+
+
+def _gather_forward(whole: NamedSharding, at_rest: NamedSharding, leaf: Array):
+    return _gather(whole, at_rest, leaf), None
+
+
+def _scatter_back(whole: NamedSharding, at_rest: NamedSharding, _: None, gradient: Array):
+    return (jax.lax.with_sharding_constraint(gradient, at_rest),)
+
+
+_gather.defvjp(_gather_forward, _scatter_back)
+
+
+def row_shardings(batch: PyTree, mesh: AnyMesh) -> PyTree:
+    """Return the placement of a training batch, whose leaves all have B rows first.
+
+    Raises UserError where the rows cannot be split evenly.
+    """
+
+    def place(leaf: Any) -> NamedSharding:
+        shards = shape_of(mesh).num_row_shards
+        if leaf.shape[0] % shards:
+            raise UserError(
+                f"--batch_size={leaf.shape[0]} must be divisible by data x fsdp = {shards} of the "
+                "mesh, so that every device gets as many rows"
+            )
+        return NamedSharding(mesh, PartitionSpec(ROWS))
+
+    return jax.tree.map(place, batch)
+
+
+def parts_of_rows(batch: PyTree, count: int, mesh: AnyMesh | None) -> PyTree:
+    """Split the rows of a batch in parts, for use within a compiled step: [count, B / count, ...].
+
+    Part k has every count-th row from k on, so that each device's rows go evenly to all parts and
+    none of them moves.
+    """
+
+    def split(leaf: Array) -> Array:
+        parts = jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
+        if mesh is None:
+            return parts
+        where = NamedSharding(mesh, PartitionSpec(None, ROWS))
+        return jax.lax.with_sharding_constraint(parts, where)
+
+    return jax.tree.map(split, batch)
+
+
+def placed_as_params(params: PyTree, mesh: AnyMesh | None) -> PyTree:
+    """Lay params or their gradient out as params lie at rest, for use within a compiled step."""
+    if mesh is None:
+        return params
+    return jax.lax.with_sharding_constraint(params, param_shardings(params, mesh))
+
+
+def place_rows(batch: PyTree, mesh: Mesh) -> PyTree:
+    """Put a batch of NumPy arrays, the same in every process, on the devices of a mesh."""
+
+    def place(leaf: np.ndarray, sharding: NamedSharding) -> Array:
+        return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+    return jax.tree.map(place, batch, row_shardings(batch, mesh))
+
+
+def rows_of_process(batch_size: int, mesh: Mesh) -> list[int]:
+    """Return the rows of a batch that devices of this process hold."""
+    places = NamedSharding(mesh, PartitionSpec(ROWS)).addressable_devices_indices_map((batch_size,))
+    held = [range(batch_size)[rows] for (rows,) in places.values()]
+    return sorted(set().union(*held))
+
+
+def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
+    """Return the placement of a decode state, or of its caches: rows first, then heads.
+
+    A cache is [B, K, S, H], the only leaves with four dimensions. Rows that cannot be split evenly
+    (the single one of a prefill) and heads that cannot are on every device.
+    """
+    shape = shape_of(mesh)
+
+    def place(leaf: Any) -> NamedSharding:
+        rows = ROWS if leaf.shape[0] % shape.num_row_shards == 0 else None
+        if leaf.ndim != 4:
+            return NamedSharding(mesh, PartitionSpec(rows))
+        heads = "tensor" if leaf.shape[1] % shape.tensor == 0 else None
+        return NamedSharding(mesh, PartitionSpec(rows, heads))
+
+    return jax.tree.map(place, state)
+
+
+def logits_spec(shape: tuple[int, ...], least: int) -> PartitionSpec | None:
+    """Return how logits [B, ..., V] lie on the mesh in use (`jax.set_mesh`); None without one.
+
+    For functions that compute the shards apart, because the compiler would gather them: the last
+    axis is split over `tensor` where it is a vocabulary, of `least` entries or more.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or set(AXES) - set(mesh.axis_names) or len(shape) < 2:
+        return None
+    sizes = shape_of(mesh)
+    rows = ROWS if shape[0] % sizes.num_row_shards == 0 else None
+    is_split = sizes.tensor > 1 and shape[-1] >= least and shape[-1] % sizes.tensor == 0
+    between = (None,) * (len(shape) - 2)
+    return PartitionSpec(rows, *between, "tensor" if is_split else None)
+
+
+def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
+    """Return ShapeDtypeStructs that say where their arrays would lie."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def place_on(mesh: Mesh, dtype: jnp.dtype) -> Place:
+    """Return a placement for `load_base`: each device of this process gets its shard only."""
+
+    def place(path: Path, array: np.ndarray) -> Array:
+        sharding = NamedSharding(mesh, param_spec(path, array.shape, mesh))
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda index: np.array(array[index], dtype)
+        )
+
+    return place

@@ -1,0 +1,71 @@
+"""JSON, one value a line: NumPy's numbers allowed, NaN as null, a torn last line dropped."""
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+from clover_jax.storage.files import atomic_file
+
+
+def to_json(value: Any) -> str:
+    """Return `value` as one line of JSON.
+
+    NumPy and JAX scalars and arrays become numbers and lists, paths strings, and what is not finite
+    null, since JSON has no NaN.
+    """
+    return json.dumps(plain_values(value), ensure_ascii=False, allow_nan=False)
+
+
+def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
+    """Yield the rows of a JSONL file, less a torn last line.
+
+    Raises:
+      UserError: for a whole line that is not JSON, with its number.
+    """
+    with Path(path).open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith(b"\n"):
+                return
+            try:
+                yield json.loads(line)
+            except ValueError as error:
+                raise UserError(f"{path}:{number}: not a JSON row ({error})") from None
+
+
+def append_row(path: str | os.PathLike, row: dict[str, Any]) -> None:
+    """Append one row to a JSONL file and flush it."""
+    with Path(path).open("a", encoding="utf-8") as file:
+        file.write(to_json(row) + "\n")
+
+
+def keep_rows(path: str | os.PathLike, wanted: Callable[[dict[str, Any]], bool]) -> None:
+    """Rewrite a JSONL file atomically with the rows that `wanted` accepts; a torn line goes.
+
+    Example: `keep_rows(metrics, lambda row: row["step"] <= step)` after resuming from `step`.
+    A file that does not exist stays away.
+    """
+    if not Path(path).exists():
+        return
+    with atomic_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
+        for row in read_rows(path):
+            if wanted(row):
+                file.write(to_json(row) + "\n")
+
+
+def plain_values(value: Any) -> Any:
+    """Return `value` with JSON's types only; see `to_json`."""
+    if isinstance(value, dict):
+        return {str(key): plain_values(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain_values(item) for item in value]
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if hasattr(value, "tolist"):
+        return plain_values(value.tolist())
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    return value

@@ -1,0 +1,188 @@
+"""A file of output rows that a stopped run can go on with.
+
+`OUTPUT` has one row a line, in input order, each flushed when written; a torn last line is dropped.
+`OUTPUT.manifest.json` says which settings and which prompts the rows come from, so that the same
+command resumes and any other is refused.
+"""
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+from clover_jax.storage.files import lock, write_json
+from clover_jax.storage.json_files import read_json_object
+from clover_jax.storage.jsonl import read_rows, to_json
+
+_FORMAT = 1
+
+
+class RowWriter:
+    """Append rows in input order to a file that the same command can resume.
+
+    Rows may come in any order: one that is early waits in memory until those before it are there.
+    Use it as a context manager; `finished` rows of earlier runs need not be made again.
+    """
+
+    def __init__(
+        self,
+        path: str | os.PathLike,
+        *,
+        settings: dict[str, Any],
+        prompts_hash: str,
+        overwrite: bool = False,
+    ):
+        """Open `path` for appending, after the rows that an earlier run has left.
+
+        Args:
+          path: the row file; its manifest lies beside it.
+          settings: what the rows depend on, as JSON values.
+          prompts_hash: identifies the input rows.
+          overwrite: start anew whatever is there; it stays until the first row replaces it.
+
+        Raises:
+          UserError: where `path` holds rows of other settings or prompts, rows without a manifest,
+            or is being written by another process.
+        """
+        self.path = Path(path)
+        self._waiting: dict[int, dict[str, Any]] = {}
+        self._replaces = overwrite
+        manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
+        self._manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
+        if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
+            raise UserError(f"{self.path} is no file that rows can be kept in; name one")
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = self.path.open("a+b")
+        try:
+            if not lock(self._file):
+                raise UserError(
+                    f"{self.path} is being written by another process; wait for it or give another "
+                    "--output"
+                )
+            self.finished = 0
+            if not overwrite:
+                self._refuse_other_rows(self._manifest)
+                write_json(self.manifest_path, self._manifest)
+                self.finished = self._drop_torn_line()
+        except BaseException:
+            self._file.close()
+            raise
+
+    @property
+    def manifest_path(self) -> Path:
+        """Where the settings and the prompts' hash are kept."""
+        return manifest_path(self.path)
+
+    def kept(self) -> Iterator[dict[str, Any]]:
+        """Yield the rows of earlier runs that this one goes on with."""
+        if not self._replaces:
+            yield from read_rows(self.path)
+
+    def append(self, row: dict[str, Any]) -> None:
+        """Write `row`, whose "index" is its place in the input, once all before it are written."""
+        index = row["index"]
+        if index < self.finished or index in self._waiting:
+            raise ValueError(f"row {index} of {self.path} was written before")
+        self._waiting[index] = row
+        if self.finished in self._waiting:
+            self._replace()
+        while self.finished in self._waiting:
+            line = to_json(self._waiting.pop(self.finished))
+            self._file.write(line.encode() + b"\n")
+            self._file.flush()
+            self.finished += 1
+
+    def __enter__(self) -> "RowWriter":
+        return self
+
+    def __exit__(self, exception_type: type | None, *rest: object) -> None:
+        if exception_type is None:
+            self._replace()  # by no rows, where none came
+        self._file.close()
+        if exception_type is None and self._waiting:
+            raise ValueError(
+                f"row {self.finished} of {self.path} never came, "
+                f"but {len(self._waiting)} rows after it did"
+            )
+
+    def _replace(self) -> None:
+        """Empty the file that is to be overwritten: not before there is something to write."""
+        if self._replaces:
+            self._file.truncate(0)
+            write_json(self.manifest_path, self._manifest)
+            self._replaces = False
+
+    def _refuse_other_rows(self, manifest: dict[str, Any]) -> None:
+        if self._file.tell() == 0:
+            return
+        if not self.manifest_path.is_file():
+            raise UserError(
+                f"{self.path} exists and has no manifest to resume from; "
+                "give another --output, or --overwrite to start anew"
+            )
+        try:
+            found = read_json_object(self.manifest_path)
+        except UserError as error:
+            raise UserError(f"{error}; --overwrite starts anew") from error
+        difference = _first_difference(found, manifest)
+        if difference:
+            raise UserError(
+                f"{self.path} was written with {difference}; "
+                "repeat that command to resume it, give another --output, or --overwrite"
+            )
+
+    def _drop_torn_line(self) -> int:
+        """Cut what follows the last newline and return how many rows remain."""
+        self._file.seek(0)
+        num_rows = end = 0
+        for line in self._file:
+            if not line.endswith(b"\n"):
+                break
+            _check_index(line, num_rows, self.path)
+            num_rows += 1
+            end += len(line)
+        self._file.truncate(end)
+        return num_rows
+
+
+_MANIFEST = ".manifest.json"
+
+
+def manifest_path(rows: Path) -> Path:
+    """Return where the manifest of a row file lies."""
+    return rows.with_name(rows.name + _MANIFEST)
+
+
+def is_row_manifest(path: Path) -> bool:
+    """Return whether a file is the manifest of a row file beside it."""
+    rows = path.with_name(path.name.removesuffix(_MANIFEST))
+    return rows != path and rows.is_file()
+
+
+def _check_index(line: bytes, expected: int, path: Path) -> None:
+    try:
+        index = json.loads(line)["index"]
+    except (ValueError, KeyError, TypeError):
+        index = None
+    if index != expected:
+        raise UserError(
+            f"{path}:{expected + 1}: expected the row with index {expected}, found "
+            f"{line[:60].decode(errors='replace')!r}; repair the file, or --overwrite to start anew"
+        )
+
+
+def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+    """Say where two manifests differ, as "seed 0, not 1"; None where they agree."""
+    if found.get("format") != wanted["format"]:
+        return f"manifest format {found.get('format')}, not {wanted['format']}"
+    if not found.keys() >= wanted.keys():
+        return "a manifest that lacks settings"
+    before, now = found["settings"], wanted["settings"]
+    for name in sorted({*before, *now}):
+        if before.get(name) != now.get(name):
+            return f"{name} {before.get(name)!r}, not {now.get(name)!r}"
+    if found["prompts_hash"] != wanted["prompts_hash"]:
+        return "other prompts"
+    return None

@@ -1,0 +1,190 @@
+"""The parts of a step as things to time: the very functions that the step calls, jitted apart.
+
+Every part works on one shared state, at one length: what a part would change of the small arrays is
+handed back and dropped, so a part costs the same at every call. Buffers that a part writes to are
+donated, as in the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from clover_jax.array_types import PyTree
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.commit import commit
+from clover_jax.decoding.compiler_options import options_here
+from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.step import (
+    StepConfig,
+    Weights,
+    absorb_pending,
+    accept,
+    draft_tree,
+    roots,
+    speculate_and_verify,
+    verify_tree,
+)
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.loading.subject import Subject
+from clover_jax.timing.loops import STEPS, step_loop, steps_at_once
+from clover_jax.timing.turns import Run
+from clover_jax.xla.work import Work, count_work
+
+_BUFFERS = ("tokens", "cache", "draft_cache")  # what a step updates in place
+
+# (weights, state, ...) -> (state with its buffers updated, anything else to be consumed)
+Stage = Callable[..., tuple[DecodeState, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One thing to time.
+
+    work: what its products with weights need. cache_bytes: read of the caches, for all rows.
+    """
+
+    run: Run
+    work: Work
+    cache_bytes: float = 0.0
+
+
+class Bench:
+    """A state and its weights, which parts take turns to use."""
+
+    def __init__(self, subject: Subject, state: DecodeState, context: int):
+        """Take arrays; the state's buffers are donated by the parts and given back."""
+        self.subject, self._context = subject, context
+        self._buffers = {name: getattr(state, name) for name in _BUFFERS}
+        self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
+        size = state.tokens.shape[1]
+        self._live = context / size  # the share of the caches that holds anything
+        self.base_cache_bytes = self._live * _num_bytes(state.cache)
+        self.draft_cache_bytes = self._live * _num_bytes(state.draft_cache)
+
+    @property
+    def state(self) -> DecodeState:
+        """The whole state, as it is now."""
+        return self._small.replace(**self._buffers)
+
+    def updating(self, stage: Stage, *more: Any, cache_bytes: float = 0.0) -> Part:
+        """Return a part that updates the buffers in place: stage(weights, state, *more).
+
+        Arrays that a stage closed over would be literals, and what it gathers of them be compiled
+        away: hand them in as `more`.
+        """
+
+        def apply(
+            weights: Weights, buffers: PyTree, small: DecodeState, *more: Any
+        ) -> tuple[PyTree, Any]:
+            state, rest = stage(weights, small.replace(**buffers), *more)
+            left = state.replace(**dict.fromkeys(_BUFFERS, ()))
+            return {name: getattr(state, name) for name in _BUFFERS}, (left, rest)
+
+        program = jax.jit(apply, donate_argnums=1, compiler_options=options_here())
+
+        def run() -> Any:
+            self._buffers, rest = program(self.subject.weights, self._buffers, self._small, *more)
+            return rest
+
+        def rest_of(weights: Weights, *arguments: Any) -> Any:
+            return stage(weights, *arguments)[1]
+
+        return Part(run, self._count(rest_of, self.state, *more), cache_bytes)
+
+    def reading(self, stage: Callable[..., Any], *more: Any, cache_bytes: float = 0.0) -> Part:
+        """Return a part that changes nothing: stage(weights, state, *more)."""
+        program = jax.jit(stage, compiler_options=options_here())
+
+        def run() -> Any:
+            return program(self.subject.weights, self.state, *more)
+
+        return Part(run, self._count(stage, self.state, *more), cache_bytes)
+
+    def _count(self, stage: Callable[..., Any], *arguments: Any) -> Work:
+        return count_work(stage, self.subject.weights, *arguments)
+
+
+def step_part(bench: Bench, sampling: SamplingConfig = GREEDY) -> Part:
+    """Return the whole step."""
+    stage = functools.partial(speculate_and_verify, bench.subject.step(sampling))
+    return bench.updating(stage, cache_bytes=bench.base_cache_bytes + bench.draft_cache_bytes)
+
+
+def chunk_run(bench: Bench, sampling: SamplingConfig) -> Run:
+    """Return STEPS steps as the engine runs them, without its looks at the text."""
+    part = bench.updating(functools.partial(step_loop, bench.subject.step(sampling)))
+
+    def run() -> Any:
+        for _ in range(STEPS // steps_at_once()):
+            result = part.run()
+        return result
+
+    return run
+
+
+def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Part]:
+    """Return absorb, draft (whole, and cut to its first levels), verify, accept and commit.
+
+    "draft" is the last of "draft to level 1", "draft to level 2", ...
+    """
+    config, levels = bench.subject.step(sampling), bench.subject.levels
+
+    def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
+        absorbed = absorb_pending(config, weights, state)
+        return state.replace(draft_cache=absorbed.cache), absorbed.root
+
+    parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
+    root_state = parts["absorb"].run()[1]
+    for depth in range(1, levels + 1):
+        shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
+        parts[f"draft to level {depth}"] = bench.reading(drafting(shorter), root_state)
+    drafted = parts[f"draft to level {levels}"].run()
+
+    def verify(weights: Weights, state: DecodeState, tree: Any) -> Any:
+        return verify_tree(config, weights, state, tree)
+
+    parts["verify"] = bench.reading(verify, drafted.tree, cache_bytes=bench.base_cache_bytes)
+    verified = parts["verify"].run()
+    parts["accept"] = bench.reading(
+        lambda weights, state, drafted, verified: accept(config, state, drafted, verified),
+        drafted,
+        verified,
+    )
+    accepted = parts["accept"].run()
+    parts["commit"] = bench.updating(
+        lambda weights, *arguments: commit(*arguments),
+        drafted.tree,
+        accepted,
+        verified.fresh,
+        verified.features,
+    )
+    return parts
+
+
+def drafting(config: StepConfig) -> Callable[..., Any]:
+    """Return the draft stage as a function of the head's root state."""
+
+    def stage(weights: Weights, state: DecodeState, root_state: Any) -> Any:
+        return draft_tree(config, weights, state, roots(state), root_state)
+
+    return stage
+
+
+def cut_tree(tree: TreeConfig | AdaptiveTree, depth: int) -> TreeConfig | AdaptiveTree:
+    """Return the tree without what lies deeper."""
+    if isinstance(tree, TreeConfig):
+        kept = tuple(path for path in tree.paths if len(path) <= depth)
+        return TreeConfig(f"{tree.name} to level {depth}", kept)
+    shorter = tree.width + (depth - 1) * tree.width**2
+    nodes = min(tree.nodes, shorter) if tree.rule == "dynamic" else tree.nodes
+    return dataclasses.replace(tree, depth=depth, nodes=nodes)
+
+
+def _num_bytes(tree: PyTree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

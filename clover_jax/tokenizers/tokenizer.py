@@ -1,0 +1,71 @@
+"""A base model's tokenizer: loading it quietly and offline, and its identity."""
+
+import hashlib
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from clover_jax.errors import UserError
+from clover_jax.tokenizers.sentencepiece_tokenizer import (
+    is_sentencepiece_folder,
+    load_sentencepiece,
+)
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+# Any of these makes a folder one with a tokenizer; a tokenizer_config.json alone holds no words.
+_VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+
+
+def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | None":
+    """Load the tokenizer of a Hugging Face folder without the network; None where it has none.
+
+    Raises:
+      UserError: for tokenizer files that cannot be read, with the reason.
+    """
+    directory = Path(directory)
+    if not any((directory / name).exists() for name in _VOCABULARY_FILES):
+        return None
+    # Read when transformers is imported: says that torch is absent, which is intended.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    import transformers
+
+    transformers.logging.set_verbosity_error()
+    try:
+        if is_sentencepiece_folder(directory):
+            return load_sentencepiece(directory)
+        # Said outright: left to its default, transformers asks on the terminal.
+        return transformers.AutoTokenizer.from_pretrained(
+            str(directory), local_files_only=True, trust_remote_code=False
+        )
+    except UserError:
+        raise
+    except Exception as error:  # the tokenizers library raises bare Exception for a bad file
+        if "trust_remote_code" in str(error):
+            raise UserError(
+                f"{directory}: its tokenizer is code of its own, which is never run here; save it "
+                "once as tokenizer.json with transformers, or give prompts as prompt_ids"
+            ) from error
+        reason = " ".join(str(error).split())
+        raise UserError(
+            f"{directory}: its tokenizer cannot be loaded: {reason}; save it as tokenizer.json "
+            "with transformers, or give prompts as prompt_ids and a folder without tokenizer files"
+        ) from error
+
+
+def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
+    """Return a hash of which token has which id, added tokens included.
+
+    It depends on no library version and on no setting that leaves the ids alone. The chat template
+    has a hash of its own.
+    """
+    pairs = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
+
+
+def template_text(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
+    """Return what the chat template says; None without one."""
+    template = tokenizer.chat_template if tokenizer is not None else None
+    return str(template) if template else None

@@ -1,0 +1,189 @@
+"""Measure a head in training by real speculative decoding of held-out prompts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import threading
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from clover_jax.array_types import Params
+from clover_jax.data.chat import encode_record
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import read_prompts
+from clover_jax.data.records import Record
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.requests import Generation, Request
+from clover_jax.decoding.tree import TreeConfig, portable_name
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.errors import UserError
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.storage.jsonl import to_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+PROMPTS = "prompts.jsonl"  # in a base's folder
+# Of a held-out record without a prompt of its own worth the name, where no prompts are given.
+OPENING_TOKENS = 32
+SHORTEST_PROMPT = 8
+
+
+class Interrupted(Exception):
+    """The run was asked to stop while prompts were decoded."""
+
+
+@dataclasses.dataclass(frozen=True)
+class DecodingReport:
+    """Greedy decoding of the prompts with the head, against the base alone.
+
+    tau: emitted tokens per target forward, bonus included, prefill's own token and forward not.
+    hit_rate: joint by position: share of forwards whose positions 0..i were all accepted.
+    equal, prompts: outputs equal to plain decoding token for token, of how many.
+    tokens, forwards: the sums behind tau.
+    measured_with: the tree, the prompts' hash and the tokens decoded for each; a tau compares with
+        others of the same only.
+    """
+
+    tau: float
+    hit_rate: list[float]
+    equal: int
+    prompts: int
+    tokens: int
+    forwards: int
+    measured_with: dict[str, Any]
+
+    def to_row(self, step: int) -> dict[str, Any]:
+        """Return the row of eval.jsonl."""
+        return {"step": step, **dataclasses.asdict(self)}
+
+
+class DecodingEvaluator:
+    """Decodes the same prompts again and again; the plain outputs are computed once."""
+
+    def __init__(
+        self,
+        base: BaseModel,
+        head: DraftHead,
+        tree: TreeConfig,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        batch_size: int = 8,
+        mesh: Mesh | None = None,
+    ):
+        """Take encoded prompts; raises UserError where the tree does not suit the head.
+
+        mesh: the devices that hold the base and the heads; None: a single one.
+        """
+        self._base, self._prompts, self._max_new_tokens = base, prompts, max_new_tokens
+        batch_size = min(batch_size, len(prompts))
+        options = {"batch_size": batch_size, "mesh": mesh}
+        self._engine = Engine(base.config, head, tree, **options)
+        self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)
+        self._depth = tree.depth
+        self._measured_with = {
+            "tree": portable_name(tree),
+            "prompts_hash": hashlib.sha256(to_json(prompts).encode()).hexdigest(),
+            "max_new_tokens": max_new_tokens,
+        }
+        self._plain_outputs: list[list[int]] | None = None
+
+    def measure(self, params: Params, stop: threading.Event) -> DecodingReport:
+        """Decode every prompt with the head's params and report.
+
+        Raises Interrupted when `stop` is set meanwhile.
+        """
+        dtype = self._base.lm_head.dtype
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
+        # Equality is promised in float32, which accelerators multiply less exactly by default.
+        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+            if self._plain_outputs is None:
+                plain = self._decode(self._plain, None, stop)
+                self._plain_outputs = [row.output_ids for row in plain]
+            rows = self._decode(self._engine, params, stop)
+        pairs = zip(rows, self._plain_outputs, strict=True)
+        accepted = [count for row in rows for count in row.accepted]
+        tokens = sum(len(row.output_ids) - 1 for row in rows)
+        forwards = max(len(accepted), 1)
+        return DecodingReport(
+            tau=tokens / forwards,
+            hit_rate=[sum(a > i for a in accepted) / forwards for i in range(self._depth)],
+            equal=sum(row.output_ids == plain for row, plain in pairs),
+            prompts=len(rows),
+            tokens=tokens,
+            forwards=len(accepted),
+            measured_with=self._measured_with,
+        )
+
+    def _decode(
+        self, engine: Engine, params: Params | None, stop: threading.Event
+    ) -> list[Generation]:
+        eos = self._base.config.eos_token_ids
+        requests = [Request(i, p, self._max_new_tokens, eos) for i, p in enumerate(self._prompts)]
+        rows = []
+        for progress in engine.stream(self._base.params, params, requests):
+            if stop.is_set():
+                raise Interrupted
+            if progress.done:
+                rows.append(progress.row)
+        return sorted(rows, key=lambda row: row.index)
+
+
+def evaluation_prompts(
+    path: str | None,
+    heldout: Sequence[Record],
+    base: BaseModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    count: int,
+) -> list[list[int]]:
+    """Return up to `count` prompts as token ids.
+
+    path: a prompts file; None takes prompts.jsonl of the base's folder, or where there is none
+        the beginnings of held-out records: what comes before the answer, or the first tokens
+        where that is shorter than a real prompt; each once.
+    Raises UserError where no prompt is left that fits the base's context.
+    """
+    vocab_size = base.config.vocab_size
+    own = base.directory / PROMPTS
+    if path is not None or own.is_file():
+        source = str(Path(path).expanduser() if path is not None else own)
+        rows = read_prompts(source)[:count]
+        prompts = [encode_prompt(row, tokenizer, vocab_size) for row in rows]
+    else:
+        source = "the held-out part of --data"
+        openings = (_opening(record, tokenizer, vocab_size) for record in heldout)
+        prompts = _distinct(openings, count)
+    longest = base.config.max_position_embeddings // 2  # the other half is for the answer
+    fitting = [prompt for prompt in prompts if 0 < len(prompt) <= longest]
+    if not fitting:
+        raise UserError(
+            f"{source} has no prompt of 1 to {longest} tokens to decode; give --eval_prompts=FILE, "
+            "or --eval_every=0 to train without measuring"
+        )
+    return fitting
+
+
+def _opening(
+    record: Record, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> list[int]:
+    """Return what comes before a record's answer, or its first tokens where that is too little."""
+    encoded = encode_record(record, tokenizer, vocab_size)
+    answer = int(encoded.loss_mask.argmax()) if encoded.loss_mask.any() else 0
+    size = answer if answer >= SHORTEST_PROMPT else min(OPENING_TOKENS, len(encoded.tokens) // 2)
+    return encoded.tokens[:size].tolist()
+
+
+def _distinct(prompts: Iterable[list[int]], count: int) -> list[list[int]]:
+    """Return the first `count` prompts that differ: a repeated one measures nothing new."""
+    seen: dict[tuple[int, ...], list[int]] = {}
+    for prompt in prompts:
+        seen.setdefault(tuple(prompt), prompt)
+        if len(seen) == count:
+            break
+    return list(seen.values())

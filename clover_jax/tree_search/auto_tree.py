@@ -1,0 +1,231 @@
+"""`--tree=auto`: measure this machine and this head, and decode with the tree that pays."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from clover_jax.config import DrafterConfig
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
+from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
+from clover_jax.decoding.sampling import SamplingConfig, Warping
+from clover_jax.decoding.step import weights_for
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.errors import UserError
+from clover_jax.loading.models import Models
+from clover_jax.loading.subject import Subject
+from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.versions import versions
+from clover_jax.timing.loops import steps_at_once
+from clover_jax.tree_search.begun_tree import with_tree_of
+from clover_jax.tree_search.calibration import measure_ranks
+from clover_jax.tree_search.costs import measure_costs
+from clover_jax.tree_search.disk_cache import cache_folder, remembered
+from clover_jax.tree_search.tree_choice import CostTable, choose_tree, describe_prospects, finalists
+from clover_jax.tree_search.tree_trial import Trial, describe, fastest, speed_up
+from clover_jax.tree_search.trials import measure_trials
+
+PROMPTS = "prompts.jsonl"  # in a base's folder
+MOST_PROMPTS, NEW_TOKENS = 16, 64
+CONTEXT = 256  # committed positions at which costs are measured
+LEG_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
+EDITION = 4  # of what is remembered: raised when steps, or how they are timed, change
+# For a base that brings no prompts: different kinds of text, none of them long.
+SHIPPED = (
+    "The history of the city begins with",
+    "def read_lines(path):\n    ",
+    "Question: Why is the sky blue?\nAnswer:",
+    "Dear Sir or Madam,\n\nI am writing to",
+    "1. Preheat the oven to 200 degrees.\n2.",
+    "The theorem follows from the fact that",
+    '{"name": "Ada", "born": 1815, "field":',
+    "Once upon a time there was a",
+)
+
+
+def with_auto_tree(
+    models: Models,
+    sampling: SamplingConfig,
+    warping: Warping,
+    batch_size: int,
+    calibration: str | None,
+    rows: Path | None = None,
+) -> Models:
+    """Return the models with the tree that gives most tokens a second, or without the draft.
+
+    calibration: a file of prompt rows; None takes the base's own, else the shipped ones.
+    rows: a row file to go on with, if it was begun: the tree is then its own.
+    The parts of a step and the head's ranks say which trees are worth a trial, a trial says which
+    pays. What was measured is kept on disk; the choice is explained on stderr.
+    Raises UserError for prompts that cannot be used.
+    """
+    begun = None if rows is None else with_tree_of(rows, models)
+    if begun is not None:
+        return begun
+    subject = _subject(models)
+    prompts = _prompts(models, calibration)
+    with passing_note("measuring which trees may pay"):
+        costs = _costs(subject, batch_size, models)
+        ranks = _ranks(subject, models, prompts, warping)
+    chosen_by_rank = sampling.draft_sampling == "topk"
+    choice = choose_tree(costs, ranks, gaps=chosen_by_rank)
+    _explain(describe_prospects(choice, costs))
+    plain = dataclasses.replace(models, draft=None, tree=TreeConfig.root_only())
+    trees = finalists(choice, adaptive=chosen_by_rank)
+    if not trees:
+        _explain(["no tree comes near paying: plain decoding"])
+        return plain
+    finalists_models = [dataclasses.replace(models, tree=tree) for tree in trees]
+    with passing_note(f"trying {len(trees)} trees"):
+        found = _trials(
+            [plain, *finalists_models], prompts, sampling, warping, batch_size, costs.plain
+        )
+    _explain(describe([_name(tree) for tree in trees], found[1:], found[0]))
+    best = fastest([speed_up(trial, found[0]) for trial in found[1:]])
+    return plain if best is None else finalists_models[best]
+
+
+def _explain(lines: Sequence[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr, flush=True)
+
+
+def _name(tree: TreeConfig | AdaptiveTree) -> str:
+    if isinstance(tree, AdaptiveTree):
+        return tree.name
+    widths = ", ".join(str(len(level.parent)) for level in tree.levels())
+    return f"{tree.num_nodes} nodes, {widths} by level"
+
+
+def _subject(models: Models) -> Subject:
+    base = models.base
+    weights = weights_for(models.draft.head, base.params, models.draft.params)
+    dtype = base.params["embedding"].dtype
+    return Subject(base.config, models.draft.head, models.tree, weights, dtype)
+
+
+def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
+    own = models.base.directory / PROMPTS
+    if calibration is not None:
+        rows: list[Prompt] = read_prompts(Path(calibration).expanduser())
+    elif own.is_file():
+        rows = read_prompts(own)
+    elif models.tokenizer is None:
+        raise UserError(
+            "--tree=auto measures on texts, for which the base has no tokenizer files; give rows "
+            "of prompt_ids with --calibration=FILE"
+        )
+    else:
+        rows = [text_prompt(text) for text in SHIPPED]
+    vocabulary = models.base.config.vocab_size
+    ids = [encode_prompt(row, models.tokenizer, vocabulary) for row in rows[:MOST_PROMPTS]]
+    longest = models.base.config.max_position_embeddings - NEW_TOKENS
+    kept = [prompt for prompt in ids if 0 < len(prompt) <= longest]
+    if not kept:
+        raise UserError(
+            f"--tree=auto: every prompt to measure with has more than {longest} tokens, the base's "
+            f"context less {NEW_TOKENS}; give shorter ones with --calibration=FILE"
+        )
+    return kept
+
+
+def _costs(subject: Subject, batch_size: int, models: Models) -> CostTable:
+    context = min(CONTEXT, subject.base.max_position_embeddings // 2)
+    key = _machine(models.mesh) | {
+        "base": subject.base.to_dict(),
+        "head": subject.head.config.to_dict(),
+        "dtype": str(subject.dtype),
+        "int8": list(models.int8),
+        "batch_size": batch_size,
+        "context": context,
+        "in loops of": steps_at_once(),
+    }
+
+    def measure() -> dict[str, Any]:
+        return measure_costs(subject, batch_size, context, models.mesh).to_dict()
+
+    measured = remembered("costs", key, measure, cache_folder())
+    return CostTable.from_dict(measured)
+
+
+def ranked_depth(head: DrafterConfig) -> int:
+    """Return how deep the trees may be that are looked at.
+
+    A head that drafts on by itself goes deeper than it was trained; EAGLE-1 is trained for one
+    position.
+    """
+    return head.max_depth or max(head.num_positions, DEFAULT_DEPTH)
+
+
+def _ranks(
+    subject: Subject, models: Models, prompts: list[list[int]], warping: Warping
+) -> np.ndarray:
+    depth = ranked_depth(subject.head.config)
+    identity = models.identity()
+    key: dict[str, Any] = {
+        **{name: value for name, value in identity.items() if not name.startswith("tree")},
+        "prompts": prompts,
+        "depth": depth,
+        **warping.to_dict(),
+    }
+
+    def measure() -> dict[str, Any]:
+        ranks = measure_ranks(
+            subject,
+            prompts,
+            NEW_TOKENS,
+            depth,
+            **warping.to_dict(),
+            mesh=models.mesh,
+        )
+        return {"ranks": ranks.tolist()}
+
+    ranks = remembered("ranks", key, measure, cache_folder())["ranks"]
+    return np.array(ranks, int).reshape(-1, depth)
+
+
+def _trials(
+    ways: Sequence[Models],
+    prompts: Sequence[Sequence[int]],
+    sampling: SamplingConfig,
+    warping: Warping,
+    batch_size: int,
+    plain_seconds: float,
+) -> list[Trial]:
+    """Decode the prompts in every way, in turns; as many as take a few seconds plainly."""
+    at_once = max(1, int(LEG_SECONDS / (plain_seconds * NEW_TOKENS)))
+    # No slot stays empty: for large batches prompts are decoded several times.
+    count = max(min(len(prompts), at_once * batch_size), batch_size)
+    chosen = [prompts[index % len(prompts)] for index in range(count)]
+    key = _machine(ways[-1].mesh) | {
+        "models": ways[-1].identity(),
+        "trees": [models.tree.to_dict() for models in ways],
+        "prompts": chosen,
+        "settings": sampling.to_dict() | warping.to_dict(),
+        "batch_size": batch_size,
+    }
+
+    def measure() -> dict[str, Any]:
+        found = measure_trials(ways, chosen, NEW_TOKENS, sampling, warping, batch_size)
+        return {"trials": [trial.to_dict() for trial in found]}
+
+    trials = remembered("trials", key, measure, cache_folder())["trials"]
+    return [Trial.from_dict(trial) for trial in trials]
+
+
+def _machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "edition": EDITION,
+        "mesh": dict(mesh.shape) if mesh else None,
+        "versions": versions(),
+    }

@@ -1,0 +1,168 @@
+"""How often a head is right: the ranks that it gives to the base's own text.
+
+The base decodes prompts plainly. Then the same positions are walked once more: at each, the head
+takes in what came before and proposes level by level, fed the true tokens; the rank of each true
+token is what an ideal tree would have needed. This uses the contract of drafters only.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from clover_jax.array_types import Array, Float, Int
+from clover_jax.config import DrafterConfig
+from clover_jax.decoding.accept import Accepted
+from clover_jax.decoding.commit import commit
+from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.repeated import repeated
+from clover_jax.decoding.requests import Request
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.state import DecodeState, empty_state
+from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree
+from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.loading.subject import Subject
+
+PREFILL = 64
+MISSED = -1  # rank of a token that no tree would hold
+_LACKS = 1 << 30  # more ranks than any vocabulary has
+
+
+def measure_ranks(
+    subject: Subject,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    depth: int,
+    most_ranks: int = 16,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    batch_size: int = 4,
+    mesh: Mesh | None = None,
+) -> np.ndarray:
+    """Return [samples, depth] ranks of the base's next tokens; MISSED from `most_ranks` on.
+
+    depth: levels to look at, within what the head can draft.
+    temperature, top_k, top_p: how the base's own text is drawn; greedily at temperature 0.
+    mesh: the devices to decode on, over which the subject's weights lie; None for one.
+    """
+    truncate = temperature > 0 and (top_k > 0 or top_p < 1)
+    sampling = SamplingConfig(verify="lossless" if temperature else "greedy", truncate=truncate)
+    plain = subject.plain()
+    engine = Engine(plain.base, None, plain.tree, sampling, batch_size=batch_size, mesh=mesh)
+    warping = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    requests = [
+        Request(index, prompt, new_tokens, **(warping if temperature else {}))
+        for index, prompt in enumerate(prompts)
+    ]
+    texts: list[list[int]] = []
+    for progress in engine.stream(subject.weights.base, None, requests):
+        # A row that the base's context cut short is left out.
+        if progress.done and len(progress.row.output_ids) == new_tokens:
+            texts.append([*progress.row.prompt_ids, *progress.row.output_ids])
+    starts = [len(text) - new_tokens for text in texts]
+    with Placement(mesh).in_use():
+        walks = [
+            _walk(subject, texts[i : i + batch_size], starts[i : i + batch_size], new_tokens, depth)
+            for i in range(0, len(texts), batch_size)
+        ]
+    ranks = np.concatenate(walks) if walks else np.zeros((0, depth), int)
+    return np.where(ranks < most_ranks, ranks, MISSED)
+
+
+def _walk(
+    subject: Subject,
+    texts: Sequence[Sequence[int]],
+    starts: Sequence[int],
+    new_tokens: int,
+    depth: int,
+) -> np.ndarray:
+    """Return the ranks at every position whose next `depth` tokens are in the text."""
+    size = bucket(max(map(len, texts)) + depth + PREFILL)
+    tokens = np.zeros((len(texts), size), np.int32)
+    for row, text in enumerate(texts):
+        tokens[row, : len(text)] = text
+    config = StepConfig(subject.base, subject.head, parse_tree(f"chain:{depth}"))
+    shallow = TreeConfig.root_only()
+    state = empty_state(
+        subject.base, subject.head, shallow, len(texts), size, 1, subject.dtype
+    ).replace(
+        tokens=jnp.asarray(tokens),
+        end=jnp.asarray(starts, jnp.int32),
+        limit=jnp.full((len(texts),), size, jnp.int32),
+    )
+    prefill = jax.jit(functools.partial(prefill_chunk, config, PREFILL), donate_argnums=1)
+    for start in range(0, max(starts), PREFILL):
+        state = prefill(subject.weights, state, np.int32(start))
+    num_samples = max(new_tokens - 1 - depth, 0)
+    text = jnp.asarray(tokens)
+    # Prefill ended with the base's own choice, which a sampled text need not have taken.
+    root = jnp.take_along_axis(text, state.length[:, None], axis=1)
+    next_tokens = jnp.broadcast_to(root, state.next_tokens.shape)
+    state = state.replace(tokens=jnp.copy(text), next_tokens=next_tokens)
+    ranks = jnp.zeros((num_samples, len(texts), depth), jnp.int32)
+    walk = repeated(functools.partial(_probe, config))
+    _, ranks = walk((subject.weights, text), (state, ranks), num_samples)
+    return np.asarray(ranks).reshape(-1, depth)
+
+
+def _probe(
+    config: StepConfig,
+    given: tuple[Weights, Int[Array, "B S"]],
+    carry: tuple[DecodeState, Int[Array, "n B D"]],
+    number: Int[Array, ""],
+) -> tuple[DecodeState, Int[Array, "n B D"]]:
+    """Go one token forward along the text; add the ranks of the tokens after it."""
+    (weights, text), (state, ranks) = given, carry
+    absorbed = absorb_pending(config, weights, state)
+    state = state.replace(draft_cache=absorbed.cache)
+    following = state.length[:, None] + jnp.arange(config.tree.depth + 1)
+    here = jnp.take_along_axis(text, following, axis=1)  # the root, and what comes after it
+    ranks = ranks.at[number].set(_ranks(config, weights, absorbed.root, state, here[:, 1:]))
+    tree = TokenTree(here[:, :1], jnp.full((1, 1), -1))
+    verified = verify_tree(config, weights, state, tree)
+    only = jnp.zeros_like(state.length)
+    accepted = Accepted(path=only[:, None], count=only, bonus=here[:, 1])
+    state, _ = commit(state, tree, accepted, verified.fresh, verified.features)
+    return state, ranks
+
+
+def _ranks(
+    config: StepConfig,
+    weights: Weights,
+    branch: object,
+    state: DecodeState,
+    true: Int[Array, "B D"],
+) -> Int[Array, "B D"]:
+    frozen = frozen_from_base(weights.base)
+    apply = functools.partial(config.head.module.apply, {"params": weights.draft}, frozen)
+    ranks = []
+    for depth in range(true.shape[1]):
+        logits = apply(branch, depth, method="propose")[:, 0]
+        ranks.append(_rank_of(config.head.config, logits, true[:, depth]))
+        if depth + 1 < true.shape[1]:
+            parent = jnp.zeros_like(true[:, :1])
+            token = true[:, depth : depth + 1]
+            branch = apply(branch, state.draft_cache, parent, token, depth + 1, method="advance")
+    return jnp.stack(ranks, axis=1)
+
+
+def _rank_of(
+    config: DrafterConfig, logits: Float[Array, "B Vd"], token: Int[Array, " B"]
+) -> Int[Array, " B"]:
+    """Return how many tokens the head puts before this one; _LACKS where it has no such token."""
+    if config.draft_to_target is None:
+        index, known = token, jnp.ones_like(token, bool)
+    else:
+        matches = jnp.asarray(config.draft_to_target) == token[:, None]
+        index, known = matches.argmax(axis=1), matches.any(axis=1)
+    own = jnp.take_along_axis(logits, index[:, None], axis=1)
+    return jnp.where(known, (logits > own).sum(axis=1), _LACKS)

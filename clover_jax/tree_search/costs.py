@@ -1,0 +1,101 @@
+"""The cost table of a machine: verification by slots, drafting by level and width."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
+from clover_jax.loading.subject import Subject, cache_size, running_state
+from clover_jax.timing.loops import draft_loop, step_loop, steps_at_once, verify_loop
+from clover_jax.timing.parts import Bench, Part
+from clover_jax.timing.turns import Run, time_in_turns
+from clover_jax.tree_search.tree_choice import CostTable
+
+SLOTS = (1, 2, 4, 8, 16, 32, 64, 128)
+WIDTHS = (1, 2, 4, 8)
+ROUNDS = 7
+_ONE_LEVEL = TreeConfig("1", ((0,),))
+
+
+def measure_costs(
+    subject: Subject,
+    batch: int,
+    context: int,
+    mesh: Mesh | None = None,
+    slots: Sequence[int] = SLOTS,
+    widths: Sequence[int] = WIDTHS,
+    rounds: int = ROUNDS,
+    depth: int = 2,
+) -> CostTable:
+    """Time the parts of steps with trees of several sizes in turns, as `loops` runs them.
+
+    mesh: the devices to run on, over which the subject's weights lie; None for one.
+    slots: sizes of trees to verify; that of the tree whose whole step is timed is added.
+    depth: of that tree, a chain. What the head takes in are depth + 1 positions, all that a step
+        may have accepted: costs of deeper trees than this neglect that these take in more.
+    Raises UserError where the context is longer than the base's.
+    """
+    deepest = subject.head.config.max_depth or depth
+    subject = subject.with_tree(parse_tree(f"chain:{min(depth, deepest)}"))
+    size = cache_size(subject, context, room=0)
+    placement = Placement(mesh)
+    batch = placement.whole_rows(batch)
+
+    def prepare(subject: Subject) -> Bench:
+        state = placement.state(running_state(subject, batch, size, context))
+        return Bench(subject, state, context)
+
+    bench, plain = prepare(subject), prepare(subject.plain())
+    # What is left of a step is a small difference: nothing of it may be interpolated.
+    slots = sorted({*slots, subject.tree.num_slots})
+    widths = [width for width in widths if width <= subject.base.vocab_size and deepest > 1]
+    runs: dict[str, Run] = {
+        "plain": _in_place(plain, step_loop).run,
+        "step": _in_place(bench, step_loop).run,
+        "draft": _in_place(bench, draft_loop).run,
+        "draft 0": _in_place(bench, draft_loop, _ONE_LEVEL).run,
+    }
+    for width in widths:
+        runs[f"draft {width}"] = _in_place(bench, draft_loop, _two_levels(width)).run
+    runs |= {f"verify {count}": _verifying(bench, batch, count).run for count in slots}
+    with placement.in_use():
+        found = time_in_turns(runs, rounds)
+    seconds = {name: run / steps_at_once() for name, run in found.items()}
+    flat = seconds["draft 0"]
+    parts = seconds["draft"] + seconds[f"verify {subject.tree.num_slots}"]
+    return CostTable(
+        plain=seconds["plain"],
+        verify=tuple((count, seconds[f"verify {count}"]) for count in slots),
+        first=flat,
+        level=tuple((width, max(seconds[f"draft {width}"] - flat, 0.0)) for width in widths),
+        rest=max(seconds["step"] - parts, 0.0),
+    )
+
+
+def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Part:
+    """Return steps or their first half, from the same place in the text each time."""
+    subject = bench.subject if tree is None else bench.subject.with_tree(tree)
+    return bench.updating(functools.partial(loop, subject.step()))
+
+
+def _two_levels(width: int) -> TreeConfig:
+    """Return the tree of `width` children of the root with a child each."""
+    first = tuple((rank,) for rank in range(width))
+    return TreeConfig(f"{width} by 2", first + tuple((*path, 0) for path in first))
+
+
+def _verifying(bench: Bench, batch: int, count: int) -> Part:
+    """Return the base's forward over `count` slots: a root and its children."""
+    tokens = jax.random.randint(
+        jax.random.key(3), (batch, count), 0, bench.subject.base.vocab_size, jnp.int32
+    )
+    parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
+    loop = functools.partial(verify_loop, bench.subject.step())
+    return bench.reading(loop, TokenTree(tokens, parent))

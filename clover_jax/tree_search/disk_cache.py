@@ -1,0 +1,44 @@
+"""Measurements kept on disk under everything that they depend on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import platform
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+from clover_jax.storage.files import atomic_file
+from clover_jax.storage.json_files import read_json_object
+
+
+def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+    """Return the folder of this host's measurements, beside its compiled programs."""
+    root = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(root, "clover_jax", "measurements", platform.node() or "host")
+
+
+def remembered(
+    name: str, key: Mapping[str, Any], measure: Callable[[], dict[str, Any]], folder: Path
+) -> dict[str, Any]:
+    """Return what was measured under this key, or measure it now and keep it.
+
+    key: JSON values; whatever changes the result must be in it. An unreadable file is measured
+        anew.
+    """
+    text = json.dumps(key, sort_keys=True)
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    if path.is_file():
+        try:
+            kept = read_json_object(path)
+        except UserError:
+            kept = {}
+        if kept.get("key") == json.loads(text) and isinstance(kept.get("value"), dict):
+            return kept["value"]
+    value = measure()
+    with atomic_file(path) as unfinished:
+        unfinished.write_text(json.dumps({"key": key, "value": value}, indent=1) + "\n")
+    return value

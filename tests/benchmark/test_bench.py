@@ -1,0 +1,165 @@
+"""The bench command at tiny size: what it prints, reports and refuses."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clover_jax import bench, cli
+from clover_jax.benchmark.ceilings import Ceilings
+from clover_jax.decoding import engine
+from clover_jax.decoding.state import empty_state
+from clover_jax.loading import subject
+from clover_jax.loading.subject import load_subject, shape_subject
+from clover_jax.tree_search.tree_choice import CostTable
+
+BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run the command: (status, lines of stdout, stderr). The machine's limits are not measured."""
+    limits = Ceilings(bandwidth=1e9, matrix_rate=1e10)
+    monkeypatch.setattr("clover_jax.benchmark.measured.measure_ceilings", lambda dtype: limits)
+
+    def run(*argv):
+        status = cli.run(bench.main, bench.define_flags, list(argv))
+        printed = capsys.readouterr()
+        return status, printed.out.splitlines(), printed.err
+
+    return run
+
+
+@pytest.fixture
+def buffer_lengths(monkeypatch):
+    """The lengths of all buffers that are made."""
+    lengths = set()
+
+    def spied(base, head, tree, batch, size, *more):
+        lengths.add(size)
+        return empty_state(base, head, tree, batch, size, *more)
+
+    for module in (engine, subject):
+        monkeypatch.setattr(module, "empty_state", spied)
+    return lengths
+
+
+def test_every_part_is_timed_beside_its_floor(command, buffer_lengths):
+    status, lines, _ = command(*BASE, "--tree=chain:2", "--force_accept=1", "--batch_size=2")
+    assert status == 0
+    report = json.loads(lines[-1])
+    shown = {"plain step", "step", "absorb", "draft", "draft level 1", "draft level 2", "verify"}
+    assert shown | {"accept", "commit"} <= set(report["parts"])
+    assert all(part["ms"] > 0 for name, part in report["parts"].items() if "level" not in name)
+    # The weights that a plain step reads, at 1 GB/s: qkv, out, MLP, lm_head; and live keys.
+    weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
+    keys = 2 * 2 * 4 * 64 * 100
+    assert report["parts"]["plain step"]["floor_ms"] == pytest.approx(
+        1e3 * (weights + keys) / 1e9, abs=1e-4
+    )
+    assert buffer_lengths == {256}  # or the engine and the chunk beside it would not be the same
+    assert report["force_accept"] == 1
+    assert report["versions"]["jax"]
+    assert any("forced to accept 1" in line for line in lines)
+
+
+def test_the_context_is_what_a_short_base_leaves_beside_the_rounds(command, monkeypatch):
+    def short(*arguments):
+        loaded = load_subject(*arguments)
+        base = dataclasses.replace(loaded.base, max_position_embeddings=400)
+        return dataclasses.replace(loaded, base=base)
+
+    monkeypatch.setattr("clover_jax.benchmark.measured_report.load_subject", short)
+    status, lines, error = command(BASE[0], "--rounds=3", "--tree=chain:1")
+    assert (status, error) == (0, "")
+    # Three rounds, as many to warm up and one to spare, of 8 steps of 2 tokens each.
+    assert json.loads(lines[-1])["context"] == 400 - 7 * 8 * 2
+
+
+def test_the_context_is_no_longer_than_the_docstring_says():
+    tiny = shape_subject("builtin:tiny", "random:clover2", None, jnp.dtype("float32"))
+    assert subject.fitting_context(tiny, room=912) == 112
+    long = shape_subject("shape:llama3-8b", "none", None, jnp.dtype("float32"))
+    assert subject.fitting_context(long, room=912) == 1024
+
+
+@pytest.mark.parametrize(("kind", "tree"), [("clover", "clover4"), ("clover2", "paper25")])
+def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
+    base = "shape:64x1x96"
+    assert load_subject(base, f"random:{kind}", None, jnp.dtype("float32")).tree.name == tree
+
+
+@pytest.fixture
+def precisions(command, monkeypatch):
+    """The precisions of products at which this machine's limits, or its costs, are measured."""
+    found = []
+
+    def limits(dtype):
+        found.append(jax.config.jax_default_matmul_precision)
+        return Ceilings(1e9, 1e10)
+
+    def costs(*_, **__):
+        found.append(jax.config.jax_default_matmul_precision)
+        return CostTable(1.0, ((1, 1.0), (2, 1.0)), 1.0, ((1, 1.0), (4, 1.0)), 1.0)
+
+    monkeypatch.setattr("clover_jax.benchmark.measured.measure_ceilings", limits)
+    monkeypatch.setattr("clover_jax.benchmark.sweep.measure_costs", costs)
+    with jax.default_matmul_precision("default"):
+        yield found
+
+
+def test_a_base_alone_is_timed_too_and_float32_as_it_is_decoded(command, precisions):
+    status, lines, _ = command(*BASE, "--draft=none", "--dtype=float32")
+    assert status == 0
+    assert json.loads(lines[-1])["break_even_accepted"] == 0
+    assert precisions == ["highest"]
+
+
+def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
+    status, lines, _ = command(*BASE, "--sweep", "--batch_sizes=1", "--nodes=1", "--dtype=float32")
+    assert status == 0
+    assert len(json.loads(lines[-1])["cells"]) == 1
+    assert precisions == ["highest"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--mesh=data=2",), "--mesh=data=2: bench times one device"),
+        (("--target=tpu-v9:2x2",), "--target=tpu-v9:2x2 is unknown"),
+        (("--draft=random:oracle",), "drafter 'oracle' is unknown"),
+        (
+            ("--context=4000",),
+            "--context=4000 and the 912 positions that --rounds takes need more than 2048.*; "
+            "give a smaller --context or --rounds",
+        ),
+        (("--sweep", "--context=4000"), "--context=4000 needs more than 2048"),
+        (("--program=x",), "--program is for --target"),
+        (("--output=x",), "--output is for --target"),
+        (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
+        (("--nodes=4",), "--nodes is for --target .program. and --sweep"),
+        (("--batch_sizes=2,8",), "--batch_sizes is for --target .program. and --sweep"),
+        (("--target=gpu-h200", "--rounds=5"), "--rounds is to measure, not for --target"),
+        (("--target=gpu-h200", "--nodes=4"), "--nodes is to measure, not for --target"),
+        (("--draft=none", "--tree=chain:2"), "--tree=chain:2 needs a draft"),
+        (("--draft=none", "--int8=base,draft"), "--int8=draft needs a draft.* give --int8=base"),
+        (("--target=gpu-h200", "--sweep"), "--sweep is to measure, not for --target"),
+        (
+            ("--force_accept=9",),
+            "--force_accept=9: no path of the tree paper25 has more than 5 nodes",
+        ),
+        (
+            ("--draft=random:clover", "--force_accept=4"),
+            "no path of the tree clover4 has more than 3 nodes",
+        ),
+        (("--tree=auto",), "--tree=auto is for generate; bench takes a tree"),
+        (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(argv, said, command):
+    status, lines, error = command(*BASE[:1], *argv)
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert re.search(said, error)

@@ -1,0 +1,62 @@
+"""`convert --verify`: heads that decode otherwise than before are not kept."""
+
+import json
+
+from clover_jax.conversion import conversion
+from tests.tiny_checkpoints import edit_tensors
+
+WEIGHTS = "model.safetensors"
+MLP = "clover_head_mlp.weight"
+
+
+def test_prompts_are_to_verify_with(command):
+    error = command("--input=x", "--output=y", "--prompts=p.jsonl")[2]
+    assert error == ("clover_jax.convert: --prompts=p.jsonl are for --verify, which is missing\n")
+
+
+def test_verifying_decodes_with_both_and_prints_both_taus(command, speaking, tmp_path):
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
+    arguments = (f"--base={speaking / 'base'}", f"--prompts={prompts}", "--max_new_tokens=40")
+    native = (f"--input={speaking / 'head'}", f"--output={tmp_path / 'out'}", "--to=clover2")
+    status, report, error = command(*arguments, *native, "--verify")
+    assert status == 0
+    assert report["tau_source"] == report["tau_result"] > 1
+    assert (report["prompts"], report["differing"]) == (3, [])
+    assert "the same accepted lengths on all 3 prompts" in error
+    assert (tmp_path / "out" / WEIGHTS).is_file()
+
+
+def test_verifying_without_prompts_stops_before_anything_is_written(command, speaking, tmp_path):
+    given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--verify")
+    status, _, error = command(*given, f"--output={tmp_path / 'out'}")
+    assert (status, error.count("\n")) == (2, 1)
+    assert "prompts.jsonl is not there, so nothing can be decoded; give --prompts=FILE" in error
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path, monkeypatch):
+    """Spoil what was written, as a wrong layout would."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
+    write = conversion.write_head
+
+    def write_wrongly(staged, *rest):
+        write(staged, *rest)
+        edit_tensors(staged, lambda stored: stored[MLP].__imul__(-1))
+
+    monkeypatch.setattr(conversion, "write_head", write_wrongly)
+    status, report, error = command(
+        f"--base={speaking / 'base'}",
+        f"--prompts={prompts}",
+        "--max_new_tokens=40",
+        f"--input={speaking / 'head'}",
+        f"--output={tmp_path / 'out'}",
+        "--to=clover2",
+        "--verify",
+    )
+    assert status == 1
+    assert report["differing"]
+    assert report["tau_result"] < report["tau_source"]
+    assert "prompts differ, so nothing was written" in error
+    assert [path.name for path in tmp_path.iterdir()] == ["prompts.jsonl"]

@@ -1,0 +1,70 @@
+"""The command `evaluate`, run in this process on prompts of two tasks."""
+
+import contextlib
+import functools
+import io
+import json
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from clover_jax import cli, evaluate
+from clover_jax.decoding.engine import Engine
+from clover_jax.loading import models
+
+ROWS = [
+    {"question_id": 81, "category": "writing", "turns": ["the hat", "and the cat"]},
+    {"category": "qa", "turns": ["he"]},
+    {"category": "writing", "turns": ["at the " * 80]},
+    {"category": "qa", "turns": ["is it?"]},
+]
+
+# Its programs are traced once, not in every test.
+_shared_engine = functools.cache(Engine)
+
+
+def write_rows(folder, name, rows):
+    path = folder / name
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+class Finished(NamedTuple):
+    """A run of the command, in this process."""
+
+    status: int
+    out: list[str]
+    err: str
+    output: Path
+
+    @property
+    def report(self):
+        return json.loads((self.output / "report.json").read_text())
+
+    @property
+    def result(self):
+        return json.loads(self.out[-1])
+
+    def rows(self, name):
+        lines = (self.output / "rows" / f"{name}.jsonl").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+
+def run(folder, output, *argv, prompts="bench.jsonl"):
+    """Measure one draft with two trees."""
+    arguments = [
+        *(f"--base={folder / 'base'}", f"--prompts={folder / prompts}"),
+        *(f"--drafts=chain={folder / 'work'},short={folder / 'work'}", "--tree=short=chain:1"),
+        *(f"--output={output}", "--batch_size=2", "--max_new_tokens=9", "--repeats=2"),
+        *("--context_overflow=truncate_left", *map(str, argv)),
+    ]
+    out, err = io.StringIO(), io.StringIO()
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(models, "Engine", _shared_engine)
+        status = cli.run(evaluate.main, evaluate.define_flags, arguments)
+    return Finished(status, out.getvalue().splitlines(), err.getvalue(), output)

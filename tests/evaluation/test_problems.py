@@ -1,0 +1,109 @@
+"""Rows that fail, and texts that are not plain decoding's."""
+
+import json
+import shutil
+
+import pytest
+
+from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.evaluation.equality import Comparison, Divergence
+from clover_jax.evaluation.judging import classify
+from clover_jax.evaluation.plan import Plan
+from clover_jax.generation.settings import GenerationSettings
+from tests.evaluation.command import ROWS, run, write_rows
+
+
+def test_a_row_that_fails_fails_the_run_and_is_counted(folder):
+    write_rows(folder, "bad.jsonl", [*ROWS[1:2], {"category": "qa", "promp": "misspelt"}])
+    failing = run(folder, folder / "failing", "--repeats=1", prompts="bad.jsonl")
+    assert failing.status == 1
+    assert failing.result["failed"] == 1
+    assert failing.result["problems"] == [
+        f"{name}: 1 of 2 rows failed" for name in ("vanilla", "chain", "short")
+    ]
+    assert "vanilla: row 1 failed: " in failing.err
+    cell = failing.report["methods"]["chain"]["overall"]
+    assert (cell["rows"], cell["failed"], cell["turns"]) == (2, 1, 1)
+    assert cell["equality"]["not_compared"] == 1
+    assert "**Problem: chain: 1 of 2 rows failed.**" in (failing.output / "report.md").read_text()
+
+
+def test_another_text_than_plain_decoding_s_fails_the_run(finished, folder):
+    output = folder / "tampered"
+    shutil.copytree(finished.output, output)
+    path = output / "rows" / "chain.jsonl"
+    first, *others = finished.rows("chain")
+    first["output_ids"][0][4] = (first["output_ids"][0][4] + 7) % 261
+    path.write_text("".join(json.dumps(row) + "\n" for row in (first, *others)))
+    tampered = run(folder, output, "--batch_sizes=1")
+    assert tampered.status == 1
+    assert tampered.result["problems"] == [
+        "chain: 1 rows differ from plain decoding by more than ties"
+    ]
+    (found,) = tampered.report["divergences"]["chain"]
+    assert (found["index"], found["turn"], found["position"]) == (0, 0, 4)
+    assert found["gap"] > found["threshold"]
+
+
+def test_another_text_of_a_later_pass_fails_the_run(finished, folder):
+    output = folder / "later"
+    shutil.copytree(finished.output, output)
+    wrong = finished.rows("chain")[0]
+    wrong["output_ids"][0][4] = (wrong["output_ids"][0][4] + 7) % 261
+    failed = {"index": 3, "row": 3, "task": "qa", "error": "out of memory"}
+    edit_legs(output, {("chain", 1): [wrong], ("short", 2): [failed]})
+    later = run(folder, output, "--batch_sizes=1")
+    assert later.status == 1
+    assert later.result["problems"] == [
+        "chain: 1 rows differ from plain decoding by more than ties",
+        "short: rows failed in a later pass, 1 in all",
+    ]
+    assert later.result["equal"] == {"chain": 3, "short": 4}
+    (found,) = later.report["divergences"]["chain"]
+    assert (found["batch_size"], found["repeat"], found["position"]) == (1, 1, 4)
+    page = (output / "report.md").read_text()
+    assert "Texts of later passes that are not those of a row's first: chain 1, short 1." in page
+
+
+def edit_legs(output, changed):
+    """Give the last leg of (method, batch size) rows that differ from the first pass."""
+    legs = [json.loads(line) for line in (output / "legs.jsonl").read_text().splitlines()]
+    last = {(leg["method"], leg["batch_size"]): leg for leg in legs}
+    for key, rows in changed.items():
+        last[key]["changed"] = rows
+    (output / "legs.jsonl").write_text("".join(json.dumps(leg) + "\n" for leg in legs))
+
+
+def test_a_later_pass_is_held_against_the_first(finished, folder):
+    output = folder / "again"
+    shutil.copytree(finished.output, output)
+    first, *others = finished.rows("short")
+    first["output_ids"][0][2] = (first["output_ids"][0][2] + 7) % 261
+    path = output / "rows" / "short.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (first, *others)))
+    (output / "legs.jsonl").unlink()
+    again = run(folder, output)
+    assert again.status == 1
+    assert again.report["speed"]["2"]["short"]["overall"]["rows_changed"] == 2  # both repeats
+    assert again.report["speed"]["2"]["chain"]["overall"]["rows_changed"] == 0
+
+
+def test_sampled_text_is_that_of_plain_sampling(folder):
+    one = (f"--drafts=chain={folder / 'work'}", "--tree=chain:2", "--limit_prompts=1")
+    hot = run(folder, folder / "hot", "--temperature=0.9", "--repeats=1", *one)
+    assert hot.status == 0
+    assert hot.result["equal"] == {"chain": 2}
+    assert hot.report["is_equality_expected"]
+
+
+@pytest.mark.parametrize(
+    "sampling", [SamplingConfig("typical"), SamplingConfig("lossless", "sampled")]
+)
+def test_where_no_equality_is_expected_no_difference_is_judged(sampling):
+    settings = GenerationSettings()
+    plan = Plan({}, settings, sampling, seed=0, repeats=1, batch_sizes=[2], longest=9)
+    comparisons = {3: [Comparison(True, Divergence(3, 0, 1, 5, 6))], 4: [Comparison(True)]}
+    # Without a base: nothing is decoded again.
+    found = classify(comparisons, {}, plan, {}, vanilla=None)
+    assert found == {3: Divergence(3, 0, 1, 5, 6)}
+    assert not plan.is_equality_expected

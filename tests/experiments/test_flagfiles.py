@@ -1,0 +1,122 @@
+import importlib
+import json
+import math
+import re
+import shlex
+
+import pytest
+
+from clover_jax import cli, prepare, train
+from clover_jax.benchmark import dry_run
+from clover_jax.cli.command_flags import parse_flags
+from tests.conftest import REPOSITORY
+from tests.tiny_folders import save_tiny_base
+from tests.tiny_tokenizers import CHAT_TEMPLATE
+
+FLAGFILES = sorted((REPOSITORY / "experiments").rglob("*.flags"))
+
+
+def command_of(flagfile):
+    """Return the module that a flagfile's comments say it is for."""
+    command = re.search(r"python -m ([\w.]+) --flagfile=(\S+)", flagfile.read_text())
+    assert command, f"{flagfile.name} does not say its command"
+    assert command[2] == flagfile.relative_to(REPOSITORY).as_posix()
+    return importlib.import_module(command[1])
+
+
+@pytest.mark.parametrize("flagfile", FLAGFILES, ids=lambda path: path.name)
+def test_every_flagfile_parses(flagfile):
+    command = command_of(flagfile)
+    flags = parse_flags(command.define_flags, [f"--flagfile={flagfile}"])
+    assert flags.flagfile == [str(flagfile)]
+
+
+@pytest.mark.parametrize("flagfile", FLAGFILES, ids=lambda path: path.name)
+def test_every_flagfile_says_what_its_command_needs(flagfile):
+    settings = [line for line in flagfile.read_text().splitlines() if line.startswith("--")]
+    names = [line.partition("=")[0] for line in settings]
+    assert len(names) == len(set(names)), "a flag is given twice"
+
+
+def command_lines(flagfile):
+    """Return the words of every command in a flagfile's comments, as pasted into a shell."""
+    comments = re.sub(r"^# ?", "", flagfile.read_text(), flags=re.MULTILINE)
+    lines = comments.replace("\\\n", " ").splitlines()
+    return [shlex.split(line) for line in lines if line.lstrip().startswith("python -m ")]
+
+
+RECIPES = [path for path in FLAGFILES if "clover_jax.prepare" in path.read_text()]
+
+
+@pytest.mark.parametrize("flagfile", RECIPES, ids=lambda path: path.name)
+def test_the_prepare_command_of_a_recipe_writes_what_it_trains_on(flagfile):
+    (words,) = [words for words in command_lines(flagfile) if words[2] == "clover_jax.prepare"]
+    made = parse_flags(prepare.define_flags, words[3:])
+    flags = parse_flags(train.define_flags, [f"--flagfile={flagfile}"])
+    for name in ("base", "seq_len", "chat_template"):
+        assert made[name].value == flags[name].value
+    assert made.output == flags.data
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory):
+    """Flags that shrink any training run: a random base of 32 dimensions, two rows of 64 tokens."""
+    folder = tmp_path_factory.mktemp("tiny")
+    base = save_tiny_base(folder / "base", template=CHAT_TEMPLATE)
+    rows = [{"prompt": f"what {i}", "response": "the hat he had " * 3} for i in range(8)]
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    values = {"base": base, "data": folder / "rows.jsonl", "seq_len": 64, "batch_size": 2}
+    values |= {"steps": 2, "warmup_steps": 1, "log_every": 1, "eval_every": 0}
+    return [f"--{name}={value}" for name, value in values.items()]
+
+
+def marked(path):
+    """Mark a flagfile that varies another one as slow: there are many, and they are alike."""
+    varies = "--flagfile=" in path.read_text().split(path.name, 1)[1]
+    return pytest.param(path, id=path.name, marks=[pytest.mark.slow] if varies else [])
+
+
+TRAINED = [marked(path) for path in FLAGFILES if command_of(path) is train]
+
+
+@pytest.mark.parametrize("flagfile", TRAINED)
+def test_every_training_flagfile_runs_two_steps_with_its_shapes_shrunk(
+    flagfile, tiny, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(REPOSITORY)  # a flagfile may name another one
+    arguments = [f"--flagfile={flagfile}", *tiny, f"--workdir={tmp_path}"]
+    if "--draft_vocab=" in flagfile.read_text():
+        arguments.append("--draft_vocab=64")
+    assert cli.run(train.main, train.define_flags, arguments) == 0, capsys.readouterr().err
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert all(math.isfinite(row["loss"]) for row in rows)
+    assert (tmp_path / "draft" / "draft.json").is_file()
+
+
+# What stands for a base that tests cannot download, and the devices that the flagfile speaks of.
+AT_FULL_SIZE = {
+    "clover2_llama3_8b": ("shape:llama3-8b", "fsdp=16", "tpu-v5e:4x4"),
+    "clover2_vicuna7b": ("shape:vicuna-7b", "fsdp=4", "gpu-h200"),
+    "clover_baichuan7b": ("shape:4096x32x125696", "fsdp=4", "gpu-h200"),
+    "clover2_qwen3_0p6b": ("shape:1024x28x151936", "fsdp=1", "gpu-h200"),
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=[pytest.mark.slow] if "llama3" not in n else []) for n in AT_FULL_SIZE],
+)
+def test_every_recipe_fits_its_devices_at_full_size(name, capsys, monkeypatch):
+    # Where the target's compiler is installed, compiling would take many minutes.
+    monkeypatch.setattr(dry_run, "dry_run_compiled", lambda *_: None)
+    base, mesh, target = AT_FULL_SIZE[name]
+    flagfile = REPOSITORY / "experiments" / f"{name}.flags"
+    arguments = [f"--flagfile={flagfile}", f"--base={base}", f"--mesh={mesh}", "--dry_run"]
+    status = cli.run(train.main, train.define_flags, [*arguments, f"--target={target}"])
+    captured = capsys.readouterr()
+    assert status == 0, captured.err
+    report = json.loads(captured.out.splitlines()[-1])
+    assert report["total_bytes"] < report["device_memory"]
+    # The file says what was computed, to a tenth of a gigabyte.
+    assert f"{report['total_bytes'] / 1e9:.1f} GB" in flagfile.read_text()

@@ -1,0 +1,230 @@
+"""Draft directories come back exactly; what is wrong with one is named."""
+
+import dataclasses
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.drafters import registry
+from clover_jax.errors import UserError
+from clover_jax.interchange.directory import load_draft, save_draft
+from clover_jax.interchange.params_folder import save_params
+from clover_jax.pretrained.fingerprint import fingerprint
+from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, random_base
+from tests.tiny_models import TINY
+
+PROVENANCE = {"flags": {"steps": 3}, "tau": 2.5}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return random_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def config(base):
+    return registry.config_for_base("clover2", base.config, num_positions=3)
+
+
+@pytest.fixture(scope="module")
+def params(base, config):
+    return registry.init_params(registry.head(config), base.params, jax.random.key(1))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, base, config, params):
+    """A draft directory as it was written."""
+    directory = tmp_path_factory.mktemp("drafts") / "head"
+    save_draft(directory, config, params, "paper25", fingerprint(base), PROVENANCE)
+    return directory
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy of it that a test may spoil."""
+    return copy_of(written, tmp_path / "head")
+
+
+def replace_params(folder, params):
+    """Give a draft other params, with hashes to match."""
+    copy_of(folder / "params", folder / "old")
+    for path in sorted((folder / "params").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    (folder / "params").rmdir()
+    edit_json(folder / "draft.json", files=save_params(folder / "params", params))
+
+
+def test_round_trip_is_exact(written, base, config, params):
+    draft = load_draft(written, base)
+    assert draft.head.config == config
+    assert_trees_equal(draft.params, params)
+    assert (draft.tree, draft.provenance, draft.source) == ("paper25", PROVENANCE, str(written))
+
+
+def test_params_come_in_the_dtype_asked_for(written, base, params):
+    narrow = load_draft(written, base, jnp.bfloat16).params
+    assert_trees_equal(narrow, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
+
+
+def test_bfloat16_params_round_trip(tmp_path, base, config, params):
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    save_draft(tmp_path / "head", config, narrow, None, fingerprint(base), {})
+    assert_trees_equal(load_draft(tmp_path / "head", base, jnp.bfloat16).params, narrow)
+
+
+def test_saving_again_replaces_the_whole(folder, base, config, params):
+    other = jax.tree.map(lambda leaf: leaf + 1, params)
+    save_draft(folder, config, other, "chain:3", fingerprint(base), {})
+    draft = load_draft(folder, base)
+    assert_trees_equal(draft.params, other)
+    assert (draft.tree, draft.provenance) == ("chain:3", {})
+    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+
+
+def test_a_failed_save_leaves_the_old_one(folder, base, config, params):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save_draft(folder, config, params, None, fingerprint(base), {"bad": object()})
+    assert load_draft(folder, base).tree == "paper25"
+    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+
+
+def test_a_workdir_gives_its_best_else_its_last(tmp_path, base, config, params):
+    save_draft(tmp_path / "draft", config, params, "last", fingerprint(base), {})
+    assert load_draft(tmp_path, base).tree == "last"
+    save_draft(tmp_path / "best", config, params, "best", fingerprint(base), {})
+    assert load_draft(tmp_path, base).tree == "best"
+
+
+def test_another_base_is_refused_unless_allowed(written, base, tmp_path):
+    other = random_base(tmp_path, seed=1)
+    hashes = [fingerprint(model).lm_head[:12] for model in (base, other)]
+    message = f"trained for another base than random: lm_head {hashes[0]} against {hashes[1]}; give"
+    with pytest.raises(UserError, match=message):
+        load_draft(written, other)
+    assert load_draft(written, other, allow_base_mismatch=True).tree == "paper25"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"vocab_size": 50}, "has vocabulary 96, but base random has 50; give the base"),
+        ({"hidden_size": 16, "head_dim": 4}, "has width 32, but base random has 16; give the base"),
+    ],
+)
+def test_another_width_is_refused_even_if_a_mismatch_is_allowed(
+    written, tmp_path, changes, message
+):
+    other = random_base(tmp_path, dataclasses.replace(TINY, **changes))
+    with pytest.raises(UserError, match=message):
+        load_draft(written, other, allow_base_mismatch=True)
+
+
+def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base):
+    config = registry.config_for_base("clover_lr", base.config)
+    params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
+    save_draft(tmp_path / "head", config, params, None, fingerprint(base), {})
+    other = random_base(tmp_path, dataclasses.replace(TINY, num_layers=2))
+    with pytest.raises(UserError, match="reads the state that enters layer 2, but base .* has 2"):
+        load_draft(tmp_path / "head", other, allow_base_mismatch=True)
+
+
+def test_a_rotary_base_is_for_the_layouts_of_others(written, base):
+    with pytest.raises(UserError, match=r"head says its own rotary base; a rope theta \(500000\)"):
+        load_draft(written, base, rope_theta=5e5)
+
+
+def test_a_folder_that_is_no_draft(tmp_path, base):
+    with pytest.raises(UserError, match=r"is no draft: it has neither draft\.json"):
+        load_draft(tmp_path, base)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"format_version": 2}, "has format_version 2; this program reads 1"),
+        ({"format_version": ...}, "has format_version None; this program reads 1"),
+        ({"drafter": ...}, "has no 'drafter' object"),
+        ({"base": "tiny"}, "has no 'base' object"),
+        (
+            {"drafter": {"kind": "oracle"}},
+            "drafter 'oracle' is unknown; the drafters are clover2, ",
+        ),
+        ({"drafter": {"kind": "clover2"}}, "missing 2 required keyword-only arguments: 'layer'"),
+        ({"base": {"color": 1}}, "BaseFingerprint has no field 'color'; its fields are"),
+        ({"files": ...}, "draft.json does not list the files of params/"),
+    ],
+)
+def test_a_spoiled_card_is_named(folder, base, changes, message):
+    edit_json(folder / "draft.json", **changes)
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("layer", None, r"draft\.json: 'NoneType' object has no attribute"),
+        ("layer", [], r"draft\.json: 'list' object has no attribute"),
+        (
+            "features",
+            None,
+            r"draft\.json: no head can be built of its drafter \(.*\); was it edited",
+        ),
+        ("num_positions", 1.5, r"draft\.json: no head can be built of its drafter \(Shapes must"),
+    ],
+)
+def test_a_config_of_the_wrong_types_is_named(folder, base, config, name, value, message):
+    edit_json(folder / "draft.json", drafter=config.to_dict() | {name: value})
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)
+
+
+def test_a_card_that_is_no_json(folder, base):
+    (folder / "draft.json").write_text("{")
+    with pytest.raises(UserError, match=r"draft\.json is not JSON"):
+        load_draft(folder, base)
+
+
+def test_every_lost_or_altered_file_of_the_params_is_named(written, tmp_path, base):
+    names = list(json.loads((written / "draft.json").read_text())["files"])
+    assert len(names) > 5
+    for index, name in enumerate(names):
+        folder = copy_of(written, tmp_path / f"head{index}")
+        path = folder / "params" / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 16
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=f"{name} has changed since it was written"):
+            load_draft(folder, base)
+        path.unlink()
+        with pytest.raises(UserError, match=f"{name} is missing; was the draft copied whole"):
+            load_draft(folder, base)
+
+
+def test_a_missing_tensor_is_named(folder, base, params):
+    replace_params(folder, {name: leaf for name, leaf in params.items() if name != "projector_0"})
+    with pytest.raises(UserError, match="params lacks tensor projector_0, which its draft.json"):
+        load_draft(folder, base)
+
+
+def test_an_extra_tensor_is_named(folder, base, params):
+    replace_params(folder, params | {"more": {"scale": jnp.ones(3)}})
+    with pytest.raises(UserError, match="params has tensor more/scale, which its draft.json does"):
+        load_draft(folder, base)
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder, base, params):
+    replace_params(folder, params | {"projector_0_bias": jnp.ones(31)})
+    message = r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)"
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)
+
+
+def test_a_tensor_that_is_not_finite_is_named(folder, base, params):
+    bias = params["projector_0_bias"].at[3].set(jnp.nan)
+    replace_params(folder, params | {"projector_0_bias": bias})
+    message = "params: tensor projector_0_bias holds values that are not finite numbers"
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)

@@ -1,0 +1,91 @@
+"""A window hides and ALiBi lowers by distance, from fresh rows and from every part of the cache."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.config import LayerConfig
+from clover_jax.models.attention import READINGS, attend
+from clover_jax.models.cache import KeyValue
+from clover_jax.models.position_bias import Distance, alibi_slopes
+
+LAYER = LayerConfig(hidden_size=12, intermediate_size=8, num_heads=6, num_kv_heads=3, head_dim=4)
+# A tree after the committed text: the root, two children, a grandchild under the first.
+PARENT_MASK = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], bool)
+DEPTH = np.array([0, 1, 1, 2])
+
+
+def test_the_docstrings_slopes():
+    assert alibi_slopes(4).tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256]
+    assert alibi_slopes(6).tolist() == [1 / 4, 1 / 16, 1 / 64, 1 / 256, 1 / 2, 1 / 8]
+
+
+def test_a_layer_without_rules_has_no_distance():
+    assert Distance.of(LAYER, jnp.zeros((1, 2), jnp.int32)) is None
+
+
+def test_a_window_as_large_as_the_span_costs_nothing():
+    config = dataclasses.replace(LAYER, sliding_window=260)
+    rules = Distance.of(config, jnp.zeros((1, 4), jnp.int32))
+    assert rules.within(261).window == 260
+    assert rules.within(260) is None
+
+
+def test_an_empty_row_does_not_make_the_others_read_what_their_window_hides():
+    config = dataclasses.replace(LAYER, sliding_window=100)
+    rules = Distance.of(config, jnp.zeros((2, 4), jnp.int32))
+    assert rules.first_needed(jnp.array([600, 800])) == 501
+    assert rules.first_needed(jnp.array([0, 800])) == 701
+    assert rules.first_needed(jnp.array([30, 800])) == 0
+
+
+def naive(query, fresh, cache, length, config):
+    """Softmax over the committed and the fresh positions of one row, pair by pair."""
+    keys = np.concatenate([cache.key[:, :length], fresh.key], axis=1)  # [K, length + T, H]
+    values = np.concatenate([cache.value[:, :length], fresh.value], axis=1)
+    positions = np.concatenate([np.arange(length), length + DEPTH])
+    slopes = alibi_slopes(config.num_heads) if config.alibi else np.zeros(config.num_heads)
+    slopes = slopes.reshape(config.num_kv_heads, -1)
+    scores = np.einsum("kgth,ksh->kgts", query, keys) * config.head_dim**-0.5
+    back = (length + DEPTH)[:, None] - positions
+    scores -= slopes[:, :, None, None] * back
+    seen = np.concatenate([np.ones((4, length), bool), PARENT_MASK], axis=1)
+    if config.sliding_window:
+        seen &= back < config.sliding_window
+    weights = np.where(seen, np.exp(scores), 0)
+    return np.einsum("kgts,ksh->kgth", weights / weights.sum(axis=-1, keepdims=True), values)
+
+
+@pytest.mark.parametrize("rows_scores", [None, 1], ids=["all rows", "row by row"])
+@pytest.mark.parametrize(
+    "rules",
+    [{"sliding_window": 2}, {"sliding_window": 300}, {"alibi": True}],
+    ids=["a window within the tree", "a window over chunks", "alibi"],
+)
+def test_a_tree_after_caches_of_several_lengths(rules, rows_scores, monkeypatch):
+    reading = dataclasses.replace(READINGS["cpu"], rows_scores=rows_scores)
+    monkeypatch.setitem(READINGS, "cpu", reading)
+    config = dataclasses.replace(LAYER, **rules)
+    lengths = np.array([0, 5, 700])  # the window skips whole chunks of the last row alone
+    for rows in ([0, 1, 2], [2]):
+        keys = jax.random.split(jax.random.key(0), 5)
+        batch, kv = len(rows), config.num_kv_heads
+        query = jax.random.normal(keys[0], (batch, kv, config.num_groups, 4, 4))
+        shapes = [(batch, kv, 4, 4)] * 2 + [(batch, kv, 768, 4)] * 2
+        parts = [jax.random.normal(k, s) for k, s in zip(keys[1:], shapes, strict=True)]
+        fresh, cache = KeyValue(*parts[:2]), KeyValue(*parts[2:])
+        length = jnp.asarray(lengths[rows])
+        mask = jnp.broadcast_to(PARENT_MASK, (batch, 4, 4))
+
+        @jax.jit
+        def attended(query, fresh, mask, cache, length):
+            distance = Distance.of(config, length[:, None] + DEPTH)
+            return attend(query, fresh, mask, cache, length, distance)
+
+        found = attended(query, fresh, mask, cache, length)
+        for i, row in enumerate(rows):
+            one = jax.tree.map(lambda x: np.asarray(x)[i], (query, fresh, cache))  # noqa: B023
+            np.testing.assert_allclose(found[i], naive(*one, lengths[row], config), atol=1e-5)

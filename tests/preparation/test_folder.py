@@ -1,0 +1,62 @@
+"""What a prepared folder holds: the samples and activations that raw data would give."""
+
+import jax
+import numpy as np
+
+from clover_jax.data.prepared import PreparedSamples, heldout_rows
+from clover_jax.data.sample_checks import SampleCounts
+from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.preparation.samples import add_counts
+from clover_jax.pretrained.loading import load_base
+from tests.preparation.prepared_data import SEQ_LEN, batches, load
+
+
+def test_prepared_data_give_the_batches_of_the_raw_files(base, data, prepared):
+    raw, ready = load(data, base), load(prepared, base)
+    assert raw.hash == ready.hash
+    jax.tree.map(np.testing.assert_array_equal, batches(raw.samples), batches(ready.samples))
+
+
+def test_what_is_held_out_is_kept_apart(base, data, prepared):
+    raw = load(data, base)
+    rows = heldout_rows(prepared)
+    assert len(rows) == len(raw.heldout) > 0
+    assert rows[0].prompt_ids
+    assert rows[0].output_ids
+
+
+def test_cached_activations_are_those_of_the_base(base, prepared):
+    loaded = load_base(str(base))
+    samples = PreparedSamples(prepared, ("pre_norm",))
+    forward = jax.jit(Decoder(loaded.config).apply)  # compiled, as the cached ones were
+    for index in range(3):
+        hidden = samples.hidden(index)["pre_norm"]
+        tokens = samples[index].tokens[None, :SEQ_LEN]
+        positions = np.arange(tokens.shape[1])[None]
+        mask = causal_mask(1, tokens.shape[1])
+        output = forward({"params": loaded.params}, tokens, positions, mask)
+        np.testing.assert_allclose(hidden[:SEQ_LEN], output.hidden["pre_norm"][0], atol=2e-6)
+        assert len(hidden) == len(samples[index].tokens)
+
+
+def test_a_process_reads_the_activations_of_its_own_rows_only(prepared, monkeypatch):
+    samples = PreparedSamples(prepared, ("pre_norm",))
+    whole = batches(samples)
+    read, hidden = [], samples.hidden
+    monkeypatch.setattr(samples, "hidden", lambda index: read.append(index) or hidden(index))
+    all_read = len(batches(samples)) and len(read)
+    read.clear()
+    mine = batches(samples, hidden_rows=[1])
+    assert len(read) < 0.8 * all_read
+    for ours, every in zip(mine, whole, strict=True):
+        np.testing.assert_array_equal(ours.tokens, every.tokens)
+        np.testing.assert_array_equal(ours.hidden["pre_norm"][1], every.hidden["pre_norm"][1])
+        assert every.hidden["pre_norm"][0].any()
+        assert not ours.hidden["pre_norm"][0].any()
+
+
+def test_shards_of_earlier_versions_are_no_useless_data():
+    counts = SampleCounts(samples=2, tokens=9, counted=5, pieces=2).to_dict()
+    assert add_counts(iter([counts, counts])).pieces == 4
+    del counts["pieces"]
+    add_counts(iter([counts])).check(SEQ_LEN, 0.05)

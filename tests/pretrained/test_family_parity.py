@@ -1,0 +1,186 @@
+"""Every family gives the numbers of a torch model: transformers' own, or a Llama repacked."""
+
+import functools
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.models.position_bias import alibi_slopes
+from clover_jax.pretrained.loading import load_base
+from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json
+from tests.torch_pairs import (
+    SHAPE,
+    Logits,
+    assert_padded_rows,
+    assert_ragged_decoding,
+    save_random_model,
+    torch_logits,
+)
+
+pytestmark = pytest.mark.parity
+
+# A head count that is no power of two has slopes of another rule.
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+NO_GROUPS = {"num_key_value_heads": 4}
+WINDOW = 7
+
+
+class Family(NamedTuple):
+    """A random torch model to compare with.
+
+    architecture: the class in transformers, without "ForCausalLM". changes: of the shape.
+    repack: what makes another family's folder of the saved one, and wraps or edits the model.
+    """
+
+    architecture: str
+    changes: dict
+    repack: str | None = None
+
+
+FAMILIES = {
+    "mistral, a short window": Family("Mistral", {"sliding_window": WINDOW}),
+    "mistral, no window": Family("Mistral", {"sliding_window": None, **NO_GROUPS}),
+    "qwen2": Family("Qwen2", {}),
+    "qwen2, some layers with a window": Family(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "baichuan 7b": Family("Llama", NO_GROUPS, "rotary"),
+    "baichuan 13b": Family("Llama", SIX_HEADS, "alibi"),
+    "baichuan 2": Family("Llama", NO_GROUPS, "normalised"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def make(torch, tmp_path_factory):
+    """A function that makes a family's (expected logits, base), once for each."""
+    import transformers
+
+    @functools.cache
+    def make(name):
+        family = FAMILIES[name]
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family.architecture}Config")
+        model = getattr(transformers, f"{family.architecture}ForCausalLM")
+        folder = tmp_path_factory.mktemp("family")
+        saved = save_random_model(model(config(**(SHAPE | family.changes))), folder)
+        expected = functools.partial(torch_logits, saved)
+        if family.repack:
+            expected = REPACKS[family.repack](saved, folder)
+        return expected, load_base(str(folder))
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padded_rows(make, name):
+    """64 tokens, and shorter rows beside them."""
+    assert_padded_rows(*make(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_with_a_cache(make, name):
+    assert_ragged_decoding(*make(name))
+
+
+def test_a_window_leaves_whole_chunks_of_a_long_cache_behind(make):
+    """The first chunk is needed at first, and no longer when the shortest row has grown."""
+    expected, base = make("mistral, a short window")
+    prompts = np.array([10, 19, 0]) + CACHE_CHUNK - 4
+    assert prompts.min() < CACHE_CHUNK < prompts.min() + 20 - WINDOW
+    assert_ragged_decoding(expected, base, 2 * CACHE_CHUNK, prompts)
+
+
+def repack_as_baichuan(folder, architecture="BaichuanForCausalLM", **changes):
+    """Turn a saved Llama into Baichuan's layout."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+        parts = [tensors.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+        tensors[name.replace("q_proj", "W_pack")] = np.concatenate(parts)
+    save_file(tensors, folder / "model.safetensors")
+    own = {"architectures": [architecture], "model_type": "baichuan", "num_key_value_heads": ...}
+    edit_json(folder / "config.json", **(own | changes))
+
+
+def repack_rotary(model, folder) -> Logits:
+    """7B: the same numbers, in other tensors."""
+    repack_as_baichuan(folder, rope_parameters=...)
+    return functools.partial(torch_logits, model)
+
+
+def repack_alibi(model, folder) -> Logits:
+    """13B: torch's Llama with its rotation taken out and Bloom's ALiBi as a mask."""
+    import torch
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    heads, width = model.config.num_attention_heads, model.config.hidden_size
+
+    class NoRotation(torch.nn.Module):
+        def forward(self, x, position_ids):
+            shape = (*position_ids.shape, width // heads)
+            return torch.ones(shape), torch.zeros(shape)
+
+    model.model.rotary_emb = NoRotation()
+    repack_as_baichuan(folder, max_position_embeddings=..., model_max_length=96)
+
+    def expected(ids):
+        real = torch.ones(1, len(ids), dtype=torch.int64)
+        alibi = build_alibi_tensor(real, heads, torch.float32)  # [N, 1, T]
+        future = torch.triu(torch.full((len(ids), len(ids)), -1e9), diagonal=1)
+        return torch_logits(model, ids, attention_mask=(alibi + future)[None])
+
+    return expected
+
+
+def repack_normalised(model, folder) -> Logits:
+    """Baichuan 2: the rows of lm_head have length 1 when they are used, not as they are stored."""
+    import torch
+
+    repack_as_baichuan(folder, z_loss_weight=0)
+    with torch.no_grad():
+        rows = model.lm_head.weight
+        rows.copy_(torch.nn.functional.normalize(rows))
+    return functools.partial(torch_logits, model)
+
+
+REPACKS = {"rotary": repack_rotary, "alibi": repack_alibi, "normalised": repack_normalised}
+
+
+def test_the_first_baichuan_is_spelt_otherwise(make, tmp_path):
+    _, base = make("baichuan 7b")
+    folder = copy_of(base.directory, tmp_path / "first")
+    edit_json(folder / "config.json", architectures=["BaiChuanForCausalLM"])
+    first = load_base(str(folder))
+    assert first.config == base.config
+    assert_trees_equal(first.params, base.params)
+
+
+def test_baichuan_13b_is_told_by_its_length(make):
+    _, base = make("baichuan 13b")
+    assert (base.config.alibi, base.config.max_position_embeddings) == (True, 96)
+
+
+def test_baichuan_2_stores_rows_of_any_length(make):
+    """Else normalising them would change nothing, and the comparison could not fail."""
+    _, base = make("baichuan 2")
+    stored = load_file(base.directory / "model.safetensors")["lm_head.weight"]
+    assert np.abs(np.linalg.norm(stored, axis=1) - 1).max() > 0.1
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 6, 12, 32, 40])
+def test_alibi_slopes_are_blooms(torch, num_heads):
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    distances = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)
+    np.testing.assert_allclose(alibi_slopes(num_heads), distances[:, 0, 1].numpy(), rtol=1e-6)

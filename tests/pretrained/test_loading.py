@@ -1,0 +1,230 @@
+"""Bases load with the reference's numbers; whatever is wrong with a checkpoint is named."""
+
+import json
+import weakref
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from clover_jax.errors import UserError
+from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.pretrained.llama_tensors import export_base
+from clover_jax.pretrained.loading import load_base
+from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
+from tests.tiny_tokenizers import save_byte_level
+
+QUERY = "model.layers.1.self_attn.q_proj.weight"
+
+
+@pytest.fixture
+def reference_dir(fixtures_dir):
+    return fixtures_dir / "clover2_reference" / "base"
+
+
+@pytest.fixture
+def folder(reference_dir, tmp_path):
+    """A copy of the reference base that a test may spoil."""
+    return copy_of(reference_dir, tmp_path / "base")
+
+
+def split_in_shards(folder, num_shards=3):
+    """Replace the single file by shards and an index; return the shards' names."""
+    tensors = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    shards = [f"model-{i + 1:05}-of-{num_shards:05}.safetensors" for i in range(num_shards)]
+    place = {name: shards[i % num_shards] for i, name in enumerate(tensors)}
+    for shard in shards:
+        save_file({name: x for name, x in tensors.items() if place[name] == shard}, folder / shard)
+    index = {"metadata": {}, "weight_map": place}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return shards
+
+
+def test_hidden_states_and_logits_equal_the_reference(reference_dir):
+    base = load_base(str(reference_dir))
+    expected = np.load(reference_dir.parent / "expected.npz")
+    ids = jnp.asarray(expected["input_ids"], jnp.int32)
+    positions = jnp.broadcast_to(jnp.arange(ids.shape[1]), ids.shape)
+    output = Decoder(base.config).apply(
+        {"params": base.params}, ids, positions, causal_mask(*ids.shape)
+    )
+    logits = project(base.lm_head, output.hidden["post_norm"])
+    close = {"atol": 1e-4, "rtol": 0}
+    np.testing.assert_allclose(output.hidden["pre_norm"], expected["base_prenorm"], **close)
+    np.testing.assert_allclose(output.hidden["post_norm"], expected["base_postnorm"], **close)
+    np.testing.assert_allclose(logits, expected["base_logits"], **close)
+
+
+def test_the_params_are_the_decoders(reference_dir):
+    base = load_base(str(reference_dir))
+    ids = jnp.zeros((1, 2), jnp.int32)
+    init = jax.eval_shape(Decoder(base.config).init, jax.random.key(0), ids, ids, causal_mask(1, 2))
+    shapes = jax.tree.map(lambda leaf: leaf.shape, init["params"])
+    assert jax.tree.map(lambda leaf: leaf.shape, base.params) == shapes
+
+
+def test_export_is_the_reverse_of_loading(reference_dir):
+    base = load_base(str(reference_dir))
+    exported, stored = (
+        export_base(base.params, base.config),
+        load_file(reference_dir / "model.safetensors"),
+    )
+    assert exported.keys() == stored.keys()
+    for name, tensor in stored.items():
+        np.testing.assert_array_equal(exported[name], tensor, err_msg=name)
+
+
+def test_shards_give_the_same_params_as_one_file(reference_dir, folder):
+    split_in_shards(folder)
+    assert_trees_equal(load_base(str(folder)).params, load_base(str(reference_dir)).params)
+
+
+def test_bfloat16_files_and_params(folder):
+    def to_bfloat16(tensors):
+        tensors.update({name: x.astype(ml_dtypes.bfloat16) for name, x in tensors.items()})
+
+    exact = load_base(str(folder), jnp.bfloat16).params
+    edit_tensors(folder, to_bfloat16)
+    assert_trees_equal(load_base(str(folder), jnp.bfloat16).params, exact)
+    wide = load_base(str(folder)).params
+    assert_trees_equal(wide, jax.tree.map(lambda x: x.astype(jnp.float32), exact))
+
+
+def test_place_receives_every_tensor_once_and_one_at_a_time(reference_dir):
+    seen, previous = [], None
+
+    def place(path, array):
+        nonlocal previous
+        assert previous is None or previous() is None, f"{seen[-1]} is still held"
+        seen.append(path)
+        previous = weakref.ref(array)
+        return jnp.asarray(array.copy())  # JAX itself may hold what it is given a little longer
+
+    base = load_base(str(reference_dir), place=place)
+    paths = jax.tree_util.tree_leaves_with_path(base.params)
+    assert sorted(seen) == sorted(tuple(key.key for key in path) for path, _ in paths)
+
+
+def test_harmless_tensors_are_passed_over(reference_dir, folder):
+    extra = {"model.layers.0.self_attn.rotary_emb.inv_freq": np.zeros(4, np.float32)}
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    assert_trees_equal(load_base(str(folder)).params, load_base(str(reference_dir)).params)
+
+
+def test_tied_embeddings_need_no_output_matrix_and_ignore_a_stored_one(folder):
+    edit_json(folder / "config.json", tie_word_embeddings=True)
+    with_copy = load_base(str(folder))
+    edit_tensors(folder, lambda tensors: tensors.pop("lm_head.weight"))
+    base = load_base(str(folder))
+    assert "lm_head" not in base.params
+    assert base.lm_head is base.params["embedding"]
+    assert_trees_equal(base.params, with_copy.params)
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("config.json", "base has no config.json; it is not a Hugging Face model folder"),
+        ("model.safetensors", "lacks shard model.safetensors, which .* lists"),
+    ],
+)
+def test_a_missing_file_is_named(folder, name, message):
+    (folder / name).unlink()
+    with pytest.raises(UserError, match=message):
+        load_base(str(folder))
+
+
+def test_a_folder_without_weights(folder):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    with pytest.raises(UserError, match=r"has no weights: neither model\.safetensors nor"):
+        load_base(str(folder))
+    (folder / "pytorch_model.bin").touch()
+    with pytest.raises(UserError, match=r"pytorch_model\.bin .*save the weights as model\.safete"):
+        load_base(str(folder))
+
+
+def test_a_missing_shard_is_named(folder):
+    shards = split_in_shards(folder)
+    (folder / shards[1]).unlink()
+    with pytest.raises(UserError, match=f"lacks shard {shards[1]}, which .*index.json lists"):
+        load_base(str(folder))
+
+
+def test_an_index_without_a_map(folder):
+    split_in_shards(folder)
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(UserError, match="has no weight_map"):
+        load_base(str(folder))
+
+
+def test_a_torn_file_is_named(folder):
+    path = folder / "model.safetensors"
+    path.write_bytes(path.read_bytes()[:5000])
+    with pytest.raises(UserError, match=r"model\.safetensors is not a whole safetensors file"):
+        load_base(str(folder))
+
+
+def test_a_missing_tensor_is_named(folder):
+    edit_tensors(folder, lambda tensors: tensors.pop(QUERY))
+    with pytest.raises(UserError, match=f"lacks tensor {QUERY}, which its config.json asks for"):
+        load_base(str(folder))
+
+
+def test_an_extra_tensor_is_named(folder):
+    extra = {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
+    edit_tensors(folder, lambda tensors: tensors.update(extra))
+    with pytest.raises(UserError, match=r"has tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
+        load_base(str(folder))
+
+
+def test_surplus_layers_are_listed_briefly(folder):
+    edit_json(folder / "config.json", num_hidden_layers=2)
+    with pytest.raises(UserError, match=r"has tensors model\.layers\.2\..* and 6 more, which"):
+        load_base(str(folder))
+
+
+def test_a_misshapen_tensor_is_named_with_both_shapes(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((16, 32), np.float32)}))
+    message = rf"tensor {QUERY} has shape \(16, 32\); config.json asks for \(32, 32\)"
+    with pytest.raises(UserError, match=message):
+        load_base(str(folder))
+
+
+def test_a_tensor_with_a_value_that_is_no_number_is_named(folder):
+    edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(3, np.nan))
+    message = "model.safetensors: tensor model.norm.weight holds values that are not finite numbers"
+    with pytest.raises(UserError, match=message):
+        load_base(str(folder))
+
+
+def test_a_quantised_tensor_is_refused(folder):
+    edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((32, 32), np.int8)}))
+    with pytest.raises(UserError, match=f"tensor {QUERY} is stored as I8; the readable types are"):
+        load_base(str(folder))
+
+
+def test_broken_json_is_named(folder):
+    (folder / "config.json").write_text('{"vocab_size": ')
+    with pytest.raises(UserError, match=r"config\.json is not JSON: Expecting value: line 1"):
+        load_base(str(folder))
+    (folder / "config.json").write_text("[]")
+    with pytest.raises(UserError, match=r"config\.json must hold a JSON object, not a list"):
+        load_base(str(folder))
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
+    save_byte_level(folder)
+    message = r"token 'Ġthe' of its tokenizer has id 260, but the embedding has only 96 rows"
+    with pytest.raises(UserError, match=message):
+        load_base(str(folder))
+
+
+def test_a_broken_tokenizer_is_named(folder):
+    (folder / "tokenizer.json").write_text("nonsense")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a readable tokenizer: "):
+        load_base(str(folder))

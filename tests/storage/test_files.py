@@ -1,0 +1,154 @@
+"""Files and folders are whole or absent, whatever happens while they are written."""
+
+import errno
+import os
+import stat
+
+import pytest
+
+from clover_jax.errors import UserError
+from clover_jax.storage import files
+
+
+def names(folder):
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_a_file_appears_whole_with_its_parents(tmp_path):
+    files.write_text(tmp_path / "a" / "b.txt", "é\n")
+    assert (tmp_path / "a" / "b.txt").read_bytes() == "é\n".encode()
+    files.write_json(tmp_path / "a" / "b.txt", {"x": [1]})
+    assert (tmp_path / "a" / "b.txt").read_text() == '{\n  "x": [\n    1\n  ]\n}\n'
+    assert names(tmp_path / "a") == ["b.txt"]
+
+
+def test_a_failed_write_leaves_the_old_file_and_nothing_else(tmp_path):
+    files.write_text(tmp_path / "a", "old")
+    with pytest.raises(RuntimeError, match="half"), files.atomic_file(tmp_path / "a") as unfinished:
+        unfinished.write_text("ne")
+        raise RuntimeError("half way")
+    assert (tmp_path / "a").read_text() == "old"
+    assert names(tmp_path) == ["a"]
+
+
+def write_folder(path, **contents):
+    with files.atomic_directory(path) as unfinished:
+        for name, text in contents.items():
+            (unfinished / "deep").mkdir(exist_ok=True)
+            (unfinished / "deep" / name).write_text(text)
+
+
+@pytest.mark.parametrize("exchange", [True, False])
+def test_a_folder_replaces_the_one_before(tmp_path, exchange, monkeypatch):
+    if not exchange:
+        monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    write_folder(tmp_path / "draft", old="1")
+    write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["new"]
+
+
+def test_a_folder_that_cannot_be_put_in_place_leaves_the_old_one(tmp_path, monkeypatch):
+    write_folder(tmp_path / "draft", old="1")
+    monkeypatch.setattr(files, "_exchange", lambda a, b: False)
+    rename = os.rename
+
+    def refuse_the_new(source, target):
+        if source.name == ".draft.unfinished":
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        rename(source, target)
+
+    monkeypatch.setattr(os, "rename", refuse_the_new)
+    with pytest.raises(OSError, match=os.strerror(errno.EIO)):
+        write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["old"]
+
+
+def test_a_kill_between_two_renames_loses_nothing(tmp_path):
+    write_folder(tmp_path / ".draft.replaced", old="1")
+    with pytest.raises(RuntimeError), files.atomic_directory(tmp_path / "draft"):
+        raise RuntimeError
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["old"]
+    write_folder(tmp_path / ".draft.replaced", older="0")  # killed after them
+    write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["new"]
+
+
+def test_a_failed_folder_leaves_the_old_one_and_nothing_else(tmp_path):
+    write_folder(tmp_path / "draft", old="1")
+    with (
+        pytest.raises(RuntimeError, match="half"),
+        files.atomic_directory(tmp_path / "draft") as unfinished,
+    ):
+        (unfinished / "part").write_text("p")
+        raise RuntimeError("half way")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft" / "deep") == ["old"]
+
+
+def test_what_a_killed_run_left_is_cleared_by_the_next(tmp_path):
+    (tmp_path / ".draft.unfinished").mkdir()
+    (tmp_path / ".draft.unfinished" / "rest").touch()
+    write_folder(tmp_path / "draft", new="2")
+    assert names(tmp_path) == ["draft"]
+    assert names(tmp_path / "draft") == ["deep"]
+
+
+def test_a_parent_that_is_a_file_is_an_os_error_that_names_it(tmp_path):
+    (tmp_path / "runs").touch()
+    with pytest.raises(OSError, match="runs"):
+        write_folder(tmp_path / "runs" / "draft", new="2")
+    with pytest.raises(OSError, match="runs"):
+        files.write_text(tmp_path / "runs" / "draft", "new")
+
+
+def test_a_disk_that_cannot_rename_folders_is_named_at_once(tmp_path, monkeypatch):
+    files.check_renames(tmp_path)
+    assert names(tmp_path) == []
+
+    def refuse(*paths):
+        raise OSError(errno.ENOTSUP, os.strerror(errno.ENOTSUP))
+
+    monkeypatch.setattr(os, "rename", refuse)
+    with pytest.raises(UserError, match="cannot rename folders .* hierarchical namespace"):
+        files.check_renames(tmp_path)
+    assert names(tmp_path) == []
+
+
+def refuse_sync(number, of_folders):
+    sync = os.fsync
+
+    def refuse(descriptor):
+        if stat.S_ISDIR(os.fstat(descriptor).st_mode) == of_folders:
+            raise OSError(number, os.strerror(number))
+        sync(descriptor)
+
+    return refuse
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP, errno.ENOSYS])
+def test_a_disk_that_cannot_sync_folders_is_written_to(tmp_path, monkeypatch, number):
+    monkeypatch.setattr(os, "fsync", refuse_sync(number, of_folders=True))
+    write_folder(tmp_path / "draft", new="2")
+    files.write_text(tmp_path / "a", "text")
+    assert names(tmp_path) == ["a", "draft"]
+
+
+@pytest.mark.parametrize("number, of_folders", [(errno.EINVAL, False), (errno.EIO, True)])
+def test_other_failures_of_a_sync_are_raised(tmp_path, monkeypatch, number, of_folders):
+    monkeypatch.setattr(os, "fsync", refuse_sync(number, of_folders))
+    with pytest.raises(OSError, match=os.strerror(number)):
+        write_folder(tmp_path / "draft", new="2")
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.ENOSYS])
+def test_a_disk_without_locks_locks_nobody_out(tmp_path, monkeypatch, number):
+    def refuse(file, operation):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.fcntl, "flock", refuse)
+    with files.only_process_in(tmp_path, "is training", "--workdir"):
+        pass

@@ -1,0 +1,181 @@
+"""--int8: what is rounded, and that the text stays the base's own."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.step import speculate_and_verify
+from clover_jax.decoding.tree import TreeConfig
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.errors import UserError
+from clover_jax.loading.models import load_models
+from clover_jax.loading.subject import load_subject, shape_subject, state_shapes
+from clover_jax.models.int8 import Int8Matrix, quantize, widen
+from clover_jax.pretrained.fingerprint import fingerprint
+from clover_jax.pretrained.loading import load_base
+from clover_jax.quantization import parse_parts, round_base, round_params, rounding_notice
+from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
+from clover_jax.sharding.placement import param_shardings
+from clover_jax.xla.work import Work, count_work
+from tests.tiny_models import (
+    DRAFTERS,
+    LLAMA3_8B,
+    SMALL_TREE,
+    TINY,
+    lively_params,
+    random_base,
+    random_head,
+    random_prompts,
+)
+
+PROMPTS = random_prompts(6, seed=3)
+
+# Matrices that stay: rows that are looked up, and Clover-LR's few dimensions.
+KEPT = {"embedding", "correction_out", "token_in", "state_in", "gates", "candidate", "mix"}
+
+
+def widened(params):
+    return jax.tree.map(
+        lambda leaf: widen(leaf, jnp.float32), params, is_leaf=lambda x: isinstance(x, Int8Matrix)
+    )
+
+
+@pytest.mark.parametrize("name", ["base", *DRAFTERS])
+def test_all_matrices_are_rounded_but_those_that_are_meant_to_stay(name):
+    params = random_base() if name == "base" else random_head(name=name)[1]
+    leaves = jax.tree_util.tree_leaves_with_path(
+        round_params(params), is_leaf=lambda x: isinstance(x, Int8Matrix)
+    )
+    kept = {path[-1].key for path, x in leaves if not isinstance(x, Int8Matrix) and x.ndim > 1}
+    assert {name for name in kept if not name.endswith("bias")} <= KEPT
+
+
+@functools.cache
+def plain_texts(rounded_base: bool):
+    base = round_base(random_base(), ("base",)) if rounded_base else random_base()
+    return texts(base, None, None, TreeConfig.root_only())
+
+
+def texts(base, head, params, tree):
+    rows = Engine(TINY, head, tree, batch_size=3).generate(base, params, PROMPTS, 16)
+    return [row.output_ids for row in rows]
+
+
+def test_a_rounded_head_leaves_the_text_as_it_is():
+    base, params = round_base(random_base(), ("draft",)), round_params(lively_params(name="eagle3"))
+    assert texts(base, random_head(name="eagle3")[0], params, SMALL_TREE) == plain_texts(False)
+
+
+@pytest.mark.parametrize("name", ["clover-mlp", "clover_lr", "medusa", "eagle"])
+def test_a_rounded_head_computes_with_what_its_matrices_stand_for(name):
+    head, _ = random_head(name=name)
+    module, width = head.module, TINY.hidden_size * len(head.config.features)
+    base = round_base(random_base(), ("draft",))
+    tokens = jnp.arange(6)[None]
+    ones, rng = jnp.ones_like(tokens), jax.random.key(1)
+
+    @jax.jit
+    def logits(params, base, features):
+        frozen = frozen_from_base(base)
+        states = module.apply(
+            {"params": params}, frozen, features, tokens, ones, tokens, rng, method="train_forward"
+        )
+        return module.apply({"params": params}, frozen, states[0], 0, method="logits")
+
+    features, params = jax.random.normal(rng, (1, 6, width)), round_params(lively_params(name=name))
+    found = logits(params, base, features)
+    expected = logits(widened(params), widened(base), features)
+    np.testing.assert_allclose(found, expected, atol=1e-4)
+
+
+def test_speculation_writes_what_the_rounded_base_writes():
+    base = round_base(random_base(), ("base", "draft"))
+    head, params = random_head()
+    spoken = texts(base, head, round_params(params), SMALL_TREE)
+    assert spoken == plain_texts(True)
+    assert texts(widened(base), None, None, TreeConfig.root_only()) == plain_texts(True)
+
+
+def test_a_tied_lm_head_is_rounded_beside_the_embedding():
+    tied = dataclasses.replace(TINY, tie_word_embeddings=True)
+    params = random_base(tied)
+    rounded = round_base(params, ("base",))
+    assert rounded["embedding"] is params["embedding"]
+    np.testing.assert_array_equal(
+        rounded["lm_head"].values, quantize(params["embedding"], (1,)).values
+    )
+    assert set(round_base(params, ("draft",))) == {*params, "draft_lm_head"}
+
+
+def test_a_reduced_vocabulary_takes_its_rows_of_the_rounded_lm_head():
+    head, params = random_head(draft_to_target=tuple(range(0, 96, 2)))
+    base = round_base(random_base(), ("draft",))
+    assert texts(base, head, round_params(params), SMALL_TREE) == plain_texts(False)
+
+
+@pytest.mark.parametrize("parts", [("draft",), ("base", "draft")])
+def test_loaded_models_are_known_by_their_base_as_it_was(parts, fixtures_dir):
+    folder = fixtures_dir / "clover2_reference"
+    source = str(folder / "base")
+    # The head comes with copies of the base's matrices, which are compared with the base's.
+    models = load_models(source, str(folder / "clover2"), None, jnp.float32, int8=parts)
+    assert models.int8 == parts
+    assert fingerprint(models.base) == fingerprint(load_base(source))
+    assert isinstance(models.base.params["layers_0"]["mlp"]["down"], Int8Matrix) == (
+        "base" in parts
+    )
+    assert isinstance(models.draft_params["projector_0"], Int8Matrix)
+    assert models.identity()["int8"] == list(parts)
+
+
+def test_another_word_is_refused():
+    with pytest.raises(UserError, match=r"--int8=draft,head: 'head' is none of base, draft"):
+        parse_parts(["draft", "head"])
+    assert parse_parts(["draft", "base"]) == ("base", "draft")
+
+
+def test_a_user_on_a_cpu_is_told_that_it_does_not_pay_there():
+    assert "longer on CPU" in rounding_notice(("draft",))
+    assert rounding_notice(()) is None
+
+
+def test_a_rounded_matrix_lies_on_a_mesh_as_the_matrix_does():
+    mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=4))
+    shapes = jax.eval_shape(lambda: round_base(random_base_shapes(), ("base",)))
+    places = jax.tree.map(lambda place: place.spec, param_shardings(shapes, mesh))
+    layer = places["layers_0"]
+    assert layer["mlp"]["down"] == Int8Matrix(P("tensor", "fsdp"), P(None, "fsdp"))
+    assert layer["attention"]["qkv"].step == P(None, "tensor", None, None)
+    assert places["lm_head"] == Int8Matrix(P("tensor", "fsdp"), P("tensor", None))
+
+
+def random_base_shapes():
+    config = dataclasses.replace(LLAMA3_8B, num_layers=1, vocab_size=1024)
+    return jax.tree.map(lambda x: jnp.zeros(x.shape), jax.eval_shape(lambda: random_base(config)))
+
+
+def test_a_product_reads_one_byte_an_entry():
+    matrix = quantize(jnp.ones((5, 7)), (0,))
+    assert count_work(lambda m, x: x @ m, matrix, jnp.ones((2, 5))) == Work(35, 2 * 2 * 35)
+
+
+def test_what_bench_compiles_and_what_it_times_are_rounded_alike():
+    names = ("shape:64x1x96", "random:clover2", "chain:2", jnp.float32)
+    timed, compiled = (load(*names, ("draft", "base")) for load in (load_subject, shape_subject))
+    assert timed.int8 == compiled.int8 == ("base", "draft")
+
+    def shapes(subject):
+        return jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), subject.weights)
+
+    def read(subject):
+        step = functools.partial(speculate_and_verify, subject.step())
+        return count_work(step, subject.weights, state_shapes(subject, 1, 64)).weight_bytes
+
+    assert shapes(timed) == shapes(compiled)
+    assert 4 * read(compiled) == read(shape_subject(*names))

@@ -1,0 +1,30 @@
+"""The parts of a step: what they are handed, so that nothing of a step is left out of its time."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.loading.subject import load_subject, running_state
+from clover_jax.timing import parts
+
+
+@pytest.fixture(scope="module")
+def bench():
+    subject = load_subject("shape:64x1x96", "random:clover2", "chain:1", jnp.float32)
+    return parts.Bench(subject, running_state(subject, 1, 512, 100), 100)
+
+
+def test_commit_is_handed_what_it_gathers(bench, monkeypatch):
+    handed = []
+    commit = parts.commit
+
+    def spied(*arguments):
+        handed.append(jax.tree.leaves(arguments))
+        return commit(*arguments)
+
+    monkeypatch.setattr(parts, "commit", spied)
+    part = parts.stage_parts(bench)["commit"]
+    _, record = part.run()
+    assert record.accepted.shape == (1,)
+    assert len(handed) == 2  # traced to count its work, and to be compiled
+    assert all(isinstance(leaf, jax.core.Tracer) for leaves in handed for leaf in leaves)

@@ -1,0 +1,42 @@
+import json
+
+import pytest
+
+from clover_jax.data.records import TokenRow
+from clover_jax.errors import UserError
+from clover_jax.pretrained.loading import load_base
+from clover_jax.training.decoding_eval import evaluation_prompts
+from tests.conftest import REPOSITORY
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_base(str(REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base"))
+
+
+def test_a_held_out_rows_prompt_is_decoded(base):
+    row = TokenRow("f", tuple(range(10)), (20, 21))
+    assert evaluation_prompts(None, [row], base, None, 4) == [list(range(10))]
+
+
+def test_a_row_that_starts_with_its_answer_gives_its_first_half(base):
+    row = TokenRow("f", (1,), tuple(range(20, 33)))
+    assert evaluation_prompts(None, [row], base, None, 4) == [[1, *range(20, 26)]]
+
+
+def test_the_same_prompt_is_decoded_once(base):
+    rows = [TokenRow("f", tuple(range(10)), (answer,)) for answer in range(5)]
+    rows.append(TokenRow("f", tuple(range(9, 0, -1)), (3,)))
+    prompts = evaluation_prompts(None, rows, base, None, 2)
+    assert prompts == [list(range(10)), list(range(9, 0, -1))]
+
+
+def test_a_prompts_file_takes_precedence(base, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": [i, 2]}) + "\n" for i in range(5)))
+    assert evaluation_prompts(str(path), [], base, None, 3) == [[0, 2], [1, 2], [2, 2]]
+
+
+def test_no_prompt_at_all_is_refused_with_what_would_be_right(base):
+    with pytest.raises(UserError, match="give --eval_prompts=FILE, or --eval_every=0"):
+        evaluation_prompts(None, [], base, None, 3)

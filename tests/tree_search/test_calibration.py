@@ -1,0 +1,56 @@
+"""The ranks of a head, against what speculative decoding accepts of the same text."""
+
+from types import SimpleNamespace
+
+import jax.numpy as jnp
+
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.step import Weights
+from clover_jax.decoding.tree import parse_tree
+from clover_jax.loading.subject import Subject
+from clover_jax.tree_search.calibration import _rank_of, measure_ranks
+from tests.tiny_models import TINY, random_base, random_head, random_prompts
+
+NEW_TOKENS = 24
+
+
+def test_leading_zeros_are_what_a_chain_accepts(way):
+    head, params = random_head()
+    tree = parse_tree("chain:3")
+    subject = Subject(TINY, head, tree, Weights(random_base(), params), jnp.float32)
+    prompts = random_prompts(2, seed=4)
+    ranks = measure_ranks(subject, prompts, NEW_TOKENS, depth=3, batch_size=2)
+    samples = ranks.reshape(NEW_TOKENS - 4, 2, 3)
+    rows = Engine(TINY, head, tree, batch_size=2).generate(
+        random_base(), params, prompts, NEW_TOKENS
+    )
+    checked = 0
+    for number, row in enumerate(rows):
+        position = 0
+        for accepted in row.accepted:
+            if position < len(samples):
+                zeros = [*(samples[position, number] == 0), False].index(False)
+                assert zeros == accepted
+                checked += 1
+            position += accepted + 1
+    assert checked > 10
+
+
+def test_a_text_is_drawn_as_it_will_be():
+    head, params = random_head()
+    subject = Subject(
+        TINY, head, parse_tree("chain:3"), Weights(random_base(), params), jnp.float32
+    )
+    prompts = random_prompts(2, seed=4)
+    ways = [{}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0}, {"top_p": 0.5}]
+    greedy, narrow, wide, ignored = (
+        measure_ranks(subject, prompts, NEW_TOKENS, depth=3, **way).tolist() for way in ways
+    )
+    assert greedy == narrow == ignored != wide
+
+
+def test_a_token_that_the_head_lacks_has_no_rank():
+    config = SimpleNamespace(draft_to_target=(3, 5))
+    ranks = _rank_of(config, jnp.array([[1.0, 2.0]] * 3), jnp.array([3, 5, 4]))
+    assert ranks[:2].tolist() == [1, 0]
+    assert ranks[2] > 10**6  # however few tokens the head has

@@ -1,0 +1,54 @@
+"""Reading the compiler's assignment of buffers."""
+
+import jax
+import pytest
+from jax.experimental.compilation_cache import compilation_cache
+
+from clover_jax.xla.buffers import Temporaries, compile_with_buffers, read_temporaries
+
+# As a TPU's compiler writes it: a parameter, temporaries in main memory, and some in fast memory.
+ASSIGNMENT = """BufferAssignment:
+allocation 0: size 1048576, parameter 0, shape |f32[512,512]| at ShapeIndex {}:
+ value: <1 p @0> (size=1048576,offset=0): f32[512,512]{1,0}
+allocation 1: size 32768, preallocated-temp:
+ value: <2 add.1 @0> (size=512,offset=0): s32[]{:T(128)}
+ value: <3 copy.2{0} @0> (size=4096,offset=16384): bf16[16,128]{1,0}
+ value: <4 fusion.3 @0> (size=8192,offset=16384): bf16[32,128]{1,0}
+allocation 2: size 65536, color 1, preallocated-temp:
+ value: <5 fusion.4 @1> (size=65536,offset=0): bf16[256,128]{1,0:S(1)}
+"""
+
+
+def test_values_in_main_memory_count_once_where_they_share_room(tmp_path):
+    (tmp_path / "module_0.step.after_optimizations-buffer-assignment.txt").write_text(ASSIGNMENT)
+    (tmp_path / "module_0.step.after_optimizations.txt").write_text("HloModule step")
+    assert read_temporaries(tmp_path) == Temporaries(allocated=32768, filled=512 + 8192)
+
+
+def test_nothing_is_said_where_the_compiler_wrote_nothing(tmp_path):
+    assert read_temporaries(tmp_path) is None
+
+
+@pytest.fixture
+def cache(tmp_path):
+    """An empty cache of compiled programs that keeps the smallest."""
+    names = (
+        "jax_compilation_cache_dir",
+        "jax_persistent_cache_min_compile_time_secs",
+        "jax_persistent_cache_min_entry_size_bytes",
+    )
+    before = [getattr(jax.config, name) for name in names]
+    for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+    yield tmp_path
+    for name, value in zip(names, before, strict=True):
+        jax.config.update(name, value)
+    compilation_cache.reset_cache()
+
+
+def test_a_program_for_another_target_is_not_kept_and_others_are(cache):
+    compile_with_buffers(jax.jit(lambda x: x * 3.25 + 1).lower(1.0))
+    assert list(cache.iterdir()) == []
+    jax.jit(lambda x: x * 4.25 + 1).lower(1.0).compile()
+    assert list(cache.iterdir()) != []
