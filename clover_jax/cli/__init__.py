@@ -1,6 +1,10 @@
 """The wrapper that every command goes through, and the flags that several of them share."""
 
 from clover_jax.cli.command import (
+    STATUS_INTERRUPTED,
+    STATUS_OK,
+    STATUS_SOME_FAILED,
+    STATUS_USER_ERROR,
     define_common_flags,
     flag_settings,
     report,
@@ -10,6 +14,10 @@ from clover_jax.cli.command import (
 )
 
 __all__ = [
+    "STATUS_INTERRUPTED",
+    "STATUS_OK",
+    "STATUS_SOME_FAILED",
+    "STATUS_USER_ERROR",
     "define_common_flags",
     "flag_settings",
     "report",

@@ -108,7 +108,7 @@ def test_interrupting_is_one_line_and_status_130(capsys):
 
 
 def test_a_reader_that_goes_away_ends_a_command_quietly():
-    source = "import sys; from tests import test_cli; sys.exit(test_cli.print_much())"
+    source = "import sys; from tests.cli import test_command; sys.exit(test_command.print_much())"
     with subprocess.Popen(
         [sys.executable, "-c", source],
         cwd=PACKAGE.parent,
