@@ -36,7 +36,6 @@ from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.storage.jsonl import plain_values
 from clover_jax.training.run import run_training
-from clover_jax.training.setting_checks import check_settings
 from clover_jax.training.settings import TrainSettings
 
 __all__ = ["Piece", "UserError", "generate", "generate_rows", "load_base", "load_draft", "train"]
@@ -164,7 +163,6 @@ def train(
     settings: fields of `TrainSettings`, which are the flags of `python -m clover_jax.train`.
     """
     chosen = _chosen(TrainSettings, settings)
-    check_settings(chosen)
     stop = stop or threading.Event()
     return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
 

@@ -1,14 +1,32 @@
-"""What the fields of settings may hold, by their annotations: a caller's values come unchecked."""
+"""Settings, each declared once: a field of a dataclass says its type, default, help and bounds.
+
+    @dataclasses.dataclass(frozen=True)
+    class PrepareOptions(CommonSettings):
+        seq_len: int = setting(512, "tokens of a training row", group="data", least=2)
+
+        def __post_init__(self):
+            check_settings(self)
+
+`cli.command_flags.define_settings(flags, PrepareOptions)` defines a flag for every such field, and
+`settings_from(flags, PrepareOptions)` reads them back; a field without `setting` has no flag.
+`check_settings` holds the values of a caller, which come unchecked, to what the flags accept.
+
+Nothing here imports JAX, so that `--help` answers at once.
+"""
 
 from __future__ import annotations
 
+import dataclasses
 import functools
+import math
 import types
 import typing
 from typing import Any
 
+from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
 
+COMMON = "common flags"
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -18,12 +36,91 @@ _WORDS = {
 }
 
 
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """What a field says of its setting, beside its type and its default.
+
+    group: the heading under which `--help` lists it.
+    least, most: of a number; `least` does not concern None.
+    choices: of a text; () allows any.
+    repeated: several texts come from a repeated flag, not from one with commas.
+    may_change: a run that goes on may be given another value.
+    """
+
+    help: str
+    group: str = "flags"
+    least: float = 0
+    most: float = math.inf
+    choices: tuple[str, ...] = ()
+    repeated: bool = False
+    may_change: bool = False
+
+
+def setting(default: Any, help: str, **details: Any) -> Any:
+    """Return a dataclass field with its default, the help of its flag and fields of `Setting`."""
+    return dataclasses.field(default=default, metadata={"setting": Setting(help, **details)})
+
+
+def declared_settings(kind: type) -> dict[str, Setting]:
+    """Return field name -> declaration of every field of a dataclass made by `setting`."""
+    fields = {field.name: field.metadata.get("setting") for field in dataclasses.fields(kind)}
+    return {name: declared for name, declared in fields.items() if declared is not None}
+
+
+@dataclasses.dataclass(frozen=True)
+class CommonSettings(JsonConfig):
+    """The settings of every command that computes with a base."""
+
+    base: str = setting(
+        "builtin:tiny",
+        "the base model: a Hugging Face folder or hub id, or shape:NAME for random weights",
+        group=COMMON,
+    )
+    dtype: str = setting(
+        "auto",
+        "dtype of weights and activations; auto is float32 on CPU and bfloat16 elsewhere",
+        group=COMMON,
+        choices=("auto", "float32", "bfloat16"),
+    )
+    seed: int = setting(
+        0,
+        "the seed of everything random",
+        group=COMMON,
+        most=2**32 - 1,  # JAX would drop what lies above
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ChatSettings(JsonConfig):
+    """The setting of every command that renders conversations."""
+
+    chat_template: str | None = setting(
+        None, "a Jinja file, or vicuna or baichuan2 [the base's own]", group="data"
+    )
+
+
+def check_settings(settings: Any) -> None:
+    """Raise UserError naming the first setting whose type, choice or bound is not as declared."""
+    check_types(settings)
+    for name, declared in declared_settings(type(settings)).items():
+        value = getattr(settings, name)
+        if value is None or isinstance(value, bool):
+            continue
+        if declared.choices and value not in declared.choices:
+            raise UserError(f"{name} {value!r} is not one of {', '.join(declared.choices)}")
+        # Written so that NaN, which compares with nothing, is refused too.
+        if isinstance(value, int | float) and not value >= declared.least:
+            raise UserError(f"{name} ({value}) must be at least {declared.least}")
+        if isinstance(value, int | float) and not (value <= declared.most and math.isfinite(value)):
+            raise UserError(f"{name} ({value}) must be at most {declared.most}, and finite")
+
+
 def check_types(settings: Any) -> None:
     """Raise UserError naming the first field of a dataclass that is not what its annotation says.
 
     A whole number is a number too, True is none.
     """
-    for name, kinds in _fields(type(settings)).items():
+    for name, kinds in field_kinds(type(settings)).items():
         value = getattr(settings, name)
         if not any(_is_a(kind, value) for kind in kinds):
             wanted = " or ".join(_WORDS.get(kind, "None") for kind in kinds)
@@ -31,7 +128,8 @@ def check_types(settings: Any) -> None:
 
 
 @functools.cache
-def _fields(settings: type) -> dict[str, tuple[type, ...]]:
+def field_kinds(settings: type) -> dict[str, tuple[type, ...]]:
+    """Return field name -> the types of its annotation: (int, NoneType) for `int | None`."""
     return {name: _kinds(hint) for name, hint in typing.get_type_hints(settings).items()}
 
 

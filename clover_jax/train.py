@@ -22,130 +22,55 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
-from clover_jax.cli.command_flags import define_template_flag
+from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.errors import UserError
+from clover_jax.field_types import setting
+from clover_jax.training.settings import TrainSettings
+
+
+@dataclasses.dataclass(frozen=True)
+class DryRunSettings:
+    """Whether to print what a run would take, and for which hardware."""
+
+    dry_run: bool = setting(
+        False,
+        "print what the run would take (params, memory of a device, FLOPs, time) and end; --mesh "
+        "may then have more devices than there are",
+        group="dry run",
+    )
+    target: str | None = setting(
+        None,
+        "hardware for --dry_run, such as tpu-v5e:4x4 or gpu-h200; where its compiler is installed, "
+        "the step is compiled for it [this machine]",
+        group="dry run",
+    )
+    program: str | None = setting(
+        None, "file for the compiled program's text, with --target", group="dry run"
+    )
+
+    def __post_init__(self):
+        if self.program and not self.target:
+            raise UserError(
+                f"--program={self.program} is for --dry_run with --target, which is missing"
+            )
+        if self.target and not self.dry_run:
+            raise UserError(f"--target={self.target} is for --dry_run; a run takes what is here")
 
 
 def define_flags(flags: absl_flags.FlagValues) -> None:
     """Define the flags of `train`."""
+    define_settings(flags, TrainSettings)
+    define_settings(flags, DryRunSettings)
     cli.define_common_flags(flags)
-
-    def text(name, default, meaning):
-        absl_flags.DEFINE_string(name, default, meaning, flag_values=flags)
-
-    def whole(name, default, meaning, least=0):
-        absl_flags.DEFINE_integer(name, default, meaning, lower_bound=least, flag_values=flags)
-
-    def number(name, default, meaning, least=0.0):
-        absl_flags.DEFINE_float(name, default, meaning, lower_bound=least, flag_values=flags)
-
-    text("drafter", "clover2", "the kind of draft head")
-    text("data", "builtin:python", "training data: paths or globs, comma-separated")
-    absl_flags.DEFINE_enum(
-        "teacher",
-        "online",
-        ["online", "cached"],
-        "where the base's activations come from: online runs it in every step, cached reads what "
-        "`prepare --features` has put into --data",
-        flag_values=flags,
-    )
-    define_template_flag(flags)
-    whole("steps", 1000, "optimiser steps", least=1)
-    whole("batch_size", 8, "rows of a batch", least=1)
-    whole("seq_len", 512, "tokens of a row; documents are packed into rows", least=2)
-    whole(
-        "gradient_accumulation_steps",
-        1,
-        "parts of a batch, one after another, whose gradients are summed: less memory, same values",
-        least=1,
-    )
-    absl_flags.DEFINE_bool(
-        "remat",
-        False,
-        "compute the attention's scores of the head's layers again for the gradient: less memory, "
-        "same values",
-        flag_values=flags,
-    )
-    number("learning_rate", 1e-3, "peak learning rate; it falls to 0 at the last step")
-    whole("warmup_steps", 100, "steps over which the rate rises to its peak")
-    absl_flags.DEFINE_enum(
-        "schedule", "linear", ["linear", "cosine"], "how the rate falls", flag_values=flags
-    )
-    number("adam_b2", 0.95, "AdamW's decay of squared gradients")
-    number("weight_decay", 0.01, "AdamW's weight decay")
-    number("clip_value", 0.5, "gradient values are clipped to this; 0: never")
-    text(
-        "drafter_options",
-        None,
-        "what this kind of head can be told, as name=value,...; an unknown name lists them",
-    )
-    whole("num_positions", None, "draft positions to train [the method's]", least=1)
-    whole("num_augmenting_layers", None, "layers of the Augmenting Block [the method's]")
-    number("draft_rope_theta", None, "rotary base of the head [the base model's]", least=1.0)
-    whole(
-        "draft_vocab",
-        None,
-        "tokens that the head can propose, the most frequent of the data [the base's vocabulary]",
-        least=1,
-    )
-    number("regression_weight", None, "weight of the regression loss [the method's]")
-    number("soft_ce_weight", None, "weight of the cross-entropy to the base [the method's]")
-    number("hard_ce_weight", None, "weight of the cross-entropy to the text [the method's]")
-    number(
-        "total_variation_weight",
-        None,
-        "weight of the share of drawn drafts that the base would refuse [the method's]",
-    )
-    number("position_decay", None, "position i weighs this to the power of i [the method's]")
-    absl_flags.DEFINE_bool(
-        "label_mask",
-        False,
-        "leave out of the loss what the base's own choice would not have reached",
-        flag_values=flags,
-    )
-    whole("loss_chunk", 512, "positions whose logits exist at a time", least=1)
-    whole("log_every", 10, "steps between rows of metrics.jsonl", least=1)
-    whole("checkpoint_every", 500, "steps between checkpoints; 0: only at the end")
-    whole("eval_every", 0, "steps between measurements by decoding; 0: none, not even at the end")
-    text("eval_prompts", None, "prompts to decode [the base's own, else from held-out data]")
-    whole("eval_num_prompts", 16, "prompts to decode at most", least=1)
-    whole("eval_max_new_tokens", 64, "tokens to decode for each prompt", least=2)
-    text(
-        "tree",
-        None,
-        "the token tree to decode with; recorded in the draft [paper25, or clover4 where the head "
-        "is too shallow for it]",
-    )
-    absl_flags.DEFINE_boolean(
-        "dry_run",
-        False,
-        "print what the run would take (params, memory of a device, FLOPs, time) and end; --mesh "
-        "may then have more devices than there are",
-        flag_values=flags,
-    )
-    text(
-        "target",
-        None,
-        "hardware for --dry_run, such as tpu-v5e:4x4 or gpu-h200; where its compiler is installed, "
-        "the step is compiled for it [this machine]",
-    )
-    text("program", None, "file for the compiled program's text, with --target")
 
 
 def main(flags: absl_flags.FlagValues) -> int:
     """Train and report."""
-    from clover_jax.training.settings import TrainSettings
+    settings = settings_from(flags, TrainSettings)
+    asked = settings_from(flags, DryRunSettings)
+    if asked.dry_run:
+        return _dry_run(settings, asked, flags.mesh)
 
-    names = [field.name for field in dataclasses.fields(TrainSettings)]
-    settings = TrainSettings(**{name: flags[name].value for name in names})
-    if flags.program and not flags.target:
-        raise UserError(
-            f"--program={flags.program} is for --dry_run with --target, which is missing"
-        )
-    if flags.dry_run:
-        return _dry_run(settings, flags)
-    if flags.target:
-        raise UserError(f"--target={flags.target} is for --dry_run; a run takes what is here")
     from clover_jax import api
     from clover_jax.runtime.distributed import is_primary, joined_processes
 
@@ -158,24 +83,27 @@ def main(flags: absl_flags.FlagValues) -> int:
     return 0
 
 
-def _dry_run(settings, flags: absl_flags.FlagValues) -> int:
+def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -> int:
     """Print what a run would take; raises UserError where it cannot fit."""
     from clover_jax.xla.targets import parse_target, prepare_environment
 
-    target = parse_target(flags.target) if flags.target else None
+    target = parse_target(asked.target) if asked.target else None
     if target is not None:
         prepare_environment(target, os.environ)  # before JAX is imported
     from clover_jax.benchmark.dry_run import dry_run, dry_run_compiled
 
-    found = dry_run(settings, flags.mesh, target)
-    print("\n".join(found.lines()), flush=True)
-    compiled = dry_run_compiled(settings, found, target, flags.program) if target else None
+    estimate = dry_run(settings, mesh, target)
+    print("\n".join(estimate.lines()), flush=True)
+
+    # The compiler's account is exact, so the estimate refuses only where there is none.
+    compiled = dry_run_compiled(settings, estimate, target, asked.program) if target else None
     if compiled is None:
-        found.check_memory()
+        estimate.check_memory()
     else:
         print("\n".join(compiled.lines()))
         compiled.check_memory()
-    cli.report(found.to_row() | {"compiled": compiled and compiled.to_row()})
+
+    cli.report(estimate.to_row() | {"compiled": compiled and compiled.to_row()})
     return 0
 
 

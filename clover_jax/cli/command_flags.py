@@ -4,13 +4,26 @@ Flag values belong to one run, never to absl's global ones: importing a command 
 one process can run several commands.
 """
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from absl import flags as absl_flags
 
 from clover_jax.errors import UserError
+from clover_jax.field_types import (
+    COMMON,
+    ChatSettings,
+    CommonSettings,
+    Setting,
+    declared_settings,
+    field_kinds,
+    setting,
+)
+
+S = TypeVar("S")
 
 
 def parse_flags(
@@ -45,52 +58,75 @@ def parse_flags(
     return values
 
 
-def define_common_flags(flags: absl_flags.FlagValues) -> None:
-    """Define the flags that mean the same in every command."""
-    define_text = absl_flags.DEFINE_string
-    define_text(
-        "base",
-        "builtin:tiny",
-        "the base model: a Hugging Face folder or hub id, or shape:NAME for random weights",
-        flag_values=flags,
-    )
-    absl_flags.DEFINE_enum(
-        "dtype",
-        "auto",
-        ["auto", "float32", "bfloat16"],
-        "dtype of weights and activations; auto is float32 on CPU and bfloat16 elsewhere",
-        flag_values=flags,
-    )
-    define_text(
-        "mesh",
+def define_settings(flags: absl_flags.FlagValues, kind: type) -> None:
+    """Define a flag for every field of a dataclass that `field_types.setting` made.
+
+    Its type is the annotation's, its default, help, bounds and choices the field's; `--help` lists
+    it under the field's group. A flag that another dataclass of the command shares is defined once.
+    """
+    kinds = field_kinds(kind)
+    defaults = {field.name: field.default for field in dataclasses.fields(kind)}
+    for name, declared in declared_settings(kind).items():
+        if name not in flags:
+            _define(flags, name, kinds[name], defaults[name], declared)
+            flags[name].group = declared.group
+
+
+def _define(
+    flags: absl_flags.FlagValues,
+    name: str,
+    kinds: tuple[type, ...],
+    default: Any,
+    declared: Setting,
+) -> None:
+    shared = {"name": name, "default": default, "help": declared.help, "flag_values": flags}
+    most = None if math.isinf(declared.most) else declared.most
+
+    if tuple in kinds:
+        define = absl_flags.DEFINE_multi_string if declared.repeated else absl_flags.DEFINE_list
+        define(**(shared | {"default": list(default)}))
+    elif bool in kinds:
+        absl_flags.DEFINE_bool(**shared)
+    elif int in kinds:
+        absl_flags.DEFINE_integer(**shared, lower_bound=declared.least, upper_bound=most)
+    elif float in kinds:
+        absl_flags.DEFINE_float(**shared, lower_bound=declared.least, upper_bound=most)
+    elif declared.choices:
+        absl_flags.DEFINE_enum(**shared, enum_values=list(declared.choices))
+    else:
+        absl_flags.DEFINE_string(**shared)
+
+
+def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) -> S:
+    """Return the settings that the flags of `define_settings(flags, kind)` ask for.
+
+    others: values of fields that are no flags, or that the command changes.
+    """
+    given = {name: flags[name].value for name in declared_settings(kind)}
+    plain = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    return kind(**(plain | others))
+
+
+@dataclasses.dataclass(frozen=True)
+class _CommonFlags(CommonSettings):
+    mesh: str | None = setting(
         None,
         'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest',
-        flag_values=flags,
+        group=COMMON,
     )
-    absl_flags.DEFINE_integer(
-        "seed",
-        0,
-        "the seed of everything random",
-        lower_bound=0,
-        upper_bound=2**32 - 1,  # JAX would drop what lies above
-        flag_values=flags,
+    workdir: str | None = setting(
+        None, "folder for what a run keeps [runs/ and the flagfile's name]", group=COMMON
     )
-    define_text(
-        "workdir",
-        None,
-        "folder for what a run keeps [runs/ and the flagfile's name]",
-        flag_values=flags,
-    )
+
+
+def define_common_flags(flags: absl_flags.FlagValues) -> None:
+    """Define the flags that mean the same in every command."""
+    define_settings(flags, _CommonFlags)
 
 
 def define_template_flag(flags: absl_flags.FlagValues) -> None:
     """Define which chat template conversations go through."""
-    absl_flags.DEFINE_string(
-        "chat_template",
-        None,
-        "a Jinja file, or vicuna or baichuan2 [the base's own]",
-        flag_values=flags,
-    )
+    define_settings(flags, ChatSettings)
 
 
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:
@@ -119,6 +155,7 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
         "read flags from this file, one a line; what comes later wins",
         flag_values=values,
     )
+    values["flagfile"].group = COMMON
     return values
 
 

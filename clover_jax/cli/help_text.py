@@ -6,6 +6,8 @@ import textwrap
 
 from absl import flags as absl_flags
 
+from clover_jax.field_types import COMMON
+
 _PLACEHOLDER = {"string": "TEXT", "int": "N", "float": "X"}
 _INDENT = " " * 4
 
@@ -13,14 +15,16 @@ _INDENT = " " * 4
 def help_text(command: str, description: str, flags: absl_flags.FlagValues) -> str:
     """Return the help of `command`, whose flags are `flags`, folded to the terminal's width."""
     width = min(shutil.get_terminal_size().columns, 100)
-    # absl remembers which module called DEFINE_*: the common flags are those of that file.
-    by_module = flags.flags_by_module_dict()
-    common = by_module.pop("clover_jax.cli.command_flags", [])
-    own = [flag for flags_of_module in by_module.values() for flag in flags_of_module]
+    groups: dict[str, list[absl_flags.Flag]] = {}
+    for name in flags:
+        groups.setdefault(getattr(flags[name], "group", "flags"), []).append(flags[name])
+    # Those of every command come last, however early they were defined.
+    groups[COMMON] = groups.pop(COMMON, [])
+
     parts = [f"usage: python -m {command} [--flag=value ...]", textwrap.dedent(description).strip()]
-    for title, group in (("flags:", own), ("common flags:", common)):
+    for title, group in groups.items():
         if group:
-            parts.append("\n".join([title, *(_flag_help(flag, width) for flag in group)]))
+            parts.append("\n".join([f"{title}:", *(_flag_help(flag, width) for flag in group)]))
     return "\n\n".join(parts)
 
 

@@ -3,76 +3,117 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 from pathlib import Path
-from typing import Any
 
-from clover_jax.config import JsonConfig, LossSpec
+from clover_jax.config import LossSpec
 from clover_jax.errors import UserError
+from clover_jax.field_types import (
+    ChatSettings,
+    CommonSettings,
+    check_settings,
+    declared_settings,
+    setting,
+)
 from clover_jax.storage.files import write_json
 from clover_jax.storage.json_files import read_json_object
 
 SETTINGS = "settings.json"
 
-# These change what is reported and when, how a batch is gone through, or where the schedule ends;
-# not what was learnt so far.
-MAY_CHANGE = frozenset(
-    {
-        "steps",
-        "gradient_accumulation_steps",
-        "remat",
-        "log_every",
-        "checkpoint_every",
-        "eval_every",
-        "eval_prompts",
-        "eval_num_prompts",
-        "eval_max_new_tokens",
-        "tree",
-    }
-)
+_data = functools.partial(setting, group="data")
+_head = functools.partial(setting, group="head")
+_optimiser = functools.partial(setting, group="optimiser")
+_loss = functools.partial(setting, group="loss")
+_memory = functools.partial(setting, group="memory")
+_measuring = functools.partial(setting, group="measuring", may_change=True)
 
 
 @dataclasses.dataclass(frozen=True)
-class TrainSettings(JsonConfig):
-    """The flags of `train`, whose help says what each means; None takes the method's own."""
+class TrainSettings(ChatSettings, CommonSettings):
+    """The flags of `train`; None takes the method's own. Raises UserError for a bad value.
 
-    base: str = "builtin:tiny"
-    dtype: str = "auto"
-    seed: int = 0
-    drafter: str = "clover2"
-    data: str = "builtin:python"
-    teacher: str = "online"
-    chat_template: str | None = None
-    steps: int = 1000
-    batch_size: int = 8
-    seq_len: int = 512
-    gradient_accumulation_steps: int = 1
-    remat: bool = False
-    learning_rate: float = 1e-3
-    warmup_steps: int = 100
-    schedule: str = "linear"
-    adam_b2: float = 0.95
-    weight_decay: float = 0.01
-    clip_value: float = 0.5
-    drafter_options: str | None = None
-    num_positions: int | None = None
-    num_augmenting_layers: int | None = None
-    draft_rope_theta: float | None = None
-    draft_vocab: int | None = None
-    regression_weight: float | None = None
-    soft_ce_weight: float | None = None
-    hard_ce_weight: float | None = None
-    total_variation_weight: float | None = None
-    position_decay: float | None = None
-    label_mask: bool = False
-    loss_chunk: int = 512
-    log_every: int = 10
-    checkpoint_every: int = 500
-    eval_every: int = 0
-    eval_prompts: str | None = None
-    eval_num_prompts: int = 16
-    eval_max_new_tokens: int = 64
-    tree: str | None = None
+    What may change when a run goes on decides what is reported and when, how a batch is gone
+    through, or where the schedule ends, and nothing about what was learnt so far.
+    """
+
+    drafter: str = _head("clover2", "the kind of draft head")
+    data: str = _data("builtin:python", "training data: paths or globs, comma-separated")
+    teacher: str = _data(
+        "online",
+        "where the base's activations come from: online runs it in every step, cached reads what "
+        "`prepare --features` has put into --data",
+        choices=("online", "cached"),
+    )
+    steps: int = _optimiser(1000, "optimiser steps", least=1, may_change=True)
+    batch_size: int = _data(8, "rows of a batch", least=1)
+    seq_len: int = _data(512, "tokens of a row; documents are packed into rows", least=2)
+    gradient_accumulation_steps: int = _memory(
+        1,
+        "parts of a batch, one after another, whose gradients are summed: less memory, same values",
+        least=1,
+        may_change=True,
+    )
+    remat: bool = _memory(
+        False,
+        "compute the attention's scores of the head's layers again for the gradient: less memory, "
+        "same values",
+        may_change=True,
+    )
+    learning_rate: float = _optimiser(1e-3, "peak learning rate; it falls to 0 at the last step")
+    warmup_steps: int = _optimiser(100, "steps over which the rate rises to its peak")
+    schedule: str = _optimiser("linear", "how the rate falls", choices=("linear", "cosine"))
+    adam_b2: float = _optimiser(0.95, "AdamW's decay of squared gradients")
+    weight_decay: float = _optimiser(0.01, "AdamW's weight decay")
+    clip_value: float = _optimiser(0.5, "gradient values are clipped to this; 0: never")
+    drafter_options: str | None = _head(
+        None, "what this kind of head can be told, as name=value,...; an unknown name lists them"
+    )
+    num_positions: int | None = _head(None, "draft positions to train [the method's]", least=1)
+    num_augmenting_layers: int | None = _head(None, "layers of the Augmenting Block [the method's]")
+    draft_rope_theta: float | None = _head(
+        None, "rotary base of the head [the base model's]", least=1.0
+    )
+    draft_vocab: int | None = _head(
+        None,
+        "tokens that the head can propose, the most frequent of the data [the base's vocabulary]",
+        least=1,
+    )
+    regression_weight: float | None = _loss(None, "weight of the regression loss [the method's]")
+    soft_ce_weight: float | None = _loss(
+        None, "weight of the cross-entropy to the base [the method's]"
+    )
+    hard_ce_weight: float | None = _loss(
+        None, "weight of the cross-entropy to the text [the method's]"
+    )
+    total_variation_weight: float | None = _loss(
+        None, "weight of the share of drawn drafts that the base would refuse [the method's]"
+    )
+    position_decay: float | None = _loss(
+        None, "position i weighs this to the power of i [the method's]"
+    )
+    label_mask: bool = _loss(
+        False, "leave out of the loss what the base's own choice would not have reached"
+    )
+    loss_chunk: int = _memory(512, "positions whose logits exist at a time", least=1)
+    log_every: int = _measuring(10, "steps between rows of metrics.jsonl", least=1)
+    checkpoint_every: int = _measuring(500, "steps between checkpoints; 0: only at the end")
+    eval_every: int = _measuring(
+        0, "steps between measurements by decoding; 0: none, not even at the end"
+    )
+    eval_prompts: str | None = _measuring(
+        None, "prompts to decode [the base's own, else from held-out data]"
+    )
+    eval_num_prompts: int = _measuring(16, "prompts to decode at most", least=1)
+    eval_max_new_tokens: int = _measuring(64, "tokens to decode for each prompt", least=2)
+    tree: str | None = _measuring(
+        None,
+        "the token tree to decode with; recorded in the draft [paper25, or clover4 where the head "
+        "is too shallow for it]",
+    )
+
+    def __post_init__(self):
+        check_settings(self)
 
     def loss(self, default: LossSpec) -> LossSpec:
         """Return the method's loss with the weights that were given."""
@@ -115,17 +156,14 @@ def check_resumable(
                     f"({before['settings'].get(name)!r} then, {getattr(settings, name)!r} now, "
                     "with other contents); give the one it began with, or another --workdir"
                 )
-        _refuse_changes(workdir, before["settings"], now["settings"], set(identity))
+        declared = declared_settings(TrainSettings)
+        fixed = {name for name in declared if not declared[name].may_change}
+        for name in sorted(fixed - identity.keys()):
+            then, wanted = before["settings"].get(name), now["settings"][name]
+            if then != wanted:
+                raise UserError(
+                    f"{workdir} holds a run with --{name}={then}, not {wanted}; give the flags it "
+                    "began with, or another --workdir"
+                )
     if before != json.loads(json.dumps(now)):
         write_json(path, now)
-
-
-def _refuse_changes(
-    workdir: Path, before: dict[str, Any], now: dict[str, Any], compared: set[str]
-) -> None:
-    for name in sorted(now.keys() - MAY_CHANGE - compared):
-        if before.get(name) != now[name]:
-            raise UserError(
-                f"{workdir} holds a run with --{name}={before.get(name)}, not {now[name]}; give "
-                "the flags it began with, or another --workdir"
-            )
