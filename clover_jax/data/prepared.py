@@ -62,6 +62,11 @@ class PreparedSamples:
         return self._samples.manifest["made_from"]
 
     @property
+    def counts(self) -> Mapping[str, int]:
+        """How many samples, tokens and conversations there are; see `sample_checks`."""
+        return self._samples.manifest["counts"]
+
+    @property
     def hidden_made_from(self) -> Mapping[str, Any]:
         """What the activations depend on."""
         return self._hidden.manifest["made_from"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,12 +26,19 @@ class TrainingData(NamedTuple):
 
     samples: to train on.
     heldout: records that are never trained on.
-    hash: the identity of what is trained on, the same raw and prepared.
+    identity: the hashes that the samples depend on, the same for raw and for prepared data: "data"
+        (the records), "tokenizer" and "chat_template" (None where there is none), and
+        "activations" of a cached teacher. A run that goes on must find them unchanged.
     """
 
     samples: Samples
     heldout: Sequence[Record]
-    hash: str
+    identity: dict[str, str | None]
+
+    @property
+    def hash(self) -> str:
+        """Hash of the records that are trained on."""
+        return self.identity["data"]
 
     @property
     def tokens_only(self) -> Samples:
@@ -69,7 +77,8 @@ def load_training_data(
             file=sys.stderr,
             flush=True,
         )
-    return TrainingData(samples, records.heldout, data_hash(records.train))
+    identity = sample_identity(data_hash(records.train), tokenizer)
+    return TrainingData(samples, records.heldout, identity)
 
 
 def _load_prepared(
@@ -88,6 +97,12 @@ def _load_prepared(
             f"{directory} was prepared with another tokenizer than the base's: {theirs[:12]} "
             f"against {ours[:12]}; give the base that it was prepared for, or prepare it again"
         )
+    conversations = samples.counts["conversations"]
+    if conversations and made_from["chat_template"] != template_hash(tokenizer):
+        raise UserError(
+            f"{directory} was prepared with another chat template than the one in use now; give "
+            "the --chat_template that it was prepared with, or prepare it again"
+        )
     if made_from["vocab_size"] > vocab_size:
         raise UserError(
             f"{directory} was prepared for a vocabulary of {made_from['vocab_size']} tokens and "
@@ -99,7 +114,26 @@ def _load_prepared(
             f"{directory} was prepared with --seq_len={made_from['seq_len']}, not {seq_len}; give "
             "that, or prepare the data again"
         )
-    return TrainingData(samples, heldout_rows(directory), made_from["data_hash"])
+    identity = {
+        "data": made_from["data_hash"],
+        "tokenizer": theirs,
+        "chat_template": made_from["chat_template"],
+    }
+    if hidden_names:
+        activations = json.dumps(samples.hidden_made_from, sort_keys=True)
+        identity["activations"] = hashlib.sha256(activations.encode()).hexdigest()
+    return TrainingData(samples, heldout_rows(directory), identity)
+
+
+def sample_identity(
+    records_hash: str, tokenizer: PreTrainedTokenizerBase | None
+) -> dict[str, str | None]:
+    """Return the hashes of everything that turns records into samples."""
+    return {
+        "data": records_hash,
+        "tokenizer": tokenizer_hash(tokenizer) if tokenizer is not None else None,
+        "chat_template": template_hash(tokenizer),
+    }
 
 
 def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:

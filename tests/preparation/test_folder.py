@@ -5,16 +5,30 @@ import numpy as np
 
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
 from clover_jax.data.sample_checks import SampleCounts
+from clover_jax.data.training_data import load_training_data
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.preparation.samples import add_counts
 from clover_jax.pretrained.loading import load_base
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.preparation.prepared_data import SEQ_LEN, batches, load
+from tests.tiny_folders import SPEAKING
 
 
 def test_prepared_data_give_the_batches_of_the_raw_files(base, data, prepared):
     raw, ready = load(data, base), load(prepared, base)
     assert raw.hash == ready.hash
     jax.tree.map(np.testing.assert_array_equal, batches(raw.samples), batches(ready.samples))
+
+
+def test_the_identity_names_all_that_samples_depend_on(base, data, prepared):
+    raw, ready = load(data, base), load(prepared, base)
+    assert raw.identity == ready.identity
+    assert set(raw.identity) == {"data", "tokenizer", "chat_template"}
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template += "{# edited #}"
+    edited = load_training_data(str(data), tokenizer, SPEAKING.vocab_size, SEQ_LEN).identity
+    assert {name for name in edited if edited[name] != raw.identity[name]} == {"chat_template"}
+    assert load(prepared, base, ("pre_norm",)).identity["activations"]
 
 
 def test_what_is_held_out_is_kept_apart(base, data, prepared):

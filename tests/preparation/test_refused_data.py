@@ -27,6 +27,13 @@ def test_samples_for_a_larger_vocabulary_are_refused(base, prepared):
         load_training_data(str(prepared), load_tokenizer(base), 200, SEQ_LEN)
 
 
+def test_samples_of_another_chat_template_are_refused(base, prepared):
+    tokenizer = load_tokenizer(base)
+    tokenizer.chat_template += "{# edited #}"
+    with pytest.raises(UserError, match="was prepared with another chat template than"):
+        load_training_data(str(prepared), tokenizer, SPEAKING.vocab_size, SEQ_LEN)
+
+
 def test_another_row_length_is_refused(base, prepared):
     with pytest.raises(UserError, match="prepared with --seq_len=64, not 32"):
         load_training_data(str(prepared), load_tokenizer(base), SPEAKING.vocab_size, 32)
