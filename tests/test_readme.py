@@ -1,4 +1,4 @@
-"""What README.md names is there, and its commands have flags that exist."""
+"""What the pages name is there, and their commands have flags that exist."""
 
 import importlib
 import re
@@ -9,29 +9,33 @@ import pytest
 from clover_jax.cli.command_flags import parse_flags
 from tests.conftest import REPOSITORY
 
-README = (REPOSITORY / "README.md").read_text()
-TREE = README.split("## What is where")[1].split("```")[1]
-COMMANDS = [
-    words
-    for line in README.replace("\\\n", " ").splitlines()
-    if "-m clover_jax." in line and (words := shlex.split(line, comments=True))[1:2] == ["-m"]
-]
+PAGES = sorted(
+    [REPOSITORY / "README.md", REPOSITORY / "WORKSPACE.md", *REPOSITORY.glob("experiments/*.md")]
+    + list(REPOSITORY.glob("clover_jax/*/README.md"))
+)
+NAMES = [page.relative_to(REPOSITORY).as_posix() for page in PAGES]
 
 
-def test_the_tree_names_everything_that_lies_in_the_package():
-    inside = TREE.split("\nclover_jax/\n")[1].split("\nexperiments/")[0]
-    names = re.findall(r"^  (\S+(?: \S+)*)", inside, re.MULTILINE)  # two blanks end the names
-    named = {name.rstrip("/") for line in names for name in line.split()}
-    there = {path.name for path in (REPOSITORY / "clover_jax").iterdir()}
-    assert named == there - {"__init__.py", "__pycache__"}
+def commands(page):
+    """Return the words of every command of ours on a page, each once."""
+    lines = page.read_text().replace("\\\n", " ").splitlines()
+    words = [shlex.split(line, comments=True) for line in lines if "-m clover_jax." in line]
+    return [list(w) for w in dict.fromkeys(map(tuple, words)) if w[:2] == ("python", "-m")]
 
 
-def test_every_link_to_a_file_leads_to_one():
-    links = re.findall(r"\]\(([^)#:]+)\)", README)
-    assert links
-    assert [link for link in links if not (REPOSITORY / link).exists()] == []
+@pytest.mark.parametrize("page", PAGES, ids=NAMES)
+def test_every_link_to_a_file_leads_to_one(page):
+    links = re.findall(r"\]\(([^)#:]+)\)", page.read_text())
+    assert [link for link in links if not (page.parent / link).exists()] == []
 
 
-@pytest.mark.parametrize("words", COMMANDS, ids=lambda words: words[2].split(".")[1])
+@pytest.mark.parametrize(
+    "words", [c for page in PAGES for c in commands(page)], ids=lambda words: words[2].split(".")[1]
+)
 def test_every_command_parses(words):
     parse_flags(importlib.import_module(words[2]).define_flags, words[3:])
+
+
+def test_the_first_pages_are_short():
+    for name, most in (("README.md", 180), ("WORKSPACE.md", 200)):
+        assert len((REPOSITORY / name).read_text().splitlines()) <= most, name

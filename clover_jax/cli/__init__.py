@@ -1,6 +1,7 @@
 """The wrapper that every command goes through, and the flags that several of them share."""
 
 from clover_jax.cli.command import (
+    HELP,
     STATUS_INTERRUPTED,
     STATUS_OK,
     STATUS_SOME_FAILED,
@@ -14,6 +15,7 @@ from clover_jax.cli.command import (
 )
 
 __all__ = [
+    "HELP",
     "STATUS_INTERRUPTED",
     "STATUS_OK",
     "STATUS_SOME_FAILED",

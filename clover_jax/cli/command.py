@@ -21,6 +21,7 @@ from typing import Any
 
 from absl import flags as absl_flags
 
+from clover_jax import __version__
 from clover_jax.cli import command_flags
 from clover_jax.cli.command_flags import define_common_flags, flag_settings, workdir_of
 from clover_jax.cli.help_text import help_text
@@ -43,7 +44,7 @@ STATUS_USER_ERROR = 2
 STATUS_INTERRUPTED = 128 + signal.SIGINT
 STATUS_BROKEN_PIPE = 128 + signal.SIGPIPE
 
-_HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort"}
+HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort"}
 
 # What the file system says about a path that a user gave, and what would be right.
 _PATH_ADVICE = {
@@ -74,14 +75,19 @@ def run(
       argv: the arguments without the program's name; those of this process by default.
 
     Returns:
-      0 on success and for `--help`; main's own status; 2 with one line on stderr for a user's
-      mistake (`UserError`, a bad flag, a path that cannot be used); 130 when interrupted. Any
-      other exception is a bug: it passes through with its traceback, and Python makes it status 1.
+      0 on success, for `--help` and for `--version`; main's own status; 2 with one line on stderr
+      for a user's mistake (`UserError`, a bad flag, a path that cannot be used); 130 when
+      interrupted. Any other exception is a bug: it passes through with its traceback, and Python
+      makes it status 1.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     command = _command_name(main)
     try:
-        if _HELP & set(argv[: argv.index("--")] if "--" in argv else argv):
+        asked = set(argv[: argv.index("--")] if "--" in argv else argv)
+        if "--version" in asked:
+            print(f"clover-jax {__version__}")
+            return STATUS_OK
+        if HELP & asked:
             print(help_text(command, _module_doc(main), command_flags.defined(define_flags)))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)

@@ -38,7 +38,7 @@ def parse_flags(
     """
     flagfiles = _flagfile_names(argv)
     for name in flagfiles:
-        Path(name).expanduser().open().close()  # a clearer error than absl's
+        _check_flagfile(name, ())
     values = defined(define_flags)
     values.set_gnu_getopt(True)  # so that flags after a stray argument are still checked
     try:
@@ -157,6 +157,21 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
     )
     values["flagfile"].group = COMMON
     return values
+
+
+def _check_flagfile(name: str, including: tuple[str, ...]) -> None:
+    """Raise OSError for a flagfile that cannot be read, UserError for one that includes itself.
+
+    including: the flagfiles that led to this one, outermost first.
+    """
+    if name in including:
+        chain = " -> ".join([*including, name])
+        raise UserError(f"flagfile {name} includes itself ({chain}); take one --flagfile line out")
+    lines = Path(name).expanduser().read_text().splitlines()
+    for nested in _flagfile_names([line.strip() for line in lines]):
+        # absl says best where it looked for a nested file that is missing.
+        if Path(nested).expanduser().is_file():
+            _check_flagfile(nested, (*including, name))
 
 
 def _flagfile_names(argv: Sequence[str]) -> list[str]:

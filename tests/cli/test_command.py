@@ -59,6 +59,16 @@ def test_flags_reach_main_with_their_defaults():
     assert run(main, "--prompt=a b", "--temperature", "0.5", "--ignore_eos") == 0
 
 
+def test_a_flagfile_that_includes_itself_is_refused(tmp_path, capsys):
+    first, second = tmp_path / "first.flags", tmp_path / "second.flags"
+    first.write_text(f"--seed=1\n--flagfile={second}\n")
+    second.write_text(f"--flagfile={first}\n")
+    assert run(ignore, f"--flagfile={first}") == 2
+    assert f"flagfile {first} includes itself ({first} -> {second} -> {first})" in (
+        capsys.readouterr().err
+    )
+
+
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
