@@ -4,9 +4,12 @@ import contextlib
 import sys
 import time
 from collections.abc import Iterator
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 from clover_jax.errors import UserError
+
+if TYPE_CHECKING:  # it loads JAX, which commands need not have done yet
+    from clover_jax.runtime.compile_clock import CompileClock
 
 _SECONDS_BETWEEN_LINES = 10.0
 
@@ -38,6 +41,7 @@ def progress_bar(
     *,
     initial: int = 0,
     file: TextIO | None = None,
+    compiling: "CompileClock | None" = None,
 ) -> Progress:
     """Return a progress display with rate, time left and the figures given to `show`.
 
@@ -47,14 +51,28 @@ def progress_bar(
       unit: what is counted, in the singular.
       initial: units that an earlier run has done; they count for the position, not for the rate.
       file: where it goes, stderr by default. Not a terminal: a plain line every ten seconds.
+      compiling: a clock whose seconds count neither for the rate nor for the time left.
     """
     file = sys.stderr if file is None else file
     if file.isatty():
-        return _Bar(total, desc, unit, initial, file)
-    return _Lines(total, desc, unit, initial, file)
+        return _Bar(total, desc, unit, initial, file, compiling)
+    return _Lines(total, desc, unit, initial, file, compiling)
 
 
-class _Closing:
+class _Timed:
+    """What both displays share: they close themselves, and leave compilation out of their time."""
+
+    def __init__(self, compiling: "CompileClock | None"):
+        self._compiling = compiling
+        self._compiled = compiling.seconds if compiling else 0.0
+
+    def _newly_compiled(self) -> float:
+        """Return the seconds of compilation since the last call."""
+        if self._compiling is None:
+            return 0.0
+        before, self._compiled = self._compiled, self._compiling.seconds
+        return self._compiled - before
+
     def __enter__(self):
         return self
 
@@ -62,10 +80,19 @@ class _Closing:
         self.close()
 
 
-class _Bar(_Closing):
-    def __init__(self, total: int | None, desc: str, unit: str, initial: int, file: TextIO):
+class _Bar(_Timed):
+    def __init__(
+        self,
+        total: int | None,
+        desc: str,
+        unit: str,
+        initial: int,
+        file: TextIO,
+        compiling: "CompileClock | None",
+    ):
         from tqdm import tqdm  # only terminals pay for the import
 
+        super().__init__(compiling)
         # No monitor thread: it would outlive the bar and warn at fork.
         tqdm.monitor_interval = 0
         self._bar = tqdm(
@@ -79,6 +106,10 @@ class _Bar(_Closing):
         )
 
     def update(self, amount: int = 1) -> None:
+        # tqdm takes its rates from these two times; later ones leave the compilation out.
+        compiled = self._newly_compiled()
+        self._bar.start_t += compiled
+        self._bar.last_print_t += compiled
         self._bar.update(amount)
 
     def show(self, figures: str) -> None:
@@ -91,8 +122,17 @@ class _Bar(_Closing):
         self._bar.close()
 
 
-class _Lines(_Closing):
-    def __init__(self, total: int | None, desc: str, unit: str, initial: int, file: TextIO):
+class _Lines(_Timed):
+    def __init__(
+        self,
+        total: int | None,
+        desc: str,
+        unit: str,
+        initial: int,
+        file: TextIO,
+        compiling: "CompileClock | None",
+    ):
+        super().__init__(compiling)
         self._total, self._desc, self._unit, self._file = total, desc, unit, file
         self._initial = self._done = initial
         self._figures = ""
@@ -120,6 +160,7 @@ class _Lines(_Closing):
 
     def _print(self) -> None:
         self._last_line, self._printed = time.monotonic(), self._done
+        self._started += self._newly_compiled()
         elapsed = self._last_line - self._started
         self.write(
             format_progress(self._desc, self._unit, self._done, self._total, self._initial, elapsed)

@@ -43,6 +43,39 @@ def test_what_an_earlier_run_did_counts_for_the_position_not_for_the_rate(clock)
     assert file.getvalue() == "saved\ntrain: 9/10 steps (90%), 1.00 steps/s, 0:01 left\n"
 
 
+class Compiled:
+    """A clock of compilation that is set by hand."""
+
+    seconds = 0.0
+
+
+def test_compilation_counts_neither_for_the_rate_nor_for_the_time_left(clock):
+    file, compiling = io.StringIO(), Compiled()
+    compiling.seconds = 100.0  # before the bar began
+    with progress_bar(4, "evaluate", "row", file=file, compiling=compiling) as bar:
+        compiling.seconds += 30
+        clock[0] += 32
+        bar.update()
+        clock[0] += 2
+        bar.update()
+    assert file.getvalue().splitlines() == [
+        "evaluate: 1/4 rows (25%), 0.50 rows/s, 0:06 left",
+        "evaluate: 2/4 rows (50%), 0.50 rows/s, 0:04 left",
+    ]
+
+
+def test_compilation_is_left_out_of_the_bar_too(monkeypatch):
+    now, compiling, file = [0.0], Compiled(), Terminal()
+    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
+    with progress_bar(4, "evaluate", "row", file=file, compiling=compiling) as bar:
+        compiling.seconds += 30
+        now[0] += 32
+        bar.update()
+    shown = file.getvalue()
+    assert "00:02<00:06" in shown
+    assert "2.00s/ row" in shown
+
+
 def test_on_a_terminal_there_is_a_bar():
     file = Terminal()
     with progress_bar(2, "train", "row", file=file) as bar:
