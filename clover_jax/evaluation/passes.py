@@ -53,7 +53,7 @@ class Passes:
                 keys = [key for key in todo if key.batch_size == batch_size]
                 if keys:
                     self._warm_up(batch_size)
-                    with self._bar(batch_size, keys) as bar:
+                    with self._bar(batch_size, keys, compiling) as bar:
                         self._run_legs(keys, compiling, bar)
 
     def _warm_up(self, batch_size: int) -> None:
@@ -63,13 +63,19 @@ class Passes:
             with passing_note(note), memory_advice(batch_size):
                 warm_up(method, self._engines[batch_size][name], self._plan.longest)
 
-    def _bar(self, batch_size: int, keys: Sequence[LegKey]) -> Progress:
+    def _bar(self, batch_size: int, keys: Sequence[LegKey], compiling: CompileClock) -> Progress:
         def rows(keys: Iterable[LegKey]) -> int:
             return sum(len(self._plan.tasks[key.task]) for key in keys)
 
         every = self._plan.legs(list(self._methods.values()))
         total = rows(key for key in every if key.batch_size == batch_size)
-        return progress_bar(total, f"batch size {batch_size}", "row", initial=total - rows(keys))
+        return progress_bar(
+            total,
+            f"batch size {batch_size}",
+            "row",
+            initial=total - rows(keys),
+            compiling=compiling,
+        )
 
     def _run_legs(
         self,
@@ -108,7 +114,8 @@ class Passes:
                 if reason and (is_new or again):
                     what = "failed" if "error" in row else "skipped"
                     bar.write(f"{name}: row {row['index']} {what}: {reason}")
-                speed_now = tokens / (time.perf_counter() - started)
+                compiled = compiling.seconds - compiled_before
+                speed_now = tokens / (time.perf_counter() - started - compiled)
                 bar.show(self._figures(key, speed_now))
                 bar.update()
         compiled = compiling.seconds - compiled_before

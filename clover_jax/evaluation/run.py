@@ -28,6 +28,7 @@ from clover_jax.evaluation.tasks import group_by_task
 from clover_jax.generation.run import SHIPPED_PROMPTS, exact_matmuls
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, progress_bar
 from clover_jax.runtime.provenance import git_revision
@@ -164,7 +165,10 @@ def _measure(
     keys = list(plan.legs(methods))
     comparisons, divergences, hits = {}, {}, {}
     total = len(drafts) * len(plan.prompts)
-    with progress_bar(total, "accuracy", "row") as bar:
+    with (
+        CompileClock() as compiling,
+        progress_bar(total, "accuracy", "row", compiling=compiling) as bar,
+    ):
         for method in drafts:
             plain, mine = files[vanilla.name].rows, files[method.name].rows
             legs = journal.of([key for key in keys if key.method == method.name])
