@@ -7,12 +7,12 @@ throughput is tokens / wall seconds, prefill and the host's work included, the s
 from __future__ import annotations
 
 import dataclasses
-import statistics
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from clover_jax.storage.jsonl import append_row, keep_rows, read_rows
+from clover_jax.timing.spread import Spread
 
 LEGS = "legs.jsonl"
 
@@ -116,23 +116,6 @@ class LegJournal:
     def of(self, keys: Collection[LegKey]) -> list[Leg]:
         """Return the legs of these keys, in their order."""
         return [self._legs[key] for key in keys if key in self._legs]
-
-
-@dataclasses.dataclass(frozen=True)
-class Spread:
-    """A figure that was measured several times."""
-
-    median: float
-    least: float
-    most: float
-    repeats: tuple[float, ...]
-
-    @classmethod
-    def of(cls, values: Sequence[float]) -> Spread | None:
-        """Return the spread of some values; None of none."""
-        if not values:
-            return None
-        return cls(statistics.median(values), min(values), max(values), tuple(values))
 
 
 def throughputs(legs: Iterable[Leg]) -> dict[int, float]:

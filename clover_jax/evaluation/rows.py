@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clover_jax.generation.figures import turn_columns
 from clover_jax.generation.row_stream import RowEvent
 
 
@@ -62,10 +64,4 @@ def _empty_columns() -> dict[str, list]:
 
 def turns_of(row: dict[str, Any]) -> Iterator[TurnRow]:
     """Yield every turn of an output row; nothing for one that failed or was skipped."""
-    if "output_ids" not in row:
-        return
-    columns = [row[name] for name in TurnRow._fields]
-    if isinstance(row["finish_reason"], list):
-        yield from (TurnRow(*turn) for turn in zip(*columns, strict=True))
-    else:
-        yield TurnRow(*columns)
+    yield from itertools.starmap(TurnRow, turn_columns(row, TurnRow._fields))

@@ -1,17 +1,15 @@
-"""What decoded rows add up to: tau, hit rates, histograms, acceptance by context length.
+"""The figures of a method's rows: tau, hit rates, histograms, acceptance by context length.
 
-Definitions, with a forward for each time the base verified:
-    tau = emitted tokens / forwards, prefill's own token and forward left out;
-    joint hit rate of position i = forwards that accepted positions 0..i / forwards;
-    conditional hit rate of position i = the same among those that accepted 0..i-1.
+`decoding/accepted_lengths.py` has the definitions. The figures of all tasks are sums over all of
+their forwards (a micro-average), so a task with long answers counts more.
 """
 
 from __future__ import annotations
 
 import collections
-import itertools
 from typing import Any
 
+from clover_jax.decoding.accepted_lengths import AcceptedLengths
 from clover_jax.evaluation.rows import TurnRow, turns_of
 
 _FIRST_BIN = 64
@@ -23,10 +21,8 @@ class Tally:
     def __init__(self, depth: int):
         """Start from nothing; depth: of the method's tree, 0 for plain decoding."""
         self.rows = self.failed = self.skipped = self.truncated = self.turns = 0
-        self.tokens = self.forwards = 0
-        self._depth = depth
-        self._drafting_tokens = self._proposed = 0
-        self._accepted: collections.Counter[int] = collections.Counter()
+        self._depth, self._proposed = depth, 0
+        self._lengths = AcceptedLengths()
         self._ranks = [collections.Counter() for _ in range(depth)]
         self._context_forwards: collections.Counter[int] = collections.Counter()
         self._context_accepted: collections.Counter[int] = collections.Counter()
@@ -43,11 +39,10 @@ class Tally:
 
     def _add_turn(self, turn: TurnRow) -> None:
         self.turns += 1
-        self.tokens += len(turn.output_ids)
-        self._drafting_tokens += max(len(turn.output_ids) - 1, 0)
-        self.forwards += len(turn.accepted)
+        self._lengths.add(len(turn.output_ids), turn.accepted)
         self._proposed += sum(turn.proposed)
-        self._accepted.update(turn.accepted)
+
+        # Each forward sees the prompt, prefill's token, and what the forwards before it emitted.
         context = len(turn.prompt_ids) + 1
         for accepted, ranks in zip(turn.accepted, turn.ranks, strict=True):
             self._context_forwards[context_bin(context)] += 1
@@ -59,44 +54,26 @@ class Tally:
     @property
     def tau(self) -> float | None:
         """Emitted tokens per forward; None before the first forward."""
-        return self._drafting_tokens / self.forwards if self.forwards else None
-
-    @property
-    def accepted_per_position(self) -> list[int]:
-        """At [i], the forwards that accepted positions 0..i."""
-        return [
-            sum(count for accepted, count in self._accepted.items() if accepted > i)
-            for i in range(self._depth)
-        ]
-
-    @property
-    def hit_rate(self) -> list[float]:
-        """Joint, by position."""
-        return [hits / self.forwards for hits in self.accepted_per_position if self.forwards]
-
-    @property
-    def conditional_hit_rate(self) -> list[float | None]:
-        """By position; None where no forward came so far."""
-        reached = [self.forwards, *self.accepted_per_position]
-        return [hits / before if before else None for before, hits in itertools.pairwise(reached)]
+        return self._lengths.tau
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for a report."""
-        per_position = self.accepted_per_position
-        num_drafts = self.forwards if self._depth else 0
+        lengths, depth = self._lengths, self._depth
+        per_position = lengths.reaching(depth)
+        num_drafts = lengths.forwards if depth else 0
         return {
             "rows": self.rows,
             "failed": self.failed,
             "skipped": self.skipped,
             "truncated": self.truncated,
             "turns": self.turns,
-            "tokens": self.tokens,
-            "target_forwards": self.forwards,
+            "tokens": lengths.tokens,
+            "target_forwards": lengths.forwards,
             "tau": self.tau,
             "extra_tokens": None if self.tau is None else self.tau - 1,
-            "hit_rate": self.hit_rate,
-            "conditional_hit_rate": self.conditional_hit_rate,
-            "accepted_histogram": [self._accepted[k] for k in range(self._depth + 1)],
+            "hit_rate": lengths.hit_rate(depth),
+            "conditional_hit_rate": lengths.conditional_hit_rate(depth),
+            "accepted_histogram": lengths.histogram(depth),
             "accepted_ranks": [
                 [ranks[k] for k in range(max(ranks, default=-1) + 1)] for ranks in self._ranks
             ],

@@ -2,55 +2,45 @@
 
 from __future__ import annotations
 
-import collections
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-_COUNTED = ("output_ids", "accepted")
+from clover_jax.decoding.accepted_lengths import AcceptedLengths
 
 
 class Figures:
-    """Sums over output rows, those of an earlier run among them.
-
-    tokens: emitted ones, EOS and prefill's own included.
-    target_forwards: forwards of the base after prefill.
-    """
+    """Sums over output rows, those of an earlier run among them."""
 
     def __init__(self):
         """Start from nothing."""
         self.rows = self.failed = self.skipped = 0
-        self.tokens = self.target_forwards = 0
-        self._drafting_tokens = 0  # without those of prefill
-        self._accepted: collections.Counter[int] = collections.Counter()
+        self._lengths = AcceptedLengths()
 
     def add(self, row: dict[str, Any]) -> None:
         """Count an output row."""
         self.rows += 1
         self.failed += "error" in row
         self.skipped += "skipped" in row
-        for output_ids, accepted in _turns(row):
-            self.tokens += len(output_ids)
-            self._drafting_tokens += max(len(output_ids) - 1, 0)
-            self.target_forwards += len(accepted)
-            self._accepted.update(accepted)
+        for output_ids, accepted in turn_columns(row, ("output_ids", "accepted")):
+            self._lengths.add(len(output_ids), accepted)
+
+    @property
+    def tokens(self) -> int:
+        """Emitted tokens, EOS and prefill's own included."""
+        return self._lengths.tokens
 
     @property
     def tau(self) -> float | None:
         """Emitted tokens per target forward, prefill's own token and forward excluded."""
-        return self._drafting_tokens / self.target_forwards if self.target_forwards else None
-
-    @property
-    def accepted_histogram(self) -> list[int]:
-        """At [k], how many forwards accepted k drafted tokens."""
-        return [self._accepted[k] for k in range(max(self._accepted, default=-1) + 1)]
+        return self._lengths.tau
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for a report."""
         return {
             "tau": self.tau,
             "tokens": self.tokens,
-            "target_forwards": self.target_forwards,
-            "accepted_histogram": self.accepted_histogram,
+            "target_forwards": self._lengths.forwards,
+            "accepted_histogram": self._lengths.histogram(),
             "rows": self.rows,
             "failed": self.failed,
             "skipped": self.skipped,
@@ -60,19 +50,20 @@ class Figures:
         """Return the figures in one line for a person."""
         tau = "none" if self.tau is None else f"{self.tau:.2f}"
         speed = "" if tokens_per_second is None else f", {tokens_per_second:.0f} tokens/s"
+        forwards = self._lengths.forwards
         shares = [
-            f"{k}: {100 * count / self.target_forwards:.0f} %"
-            for k, count in enumerate(self.accepted_histogram)
+            f"{k}: {100 * count / forwards:.0f} %"
+            for k, count in enumerate(self._lengths.histogram())
         ]
         drafted = f"; drafted tokens accepted a forward: {', '.join(shares)}" if shares[1:] else ""
-        return f"tau {tau}, {self.tokens} tokens in {self.target_forwards} forwards{speed}{drafted}"
+        return f"tau {tau}, {self.tokens} tokens in {forwards} forwards{speed}{drafted}"
 
 
-def _turns(row: dict[str, Any]) -> Iterator[tuple[list[int], list[int]]]:
-    """Yield output_ids and accepted of every turn of a row; nothing for one that failed."""
+def turn_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield these columns of every turn of an output row; nothing where no text was decoded."""
     if "output_ids" not in row:
         return
-    columns = [row[name] for name in _COUNTED]
+    columns = [row[name] for name in names]
     if isinstance(row["finish_reason"], list):
         yield from zip(*columns, strict=True)
     else:

@@ -18,6 +18,7 @@ from clover_jax.data.chat import encode_record
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import read_prompts
 from clover_jax.data.records import Record
+from clover_jax.decoding.accepted_lengths import AcceptedLengths
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request
 from clover_jax.decoding.tree import TreeConfig, portable_name
@@ -108,16 +109,16 @@ class DecodingEvaluator:
                 self._plain_outputs = [row.output_ids for row in plain]
             rows = self._decode(self._engine, params, stop)
         pairs = zip(rows, self._plain_outputs, strict=True)
-        accepted = [count for row in rows for count in row.accepted]
-        tokens = sum(len(row.output_ids) - 1 for row in rows)
-        forwards = max(len(accepted), 1)
+        lengths = AcceptedLengths()
+        for row in rows:
+            lengths.add(len(row.output_ids), row.accepted)
         return DecodingReport(
-            tau=tokens / forwards,
-            hit_rate=[sum(a > i for a in accepted) / forwards for i in range(self._depth)],
+            tau=lengths.tau or 0.0,
+            hit_rate=lengths.hit_rate(self._depth) or [0.0] * self._depth,
             equal=sum(row.output_ids == plain for row, plain in pairs),
             prompts=len(rows),
-            tokens=tokens,
-            forwards=len(accepted),
+            tokens=lengths.tokens - len(rows),  # prefill gave the first of each
+            forwards=lengths.forwards,
             measured_with=self._measured_with,
         )
 

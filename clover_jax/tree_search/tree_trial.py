@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from clover_jax.config import JsonConfig
+from clover_jax.timing.spread import Spread
 
 ROUNDS = 5
 
@@ -36,13 +37,8 @@ class Trial(JsonConfig):
     tau: float
 
 
-@dataclasses.dataclass(frozen=True)
-class SpeedUp:
-    """Tokens a second over those of plain decoding in the same round: median, least and most."""
-
-    median: float
-    least: float
-    most: float
+class SpeedUp(Spread):
+    """Tokens a second over those of plain decoding in the same round."""
 
     @property
     def pays(self) -> bool:
@@ -81,7 +77,7 @@ def speed_up(trial: Trial, plain: Trial) -> SpeedUp:
     Example: 30 and 12 tokens a second where plain decoding had 20 and 10: 1.35, 1.2 to 1.5.
     """
     ratios = [a / b for a, b in zip(trial.rates, plain.rates, strict=True)]
-    return SpeedUp(statistics.median(ratios), min(ratios), max(ratios))
+    return SpeedUp.of(ratios)
 
 
 def fastest(speed_ups: Sequence[SpeedUp]) -> int | None:
