@@ -53,6 +53,7 @@ def main(flags) -> int:
     if flags.target is not None:
         cli.report(_compile(flags))
         return cli.STATUS_OK
+
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
     from clover_jax.runtime.device_memory import advise_on_memory
@@ -74,9 +75,11 @@ def _refuse_idle_flags(flags) -> None:
     else:
         idle = ("program", "output", "batch_sizes", "nodes")
         why = "for --target (program) and --sweep (the others)"
+
     for name in idle:
         if flags[name].value != flags[name].default:
             raise UserError(f"--{name} is {why}")
+
     if flags.tree == "auto":
         raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
     if flags.draft == "none" and flags.tree not in (None, "none"):
@@ -86,24 +89,20 @@ def _refuse_idle_flags(flags) -> None:
 
 
 def _measure(flags) -> dict:
-    from clover_jax.benchmark.measured_report import measure_and_describe, sweep_and_describe
+    from clover_jax import benchmark
 
-    names = ("base", "draft", "tree", "dtype", "int8", "context", "rounds")
-    common = {name: flags[name].value for name in names}
-    if flags.sweep:
-        return sweep_and_describe(
-            **common,
-            batch_sizes=_numbers("batch_sizes", flags.batch_sizes),
-            nodes=_numbers("nodes", flags.nodes),
-            output=flags.output,
+    models = _values(flags, "base", "draft", "tree", "dtype", "int8", "context", "rounds")
+    if not flags.sweep:
+        accepted = flags.force_accept
+        return benchmark.measure_and_describe(
+            **models, batch=flags.batch_size, force_accept=accepted
         )
-    return measure_and_describe(**common, batch=flags.batch_size, force_accept=flags.force_accept)
-
-
-def _numbers(name: str, words: list[str]) -> list[int]:
-    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"--{name}={','.join(words)} must be numbers from 1 up, as in 1,4,16")
-    return [int(word) for word in words]
+    return benchmark.sweep_and_describe(
+        **models,
+        batch_sizes=_numbers("batch_sizes", flags.batch_sizes),
+        nodes=_numbers("nodes", flags.nodes),
+        output=flags.output,
+    )
 
 
 def _compile(flags) -> dict:
@@ -113,21 +112,21 @@ def _compile(flags) -> dict:
 
     target = parse_target(flags.target)
     prepare_environment(target, os.environ)  # before JAX is imported
-    from clover_jax.benchmark.compiled_report import compile_and_describe
+    from clover_jax import benchmark
 
+    models = _values(flags, "base", "draft", "tree", "int8", "mesh", "context", "program")
     dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype
-    return compile_and_describe(
-        target,
-        base=flags.base,
-        draft=flags.draft,
-        tree=flags.tree,
-        dtype=dtype,
-        int8=flags.int8,
-        mesh=flags.mesh,
-        batch=flags.batch_size,
-        context=flags.context,
-        program=flags.program,
-    )
+    return benchmark.compile_and_describe(target, **models, dtype=dtype, batch=flags.batch_size)
+
+
+def _values(flags, *names: str) -> dict:
+    return {name: flags[name].value for name in names}
+
+
+def _numbers(name: str, words: list[str]) -> list[int]:
+    if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
+        raise UserError(f"--{name}={','.join(words)} must be numbers from 1 up, as in 1,4,16")
+    return [int(word) for word in words]
 
 
 if __name__ == "__main__":

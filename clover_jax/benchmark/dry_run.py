@@ -1,8 +1,8 @@
-"""What a training run would take: parameters, memory of each device, operations, time.
+"""`train --dry_run`: parameters, memory of each device, operations and time of a training run.
 
-Everything comes from shapes: nothing is read but the base's config, nothing is allocated. Params,
-optimiser and gradients are counted exactly; activations are estimated from the largest arrays that
-live together, since how many do is the compiler's choice.
+Everything comes from shapes: the base's config is read, and nothing is allocated. Params, optimiser
+and gradients are counted exactly. Activations are estimated from the largest arrays that live
+together, since the compiler chooses how many do.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Params
 from clover_jax.benchmark.compiled_training import CompiledTraining, compile_training_step
-from clover_jax.benchmark.step_shapes import StepShapes, step_shapes
+from clover_jax.benchmark.step_shapes import gigabytes, step_shapes
 from clover_jax.errors import UserError
 from clover_jax.pretrained.shapes import cast_shapes
 from clover_jax.runtime.dtypes import resolve_dtype
@@ -30,12 +30,11 @@ from clover_jax.storage.files import place_for
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import check_rows
 from clover_jax.training.step import train_step
-from clover_jax.xla.flops import count_flops
 from clover_jax.xla.targets import NoCompiler, Target
+from clover_jax.xla.work import count_flops
 
-# Of the data sheet's rate; what well-tuned training reaches, so the time is a hopeful one.
+# Share of the data sheet's rate that well-tuned training reaches, so the time is a hopeful one.
 UTILISATION = 0.4
-FLOAT32 = 4
 AT_REST = ("base", "draft", "optimiser")  # on a device between steps
 
 
@@ -73,40 +72,42 @@ class DryRun:
         needed = sum(parts.values())
         if self.device_memory is None or needed <= self.device_memory:
             return
-        largest = max(parts, key=parts.get)
+
+        largest = max(parts, key=lambda kind: parts[kind])
         advice = {
             "base": "split the base over more devices by fsdp or tensor",
             "activations": "give a smaller --batch_size or --seq_len, more devices, more "
             "--gradient_accumulation_steps, or --remat",
         }
         raise UserError(
-            f"a device would need {_gigabytes(needed)} and has "
-            f"{_gigabytes(self.device_memory)}; the largest part is {largest} with "
-            f"{_gigabytes(self.bytes_per_device[largest])}: "
+            f"a device would need {gigabytes(needed)} and has "
+            f"{gigabytes(self.device_memory)}; the largest part is {largest} with "
+            f"{gigabytes(self.bytes_per_device[largest])}: "
             f"{advice.get(largest, 'split it over more devices by fsdp')}"
         )
 
     def lines(self) -> list[str]:
         """Return the figures for a reader."""
         known = self.device_memory is not None
-        of = f" of {_gigabytes(self.device_memory)}" if known else ""
-        parts = ", ".join(f"{kind} {_gigabytes(n)}" for kind, n in self.bytes_per_device.items())
+        of = f" of {gigabytes(self.device_memory)}" if known else ""
+        parts = ", ".join(f"{kind} {gigabytes(n)}" for kind, n in self.bytes_per_device.items())
         tokens = self.tokens_per_step * self.steps
-        lines = [
+        if self.seconds is None:
+            time = "time: unknown for this device; give --target for another"
+        else:
+            time = (
+                f"time: {self.seconds / 3600:.2f} hours, {self.seconds / self.steps:.3g} s a step, "
+                f"if {UTILISATION:.0%} of the device's matrix rate is reached"
+            )
+
+        return [
             f"mesh {self.mesh}: {self.mesh.size} device{'s' if self.mesh.size > 1 else ''}",
             f"params: base {self.base_params:,}, draft {self.draft_params:,}",
-            f"memory a device: {_gigabytes(self.total_bytes)}{of} ({parts}; activations are "
+            f"memory a device: {gigabytes(self.total_bytes)}{of} ({parts}; activations are "
             "estimated)",
             f"work: {self.flops_per_step:.3g} FLOPs a step, {self.steps:,} steps of "
             f"{self.tokens_per_step:,} tokens, {tokens:.3g} tokens in all",
-        ]
-        if self.seconds is None:
-            return [*lines, "time: unknown for this device; give --target for another"]
-        each = self.seconds / self.steps
-        return [
-            *lines,
-            f"time: {self.seconds / 3600:.2f} hours, {each:.3g} s a step, if {UTILISATION:.0%} of "
-            "the device's matrix rate is reached",
+            time,
         ]
 
     def to_row(self) -> dict[str, Any]:
@@ -133,6 +134,8 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
         step.batch,
         loop_trips=step.trips(),
     )
+
+    # The kinds in the order in which the report lists them.
     kinds = {"base": step.base, "draft": step.state.params, "optimiser": step.state.opt_state}
     sizes = {
         kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
@@ -140,7 +143,8 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
     sizes["gradients"] = sizes["draft"]
     draft = cast_shapes(step.state.params, jax.tree.leaves(step.base)[0].dtype)
     sizes["gathered"] = gathered_bytes(step.base, placed) + whole_over_rows(draft, placed)
-    sizes["activations"] = activation_bytes(step, shape)
+    sizes["activations"] = step.activation_bytes(shape)
+
     rate = target.chip.matrix_rate if target else None
     return DryRun(
         mesh=shape,
@@ -156,26 +160,27 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
 
 
 def dry_run_compiled(
-    settings: TrainSettings, found: DryRun, target: Target, program: str | None = None
+    settings: TrainSettings, dry: DryRun, target: Target, program: str | None = None
 ) -> CompiledTraining | None:
     """Compile the step of a dry run for its target; None, said on stderr, without the compiler.
 
-    program: a file for the compiled program's text. Raises UserError where a device cannot hold
-    what lies there between steps, where the compiler says that the step does not fit, or where
+    program: a file for the compiled program's text. Raises UserError where a device is too small
+    for what lies there between steps, where the compiler says that the step does not fit, or where
     there is no folder for `program`.
     """
     place = None if program is None else place_for(program, "--program")
-    found.check_memory(at_rest=True)  # before minutes of compilation
+    dry.check_memory(at_rest=True)  # before minutes of compilation
     step = step_shapes(settings, _dtype(settings, target))
     try:
         with passing_note(f"compiling for {target.name}"):
-            compiled = compile_training_step(step, found.mesh, target)
+            compiled, text = compile_training_step(step, dry.mesh, target)
     except NoCompiler as error:
         print(f"figures are computed only: {error}", file=sys.stderr, flush=True)
         return None
+
     if place is not None:
-        place.write_text(compiled.text)
-    return compiled.figures
+        place.write_text(text)
+    return compiled
 
 
 def _count(params: Params) -> int:
@@ -196,45 +201,7 @@ def _dtype(settings: TrainSettings, target: Target | None) -> jnp.dtype:
     return jnp.dtype("bfloat16") if is_elsewhere else resolve_dtype(settings.dtype)
 
 
-def activation_bytes(step: StepShapes, mesh: MeshShape) -> int:
-    """Estimate the bytes of what a device computes on the way, at their largest.
-
-    The teacher keeps only what the head reads, so one of its layers counts. Of the head's layers
-    everything is kept for the way back: scores and weights of the attention in float32, the MLP's
-    inner states; of each position some states of width D. With `remat` scores and weights of one
-    layer at a time. The loss holds a few chunks of logits.
-    """
-    config, layer = step.config, step.config.base
-    size = jax.tree.leaves(step.base)[0].dtype.itemsize
-    batch_size, seq_len = step.batch.tokens.shape
-    rows = batch_size // (mesh.num_row_shards * config.accumulation_steps)
-    tokens = rows * seq_len
-    heads = layer.num_heads / (mesh.tensor if layer.num_kv_heads % mesh.tensor == 0 else 1)
-    scores = FLOAT32 * rows * heads * seq_len**2
-    inner = size * tokens * 3 * layer.intermediate_size / mesh.tensor
-    state = size * tokens * layer.hidden_size
-    teacher = 2 * scores + inner + 6 * state
-    kept = (len(config.head.config.features) + 1) * state
-    num_layers = sum(
-        _is_layer(path) for path, _ in jax.tree_util.tree_leaves_with_path(step.state.params)
-    )
-    positions = config.head.config.num_positions
-    with_scores = min(num_layers, 1) if config.remat else num_layers
-    head = with_scores * 2 * scores + num_layers * (inner + 6 * state) + positions * 6 * state
-    logits = FLOAT32 * min(config.loss_chunk, tokens) * layer.vocab_size / mesh.tensor
-    loss = 4 * logits + 2 * positions * state
-    return int(kept + max(teacher, head + loss))
-
-
-def _is_layer(path: tuple) -> bool:
-    return path[-1].key == "qkv"
-
-
 def _memory_here() -> float | None:
     """Return the memory of this process's devices, where they say it; CPUs do not."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("bytes_limit")
-
-
-def _gigabytes(number: float) -> str:
-    return f"{number / 1e9:.2f} GB"

@@ -1,24 +1,36 @@
-"""Time a plain and a speculative step, and all parts of the latter, in turns."""
+"""`bench`: time a plain and a speculative step, and all parts of the latter, in turns."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import jax
+
+from clover_jax.array_types import PyTree
 from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.decoding.sampling import SamplingConfig
-from clover_jax.loading.subject import Subject, cache_size, running_state
+from clover_jax.errors import UserError
+from clover_jax.loading.subject import (
+    Subject,
+    cache_size,
+    fitting_context,
+    load_subject,
+    running_state,
+)
+from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.versions import versions
 from clover_jax.timing.loops import STEPS
 from clover_jax.timing.parts import Bench, Part, chunk_run, stage_parts, step_part
 from clover_jax.timing.turns import WARM_UP, time_in_turns
-
-STAGES = ("absorb", "draft", "verify", "accept", "commit")
+from clover_jax.xla.program_costs import STAGES
 
 
 @dataclasses.dataclass(frozen=True)
-class Timed:
+class TimedPart:
     """A part's seconds, and the least that its work takes on this machine.
 
     num_bytes: read of weights and caches; the floor is theirs or that of the products.
@@ -35,15 +47,15 @@ class Timed:
 
 
 @dataclasses.dataclass(frozen=True)
-class Measurement:
-    """What was timed for one batch size, context and tree.
+class TimedStep:
+    """The times of one batch size, context and tree.
 
     parts: by name; "plain step", "step" and "draft" among them.
     engine_step: seconds a step in the engine. chunk_step: the same without its looks at the text.
     """
 
     ceilings: Ceilings
-    parts: dict[str, Timed]
+    parts: dict[str, TimedPart]
     engine_step: float
     chunk_step: float
 
@@ -59,7 +71,7 @@ class Measurement:
 
     @property
     def host_overhead(self) -> float:
-        """What the engine's looks at the text add to a step, as a share of it."""
+        """The share of a step that the engine's looks at the text add to it."""
         return self.engine_step / self.chunk_step - 1
 
     @property
@@ -73,8 +85,36 @@ class Measurement:
         plain = self.parts["plain step"]
         return plain.num_bytes / self.ceilings.bandwidth / plain.seconds
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values, times in milliseconds."""
+    def lines(self, force_accept: int | None) -> list[str]:
+        """Return the table and the summary, line by line."""
+        lines = [
+            f"bandwidth {self.ceilings.bandwidth / 1e9:.1f} GB/s, matrix products "
+            f"{self.ceilings.matrix_rate / 1e9:.0f} GFLOP/s",
+            f"{'part':<18}{'ms':>10}{'floor ms':>10}{'x floor':>9}",
+        ]
+
+        # In the order of a step, with a draft's levels under the whole of it.
+        levels = [name for name in self.parts if name.startswith("draft level")]
+        order = ["plain step", "step", "absorb", "draft", *levels, *STAGES[2:]]
+        for name in order:
+            if name in self.parts:
+                part = self.parts[name]
+                floor = f"{1e3 * part.floor:10.3f}{part.ratio:9.2f}" if part.ratio else ""
+                lines.append(f"{name:<18}{1e3 * part.seconds:10.3f}{floor}")
+
+        accepted = "" if force_accept is None else f" (forced to accept {force_accept})"
+        return [
+            *lines,
+            f"a plain step uses {self.plain_bandwidth:.0%} of the bandwidth",
+            f"a step{accepted} takes {self.step_over_sum:.2f} x the sum of its parts, "
+            f"{1e3 * self.sum_of_parts:.3f} ms",
+            f"in the engine {1e3 * self.engine_step:.3f} ms a step, without its looks at the text "
+            f"{1e3 * self.chunk_step:.3f} ms: {self.host_overhead:+.1%} for the host",
+            f"as fast as plain decoding at {self.break_even:.2f} accepted tokens a step",
+        ]
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the figures as JSON, times in milliseconds."""
         parts = {
             name: {
                 "ms": round(1e3 * part.seconds, 4),
@@ -97,10 +137,69 @@ class Measurement:
         }
 
 
+def measure_and_describe(
+    *,
+    base: str,
+    draft: str,
+    tree: str | None,
+    dtype: str,
+    int8: Sequence[str],
+    batch: int,
+    context: int | None,
+    rounds: int,
+    force_accept: int | None,
+) -> dict[str, Any]:
+    """Time a step and its parts, print the table, return all of it as JSON values.
+
+    context: None takes what fits, see `fitting_context`.
+    Raises UserError as `load_subject` and `measure` do.
+    """
+    with passing_note(f"loading {base}"):
+        subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
+    if force_accept is not None and force_accept > subject.levels:
+        raise UserError(
+            f"--force_accept={force_accept}: no path of the tree {subject.tree.name} has more than "
+            f"{subject.levels} nodes"
+        )
+
+    context = context or fitting_context(subject, room_for(subject, rounds, force_accept))
+    with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
+        timed = measure(subject, batch, context, rounds, force_accept)
+    print("\n".join(timed.lines(force_accept)))
+    settings = {
+        "batch_size": batch,
+        "context": context,
+        "rounds": rounds,
+        "force_accept": force_accept,
+    }
+    return describe_run(subject, base, draft) | settings | timed.to_row()
+
+
+def describe_run(subject: Subject, base: str, draft: str) -> dict[str, Any]:
+    """Return what was measured, by the names of the command's flags, how large it is, and where."""
+    device = jax.devices()[0]
+    is_cpu = device.platform == "cpu"
+    return {
+        "base": base,
+        "draft": draft,
+        "tree": subject.tree.name,
+        "dtype": str(subject.dtype),
+        "int8": list(subject.int8),
+        "base_parameters": _size(subject.weights.base),
+        "draft_parameters": _size(subject.weights.draft),
+        "device": f"cpu ({jax.device_count()} device)" if is_cpu else device.device_kind,
+        "versions": versions(),
+    }
+
+
+def _size(params: PyTree) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(params))
+
+
 def measure(
     subject: Subject, batch: int, context: int, rounds: int, force_accept: int | None
-) -> Measurement:
-    """Time everything; force_accept: drafted tokens that every step accepts, None for what it does.
+) -> TimedStep:
+    """Time everything; force_accept: drafted tokens that every step accepts, None for no force.
 
     Raises UserError where the tree does not suit the head, or the context the base.
     """
@@ -108,10 +207,13 @@ def measure(
     pace = known_pace(subject, force_accept)
     room = room_for(subject, rounds, force_accept)
     size = cache_size(subject, context, room)
-    speculative = Bench(subject, running_state(subject, batch, size, context), context)
-    plain_subject = subject.plain()
-    plain = Bench(plain_subject, running_state(plain_subject, batch, size, context), context)
-    parts = {"plain step": step_part(plain)}
+
+    # A plain step beside a step, its stages, a chunk of steps and the engine's own loop.
+    def prepare(subject: Subject) -> Bench:
+        return Bench(subject, running_state(subject, batch, size, context), context)
+
+    speculative = prepare(subject)
+    parts = {"plain step": step_part(prepare(subject.plain()))}
     if subject.head is not None:
         parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
     runs = {name: part.run for name, part in parts.items()}
@@ -119,38 +221,39 @@ def measure(
     engine = EngineRun(subject, sampling, batch, STEPS)
     runs["engine"] = engine.chunks(context, context + room, rounds, pace)
     seconds = time_in_turns(runs, rounds, single=["engine"])
+
     ceilings = measure_ceilings(subject.dtype)
     timed = {name: _timed(part, seconds[name], ceilings) for name, part in parts.items()}
     if subject.head is None:
         timed["step"] = timed["verify"] = timed["plain step"]
     else:
         timed |= _levels(timed, subject.levels)
-    return Measurement(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
+    return TimedStep(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
 
 
 def room_for(subject: Subject, rounds: int, force_accept: int | None) -> int:
-    """Return how many positions the engine's rows go on while they are timed; none may end."""
+    """Return the positions that the engine's rows take while they are timed; none may end."""
     pace = known_pace(subject, force_accept) or subject.tree.depth + 1
     return (rounds + WARM_UP + 1) * STEPS * pace
 
 
 def known_pace(subject: Subject, force_accept: int | None) -> int | None:
-    """Return how many tokens a row emits in a step, at most; None where drafts decide."""
+    """Return the most tokens that a row emits in a step; None where drafts decide."""
     accepted = force_accept if subject.tree.num_nodes else 0
     return None if accepted is None else accepted + 1
 
 
-def _timed(part: Part, seconds: float, ceilings: Ceilings) -> Timed:
+def _timed(part: Part, seconds: float, ceilings: Ceilings) -> TimedPart:
     num_bytes = part.work.weight_bytes + part.cache_bytes
-    return Timed(seconds, ceilings.floor(num_bytes, part.work.flops), num_bytes)
+    return TimedPart(seconds, ceilings.floor(num_bytes, part.work.flops), num_bytes)
 
 
-def _levels(timed: Mapping[str, Timed], depth: int) -> dict[str, Timed]:
-    """Return what each level adds, and the whole draft under its own name."""
+def _levels(timed: Mapping[str, TimedPart], depth: int) -> dict[str, TimedPart]:
+    """Return the whole draft under its own name, and the difference that each level makes."""
     whole = [timed[f"draft to level {level}"] for level in range(1, depth + 1)]
-    below = [Timed(0.0, 0.0), *whole]
+    below = [TimedPart(0.0, 0.0), *whole]
     levels = {
-        f"draft level {index}": Timed(part.seconds - less.seconds, part.floor - less.floor)
+        f"draft level {index}": TimedPart(part.seconds - less.seconds, part.floor - less.floor)
         for index, (part, less) in enumerate(zip(whole, below, strict=False), start=1)
     }
     return {"draft": whole[-1]} | levels

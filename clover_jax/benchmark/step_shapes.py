@@ -19,14 +19,17 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.families import read_base_config
 from clover_jax.pretrained.shapes import base_shapes, is_shape, shape_config
 from clover_jax.pretrained.sources import find_directory
+from clover_jax.sharding.meshes import MeshShape
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import make_head, optimizer_config, pipeline_config
 from clover_jax.training.step import TrainState, TrainStepConfig, init_state
 from clover_jax.training.teacher import stored_names
 
+FLOAT32 = 4  # bytes
+
 
 class StepShapes(NamedTuple):
-    """What `train_step` takes, as ShapeDtypeStructs."""
+    """The arguments of `train_step`, as ShapeDtypeStructs."""
 
     config: TrainStepConfig
     state: TrainState
@@ -34,7 +37,7 @@ class StepShapes(NamedTuple):
     batch: Batch
 
     def trips(self, row_shards: int = 1) -> int:
-        """Return the chunks of a part's loss where every position has a target, at most.
+        """Return the chunks of the loss, of one part of a batch, where all positions are targets.
 
         row_shards: devices that share the rows, each with chunks of its own.
         """
@@ -42,18 +45,53 @@ class StepShapes(NamedTuple):
         targets = rows * size // (self.config.accumulation_steps * row_shards)
         return math.ceil(targets / min(self.config.loss_chunk, targets))
 
+    def activation_bytes(self, mesh: MeshShape) -> int:
+        """Estimate the bytes of a device's activations at their largest.
+
+        The teacher keeps only what the head reads, so one of its layers counts. The head's layers
+        keep everything for the way back: scores and weights of the attention in float32, the MLP's
+        inner states, and some states of width D for each position; with `remat` scores and weights
+        of one layer at a time. The loss holds a few chunks of logits.
+        """
+        config, layer = self.config, self.config.base
+        size = jax.tree.leaves(self.base)[0].dtype.itemsize
+        batch_size, seq_len = self.batch.tokens.shape
+        rows = batch_size // (mesh.num_row_shards * config.accumulation_steps)
+        tokens = rows * seq_len
+
+        # The arrays that all layers have alike. Heads that `tensor` does not divide are everywhere.
+        heads = layer.num_heads / (mesh.tensor if layer.num_kv_heads % mesh.tensor == 0 else 1)
+        scores = FLOAT32 * rows * heads * seq_len**2
+        inner = size * tokens * 3 * layer.intermediate_size / mesh.tensor
+        state = size * tokens * layer.hidden_size
+        logits = FLOAT32 * min(config.loss_chunk, tokens) * layer.vocab_size / mesh.tensor
+
+        teacher = 2 * scores + inner + 6 * state
+        kept = (len(config.head.config.features) + 1) * state
+
+        # Every layer of a head has one leaf `qkv`, whatever the method.
+        leaves = jax.tree_util.tree_leaves_with_path(self.state.params)
+        num_layers = sum(path[-1].key == "qkv" for path, _ in leaves)
+        positions = config.head.config.num_positions
+        with_scores = min(num_layers, 1) if config.remat else num_layers
+        head = with_scores * 2 * scores + num_layers * (inner + 6 * state) + positions * 6 * state
+        loss = 4 * logits + 2 * positions * state
+
+        return int(kept + max(teacher, head + loss))
+
 
 def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
-    """Return the step of a run with these settings on one device; nothing is read but a config.
+    """Return the step of a run with these settings on one device, from the base's config alone.
 
     Raises UserError for settings that cannot work.
     """
     base = _described_base(settings.base)
     head = make_head(settings, base)
     pipeline_config(settings, base, head)  # raises for rows that cannot be
-    if settings.draft_vocab is not None:  # which tokens they are changes no shape
+    if settings.draft_vocab is not None:  # any tokens will do: the shapes are the same
         ids = tuple(range(min(settings.draft_vocab, base.config.vocab_size)))
         head = registry.head(dataclasses.replace(head.config, draft_to_target=ids))
+
     config = TrainStepConfig(
         base.config,
         head,
@@ -72,7 +110,7 @@ def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
 
 
 def _described_base(source: str) -> BaseModel:
-    """Return a base without params: its config is all that shapes need."""
+    """Return a base without params: shapes need its config alone."""
     if is_shape(source):
         return BaseModel(shape_config(source), {}, Path(source), source)
     directory = find_directory(source)
@@ -87,3 +125,8 @@ def _batch_shapes(settings: TrainSettings, head: DraftHead, dtype: jnp.dtype) ->
         states = jax.ShapeDtypeStruct((*shape, head.config.layer.hidden_size), dtype)
         hidden = dict.fromkeys(stored_names(head.config.features), states)
     return Batch(ids, ids, ids, jax.ShapeDtypeStruct(shape, bool), hidden)
+
+
+def gigabytes(number: float) -> str:
+    """Return bytes for a reader."""
+    return f"{number / 1e9:.2f} GB"

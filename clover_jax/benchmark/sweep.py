@@ -7,9 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from clover_jax.benchmark.measured import describe_run
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.errors import UserError
-from clover_jax.loading.subject import Subject
+from clover_jax.loading.subject import Subject, fitting_context, load_subject
+from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.progress import passing_note
 from clover_jax.storage.files import atomic_file
 from clover_jax.tree_search.costs import WIDTHS, measure_costs
 from clover_jax.tree_search.tree_choice import CostTable
@@ -33,6 +36,41 @@ class Cell:
     break_even: float
 
 
+def sweep_and_describe(
+    *,
+    base: str,
+    draft: str,
+    tree: str | None,
+    dtype: str,
+    int8: Sequence[str],
+    batch_sizes: Sequence[int],
+    nodes: Sequence[int],
+    context: int | None,
+    rounds: int,
+    output: str | None,
+) -> dict[str, Any]:
+    """Time batch sizes and tree sizes, print the table, draw it in the folder `output`.
+
+    context: None takes what fits, see `fitting_context`.
+    Raises UserError as `load_subject` and `sweep` do.
+    """
+    with passing_note(f"loading {base}"):
+        subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
+    context = context or fitting_context(subject, room=0)
+    with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
+        cells = sweep(subject, batch_sizes, nodes, context, rounds)
+    print("\n".join(describe(cells, subject.tree.name)))
+
+    report = describe_run(subject, base, draft) | {
+        "context": context,
+        "rounds": rounds,
+        "cells": [dataclasses.asdict(cell) for cell in cells],
+    }
+    if output is not None:
+        report["figure"] = str(draw(cells, Path(output).expanduser()))
+    return report
+
+
 def sweep(
     subject: Subject, batch_sizes: Sequence[int], nodes: Sequence[int], context: int, rounds: int
 ) -> list[Cell]:
@@ -42,19 +80,25 @@ def sweep(
     """
     if subject.head is None:
         raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
+
     widths = expanded_widths(subject)
     cells = []
     for batch in batch_sizes:
-        slots = sorted({1, *(count + 1 for count in nodes)})
-        needed = sorted({*WIDTHS, *widths})
-        sizes = {"slots": slots, "widths": needed, "depth": subject.levels}
-        costs = measure_costs(subject, batch, context, rounds=rounds, **sizes)
+        costs = measure_costs(
+            subject,
+            batch,
+            context,
+            rounds=rounds,
+            slots=sorted({1, *(count + 1 for count in nodes)}),
+            widths=sorted({*WIDTHS, *widths}),
+            depth=subject.levels,
+        )
         cells += [_cell(costs, batch, count, widths) for count in nodes]
     return cells
 
 
 def expanded_widths(subject: Subject) -> list[int]:
-    """Return how many nodes are expanded on each level below the root."""
+    """Return the number of nodes that are expanded on each level below the root."""
     tree = subject.tree
     if isinstance(tree, AdaptiveTree):
         return [tree.width] * (subject.levels - 1)
@@ -96,20 +140,18 @@ def draw(cells: Sequence[Cell], folder: Path) -> Path:
 
     figure = Figure(figsize=(9, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
+
     for batch in sorted({cell.batch_size for cell in cells}):
         row = [cell for cell in cells if cell.batch_size == batch]
         nodes = [cell.nodes for cell in row]
         left.plot(nodes, [c.verify_ms / c.plain_ms for c in row], "o-", label=f"batch {batch}")
         right.plot(nodes, [c.break_even for c in row], "o-", label=f"batch {batch}")
+
     left.set(xlabel="drafted nodes", ylabel="verification, in plain steps", ylim=(0, None))
     right.set(xlabel="drafted nodes", ylabel="accepted tokens to break even", ylim=(0, None))
     left.legend()
+
     path = folder / FIGURE
     with atomic_file(path) as unfinished:
         figure.savefig(unfinished, format="png", dpi=120)
     return path
-
-
-def to_rows(cells: Sequence[Cell]) -> list[dict[str, Any]]:
-    """Return JSON values."""
-    return [dataclasses.asdict(cell) for cell in cells]

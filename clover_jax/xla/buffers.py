@@ -1,13 +1,13 @@
-"""What a compiled program allocates beside its arguments, by the compiler's own assignment.
+"""Read a compiled program's temporaries from the compiler's own assignment of buffers.
 
-XLA writes the assignment of buffers to the folder `xla_dump_to`. It is read for two figures that
-`memory_analysis()` has not:
+XLA writes the assignment to the folder `xla_dump_to`. It has two figures that `memory_analysis()`
+has not:
 
-- *What is allocated.* A TPU's compiler adds the room between values to the allocation that contains
+- *Bytes allocated.* A TPU's compiler adds the room between values to the allocation that contains
   it already, and calls the sum `temp_size_in_bytes`. Arguments, the allocation and a few constants
   are the "Total bytes" of its memory report, without that sum.
-- *What values lie on.* It gives every scalar, and every index table of a prefetch or a loop, 16 KiB
-  of main memory; a step of 32 layers has some thousand of them.
+- *Bytes that values cover.* It gives every scalar, and every index table of a prefetch or a loop,
+  16 KiB of main memory; a step of 32 layers has some thousand of them.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _VALUE = re.compile(r"\(size=(\d+),offset=(\d+)\)")
 
 
 class Temporaries(NamedTuple):
-    """Bytes of main memory: what is allocated, and what of that any value lies on."""
+    """Bytes of main memory: those allocated, and those of them that a value covers."""
 
     allocated: int
     filled: int
@@ -51,18 +51,26 @@ class CompiledProgram(NamedTuple):
     seconds: float
     temporaries: Temporaries
 
+    @property
+    def resident_bytes(self) -> int:
+        """The most that a device holds at one time."""
+        memory = self.program.memory_analysis()
+        new = memory.output_size_in_bytes - memory.alias_size_in_bytes
+        return memory.argument_size_in_bytes + new + self.temporaries.allocated
+
 
 def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> CompiledProgram:
-    """Compile, anew even where a cache has it, and read what is allocated."""
+    """Compile, anew even where a cache has it, and read the sizes of its buffers."""
     with tempfile.TemporaryDirectory() as folder, _without_cache():
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder})
         seconds = time.perf_counter() - started
-        found = read_temporaries(Path(folder))
-    if found is None:
+        temporaries = read_temporaries(Path(folder))
+
+    if temporaries is None:
         counted = compiled.memory_analysis().temp_size_in_bytes
-        found = Temporaries(allocated=counted, filled=counted)
-    return CompiledProgram(compiled, seconds, found)
+        temporaries = Temporaries(allocated=counted, filled=counted)
+    return CompiledProgram(compiled, seconds, temporaries)
 
 
 @contextlib.contextmanager
@@ -80,20 +88,21 @@ def _without_cache() -> Iterator[None]:
 
 def read_temporaries(folder: Path) -> Temporaries | None:
     """Return the temporaries of the programs whose assignments lie in the folder; None without."""
-    found = [path.read_text() for path in folder.glob("*after_optimizations-buffer-assignment.txt")]
-    if not found:
+    texts = [path.read_text() for path in folder.glob("*after_optimizations-buffer-assignment.txt")]
+    if not texts:
         return None
-    blocks = [block for text in found for block in _TEMPORARIES.findall(text)]
+    blocks = [block for text in texts for block in _TEMPORARIES.findall(text)]
+    spans = [
+        [(int(offset), int(size)) for size, offset in _VALUE.findall(values)]
+        for _, values in blocks
+    ]
     return Temporaries(
-        allocated=sum(int(size) for size, _ in blocks),
-        filled=sum(
-            _covered((int(o), int(n)) for n, o in _VALUE.findall(values)) for _, values in blocks
-        ),
+        allocated=sum(int(size) for size, _ in blocks), filled=sum(map(_covered, spans))
     )
 
 
 def _covered(spans: Iterable[tuple[int, int]]) -> int:
-    """Return how many bytes lie in at least one span (offset, size).
+    """Return the number of bytes that lie in at least one span (offset, size).
 
     Example: (0, 4), (2, 4) and (8, 1) cover 7.
     """

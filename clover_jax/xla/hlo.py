@@ -1,8 +1,8 @@
-"""Read a compiled program: what is really executed, what it moves, what it copies and sends.
+"""Read a compiled program: what is executed, what it moves, what it copies and sends.
 
 The text of a compiled module lists computations. Only some are executed instruction by instruction:
-the entry, loop bodies, branches. What lies inside a fusion is computed on the way and never stored,
-so a `copy` there moves nothing in memory.
+the entry, loop bodies, branches. The inside of a fusion is computed on the way and never stored, so
+a `copy` there moves nothing in memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 
-from clover_jax.xla.hlo_bytes import is_in_place, moved_bytes, written_bytes
 from clover_jax.xla.hlo_text import CONTROL, ArrayShape, Computation, Instruction, parse
 
 COLLECTIVES = (
@@ -25,15 +24,16 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+_CUTTING = {"dynamic-slice", "gather", "slice", "slice-start"}  # reads as much as it gives
+_UPDATING = ("dynamic-update-slice", "scatter")  # in place, where the buffer was donated
 
-
-# Of loops that do not say it: how often they run, or how often by the name of the body.
+# How often loops run that do not say it: one number, or a function of the body's name.
 Trips = int | Callable[[str], int]
 
 
 @dataclasses.dataclass(frozen=True)
 class Loops:
-    """The loops around something: the product of the known trip counts, and the others' bodies."""
+    """The loops around a computation: the product of known trip counts, and the others' bodies."""
 
     known: int = 1
     unknown: tuple[str, ...] = ()
@@ -45,7 +45,7 @@ class Loops:
         return Loops(self.known * trips, self.unknown)
 
     def times(self, trips: Trips) -> int:
-        """Return how often it runs, where an unknown loop has so many trips."""
+        """Return how often the computation runs."""
         counts = (trips if isinstance(trips, int) else trips(body) for body in self.unknown)
         return self.known * math.prod(counts)
 
@@ -68,13 +68,13 @@ class Program:
     """A compiled module, from its text."""
 
     def __init__(self, text: str):
-        """Parse what `compiled.as_text()` gives."""
+        """Parse the text that `compiled.as_text()` gives."""
         self.computations, self.entry = parse(text)
 
     @functools.cached_property
     def executed(self) -> dict[str, Loops]:
         """Computation name -> the loops that it lies in."""
-        found = {self.entry: Loops()}
+        loops = {self.entry: Loops()}
         pending = [self.entry]
         while pending:
             name = pending.pop()
@@ -82,27 +82,24 @@ class Program:
                 inner = list(instruction.runs) if instruction.opcode in CONTROL else []
                 if instruction.opcode.startswith("async-start") and instruction.calls:
                     inner.append(instruction.calls)
+
                 for target in inner:
-                    if target in self.computations and target not in found:
-                        loops = found[name]
-                        if instruction.opcode == "while":
-                            loops = loops.within(self._trip_count(instruction), instruction.body)
-                        found[target] = loops
-                        pending.append(target)
-        return found
+                    if target not in self.computations or target in loops:
+                        continue
+                    loops[target] = loops[name]
+                    if instruction.opcode == "while":
+                        trips = self._trip_count(instruction)
+                        loops[target] = loops[name].within(trips, instruction.body)
+                    pending.append(target)
+        return loops
 
     def _trip_count(self, loop: Instruction) -> int | None:
         """Return a loop's known trips, else the only constant of its condition; None without."""
-        if loop.trips is not None:
+        if loop.trips is not None or loop.condition not in self.computations:
             return loop.trips
-        condition = self.computations.get(loop.condition or "")
-        if condition is None:
-            return None
-        numbers = [
-            i.number
-            for i in condition.instructions.values()
-            if i.opcode == "constant" and i.number is not None
-        ]
+        condition = self.computations[loop.condition]
+        constants = (i for i in condition.instructions.values() if i.opcode == "constant")
+        numbers = [i.number for i in constants if i.number is not None]
         return numbers[0] if len(numbers) == 1 else None
 
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
@@ -113,21 +110,104 @@ class Program:
                 if not instruction.is_free and not instruction.opcode.startswith("async-start"):
                     yield computation, instruction
 
+    def times(self, computation: Computation, trips: Trips) -> int:
+        """Return how often an executed computation runs."""
+        return self.executed[computation.name].times(trips)
+
     def slices(self, name: str) -> Iterator[ArrayShape]:
-        """Yield what dynamic slices cut, in a computation and in those fused into it."""
+        """Yield the results of dynamic slices, in a computation and in those fused into it."""
         for instruction in self.computations[name].instructions.values():
             if instruction.opcode == "dynamic-slice":
                 yield from instruction.results
             if instruction.calls:
                 yield from self.slices(instruction.calls)
 
+    # Bytes in main memory: parts of buffers where only parts are used.
+
     def moved_bytes(self, computation: Computation, instruction: Instruction) -> int:
-        """Return the bytes that an instruction reads from and writes to main memory."""
-        return moved_bytes(self.computations, computation, instruction)
+        """Return the bytes that an instruction of a computation reads and writes.
+
+        An operand counts as the part of it that is used (by a slice, or a look-up in a fusion), and
+        so does a buffer that is updated in place.
+        """
+        written = self.written_bytes(computation, instruction)
+        return self._read_bytes(computation, instruction) + written
 
     def written_bytes(self, computation: Computation, instruction: Instruction) -> int:
-        """Return the bytes that an instruction writes to main memory."""
-        return written_bytes(self.computations, computation, instruction)
+        """Return the bytes that an instruction of a computation writes."""
+        updates = self._updates(computation, instruction)
+        whole = sum(buffer for buffer, _ in updates)
+        return max(instruction.result_bytes - whole, 0) + sum(part for _, part in updates)
+
+    def is_in_place(self, computation: Computation, instruction: Instruction) -> bool:
+        """Return whether it writes into a buffer that was there before."""
+        return bool(self._updates(computation, instruction))
+
+    def _read_bytes(self, computation: Computation, instruction: Instruction) -> int:
+        fused = self.computations.get(instruction.calls or "")
+        read = 0
+        for index, name in enumerate(instruction.operands):
+            operand = computation.instructions.get(name)
+            if operand is None or not operand.results:
+                continue
+
+            size = operand.result_bytes
+            if fused is not None:
+                size = min(size, self._used_bytes(fused, index, size))
+            elif instruction.opcode in _CUTTING:
+                size = min(size, _num_bytes(instruction))
+            elif instruction.opcode in _UPDATING and index == 0:
+                size = 0
+            read += size
+        return read
+
+    def _used_bytes(self, fused: Computation, index: int, whole: int) -> int:
+        """Return how much of an operand a fusion uses: parts only, where all users cut."""
+        for inside in fused.instructions.values():
+            if inside.opcode == "parameter" and inside.number == index:
+                return self._used_of(fused, inside, whole)
+        return whole
+
+    def _used_of(self, fused: Computation, value: Instruction, whole: int) -> int:
+        used = whole if value.is_root else 0
+        for user in fused.instructions.values():
+            if value.name not in user.operands:
+                continue
+
+            inner = self.computations.get(user.calls or "")
+            if user.opcode == "bitcast":
+                used += self._used_of(fused, user, whole)
+            elif user.opcode in _CUTTING:
+                used += _num_bytes(user)
+            elif user.opcode in _UPDATING and user.operands[0] == value.name:
+                continue  # the rest of the buffer stays where it is
+            elif user.opcode == "fusion" and inner is not None:
+                used += self._used_bytes(inner, user.operands.index(value.name), whole)
+            else:
+                return whole
+        return min(used, whole)
+
+    def _updates(self, computation: Computation, instruction: Instruction) -> list[tuple[int, int]]:
+        """Return the bytes of each buffer that is updated in place, and of the part written."""
+        fused = self.computations.get(instruction.calls or "")
+        values = [instruction]
+        if fused is not None:
+            computation, root = fused, fused.root
+            names = root.operands if root.opcode == "tuple" else (root.name,)
+            values = [fused.instructions[name] for name in names if name in fused.instructions]
+
+        updates = []
+        for value in values:
+            while value.opcode == "bitcast":
+                value = computation.instructions[value.operands[0]]
+            if value.opcode in _UPDATING:
+                # (buffer, part, starts) and (buffer, indices, parts)
+                position = 1 if value.opcode == "dynamic-update-slice" else 2
+                part = computation.instructions[value.operands[position]]
+                updates.append((_num_bytes(value), _num_bytes(part)))
+        return updates
+
+    # What is written anew, and what is sent.
 
     def made(self, dims: tuple[int, ...]) -> list[Instruction]:
         """Return the executed instructions that write a whole array of these sizes anew.
@@ -137,55 +217,59 @@ class Program:
         wanted = tuple(sorted(dim for dim in dims if dim > 1))
         return [
             instruction
-            for _, instruction in self.instructions()
+            for computation, instruction in self.instructions()
             if any(a.sizes == wanted and a.in_memory for a in instruction.results)
-            and not is_in_place(self.computations, instruction)
+            and not self.is_in_place(computation, instruction)
         ]
+
+    def largest_results(self, count: int) -> list[Instruction]:
+        """Return the executed instructions with the largest results in main memory."""
+        anew = [i for c, i in self.instructions() if not self.is_in_place(c, i)]
+        return sorted(anew, key=lambda i: -i.result_bytes)[:count]
 
     def collectives(self) -> list[Instruction]:
         """Return the executed instructions that send something to other devices."""
         return [i for _, i in self.instructions() if i.opcode.removesuffix("-start") in COLLECTIVES]
 
     def sent(self, trips: int) -> list[Sent]:
-        """Return what a run sends, the most bytes first.
+        """Return the collectives of a run by kind and size, the most bytes first.
 
         trips: how often loops run that do not say it. A collective that runs beside other work is
         spread over fusions; it counts once.
         """
-        found = {}
+        by_channel = {}
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():
                 kind = instruction.opcode.removesuffix("-start")
-                runs = self._times(name, trips)
-                if kind in COLLECTIVES and runs:
-                    key = instruction.channel or instruction.name
-                    size = sum(array.num_bytes for array in instruction.results)
-                    found.setdefault(key, Sent(kind, runs, size))
+                runs = self._runs_of(name, trips) if kind in COLLECTIVES else 0
+                if runs:
+                    channel = instruction.channel or instruction.name
+                    by_channel.setdefault(channel, Sent(kind, runs, _num_bytes(instruction)))
+
         counts: collections.Counter[tuple[str, int]] = collections.Counter()
-        for each in found.values():
+        for each in by_channel.values():
             counts[each.kind, each.num_bytes] += each.times
         merged = [Sent(kind, times, size) for (kind, size), times in counts.items()]
         return sorted(merged, key=lambda each: -each.in_all)
 
-    def _times(self, name: str, trips: int) -> int:
+    def _runs_of(self, name: str, trips: int) -> int:
         """Return how often a computation runs, by itself or within a fusion; 0 if never."""
         if name in self.executed:
             return self.executed[name].times(trips)
-        return max(
-            (self._times(caller, trips) for caller in self._callers.get(name, ())), default=0
-        )
+        callers = self._callers.get(name, ())
+        return max((self._runs_of(caller, trips) for caller in callers), default=0)
 
     @functools.cached_property
     def _callers(self) -> dict[str, set[str]]:
         """Fused computation -> the computations whose instructions call it."""
-        found: dict[str, set[str]] = {}
+        callers: dict[str, set[str]] = {}
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():
                 if instruction.calls:
-                    found.setdefault(instruction.calls, set()).add(name)
-        return found
+                    callers.setdefault(instruction.calls, set()).add(name)
+        return callers
 
-    def largest_results(self, count: int) -> list[Instruction]:
-        """Return the executed instructions with the largest results in main memory."""
-        found = [i for _, i in self.instructions() if not is_in_place(self.computations, i)]
-        return sorted(found, key=lambda i: -i.result_bytes)[:count]
+
+def _num_bytes(instruction: Instruction) -> int:
+    """Return the bytes of its results, wherever they lie."""
+    return sum(array.num_bytes for array in instruction.results)

@@ -1,10 +1,10 @@
-"""The text of a compiled program, read: computations, their instructions, the arrays these make."""
+"""Parse the text of a compiled program: computations, instructions, and the arrays they make."""
 
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
-from collections.abc import Iterator
 
 # Names without work of their own: their operands' memory under another name.
 _ALIASES = {
@@ -22,7 +22,7 @@ _ALIASES = {
 }
 CONTROL = {"call", "conditional", "while"}  # what they run is counted in its own place
 _ENDS = ("-done", "-update")  # of an operation that was counted when it started
-_BITS = {"pred": 8, "bf16": 16, "f8e4m3fn": 8, "f8e5m2": 8}
+_BITS = {"f8e4m3fn": 8, "f8e5m2": 8}  # other names end in their bits
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
@@ -36,6 +36,7 @@ _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
+_WHOLE = re.compile(r"-?\d{1,18}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,12 +53,9 @@ class ArrayShape:
 
     @property
     def num_bytes(self) -> int:
-        """Its size."""
+        """Its size; a truth value takes a byte."""
         bits = _BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype) or 8)
-        size = 1
-        for dim in self.dims:
-            size *= dim
-        return size * bits // 8
+        return math.prod(self.dims) * bits // 8
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -72,11 +70,14 @@ class ArrayShape:
 class Instruction:
     """One line of a computation.
 
-    operands: names, in the same computation. calls: the fused computation of a fusion.
-    number: which one it is, for a parameter; the value, for a whole constant.
-    cycles: the compiler's estimate, where it gives one. source: the path of named scopes.
-    channel: of a collective; the parts of one that runs beside other work share it.
-    trips: of a loop, where the compiler says it.
+    operands: names, in the same computation.
+    runs: the computations that control flow runs; condition: that of a loop.
+    calls: the fused computation of a fusion.
+    cycles: the compiler's estimate; 0 where it gives none.
+    source: the path of named scopes.
+    number: the index of a parameter, the value of a whole constant.
+    channel: of a collective; its parts share it where it runs beside other work.
+    trips: of a loop; None where the compiler does not say it.
     """
 
     name: str
@@ -128,8 +129,24 @@ class Computation:
 
 def parse(text: str) -> tuple[dict[str, Computation], str]:
     """Return the computations of a module by name, and the name of its entry."""
-    entry = next(name for name, is_entry in _headers(text) if is_entry)
-    return dict(_computations(text)), entry
+    computations: dict[str, Computation] = {}
+    entry, current = "", None
+
+    for line in text.splitlines():
+        instruction = _INSTRUCTION.match(line) if current else None
+        if instruction:
+            name = instruction[2]
+            current.instructions[name] = _instruction(name, instruction[3], bool(instruction[1]))
+
+        # Only headers and closing braces stand at the margin, and tables of source lines.
+        elif not line.startswith((" ", "HloModule")):
+            header = _COMPUTATION.match(line)
+            current = Computation(header[2], {}) if header else None
+            if current:
+                computations[current.name] = current
+                entry = current.name if header[1] else entry
+
+    return computations, entry
 
 
 def short_source(source: str) -> str:
@@ -141,52 +158,36 @@ def short_source(source: str) -> str:
     return "/".join(parts[:-1] or parts)
 
 
-def _headers(text: str) -> Iterator[tuple[str, bool]]:
-    for line in text.splitlines():
-        header = _COMPUTATION.match(line)
-        if header and not line.startswith(("HloModule", " ")):
-            yield header[2], bool(header[1])
-
-
-def _computations(text: str) -> Iterator[tuple[str, Computation]]:
-    name, body = None, {}
-    for line in text.splitlines():
-        if line.startswith("}") and name is not None:
-            yield name, Computation(name, body)
-            name = None
-        elif not line.startswith(" "):
-            header = _COMPUTATION.match(line)
-            if header and not line.startswith("HloModule"):
-                name, body = header[2], {}
-        elif name is not None:
-            found = _INSTRUCTION.match(line)
-            if found:
-                body[found[2]] = _instruction(found[2], found[3], bool(found[1]))
-
-
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
     shapes, rest = _split_shapes(text)
     opcode, _, after = rest.partition("(")
+    opcode = opcode.strip()
     arguments = after[: _closing(after)]
-    branches = _BRANCHES.search(after)
-    listed = _OPERAND.findall(branches[1]) if branches else []
-    patterns = (_CALLS, _CYCLES, _SOURCE, _CONDITION)
-    calls, cycles, source, condition = (pattern.search(after) for pattern in patterns)
-    channel, trips = _CHANNEL.search(after), _TRIPS.search(after)
+
+    def attribute(pattern: re.Pattern) -> str | None:
+        match = pattern.search(after)
+        return match[1] if match else None
+
+    def number(pattern: re.Pattern) -> int | None:
+        digits = attribute(pattern)
+        return None if digits is None else int(digits)
+
+    # A conditional lists its branches by themselves, or names the two of a truth value.
+    branches = _OPERAND.findall(attribute(_BRANCHES) or "")
     return Instruction(
         name=name,
-        opcode=opcode.strip(),
-        results=_own_results(opcode.strip(), [_array(m) for m in _ARRAY.finditer(shapes)]),
+        opcode=opcode,
+        results=_own_results(opcode, [_array(match) for match in _ARRAY.finditer(shapes)]),
         operands=tuple(_OPERAND.findall(arguments)),
-        runs=tuple(_RUNS.findall(after)) + tuple(listed),
-        condition=condition[1] if condition else None,
-        calls=calls[1] if calls else None,
-        cycles=int(cycles[1]) if cycles else 0,
-        source=source[1].replace("\\'", "'") if source else "",
+        runs=(*_RUNS.findall(after), *branches),
+        condition=attribute(_CONDITION),
+        calls=attribute(_CALLS),
+        cycles=number(_CYCLES) or 0,
+        source=(attribute(_SOURCE) or "").replace("\\'", "'"),
         is_root=is_root,
-        number=int(arguments) if re.fullmatch(r"-?\d{1,18}", arguments) else None,
-        channel=int(channel[1]) if channel else None,
-        trips=int(trips[1]) if trips else None,
+        number=int(arguments) if _WHOLE.fullmatch(arguments) else None,
+        channel=number(_CHANNEL),
+        trips=number(_TRIPS),
     )
 
 

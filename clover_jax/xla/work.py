@@ -1,7 +1,8 @@
-"""What a function must read and multiply at least, counted in its traced program.
+"""Count the work of a traced program: bytes of weights that it must read, and its products.
 
 Every product with a weight reads that weight: a matrix used by five draft levels is read five
-times, since none fits a cache. Looking up rows (embeddings) costs next to nothing and is left out.
+times, as if none fitted a cache. Looking up rows (embeddings) costs next to nothing and is left
+out.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from jax.extend import core
 
 from clover_jax.array_types import Params
 
-# What only rearranges or cuts out: the product that uses the result reads that much of the weight.
+# These only rearrange or cut out: the product that uses the result reads that much of the weight.
 _REARRANGING = {
     "broadcast_in_dim",
     "convert_element_type",
@@ -52,18 +53,28 @@ def count_work(function: Callable[..., Any], weights: Params, *arguments: Any) -
     return _visit(closed.jaxpr, sizes + [0] * others)[0]
 
 
-def _visit(jaxpr: Any, sizes: list[int]) -> tuple[Work, list[int]]:
+def count_flops(function: Callable[..., Any], *arguments: Any, loop_trips: int = 1) -> float:
+    """Return the operations of all matrix products of a function; a product and a sum are two.
+
+    arguments: ShapeDtypeStructs. loop_trips: how often loops run whose count is data.
+    """
+    return _flops(jax.make_jaxpr(function)(*arguments).jaxpr, loop_trips)
+
+
+def _visit(jaxpr: core.Jaxpr, sizes: list[int]) -> tuple[Work, list[int]]:
     """Return the work, and of each result how many bytes its entries have at rest.
 
-    sizes: the same of each argument; 0 for what is no (part of a) weight. Widening a weight for a
-    product does not make it larger at rest.
+    sizes: the same of each argument; 0 for one that is no (part of a) weight. Widening a weight for
+    a product does not make it larger at rest.
     """
     at_rest = dict(zip(jaxpr.invars, sizes, strict=True))
     total = Work()
+
     for equation in jaxpr.eqns:
         given = [_size_of(operand, at_rest) for operand in equation.invars]
         name = equation.primitive.name
         results = [0] * len(equation.outvars)
+
         if name == "dot_general":
             total = total.plus(_product(equation, given))
         elif name in _REARRANGING:
@@ -74,12 +85,14 @@ def _visit(jaxpr: Any, sizes: list[int]) -> tuple[Work, list[int]]:
         elif name == "cond":  # the operand in front says which branch
             branches = [_visit(b.jaxpr, given[1:])[0] for b in equation.params["branches"]]
             total = total.plus(max(branches, key=lambda work: work.weight_bytes))
-        elif name != "while":  # attention over the cache, without weights; chunks, uncounted
-            inner = _called(equation)
+        elif name != "while":  # attention over the cache: chunks, without weights
+            inner = next(iter(_inner(equation)), None)
             if inner is not None and len(inner.invars) == len(given):
                 work, results = _visit(inner, given)
                 total = total.plus(work)
+
         at_rest.update(zip(equation.outvars, results, strict=True))
+
     return total, [_size_of(var, at_rest) for var in jaxpr.outvars]
 
 
@@ -87,17 +100,40 @@ def _size_of(operand: Any, at_rest: dict[Any, int]) -> int:
     return 0 if isinstance(operand, core.Literal) else at_rest.get(operand, 0)
 
 
-def _called(equation: Any) -> Any:
-    """Return the program that an equation calls, such as a jitted function's; None if it is one."""
-    inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    return getattr(inner, "jaxpr", inner)
-
-
-def _product(equation: Any, sizes: list[int]) -> Work:
+def _product(equation: core.JaxprEqn, sizes: list[int]) -> Work:
     if not any(sizes):
         return Work()
-    operands = [var.aval for var in equation.invars]
-    contracted = equation.params["dimension_numbers"][0][0]
-    inner = math.prod(operands[0].shape[axis] for axis in contracted)
-    read = sum(size * aval.size for size, aval in zip(sizes, operands, strict=True))
-    return Work(read, 2.0 * math.prod(equation.outvars[0].aval.shape) * inner)
+    operands = [operand.aval.size for operand in equation.invars]
+    read = sum(size * entries for size, entries in zip(sizes, operands, strict=True))
+    return Work(read, _product_flops(equation))
+
+
+def _flops(jaxpr: core.Jaxpr, loop_trips: int) -> float:
+    total = 0.0
+    for equation in jaxpr.eqns:
+        name = equation.primitive.name
+        inner = [_flops(program, loop_trips) for program in _inner(equation)]
+
+        if name == "dot_general":
+            total += _product_flops(equation)
+        elif name == "cond":  # the branches are ways to do the same
+            total += max(inner)
+        else:
+            times = {"scan": equation.params.get("length"), "while": loop_trips}.get(name, 1)
+            total += times * sum(inner)
+    return total
+
+
+def _inner(equation: core.JaxprEqn) -> list[core.Jaxpr]:
+    """Return the programs that an equation calls, such as a jitted function's; most call none."""
+    values = equation.params.values()
+    listed = [item for v in values for item in (v if isinstance(v, tuple) else (v,))]
+    # In jax 0.12 one class is both, so a closed one must not be counted as open again.
+    programs = [v for v in listed if isinstance(v, core.ClosedJaxpr | core.Jaxpr)]
+    return [v.jaxpr if isinstance(v, core.ClosedJaxpr) else v for v in programs]
+
+
+def _product_flops(equation: core.JaxprEqn) -> float:
+    (contracted, _), _ = equation.params["dimension_numbers"]
+    inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
+    return 2.0 * math.prod(equation.outvars[0].aval.shape) * inner

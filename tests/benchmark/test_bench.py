@@ -72,7 +72,7 @@ def test_the_context_is_what_a_short_base_leaves_beside_the_rounds(command, monk
         base = dataclasses.replace(loaded.base, max_position_embeddings=400)
         return dataclasses.replace(loaded, base=base)
 
-    monkeypatch.setattr("clover_jax.benchmark.measured_report.load_subject", short)
+    monkeypatch.setattr("clover_jax.benchmark.measured.load_subject", short)
     status, lines, error = command(BASE[0], "--rounds=3", "--tree=chain:1")
     assert (status, error) == (0, "")
     # Three rounds, as many to warm up and one to spare, of 8 steps of 2 tokens each.

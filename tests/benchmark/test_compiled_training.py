@@ -12,13 +12,13 @@ import pytest
 from jax.experimental import topologies
 
 from clover_jax import cli, train
-from clover_jax.benchmark import compiled_training as compiled
-from clover_jax.benchmark import dry_run
+from clover_jax.benchmark import compiled_training, dry_run
 from clover_jax.benchmark.compiled_training import compile_training_step
 from clover_jax.benchmark.step_shapes import step_shapes
 from clover_jax.errors import UserError
 from clover_jax.sharding.meshes import MeshShape
 from clover_jax.training.settings import TrainSettings
+from clover_jax.xla.hlo import Program
 from clover_jax.xla.targets import parse_target
 from tests.conftest import REPOSITORY
 
@@ -35,10 +35,10 @@ ALL_LOGITS = SMALL.batch_size * SMALL.seq_len * 8192  # B x S x V
 
 
 def compile_small(target=TARGET, **changes):
-    """Let this machine's compiler stand for the target's."""
+    """Let this machine's compiler stand for the target's; return the figures and the text."""
     step = step_shapes(dataclasses.replace(SMALL, **changes), jnp.dtype("float32"))
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(compiled, "find_devices", lambda target, count: jax.devices())
+        patched.setattr(compiled_training, "find_devices", lambda target, count: jax.devices())
         return compile_training_step(step, MeshShape(), target)
 
 
@@ -48,19 +48,20 @@ def small():
 
 
 def test_no_array_has_the_logits_of_all_positions(small):
-    assert largest_over_vocabulary(small.text) == 32 * 8192
-    assert small.figures.temporaries < 4 * SMALL.num_positions * ALL_LOGITS
+    compiled, text = small
+    assert largest_over_vocabulary(text) == 32 * 8192
+    assert compiled.temporaries < 4 * SMALL.num_positions * ALL_LOGITS
 
 
 def test_without_chunks_the_logits_of_all_positions_would_be_found():
-    found = compile_small(loss_chunk=SMALL.batch_size * SMALL.seq_len)
-    assert largest_over_vocabulary(found.text) >= ALL_LOGITS
-    assert found.figures.temporaries > 4 * SMALL.num_positions * ALL_LOGITS
+    compiled, text = compile_small(loss_chunk=SMALL.batch_size * SMALL.seq_len)
+    assert largest_over_vocabulary(text) >= ALL_LOGITS
+    assert compiled.temporaries > 4 * SMALL.num_positions * ALL_LOGITS
 
 
 def largest_over_vocabulary(text):
     """Return the entries of the largest array of logits in a program, the base's matrices aside."""
-    program = compiled.Program(text)
+    program = Program(text)
     sizes = [
         array.num_bytes // 4
         for computation in program.computations.values()
@@ -72,18 +73,21 @@ def largest_over_vocabulary(text):
 
 
 def test_figures_add_up_to_what_a_device_holds(small):
-    kept = sum(small.figures.arguments.values()) + small.figures.temporaries
-    assert small.figures.resident == pytest.approx(kept, rel=0.01)
-    assert set(small.figures.arguments) == {"base", "draft", "optimiser", "batch"}
-    assert small.figures.sent == []
-    assert small.figures.largest_gather == 0
+    compiled, _ = small
+    kept = sum(compiled.arguments.values()) + compiled.temporaries
+    assert compiled.resident == pytest.approx(kept, rel=0.01)
+    assert set(compiled.arguments) == {"base", "draft", "optimiser", "batch"}
+    assert compiled.sent == []
+    assert compiled.largest_gather == 0
 
 
 def test_a_step_in_parts_needs_less_memory():
     changes = {"drafter": "medusa", "num_augmenting_layers": None, "base": "shape:64x1x128"}
     changes |= {"batch_size": 8, "loss_chunk": 8}
-    whole, parts = (compile_small(**changes, gradient_accumulation_steps=n) for n in (1, 4))
-    assert parts.figures.temporaries < 0.5 * whole.figures.temporaries
+    (whole, _), (parts, _) = (
+        compile_small(**changes, gradient_accumulation_steps=n) for n in (1, 4)
+    )
+    assert parts.temporaries < 0.5 * whole.temporaries
 
 
 # Prints the figures of a step on eight devices, for settings given as JSON.
@@ -92,16 +96,16 @@ import json, sys
 import jax, jax.numpy as jnp
 from clover_jax.xla.targets import parse_target
 from clover_jax.sharding.meshes import MeshShape
-from clover_jax.benchmark import compiled_training as compiled
+from clover_jax.benchmark import compiled_training
 from clover_jax.training.settings import TrainSettings
 from clover_jax.benchmark.step_shapes import step_shapes
 
-compiled.find_devices = lambda target, count: jax.devices()
+compiled_training.find_devices = lambda target, count: jax.devices()
 step = step_shapes(TrainSettings.from_dict(json.loads(sys.argv[1])), jnp.dtype("float32"))
-found = compiled.compile_training_step(
+compiled, _ = compiled_training.compile_training_step(
     step, MeshShape(fsdp=4, tensor=2), parse_target("tpu-v5e:4x4")
 )
-print(json.dumps(found.figures.to_row()))
+print(json.dumps(compiled.to_row()))
 """
 
 
@@ -126,15 +130,15 @@ def test_what_the_compiler_says_is_too_large_is_one_line(monkeypatch):
         def trace(self, *arguments):
             raise jax.errors.JaxRuntimeError(FULL)
 
-    monkeypatch.setattr(compiled, "make_train_step", lambda config: Refusing())
+    monkeypatch.setattr(compiled_training, "make_train_step", lambda config: Refusing())
     with pytest.raises(UserError, match=r"does not fit .*v5e:4x4: .* 20\.1G of 15\.75G, by the"):
         compile_small()
 
 
 def test_a_device_that_is_too_small_is_refused_by_the_compilers_figures(small):
-    found = dataclasses.replace(small.figures, device_memory=1e6)
+    compiled = dataclasses.replace(small[0], device_memory=1e6)
     with pytest.raises(UserError, match=r"would need 0\.\d\d GB of 0\.00 GB; give more devices"):
-        found.check_memory()
+        compiled.check_memory()
 
 
 FLAGS = ["--dry_run", "--base=shape:64x1x128", "--seq_len=16", "--mesh=fsdp=1"]
@@ -154,7 +158,7 @@ def test_the_command_says_what_to_install_where_there_is_no_compiler(capsys, mon
 
 
 def test_the_command_prints_what_the_compiler_says(capsys, monkeypatch, tmp_path):
-    monkeypatch.setattr(compiled, "find_devices", lambda target, count: jax.devices())
+    monkeypatch.setattr(compiled_training, "find_devices", lambda target, count: jax.devices())
     program = tmp_path / "step.txt"
     flags = [*FLAGS, "--target=tpu-v5e:4x4", f"--program={program}", "--drafter=medusa"]
     assert cli.run(train.main, train.define_flags, flags) == 0

@@ -11,8 +11,8 @@ from clover_jax.benchmark.dry_run import dry_run
 from clover_jax.errors import UserError
 from clover_jax.sharding.meshes import MeshShape
 from clover_jax.training.settings import TrainSettings
-from clover_jax.xla.flops import count_flops
 from clover_jax.xla.targets import parse_target
+from clover_jax.xla.work import count_flops
 
 EIGHT = TrainSettings(base="shape:llama3-8b", steps=100, batch_size=16, seq_len=2048)
 

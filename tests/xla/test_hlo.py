@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.xla.hlo import Program, Sent
-from clover_jax.xla.hlo_parts import part_of, sum_by_part
 from clover_jax.xla.hlo_text import short_source
-from clover_jax.xla.program_figures import cache_turns
+from clover_jax.xla.program_costs import cache_turns, part_of, sum_by_part
 
 # What matters of a program for TPU: S(1) is fast memory, a fusion's inside is never stored.
 TPU = """HloModule jit_step, is_scheduled=true

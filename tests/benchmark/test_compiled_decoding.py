@@ -1,16 +1,18 @@
 """What compilers make of a whole step; those of absent hardware must be installed."""
 
+import errno
 import importlib.util
 import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.benchmark import compiled
+from clover_jax.benchmark import compiled_decoding
 from clover_jax.errors import UserError
 from clover_jax.loading.subject import shape_subject
 from clover_jax.xla.targets import CHIPS, Target
@@ -28,33 +30,33 @@ def is_installed(module):
 
 
 def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
-    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices()[:1])
+    monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices()[:1])
     subject = shape_subject("shape:64x1x96", "none", None, jnp.dtype("float32"))
     with jax.default_matmul_precision("default"):
-        _, text = compiled.compile_step(subject, HERE, None, batch=1, context=10)
+        _, text = compiled_decoding.compile_step(subject, HERE, None, batch=1, context=10)
     products = [line for line in text.splitlines() if " dot(" in line]
     assert products
     assert all("operand_precision={highest,highest}" in line for line in products)
 
 
 def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
-    monkeypatch.setattr(compiled, "find_devices", lambda target: jax.devices() * 4)
+    monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices() * 4)
     subject = shape_subject("shape:64x1x96", "none", None, jnp.dtype("float32"))
     with pytest.raises(UserError, match=r"--mesh=fsdp=-1: fsdp=4 is for training; .* tensor"):
-        compiled.compile_step(subject, HERE, "fsdp=-1", batch=4, context=10)
+        compiled_decoding.compile_step(subject, HERE, "fsdp=-1", batch=4, context=10)
 
 
 # Prints the report of a batch on a mesh of these devices, its words first.
 ON_A_MESH = """
 import sys, jax
-from clover_jax.benchmark import compiled, compiled_report
+from clover_jax.benchmark import compiled_decoding
 from clover_jax.xla.targets import CHIPS, Target
 from clover_jax.storage.jsonl import to_json
 
-compiled.find_devices = lambda target: jax.devices()
+compiled_decoding.find_devices = lambda target: jax.devices()
 models = {"base": "shape:64x1x96", "draft": "none", "tree": None, "dtype": "float32"}
 batch, mesh = sys.argv[1:]
-found = compiled_report.compile_and_describe(
+found = compiled_decoding.compile_and_describe(
     Target("here", "cpu", CHIPS["v6e"], "4"), **models, mesh=mesh, batch=int(batch), context=10
 )
 print(to_json(found))
@@ -71,6 +73,53 @@ def test_every_device_of_a_mesh_has_a_whole_row(run_python):
     assert (split["batch_size"], split["rows"], alone["rows"]) == (1, 4, 1)
     same = ("floor_seconds", "floor_bytes", "cache_bytes", "weight_bytes")
     assert [split[name] for name in same] == [alone[name] for name in same]
+
+
+@pytest.fixture
+def compile_tiny(monkeypatch):
+    """Compile a small step for this machine, its program's text to the file given."""
+    monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices()[:1])
+
+    def run(program):
+        return compiled_decoding.compile_and_describe(
+            Target("here", "cpu", CHIPS["v6e"], "1"),
+            base="shape:64x1x96",
+            draft="none",
+            tree=None,
+            dtype="float32",
+            mesh=None,
+            batch=1,
+            context=10,
+            program=str(program),
+        )
+
+    return run
+
+
+@pytest.mark.parametrize("where", ["missing/step.hlo", ""])
+def test_a_program_that_cannot_be_written_is_found_out_before_compiling(
+    where, compile_tiny, tmp_path, monkeypatch
+):
+    monkeypatch.setattr(compiled_decoding, "compile_step", lambda *_: pytest.fail("compiled"))
+    with pytest.raises(UserError, match="--program=.* must be a file in a folder that exists"):
+        compile_tiny(tmp_path / where)
+
+
+def test_the_report_is_there_where_the_disk_refuses_the_program(
+    compile_tiny, tmp_path, capsys, monkeypatch
+):
+    def full(path, text):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", full)
+    with pytest.raises(OSError, match="No space left"):
+        compile_tiny(tmp_path / "step.hlo")
+    assert "bytes moved" in capsys.readouterr().out
+
+
+def test_the_program_is_written(compile_tiny, tmp_path):
+    compile_tiny(tmp_path / "step.hlo")
+    assert (tmp_path / "step.hlo").read_text().startswith("HloModule")
 
 
 @pytest.mark.aot

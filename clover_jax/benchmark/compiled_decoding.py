@@ -1,0 +1,290 @@
+"""`bench --target`: compile the decode step for hardware that is not here and read the program."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import PyTree
+from clover_jax.decoding.compiler_options import options_for
+from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
+from clover_jax.errors import UserError
+from clover_jax.loading.subject import (
+    Subject,
+    cache_size,
+    fitting_context,
+    shape_subject,
+    state_shapes,
+)
+from clover_jax.runtime.dtypes import exact_matmuls
+from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.versions import versions
+from clover_jax.sharding.device_bytes import bytes_per_device
+from clover_jax.sharding.meshes import MeshShape, make_mesh, parse_mesh
+from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings
+from clover_jax.storage.files import place_for
+from clover_jax.xla import program_costs
+from clover_jax.xla.buffers import compile_with_buffers
+from clover_jax.xla.hlo import Program
+from clover_jax.xla.targets import Chip, Target, find_devices
+from clover_jax.xla.work import count_work
+
+GIGA = 1e9
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledStep:
+    """What the compiler says of one step; bytes and seconds are those of one device.
+
+    rows: of the batch, all devices together; as many on each, as in the engine.
+    temporary_bytes: allocated by the compiler; temporary_value_bytes: of that, covered by values
+        (see buffers.py).
+    floor_bytes: weights that products read, once for each product, and the live part of the caches.
+    moved_bytes: read and written in main memory by the instructions of the program; loops over
+        the cache count as often as they run. A prefetch counts once.
+    counted_bytes: the compiler's own "bytes accessed" (prefetches twice, loops once); None where
+        it gives none.
+    estimated_seconds: sum of its cycle estimates at the chip's clock; None where it gives none.
+    moved_by_part, seconds_by_part: the same two by stage of the step; the head's work is absorb
+        and draft together.
+    draft_floor_bytes: of these two stages; 0 without a head.
+    cache_copies, weight_copies: instructions that write a whole cache or a whole weight anew.
+    """
+
+    target: str
+    devices: int
+    rows: int
+    compile_seconds: float
+    argument_bytes: int
+    output_bytes: int
+    aliased_bytes: int
+    temporary_bytes: int
+    temporary_value_bytes: int
+    weight_bytes: int
+    cache_bytes: int
+    floor_bytes: float
+    floor_seconds: float
+    moved_bytes: float
+    counted_bytes: float | None
+    estimated_seconds: float | None
+    moved_by_part: dict[str, float]
+    seconds_by_part: dict[str, float] | None
+    draft_floor_bytes: float
+    cache_copies: list[str]
+    weight_copies: list[str]
+    collectives: list[str]
+    costly: list[str]
+    largest: list[str]
+
+    @property
+    def moved_over_floor(self) -> float:
+        """Bytes moved, in floors."""
+        return self.moved_bytes / self.floor_bytes
+
+    @property
+    def counted_over_floor(self) -> float | None:
+        """The compiler's count, in floors."""
+        return None if self.counted_bytes is None else self.counted_bytes / self.floor_bytes
+
+    def lines(self, chip: Chip) -> list[str]:
+        """Return the figures for a reader."""
+        resident = (
+            self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
+        )
+        temporaries = self.temporary_bytes / self.weight_bytes
+        values = self.temporary_value_bytes / self.weight_bytes
+
+        # Some compilers give neither a count of their own nor an estimate.
+        counted, estimate = self.counted_over_floor, self.estimated_seconds
+        count = "" if counted is None else f" (the compiler counts {counted:.2f} x)"
+        estimated = "" if estimate is None else f"; the compiler estimates {1e3 * estimate:.2f} ms"
+        return [
+            f"{self.target}, {self.devices} x {chip.name}: compiled in "
+            f"{self.compile_seconds:.0f} s",
+            f"memory a device: {resident / GIGA:.2f} of {chip.memory / GIGA:.0f} GB (weights "
+            f"{self.weight_bytes / GIGA:.2f}, caches {self.cache_bytes / GIGA:.2f}, temporaries "
+            f"{self.temporary_bytes / GIGA:.3f} or {temporaries:.1%} of the weights, their values "
+            f"{values:.2%})",
+            f"bytes moved: {self.moved_bytes / GIGA:.2f} GB, {self.moved_over_floor:.2f} x the "
+            f"floor of {self.floor_bytes / GIGA:.2f} GB{count}",
+            f"floor {1e3 * self.floor_seconds:.2f} ms by the data sheet{estimated}",
+            *self._lines_by_part(),
+            *program_costs.titled_lines(
+                {
+                    "copies of a cache": self.cache_copies,
+                    "copies of a weight": self.weight_copies,
+                    "collectives": self.collectives,
+                    "most above the floor": self.costly,
+                    "largest results": self.largest,
+                }
+            ),
+        ]
+
+    def _lines_by_part(self) -> list[str]:
+        """Return bytes and estimate by stage, and the head's bytes against their floor."""
+        seconds = self.seconds_by_part or {}
+        parts = ", ".join(
+            f"{part} {moved / GIGA:.2f} GB"
+            + (f" and {1e3 * seconds[part]:.2f} ms" if part in seconds else "")
+            for part, moved in self.moved_by_part.items()
+        )
+        if not self.draft_floor_bytes:
+            return [f"by part: {parts}"]
+
+        head = sum(self.moved_by_part.get(part, 0.0) for part in ("absorb", "draft"))
+        return [
+            f"by part: {parts}",
+            f"the head (absorb and draft): {head / GIGA:.2f} GB, "
+            f"{head / self.draft_floor_bytes:.2f} x its floor of "
+            f"{self.draft_floor_bytes / GIGA:.2f} GB",
+        ]
+
+    def to_row(self) -> dict[str, Any]:
+        """Return the figures as JSON."""
+        counted = self.counted_over_floor
+        return dataclasses.asdict(self) | {
+            "moved_over_floor": round(self.moved_over_floor, 3),
+            "counted_over_floor": counted and round(counted, 3),
+            "temporaries_over_weights": round(self.temporary_bytes / self.weight_bytes, 4),
+        }
+
+
+def compile_and_describe(
+    target: Target,
+    *,
+    base: str,
+    draft: str,
+    tree: str | None,
+    dtype: str,
+    int8: Sequence[str] = (),
+    mesh: str | None,
+    batch: int,
+    context: int | None,
+    program: str | None = None,
+) -> dict[str, Any]:
+    """Compile the step, print the figures, return them as JSON values.
+
+    context: None takes what fits, see `fitting_context`.
+    program: a file for the compiled program's text.
+    Raises UserError as `compile_step` does, and before compiling where there is no such folder.
+    """
+    path = None if program is None else place_for(program, "--program")
+    subject = shape_subject(base, draft, tree, jnp.dtype(dtype), int8)
+    context = context or fitting_context(subject, room=0)
+    with passing_note(f"compiling for {target.name}"):
+        step, text = compile_step(subject, target, mesh, batch, context)
+
+    if step.rows != batch:
+        print(f"--batch_size={batch} is made {step.rows} rows, so that each device has as many")
+    print("\n".join(step.lines(target.chip)))
+    # The report is printed by now, even if the disk refuses the program.
+    if path is not None:
+        path.write_text(text)
+
+    settings = {
+        "base": base,
+        "draft": draft,
+        "tree": subject.tree.name,
+        "dtype": dtype,
+        "int8": list(subject.int8),
+        "mesh": mesh,
+        "batch_size": batch,
+        "context": context,
+    }
+    return settings | step.to_row() | {"versions": versions(target.platform)}
+
+
+def compile_step(
+    subject: Subject, target: Target, mesh: str | None, batch: int, context: int
+) -> tuple[CompiledStep, str]:
+    """Compile one step of `batch` rows with `context` committed positions; return also its text.
+
+    batch: made more where the mesh splits rows, until each device has as many.
+    mesh: as `--mesh`; None is one device.
+    Raises UserError where the compiler is missing, or the mesh does not fit or has fsdp.
+    """
+    devices = find_devices(target)
+    shape = MeshShape() if mesh is None else parse_mesh(mesh, len(devices))
+    if shape.fsdp > 1:
+        raise UserError(
+            f"--mesh={mesh}: fsdp={shape.fsdp} is for training; a decode step splits its rows over "
+            "data and its weights over tensor"
+        )
+    device_mesh = make_mesh(shape, devices)
+
+    # The arguments, as the engine lays them out.
+    batch = Placement(device_mesh).whole_rows(batch)
+    size = cache_size(subject, context, room=0)
+    states = state_shapes(subject, batch, size)
+    weight_places = param_shardings(subject.weights, device_mesh)
+    state_places = decode_state_shardings(states, device_mesh)
+    weights = with_shardings(subject.weights, weight_places)
+
+    function = functools.partial(speculate_and_verify, subject.step())
+    step = jax.jit(function, donate_argnums=1)
+    with jax.set_mesh(device_mesh), exact_matmuls(str(subject.dtype)):
+        lowered = step.trace(weights, with_shardings(states, state_places)).lower()
+        compiled = compile_with_buffers(lowered, options_for(target.platform))
+
+    # The least that a device must read: its share of the weights, and the caches' live part.
+    work = count_work(function, weights, states)
+    caches = (states.cache, states.draft_cache)
+    cache_places = (state_places.cache, state_places.draft_cache)
+    cache_bytes = bytes_per_device(caches, cache_places)
+    draft_cache_bytes = bytes_per_device(caches[1], cache_places[1])
+    live = context / size
+    floor_bytes = work.weight_bytes / shape.tensor + live * cache_bytes
+    draft_weight_bytes = _draft_weight_bytes(subject, weights, states) / shape.tensor
+
+    # A program does not say how often it goes through the live part of a cache.
+    text = compiled.program.as_text()
+    program = Program(text)
+    trips = functools.partial(program_costs.cache_turns, program, context)
+    moved = program_costs.moved_by_part(program, trips)
+    estimate = program_costs.estimated_seconds(program, target.chip, trips)
+
+    memory = compiled.program.memory_analysis()
+    return CompiledStep(
+        target=target.name,
+        devices=shape.size,
+        rows=batch,
+        compile_seconds=compiled.seconds,
+        argument_bytes=memory.argument_size_in_bytes,
+        output_bytes=memory.output_size_in_bytes,
+        aliased_bytes=memory.alias_size_in_bytes,
+        temporary_bytes=compiled.temporaries.allocated,
+        temporary_value_bytes=compiled.temporaries.filled,
+        weight_bytes=bytes_per_device(subject.weights, weight_places),
+        cache_bytes=cache_bytes,
+        floor_bytes=floor_bytes,
+        floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
+        moved_bytes=sum(moved.values()),
+        counted_bytes=program_costs.compilers_cost(compiled.program, "bytes accessed"),
+        estimated_seconds=estimate and sum(estimate.values()),
+        moved_by_part=moved,
+        seconds_by_part=estimate,
+        draft_floor_bytes=draft_weight_bytes + live * draft_cache_bytes,
+        cache_copies=program_costs.written_anew(program, caches, cache_places),
+        weight_copies=program_costs.written_anew(program, subject.weights, weight_places),
+        collectives=program_costs.listed(program.collectives()),
+        costly=program_costs.costly(program, target.chip, trips),
+        largest=program_costs.largest(program),
+    ), text
+
+
+def _draft_weight_bytes(subject: Subject, weights: PyTree, states: DecodeState) -> float:
+    """Return the bytes of weights that the head's products read."""
+    if subject.head is None:
+        return 0.0
+
+    def drafting(weights: PyTree, state: DecodeState) -> Any:
+        return absorb_and_draft(subject.step(), weights, state, roots(state))
+
+    return count_work(drafting, weights, states).weight_bytes

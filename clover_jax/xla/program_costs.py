@@ -1,0 +1,159 @@
+"""Sum up a compiled program: bytes and time by part of the step, copies, what costs most.
+
+trips: how often loops run whose count is data; a program does not say.
+"""
+
+from __future__ import annotations
+
+import collections
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import jax
+
+from clover_jax.array_types import PyTree
+from clover_jax.xla.hlo import Program, Trips
+from clover_jax.xla.hlo_text import Computation, Instruction, short_source
+from clover_jax.xla.targets import Chip
+
+STAGES = ("absorb", "draft", "verify", "accept", "commit")  # scopes of a decode step
+OTHER = "other"  # instructions that belong to no part: a few scalars
+TOP = 8  # ops and temporaries that are named
+WORTH_NAMING = 64 * 1024  # bytes; smaller ops are latency
+MEBI = 2**20
+
+
+def sum_by_part(
+    program: Program,
+    value: Callable[[Computation, Instruction], float],
+    parts: Sequence[str] = STAGES,
+) -> dict[str, float]:
+    """Return part -> sum of a value over its executed instructions; parts: names of scopes."""
+    by_computation = {name: part_of(program, name, parts) for name in program.executed}
+    totals: collections.Counter[str] = collections.Counter()
+    for computation, instruction in program.instructions():
+        part = by_computation[computation.name][instruction.name]
+        totals[part] += value(computation, instruction)
+    return {part: totals[part] for part in (*parts, OTHER) if part in totals}
+
+
+def part_of(program: Program, name: str, parts: Sequence[str] = STAGES) -> Mapping[str, str]:
+    """Return instruction -> part for one computation of the program.
+
+    The named scope of an instruction says its part. The compiler adds some without a scope, such as
+    prefetches and the second half of a divided product: they belong to the first part that uses
+    their result.
+    """
+    part_by_name: dict[str, str] = {}
+
+    # Operands come first in the text, so in reverse every user comes before its operands, and the
+    # earliest of several users has the last word.
+    for instruction in reversed(program.computations[name].instructions.values()):
+        part = _scope(instruction, parts) or part_by_name.get(instruction.name, OTHER)
+        part_by_name[instruction.name] = part
+        if part != OTHER:
+            part_by_name |= dict.fromkeys(instruction.operands, part)
+    return part_by_name
+
+
+def _scope(instruction: Instruction, parts: Sequence[str]) -> str | None:
+    """Return the outermost scope that is a part.
+
+    Example: of "while/body/transpose(jvp(head))/dot_general" it is "head".
+    """
+    for scope in short_source(instruction.source).split("/"):
+        name = scope.rpartition("(")[2].rstrip(")")
+        if name in parts:
+            return name
+    return None
+
+
+def moved_by_part(program: Program, trips: Trips) -> dict[str, float]:
+    """Return the bytes that each stage of a decode step reads and writes in main memory."""
+    return sum_by_part(
+        program, lambda where, one: program.moved_bytes(where, one) * program.times(where, trips)
+    )
+
+
+def estimated_seconds(
+    program: Program, chip: Chip, trips: Trips, parts: Sequence[str] = STAGES
+) -> dict[str, float] | None:
+    """Return the compiler's cycle estimates by part of the step; None where it gives none."""
+    cycles = sum_by_part(
+        program, lambda where, one: one.cycles * program.times(where, trips), parts
+    )
+    if not chip.clock or not any(cycles.values()):
+        return None
+    return {part: count / chip.clock for part, count in cycles.items()}
+
+
+def cache_turns(program: Program, context: int, body: str) -> int:
+    """Return how often a loop over a cache of `context` live positions runs, by its body.
+
+    Each part of a step reads by chunks of its own size: the slices of [B, K, S, H] that it cuts.
+    """
+    chunks = [cut.dims[2] for cut in program.slices(body) if len(cut.dims) == 4]
+    return math.ceil(context / max(chunks)) if chunks else 1
+
+
+def compilers_cost(compiled: Any, name: str) -> float | None:
+    """Return one of the compiler's own costs; None where it gives none."""
+    try:
+        costs = compiled.cost_analysis()
+    except Exception:  # not every compiler for absent devices has one
+        return None
+    return None if not costs else costs.get(name)
+
+
+def written_anew(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
+    """Return the instructions whose results have the size of a shard of one of the arrays.
+
+    Small arrays are left out: a bias by heads has the size of many an activation. So are vectors: a
+    quantized lm_head's steps are prefetched whole.
+    """
+    shards = {
+        place.shard_shape(leaf.shape)
+        for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
+        if sum(size > 1 for size in leaf.shape) > 1
+        and leaf.size * leaf.dtype.itemsize >= WORTH_NAMING
+    }
+    return listed(i for shard in sorted(shards) for i in program.made(shard))
+
+
+def listed(instructions: Iterable[Instruction]) -> list[str]:
+    """Return each kind of instruction once, with its count."""
+    counts = collections.Counter(str(instruction) for instruction in instructions)
+    return [f"{count} x {name}" for name, count in counts.most_common()]
+
+
+def titled_lines(groups: Mapping[str, Sequence[str]]) -> list[str]:
+    """Return each title with its items below, for a report."""
+    lines = []
+    for title, items in groups.items():
+        lines.append(f"{title}:" if items else f"{title}: none")
+        lines += [f"  {item}" for item in items]
+    return lines
+
+
+def costly(program: Program, chip: Chip, trips: Trips) -> list[str]:
+    """Return the ops that cost most above the time that their bytes take.
+
+    Where the compiler estimates no cycles, those that write most to memory.
+    """
+    above: collections.Counter[str] = collections.Counter()
+    for computation, instruction in program.instructions():
+        scope = short_source(instruction.source) or instruction.opcode
+        if chip.clock:
+            moved = program.moved_bytes(computation, instruction)
+            seconds = max(instruction.cycles / chip.clock - moved / chip.bandwidth, 0.0)
+        else:
+            seconds = program.written_bytes(computation, instruction) / chip.bandwidth
+        above[f"{instruction.opcode} {scope}"] += seconds * program.times(computation, trips)
+    return [f"{1e6 * seconds:.0f} us {name}" for name, seconds in above.most_common(TOP)]
+
+
+def largest(program: Program) -> list[str]:
+    """Return the largest results in main memory."""
+    results = [i for i in program.largest_results(TOP) if i.result_bytes >= WORTH_NAMING]
+    return [f"{i.result_bytes / MEBI:.1f} MiB {i}" for i in results]
