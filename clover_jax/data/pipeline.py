@@ -25,8 +25,7 @@ from grain.experimental import (
 
 from clover_jax.data.batch import Batch
 from clover_jax.data.chat import Encoded
-from clover_jax.data.pieces import learnable_pieces
-from clover_jax.data.samples import Samples
+from clover_jax.data.samples import Samples, learnable_pieces
 
 # Rows that are packed together: more leave less padding.
 BATCHES_PER_PACK = 4

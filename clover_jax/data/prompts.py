@@ -1,20 +1,21 @@
 """Prompt rows: what a user may write into a prompts file, read and checked before anything runs."""
 
+from __future__ import annotations
+
 import codecs
 import dataclasses
-import gzip
 import hashlib
 import json
+import math
 import os
-import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
-from clover_jax.data.prompt_fields import ROW_FIELDS
-from clover_jax.data.text import is_text
+from clover_jax.data.rows import is_text, open_rows, parse_line, plain_name, shown
 from clover_jax.errors import UserError
 
+_ROLES = ("system", "user", "assistant", "tool")
 _FORMS = ("prompt", "question", "prompt_ids", "messages", "turns")
 
 
@@ -97,12 +98,9 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     Raises as `read_prompts` does for a file that cannot be read at all or holds no rows.
     """
     path = Path(path)
-    try:
-        with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
-            content = file.read().removeprefix(codecs.BOM_UTF8)
-    except (gzip.BadGzipFile, EOFError, zlib.error) as error:
-        raise UserError(f"{path}: not a whole gzip file ({error})") from None
-    if path.suffix == ".json" and content.lstrip().startswith(b"["):
+    with open_rows(path) as file:
+        content = file.read().removeprefix(codecs.BOM_UTF8)
+    if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
         raise UserError(f"{path}: a JSON list; prompts need a .jsonl file, one object a line")
     rows = []
     for number, line in enumerate(content.split(b"\n"), start=1):
@@ -115,7 +113,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
 
 def _read_row(line: bytes, index: int, source: str) -> Prompt | BadPrompt:
     try:
-        return parse_prompt(_parse_line(line, source), index, source)
+        return parse_prompt(parse_line(line, source), index, source)
     except UserError as error:
         return BadPrompt(index, source, str(error))
 
@@ -127,7 +125,7 @@ def parse_prompt(row: Any, index: int, source: str) -> Prompt:
       UserError: naming `source`, what is wrong and what would be right.
     """
     if not isinstance(row, dict):
-        raise UserError(f"{source}: expected an object, found {_shown(row)}")
+        raise UserError(f"{source}: expected an object, found {shown(row)}")
     forms = [form for form in _FORMS if row.get(form) is not None]
     if len(forms) != 1:
         found = " and ".join(forms) if forms else f"only {', '.join(map(repr, row)) or 'nothing'}"
@@ -138,7 +136,7 @@ def parse_prompt(row: Any, index: int, source: str) -> Prompt:
         if value is None:
             continue
         if not field.is_right(value):
-            raise UserError(f"{source}: {key} must be {field.wanted}, not {_shown(value)}")
+            raise UserError(f"{source}: {key} must be {field.wanted}, not {shown(value)}")
         values[field.attribute] = field.convert(value)
     return Prompt(index=index, source=source, **values)
 
@@ -152,23 +150,98 @@ def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
     return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
 
 
-def _parse_line(line: bytes, source: str) -> Any:
-    try:
-        return json.loads(line.decode())
-    except UnicodeDecodeError as error:
-        raise UserError(f"{source}: not UTF-8 text ({error})") from None
-    except RecursionError:
-        raise UserError(f"{source}: not JSON that can be read: it is nested too deeply") from None
-    except ValueError as error:  # bad JSON, or a number of thousands of digits
-        raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
+class RowField(NamedTuple):
+    """One key of a row.
+
+    attribute: of `Prompt`.
+    is_right: whether a JSON value may stand there.
+    wanted: words that follow "must be".
+    convert: from the JSON value to the attribute's.
+    """
+
+    attribute: str
+    is_right: Callable[[Any], bool]
+    wanted: str
+    convert: Callable[[Any], Any]
 
 
-def _shown(value: Any) -> str:
-    shown = json.dumps(value, ensure_ascii=False, default=repr)
-    if not is_text(shown):
-        return f"{_shortened(json.dumps(value, default=repr))}, which holds half a character"
-    return _shortened(shown)
+def _is_whole(value: Any, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _shortened(text: str) -> str:
-    return text if len(text) <= 60 else text[:57] + "..."
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
+    return isinstance(value, list) and len(value) > 0 and all(map(is_right, value))
+
+
+def _is_message(value: Any) -> bool:
+    if not isinstance(value, dict):
+        return False
+    return value.get("role") in _ROLES and is_text(value.get("content"))
+
+
+def _are_messages(value: Any) -> bool:
+    return _is_list(value, _is_message) and value[-1]["role"] != "assistant"
+
+
+def _are_stops(value: Any) -> bool:
+    # An empty list switches the command's own off.
+    return value == [] or _is_list(
+        [value] if is_text(value) else value, lambda stop: is_text(stop) and stop
+    )
+
+
+def _as_messages(value: list) -> tuple[dict[str, str], ...]:
+    return tuple({"role": item["role"], "content": item["content"]} for item in value)
+
+
+def _whole(attribute: str, least: int, remark: str = "") -> RowField:
+    wanted = f"a whole number from {least}{remark}"
+    return RowField(attribute, lambda value: _is_whole(value, least), wanted, int)
+
+
+ROW_FIELDS = {
+    "prompt": RowField("text", is_text, "a string", str),
+    # A question is put to somebody: a conversation of one turn.
+    "question": RowField("turns", is_text, "a string", lambda value: (value,)),
+    "prompt_ids": RowField(
+        "prompt_ids",
+        lambda value: _is_list(value, lambda id_: _is_whole(id_, 0)),
+        "a list of token ids, at least one",
+        tuple,
+    ),
+    "messages": RowField(
+        "messages",
+        _are_messages,
+        f'a list of {{"role": {"|".join(_ROLES)}, "content": text}}, the last not the assistant\'s',
+        _as_messages,
+    ),
+    "turns": RowField(
+        "turns",
+        lambda value: _is_list(value, is_text),
+        "a list of strings, at least one",
+        tuple,
+    ),
+    "seed": _whole("seed", 0),
+    "temperature": RowField(
+        "temperature", lambda value: _is_number(value) and value >= 0, "a number from 0", float
+    ),
+    "top_k": _whole("top_k", 0, " (0: all)"),
+    "top_p": RowField(
+        "top_p",
+        lambda value: _is_number(value) and 0 < value <= 1,
+        "a number above 0 and up to 1",
+        float,
+    ),
+    "max_new_tokens": _whole("max_new_tokens", 1),
+    "stop": RowField(
+        "stop",
+        _are_stops,
+        "a string or a list of strings, none of them empty",
+        lambda value: (value,) if is_text(value) else tuple(value),
+    ),
+    "category": RowField("category", is_text, "a string", str),
+}

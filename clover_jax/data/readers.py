@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import glob
-import gzip
 import io
 import json
-import lzma
-import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -15,11 +12,11 @@ from typing import Any, NamedTuple
 from clover_jax.data.corpus import builtin_documents
 from clover_jax.data.prepared import is_prepared
 from clover_jax.data.records import Record, Text, parse_row, split_by_hash
+from clover_jax.data.rows import open_rows, parse_line, plain_name
 from clover_jax.errors import UserError
 from clover_jax.storage.row_writer import is_row_manifest
 
 BUILTIN = "builtin:python"
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 
 
 class Records(NamedTuple):
@@ -86,10 +83,9 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
-    opener = _OPENERS.get(path.suffix)
-    name = path.stem if opener else path.name
+    name = plain_name(path)
     try:
-        with (opener or open)(path, "rb") as file:
+        with open_rows(path) as file:
             if name.endswith(".jsonl"):
                 yield from _read_jsonl(path, file)
                 return
@@ -100,10 +96,8 @@ def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
                     yield from parse_row(row, f"{path}[{number}]")
                 if rows is not None:
                     return
-    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
-        raise UserError(f"{path}: not a whole {path.suffix} file ({error})") from None
     except UnicodeDecodeError as error:
-        if is_named or name.endswith(".jsonl"):
+        if is_named:
             raise UserError(f"{path}: not UTF-8 text ({error})") from None
         return  # a picture or an archive in a folder of texts
     if text.strip():
@@ -122,13 +116,6 @@ def _json_rows(text: str) -> list[dict[str, Any]] | None:
 
 def _read_jsonl(path: Path, file: io.BufferedIOBase) -> Iterator[Record]:
     for number, line in enumerate(file, start=1):
-        if not line.strip():
-            continue
-        source = f"{path}:{number}"
-        try:
-            row = json.loads(line)
-        except UnicodeDecodeError:
-            raise
-        except ValueError as error:
-            raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
-        yield from parse_row(row, source)
+        if line.strip():
+            source = f"{path}:{number}"
+            yield from parse_row(parse_line(line, source), source)

@@ -8,7 +8,7 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from clover_jax.data.text import is_text
+from clover_jax.data.rows import is_text
 from clover_jax.errors import UserError
 
 HELDOUT_FRACTION = 0.05

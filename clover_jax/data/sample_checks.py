@@ -6,9 +6,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from clover_jax.data.chat import Encoded, after_first_question
-from clover_jax.data.pieces import learnable_pieces
 from clover_jax.data.records import Conversation, Record, Text
-from clover_jax.data.samples import RecordSamples
+from clover_jax.data.samples import RecordSamples, learnable_pieces
 from clover_jax.errors import UserError
 
 DEFAULT_MAX_CUT = 0.05

@@ -1,0 +1,81 @@
+"""What prompt rows and training rows share: files, lines of JSON, and text that UTF-8 can hold."""
+
+from __future__ import annotations
+
+import contextlib
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from clover_jax.errors import UserError
+
+_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def plain_name(path: Path) -> str:
+    """Return a file's name in lower case without the ending of a packed file.
+
+    Example: "Chats.JSONL.gz" is "chats.jsonl".
+    """
+    name = path.name.lower()
+    return name.removesuffix(path.suffix.lower()) if path.suffix.lower() in _OPENERS else name
+
+
+@contextlib.contextmanager
+def open_rows(path: Path) -> Iterator[io.BufferedIOBase]:
+    """Open a file for reading, unpacked where its name ends in .gz or .xz.
+
+    Raises UserError where the packed file is broken, OSError where there is none.
+    """
+    try:
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        kind = {".gz": "gzip", ".xz": "xz"}[path.suffix.lower()]
+        raise UserError(f"{path}: not a whole {kind} file ({error})") from None
+
+
+def parse_line(line: bytes, source: str) -> Any:
+    """Return the JSON value of one line.
+
+    Raises UserError naming `source` for a line that is none.
+    """
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source}: not UTF-8 text ({error})") from None
+    except RecursionError:
+        raise UserError(f"{source}: not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # bad JSON, or a number of thousands of digits
+        raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
+
+
+def is_text(value: Any) -> bool:
+    r"""Return whether a JSON value is a string that UTF-8 can hold.
+
+    Example: "a\ud83d", an emoji that was cut in half, is not.
+    """
+    if not isinstance(value, str):
+        return False
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def shown(value: Any) -> str:
+    """Return a JSON value for a message to the user, in at most 60 characters or so."""
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    if not is_text(text):
+        return f"{_shortened(json.dumps(value, default=repr))}, which holds half a character"
+    return _shortened(text)
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 60 else text[:57] + "..."
