@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import numpy as np
 
+from clover_jax.data.chat_templates import render_template
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, TokenTurns, Turn
 from clover_jax.errors import UserError
 
@@ -93,7 +94,7 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     messages = [{"role": role, "content": content} for role, content in asked]
     if not messages:
         return "", []
-    text = _apply_template(record, tokenizer, messages, False)
+    text = render_template(tokenizer, messages, False, record.source)
     spans: list[Span] = []
     for index, message in enumerate(messages):
         if message["role"] == "assistant":
@@ -123,15 +124,15 @@ class _Answer:
     ):
         self._source, self._number = record.source, number
         self._content = messages[-1]["content"]
-        self.asked = _apply_template(record, tokenizer, messages[:-1], True)
-        self.answered = _apply_template(record, tokenizer, messages, False)
+        self.asked = render_template(tokenizer, messages[:-1], True, record.source)
+        self.answered = render_template(tokenizer, messages, False, record.source)
         if not self.answered.startswith(self.asked):
             self._refuse(
                 f"renders the conversation before answer {number} differently once the answer "
                 "follows, so its tokens cannot be told apart"
             )
         before = self._rest[: self._rest.rfind(self._content.strip())]
-        unasked = _apply_template(record, tokenizer, messages[:-1], False)
+        unasked = render_template(tokenizer, messages[:-1], False, record.source)
         if before.strip() and self.asked == unasked:
             self._refuse(
                 f"has no assistant marker: it puts {before.strip()!r} before answer {number}, but "
@@ -166,22 +167,6 @@ class _Answer:
             f"{self._source}: the base's chat template {reason}; give another --chat_template, or "
             "rows of prompt_ids and output_ids"
         )
-
-
-def _apply_template(
-    record: Conversation,
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    ask: bool,
-) -> str:
-    import jinja2
-
-    try:
-        return tokenizer.apply_chat_template(messages, add_generation_prompt=ask, tokenize=False)
-    except jinja2.TemplateError as error:
-        raise UserError(
-            f"{record.source}: the base's chat template refuses the conversation: {error}"
-        ) from None
 
 
 def _encode_rendered(

@@ -1,19 +1,38 @@
-"""Chat templates for bases that come without one, or with an unsuitable one."""
+"""Chat templates: which one is in use, and the text that it makes of a conversation.
+
+A template is a program that comes with a model, from anybody. A process with limits renders it
+(`template_worker.py`), so it takes neither this process's memory nor its time.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import atexit
+import contextlib
+import functools
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import clover_jax
+from clover_jax.data import template_worker
+from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.data.records import Conversation, Record
+from clover_jax.data.rows import shown
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = Path(clover_jax.__file__).parent / "assets" / "templates"
+_ENDINGS = {
+    -signal.SIGPROF: f"takes more than {template_worker.LIMIT_SECONDS} s of processor time",
+    template_worker.OUT_OF_MEMORY: f"takes more than {template_worker.LIMIT_MEGABYTES} MB",
+}
 
 
 def with_chat_template(
@@ -21,27 +40,67 @@ def with_chat_template(
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer with the named template: a file, or one of `assets/templates`.
 
-    None leaves it as it is. Raises UserError for a template that does not exist.
+    None leaves it as it is.
+    Raises UserError for a template that does not exist, cannot be read, or breaks the limits.
     """
-    if name is None:
-        return tokenizer
-    if tokenizer is None:
-        raise UserError(f"--chat_template={name}: the base has no tokenizer files to use it with")
-    tokenizer.chat_template = _find(name).read_text(encoding="utf-8").strip("\n")
+    if name is not None:
+        if tokenizer is None:
+            raise UserError(
+                f"--chat_template={name}: the base has no tokenizer files to use it with"
+            )
+        tokenizer.chat_template = _find(name).read_text(encoding="utf-8").strip("\n")
+    if tokenizer is not None and tokenizer.chat_template is not None:
+        # A template may refuse this conversation, for want of a system's message perhaps.
+        with contextlib.suppress(_Refusal):
+            trial = [{"role": "user", "content": "Hello"}]
+            render_template(tokenizer, trial, True, f"--chat_template={name}" if name else "--base")
     return tokenizer
 
 
 def template_notice(
-    records: Iterable[Record], tokenizer: PreTrainedTokenizerBase | None
+    rows: Iterable[Record | Prompt | BadPrompt], tokenizer: PreTrainedTokenizerBase | None
 ) -> str | None:
     """Return what to tell a user whose conversations meet a base without a chat template."""
-    count = sum(isinstance(record, Conversation) for record in records)
+    count = sum(
+        isinstance(row, Conversation) or (isinstance(row, Prompt) and row.is_conversation)
+        for row in rows
+    )
     if not count or tokenizer is None or tokenizer.chat_template is not None:
         return None
     return (
         f"the base has no chat template: messages of {count} conversations are joined by newlines, "
         "and nothing says who speaks; --chat_template=FILE gives one"
     )
+
+
+def render_template(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: Sequence[Mapping[str, str]],
+    ask: bool,
+    source: str,
+) -> str:
+    """Return the chat template's text of a conversation.
+
+    messages: with "role" and "content" each.
+    ask: whether the text ends where the assistant's next answer begins.
+    source: where the conversation was found, for messages to the user.
+    Raises UserError for a template or a conversation that cannot be rendered within the limits.
+    """
+    template = tokenizer.chat_template
+    # As transformers: of several templates, the one for conversations without tools.
+    text = template.get("default") if isinstance(template, dict) else template
+    if not isinstance(text, str):
+        raise UserError(
+            f"{source}: the base's chat template must be a text, or several with one named "
+            f"default, not {shown(template)}; give another --chat_template"
+        )
+    request = {
+        "conversations": [list(messages)],
+        "chat_template": text,
+        "add_generation_prompt": ask,
+        **tokenizer.special_tokens_map,
+    }
+    return _renderer().render(request, source)
 
 
 def _find(name: str) -> Path:
@@ -53,3 +112,73 @@ def _find(name: str) -> Path:
             "with this program"
         )
     return path
+
+
+class _Refusal(UserError):
+    """A template does not want this conversation; it may want others."""
+
+
+class _Renderer:
+    """The process that renders: started when it is needed, and again after its limits ended it."""
+
+    def __init__(self):
+        self._process: subprocess.Popen[str] | None = None
+        # Samples are made in a thread while the main one renders prompts.
+        self._lock = threading.Lock()
+        atexit.register(self._stop)
+
+    def render(self, request: Mapping[str, Any], source: str) -> str:
+        """Return the text; raises UserError naming `source`."""
+        with self._lock:
+            line = self._answer(json.dumps(request, default=str))
+            status = None if line else self._stop()
+        if not line:
+            reason = _ENDINGS.get(status, f"ends its process with status {status}")
+            raise UserError(
+                f"{source}: the base's chat template {reason} for one conversation; give another "
+                "--chat_template"
+            )
+        reply = json.loads(line)
+        if "text" in reply:
+            return reply["text"]
+        raise (_Refusal if reply["is_refusal"] else UserError)(
+            f"{source}: the base's chat template refuses the conversation: {reply['error']}"
+        )
+
+    def _answer(self, request: str) -> str:
+        """Return the line that answers a request; "" where the process ended instead."""
+        if self._process is None:
+            self._process = subprocess.Popen(
+                # -P: the folder of the script holds modules of ours, not of the standard library.
+                [sys.executable, "-P", template_worker.__file__],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                text=True,
+                process_group=0,  # Ctrl-C is for this process, which then ends the other
+            )
+        try:
+            self._process.stdin.write(request + "\n")
+            self._process.stdin.flush()
+            return self._process.stdout.readline()
+        except BrokenPipeError:
+            return ""
+        except BaseException:
+            # Interrupted: the answer that is still to come belongs to no later request.
+            self._process.kill()
+            self._stop()
+            raise
+
+    def _stop(self) -> int | None:
+        """Let the process end, and return its status."""
+        process, self._process = self._process, None
+        if process is None:
+            return None
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
+        process.stdout.close()
+        return process.wait()
+
+
+@functools.lru_cache(maxsize=1)
+def _renderer() -> _Renderer:
+    return _Renderer()

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from clover_jax.data.prompt_encoding import encode_prompt, template_notice
+from clover_jax.data.chat_templates import template_notice
+from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash, read_prompts_and_mistakes
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request

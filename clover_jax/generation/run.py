@@ -9,7 +9,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from clover_jax.data.prompt_encoding import template_notice
+from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompts import (
     BadPrompt,
     Prompt,
@@ -72,7 +72,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
                 options.begun,
             )
         prompts = prompts or [shipped_prompt(models.base.directory)]
-        notice = template_notice([p for p in prompts if isinstance(p, Prompt)], models.tokenizer)
+        notice = template_notice(prompts, models.tokenizer)
         notices = (notice, shape_notice(options.base), rounding_notice(options.int8))
         for line in filter(None, notices):
             print(line, file=sys.stderr, flush=True)

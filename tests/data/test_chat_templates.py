@@ -1,13 +1,23 @@
-"""Conversations and a base without a chat template: `train` and `prepare` say so."""
+"""Chat templates: none, one that renders as transformers does, and ones that break the limits."""
 
 import json
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 
 from clover_jax import cli, prepare
+from clover_jax.data.chat_templates import render_template, template_notice, with_chat_template
+from clover_jax.data.prompts import parse_prompt
+from clover_jax.errors import UserError
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import load_parts
+from tests.conftest import REPOSITORY, WARNINGS
 from tests.tiny_folders import save_tiny_base
+from tests.tiny_tokenizers import save_byte_level
 
 NOTICE = "the base has no chat template: messages of 2 conversations are joined by newlines"
 
@@ -35,3 +45,108 @@ def test_prepare_says_it_too(base, data, capsys):
     flags = [f"--base={base}", f"--data={data}", "--seq_len=32", "--preview"]
     assert cli.run(prepare.main, prepare.define_flags, flags) == 0
     assert NOTICE in capsys.readouterr().err
+
+
+def test_only_conversations_without_a_template_are_told_about(tmp_path):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    forms = [{"prompt": "a"}, {"turns": ["a", "b"]}, {"question": "c"}]
+    prompts = [parse_prompt(row, 0, "f") for row in forms]
+    assert NOTICE in template_notice(prompts, tokenizer)
+    assert template_notice(prompts[:1], tokenizer) is None
+    assert template_notice(prompts, None) is None
+    assert template_notice(prompts, with_chat_template(tokenizer, "vicuna")) is None
+
+
+QUESTION = [{"role": "user", "content": "caf\u00e9 <b> \U0001f600"}]
+TRICKS = (
+    "{% for m in messages %}{% if loop.first %}{{ bos_token }}{% endif %}{{ m | tojson }}"
+    "{% generation %}{{ namespace(a=1).a }}{% endgeneration %}\n{% if m.role == 'x' %}{% break %}"
+    "{% endif %}{% endfor %}{{ add_generation_prompt }}{{ tools is none }}"
+)
+
+
+@pytest.mark.parametrize("template", ["vicuna", "baichuan2", TRICKS], ids=lambda text: text[:9])
+def test_a_template_renders_as_in_transformers(tmp_path, template):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    if template == TRICKS:
+        tokenizer.chat_template = template
+    with_chat_template(tokenizer, None if template == TRICKS else template)
+    for ask in (True, False):
+        theirs = tokenizer.apply_chat_template(QUESTION, tokenize=False, add_generation_prompt=ask)
+        assert render_template(tokenizer, QUESTION, ask, "f") == theirs
+
+
+def test_of_several_templates_the_default_is_used(tmp_path):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    tokenizer.chat_template = {"tool_use": "no", "default": "yes"}
+    assert render_template(with_chat_template(tokenizer, None), QUESTION, True, "f") == "yes"
+
+
+ENDLESS = "{% for a in range(100000) %}{% for b in range(100000) %}{% endfor %}{% endfor %}"
+LARGE = "takes more than 512 MB|MemoryError"
+
+
+@pytest.mark.parametrize(
+    "template, message",
+    [
+        ("{{ 'A' * 10000000000 }}", LARGE),
+        ("{{ '%10000000000d' % 1 }}", LARGE),
+        ("{{ 'A' * 9000000 }}", "it makes a text of 9000000 characters"),
+        ("{% set n = namespace(x='a') %}{% for i in range(99) %}{% set n.x = n.x ~ n.x %}"
+         "{% endfor %}", LARGE),
+        ("{% include 'x' %}", "no loader for this environment"),
+        ("{% for %}", "Expected an expression"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        (ENDLESS, "takes more than 3 s of processor time"),
+        (5, "must be a text, or several with one named default, not 5"),
+        ({"tool_use": "a"}, 'not {"tool_use": "a"}'),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_a_template_that_breaks_the_limits_is_refused_when_it_is_loaded(
+    tmp_path, template, message
+):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    tokenizer.chat_template = template
+    with pytest.raises(UserError, match=message) as raised:
+        with_chat_template(tokenizer, None)
+    assert len(str(raised.value).splitlines()) == 1
+    assert str(raised.value).startswith("--base: the base's chat template")
+
+
+def test_a_row_that_breaks_the_limits_fails_alone(tmp_path):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path))
+    tokenizer.chat_template = "{{ 'A' * (messages[0]['content'] | int(0)) }}"
+    with_chat_template(tokenizer, None)
+    for size, expected in (("3", "AAA"), ("99999999999", None), ("2", "AA")):
+        ask = [{"role": "user", "content": size}]
+        if expected is None:
+            with pytest.raises(UserError, match="f:2: the base's chat template takes more than"):
+                render_template(tokenizer, ask, True, "f:2")
+        else:
+            assert render_template(tokenizer, ask, True, "f") == expected
+
+
+def test_a_template_without_end_is_left_by_an_interrupt(tmp_path):
+    save_byte_level(tmp_path)
+    (tmp_path / "endless.jinja").write_text(ENDLESS)
+    source = (
+        "import sys; from clover_jax.data.chat_templates import with_chat_template\n"
+        "from clover_jax.tokenizers.tokenizer import load_tokenizer\n"
+        "tokenizer = with_chat_template(load_tokenizer(sys.argv[1]), 'vicuna')\n"
+        "print('begins', flush=True)\n"
+        "with_chat_template(tokenizer, sys.argv[1] + '/endless.jinja')\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, *WARNINGS, "-c", source, str(tmp_path)],
+        cwd=REPOSITORY,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdout.readline() == b"begins\n"
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    interrupted = time.monotonic()
+    _, error = process.communicate()
+    assert time.monotonic() - interrupted < 4
+    assert error.strip().endswith(b"KeyboardInterrupt")

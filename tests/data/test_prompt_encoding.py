@@ -2,7 +2,7 @@
 
 import pytest
 
-from clover_jax.data.prompt_encoding import encode_prompt, template_notice
+from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.errors import UserError
 from clover_jax.tokenizers.tokenizer import load_tokenizer
@@ -62,16 +62,6 @@ def test_turns_are_played_with_the_answers_so_far(chat, plain):
     assert encoded_text(chat, prompt, ["b"]) == "<s>[user]a[assistant]b[user]c[assistant]"
     assert encoded_text(plain, prompt) == "a\n"
     assert encoded_text(plain, prompt, ["b"]) == "a\nb\nc\n"
-
-
-def test_only_conversations_without_a_template_are_told_about(plain, chat):
-    rows = [row(prompt="a"), row(turns=["a", "b"]), row(question="c")]
-    assert template_notice(rows, plain) == (
-        "the base has no chat template: in 2 of 3 rows turns and answers are joined by newlines"
-    )
-    assert template_notice(rows, chat) is None
-    assert template_notice(rows[:1], plain) is None
-    assert template_notice(rows, None) is None
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,59 @@
+"""Render chat templates for `chat_templates.py`: a script, run as a process with hard limits.
+
+A line of standard input is a request: {"conversations": [messages], "chat_template": text, and
+variables of the template}. Each is answered by a line of standard output: {"text": ..}, or
+{"error": .., "is_refusal": whether the template itself did not want the conversation}.
+"""
+
+import json
+import os
+import resource
+import signal
+import sys
+from pathlib import Path
+
+LIMIT_SECONDS = 3  # of processor time for one conversation
+LIMIT_MEGABYTES = 512
+# A template adds a system prompt and markers to the messages, no more.
+LIMIT_ADDED_CHARS, LIMIT_GROWTH = 1_000_000, 16
+OUT_OF_MEMORY = 3  # exit status
+
+
+def main() -> None:
+    """Answer requests until standard input ends."""
+    import jinja2
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    refusals = (jinja2.TemplateError, jinja2.UndefinedError)
+    _limit_memory()
+    for line in sys.stdin:
+        # Nobody handles the signal, so it ends the process, whatever C function it is in.
+        signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
+        try:
+            reply = {"text": _checked(render_jinja_template(**json.loads(line))[0][0], line)}
+        except MemoryError:
+            os._exit(OUT_OF_MEMORY)
+        except Exception as error:  # whatever a template may raise is said of its row
+            text = str(error) if isinstance(error, jinja2.TemplateError) else repr(error)
+            reply = {"error": " ".join(text.split())[:300], "is_refusal": type(error) in refusals}
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        print(json.dumps(reply), flush=True)
+
+
+def _checked(text: str, request: str) -> str:
+    most = LIMIT_ADDED_CHARS + LIMIT_GROWTH * len(request)
+    if len(text) > most:
+        raise ValueError(f"it makes a text of {len(text)} characters; {most} are the limit here")
+    return text
+
+
+def _limit_memory() -> None:
+    # Other systems do not enforce the limit; the time still bounds what can be filled there.
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        limit = pages * resource.getpagesize() + (LIMIT_MEGABYTES << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
+
+if __name__ == "__main__":
+    main()
