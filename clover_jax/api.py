@@ -31,8 +31,7 @@ from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.generation.text_pieces import TextPieces
-from clover_jax.loading.models import Models, load_plain, with_draft
-from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.loading.models import Models, ModelSpec, load
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.storage.jsonl import plain_values
 from clover_jax.training.run import run_training
@@ -80,7 +79,8 @@ def load_base(
     int8: whose matrices to round to 8 bits: "draft", which leaves the text as it is, "base".
     chat_template: a Jinja file, or "vicuna" or "baichuan2"; None: the base's own.
     """
-    return load_plain(source, resolve_dtype(dtype), mesh_for(mesh), int8, chat_template)
+    spec = ModelSpec(source, dtype=dtype, mesh=mesh, int8=int8, chat_template=chat_template)
+    return load(spec)
 
 
 def load_draft(
@@ -96,13 +96,13 @@ def load_draft(
     source: a draft directory, a training workdir, or a folder or hub id in an official layout.
     tree: as `generate --tree` takes it, "auto" excepted; by default the draft's own, else paper25.
     """
-    return with_draft(
-        models,
-        str(source),
-        tree,
+    spec = ModelSpec(
+        draft=str(source),
+        tree=tree,
         allow_base_mismatch=allow_base_mismatch,
         draft_rope_theta=draft_rope_theta,
     )
+    return load(spec, models.plain())
 
 
 def generate(

@@ -15,7 +15,7 @@ memory, bytes moved against the floor, copies of caches and weights, collectives
 import sys
 
 from clover_jax import cli
-from clover_jax.cli.decoding_flags import define_int8_flag
+from clover_jax.cli.decoding_flags import define_int8_flag, model_spec
 from clover_jax.errors import UserError
 
 
@@ -91,14 +91,18 @@ def _refuse_idle_flags(flags) -> None:
 def _measure(flags) -> dict:
     from clover_jax import benchmark
 
-    models = _values(flags, "base", "draft", "tree", "dtype", "int8", "context", "rounds")
+    # Random weights are of a base that no head was trained for.
+    is_random = flags.base.startswith("shape:")
+    spec = model_spec(flags, allow_base_mismatch=is_random, tokenizer=False)
+    values = {"context": flags.context, "rounds": flags.rounds}
     if not flags.sweep:
         accepted = flags.force_accept
         return benchmark.measure_and_describe(
-            **models, batch=flags.batch_size, force_accept=accepted
+            spec, **values, batch=flags.batch_size, force_accept=accepted
         )
     return benchmark.sweep_and_describe(
-        **models,
+        spec,
+        **values,
         batch_sizes=_numbers("batch_sizes", flags.batch_sizes),
         nodes=_numbers("nodes", flags.nodes),
         output=flags.output,
@@ -114,13 +118,10 @@ def _compile(flags) -> dict:
     prepare_environment(target, os.environ)  # before JAX is imported
     from clover_jax import benchmark
 
-    models = _values(flags, "base", "draft", "tree", "int8", "mesh", "context", "program")
-    dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype
-    return benchmark.compile_and_describe(target, **models, dtype=dtype, batch=flags.batch_size)
-
-
-def _values(flags, *names: str) -> dict:
-    return {name: flags[name].value for name in names}
+    spec = model_spec(flags, dtype="bfloat16" if flags.dtype == "auto" else flags.dtype)
+    return benchmark.compile_and_describe(
+        target, spec, batch=flags.batch_size, context=flags.context, program=flags.program
+    )
 
 
 def _numbers(name: str, words: list[str]) -> list[int]:

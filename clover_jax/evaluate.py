@@ -17,7 +17,7 @@ import sys
 from absl import flags as absl_flags
 
 from clover_jax import cli
-from clover_jax.cli.decoding_flags import define_decoding_flags, generation_settings
+from clover_jax.cli.decoding_flags import define_decoding_flags, generation_settings, model_spec
 
 
 def define_flags(flags):
@@ -62,12 +62,12 @@ def main(flags) -> int:
     from clover_jax.evaluation.run import run
 
     names = (
-        *("base", "drafts", "tree", "prompts", "dtype", "mesh", "batch_size", "batch_sizes"),
-        *("repeats", "limit_prompts", "seed", "overwrite", "allow_base_mismatch"),
-        *("draft_rope_theta", "int8", "chat_template"),
+        *("drafts", "tree", "prompts", "batch_size", "batch_sizes", "repeats", "limit_prompts"),
+        *("seed", "overwrite"),
     )
     output = flags.output or str(cli.workdir_of(flags, "evaluate"))
-    options = Options(output=output, **{name: flags[name].value for name in names})
+    spec = model_spec(flags, tree=None)  # --tree is for the drafts
+    options = Options(spec, output=output, **{name: flags[name].value for name in names})
     settings = cli.flag_settings(flags, "compare", "overwrite")
     result = run(options, generation_settings(flags), settings)
     cli.report(result)

@@ -9,7 +9,7 @@ where it was when it is repeated with the same --output.
 import sys
 
 from clover_jax import cli
-from clover_jax.cli.decoding_flags import define_decoding_flags, generation_settings
+from clover_jax.cli.decoding_flags import define_decoding_flags, generation_settings, model_spec
 
 
 def define_flags(flags):
@@ -53,11 +53,11 @@ def main(flags) -> int:
 
     settings = generation_settings(flags)
     names = (
-        *("prompt", "prompts", "base", "draft", "tree", "dtype", "mesh", "batch_size", "seed"),
-        *("output", "overwrite", "strict", "allow_base_mismatch", "draft_rope_theta"),
-        *("calibration", "int8", "chat_template"),
+        *("prompt", "prompts", "batch_size", "seed", "output", "overwrite", "strict"),
+        "calibration",
     )
-    result = run(Options(**{name: flags[name].value for name in names}), settings)
+    options = Options(model_spec(flags), **{name: flags[name].value for name in names})
+    result = run(options, settings)
     cli.report(result)
     return cli.STATUS_SOME_FAILED if result["failed"] else cli.STATUS_OK
 

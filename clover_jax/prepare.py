@@ -21,7 +21,7 @@ from absl import flags as absl_flags
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_template_flag
-from clover_jax.cli.decoding_flags import define_sampling_flags
+from clover_jax.cli.decoding_flags import define_sampling_flags, model_spec
 from clover_jax.errors import UserError
 
 
@@ -78,11 +78,11 @@ def main(flags: absl_flags.FlagValues) -> int:
     from clover_jax.preparation.options import PrepareOptions
     from clover_jax.preparation.run import run_prepare
 
-    names = [field.name for field in dataclasses.fields(PrepareOptions)]
+    names = [field.name for field in dataclasses.fields(PrepareOptions) if field.name in flags]
     values = {name: flags[name].value for name in names}
     output = flags.output and Path(flags.output).expanduser()
     values["output"] = output or cli.workdir_of(flags, "prepare")
-    report = run_prepare(PrepareOptions(**values))
+    report = run_prepare(PrepareOptions(model_spec(flags), **values))
     if not flags.preview:
         print(_summary(report))
     cli.report(report)

@@ -6,6 +6,7 @@ it part of the way: accepted lengths from 0 to the tree's depth all occur.
 
 import dataclasses
 import functools
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,10 @@ import numpy as np
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters import registry
+from clover_jax.interchange.directory import Draft
+from clover_jax.loading.models import Models
 from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.shapes import SHAPES
 
 TINY = BaseConfig(
@@ -90,6 +94,12 @@ def _init(config: BaseConfig, key):
 
 
 _init_head = jax.jit(registry.init_params, static_argnums=0)
+
+
+def random_models(head, params, tree: TreeConfig) -> Models:
+    """Return a head and the random base as an engine takes them, without a tokenizer."""
+    base = BaseModel(TINY, random_base(), Path(), "random")
+    return Models(base, None, Draft(head, params, None, {}, "random"), tree)
 
 
 def random_prompts(count: int, seed: int = 0, vocab_size: int = TINY.vocab_size):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 
 from clover_jax.array_types import PyTree
 from clover_jax.decoding.compiler_options import options_for
@@ -16,13 +14,8 @@ from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
 from clover_jax.errors import UserError
-from clover_jax.loading.subject import (
-    Subject,
-    cache_size,
-    fitting_context,
-    shape_subject,
-    state_shapes,
-)
+from clover_jax.loading.decode_states import cache_size, fitting_context, state_shapes
+from clover_jax.loading.models import Models, ModelSpec, load_shapes
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.versions import versions
@@ -158,13 +151,8 @@ class CompiledStep:
 
 def compile_and_describe(
     target: Target,
+    spec: ModelSpec,
     *,
-    base: str,
-    draft: str,
-    tree: str | None,
-    dtype: str,
-    int8: Sequence[str] = (),
-    mesh: str | None,
     batch: int,
     context: int | None,
     program: str | None = None,
@@ -176,10 +164,10 @@ def compile_and_describe(
     Raises UserError as `compile_step` does, and before compiling where there is no such folder.
     """
     path = None if program is None else place_for(program, "--program")
-    subject = shape_subject(base, draft, tree, jnp.dtype(dtype), int8)
+    subject = load_shapes(spec)
     context = context or fitting_context(subject, room=0)
     with passing_note(f"compiling for {target.name}"):
-        step, text = compile_step(subject, target, mesh, batch, context)
+        step, text = compile_step(subject, target, spec.mesh, batch, context)
 
     if step.rows != batch:
         print(f"--batch_size={batch} is made {step.rows} rows, so that each device has as many")
@@ -189,12 +177,12 @@ def compile_and_describe(
         path.write_text(text)
 
     settings = {
-        "base": base,
-        "draft": draft,
+        "base": spec.base,
+        "draft": spec.draft,
         "tree": subject.tree.name,
-        "dtype": dtype,
+        "dtype": spec.dtype,
         "int8": list(subject.int8),
-        "mesh": mesh,
+        "mesh": spec.mesh,
         "batch_size": batch,
         "context": context,
     }
@@ -202,7 +190,7 @@ def compile_and_describe(
 
 
 def compile_step(
-    subject: Subject, target: Target, mesh: str | None, batch: int, context: int
+    subject: Models, target: Target, mesh: str | None, batch: int, context: int
 ) -> tuple[CompiledStep, str]:
     """Compile one step of `batch` rows with `context` committed positions; return also its text.
 
@@ -279,7 +267,7 @@ def compile_step(
     ), text
 
 
-def _draft_weight_bytes(subject: Subject, weights: PyTree, states: DecodeState) -> float:
+def _draft_weight_bytes(subject: Models, weights: PyTree, states: DecodeState) -> float:
     """Return the bytes of weights that the head's products read."""
     if subject.head is None:
         return 0.0

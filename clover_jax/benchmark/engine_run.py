@@ -8,18 +8,18 @@ from collections.abc import Iterator
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Progress, Request
 from clover_jax.decoding.sampling import SamplingConfig
-from clover_jax.loading.subject import Subject
+from clover_jax.loading.models import Models
 from clover_jax.timing.turns import WARM_UP, Run
 
 
 class EngineRun:
     """An engine with full slots, whose rows go on from call to call."""
 
-    def __init__(self, subject: Subject, sampling: SamplingConfig, batch: int, steps: int):
+    def __init__(self, subject: Models, sampling: SamplingConfig, batch: int, steps: int):
         """Prepare an engine of `batch` slots that runs `steps` steps a call."""
         self._subject, self._batch, self._steps = subject, batch, steps
         self._engine = Engine(
-            subject.base,
+            subject.base.config,
             subject.head,
             subject.tree,
             sampling,
@@ -50,7 +50,7 @@ class EngineRun:
         return 1 + statistics.mean(count for row in rows for count in row.accepted)
 
     def _stream(self, length: int, end: int) -> Iterator[Progress]:
-        prompt = [index % self._subject.base.vocab_size for index in range(1, length + 1)]
+        prompt = [index % self._subject.base.config.vocab_size for index in range(1, length + 1)]
         requests = [Request(index, prompt, end - length) for index in range(self._batch)]
         weights = self._subject.weights
         return self._engine.stream(weights.base, weights.draft, requests)

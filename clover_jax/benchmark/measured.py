@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -13,14 +13,9 @@ from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.errors import UserError
-from clover_jax.loading.subject import (
-    Subject,
-    cache_size,
-    fitting_context,
-    load_subject,
-    running_state,
-)
-from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.loading.decode_states import cache_size, fitting_context, running_state
+from clover_jax.loading.models import Models, ModelSpec, load
+from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.versions import versions
 from clover_jax.timing.loops import STEPS
@@ -138,12 +133,8 @@ class TimedStep:
 
 
 def measure_and_describe(
+    spec: ModelSpec,
     *,
-    base: str,
-    draft: str,
-    tree: str | None,
-    dtype: str,
-    int8: Sequence[str],
     batch: int,
     context: int | None,
     rounds: int,
@@ -152,10 +143,10 @@ def measure_and_describe(
     """Time a step and its parts, print the table, return all of it as JSON values.
 
     context: None takes what fits, see `fitting_context`.
-    Raises UserError as `load_subject` and `measure` do.
+    Raises UserError as `load` and `measure` do.
     """
-    with passing_note(f"loading {base}"):
-        subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
+    with passing_note(f"loading {spec.base}"):
+        subject = load(spec)
     if force_accept is not None and force_accept > subject.levels:
         raise UserError(
             f"--force_accept={force_accept}: no path of the tree {subject.tree.name} has more than "
@@ -172,16 +163,16 @@ def measure_and_describe(
         "rounds": rounds,
         "force_accept": force_accept,
     }
-    return describe_run(subject, base, draft) | settings | timed.to_row()
+    return describe_run(subject, spec) | settings | timed.to_row()
 
 
-def describe_run(subject: Subject, base: str, draft: str) -> dict[str, Any]:
+def describe_run(subject: Models, spec: ModelSpec) -> dict[str, Any]:
     """Return what was measured, by the names of the command's flags, how large it is, and where."""
     device = jax.devices()[0]
     is_cpu = device.platform == "cpu"
     return {
-        "base": base,
-        "draft": draft,
+        "base": spec.base,
+        "draft": spec.draft,
         "tree": subject.tree.name,
         "dtype": str(subject.dtype),
         "int8": list(subject.int8),
@@ -197,7 +188,7 @@ def _size(params: PyTree) -> int:
 
 
 def measure(
-    subject: Subject, batch: int, context: int, rounds: int, force_accept: int | None
+    subject: Models, batch: int, context: int, rounds: int, force_accept: int | None
 ) -> TimedStep:
     """Time everything; force_accept: drafted tokens that every step accepts, None for no force.
 
@@ -209,7 +200,7 @@ def measure(
     size = cache_size(subject, context, room)
 
     # A plain step beside a step, its stages, a chunk of steps and the engine's own loop.
-    def prepare(subject: Subject) -> Bench:
+    def prepare(subject: Models) -> Bench:
         return Bench(subject, running_state(subject, batch, size, context), context)
 
     speculative = prepare(subject)
@@ -231,13 +222,13 @@ def measure(
     return TimedStep(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
 
 
-def room_for(subject: Subject, rounds: int, force_accept: int | None) -> int:
+def room_for(subject: Models, rounds: int, force_accept: int | None) -> int:
     """Return the positions that the engine's rows take while they are timed; none may end."""
     pace = known_pace(subject, force_accept) or subject.tree.depth + 1
     return (rounds + WARM_UP + 1) * STEPS * pace
 
 
-def known_pace(subject: Subject, force_accept: int | None) -> int | None:
+def known_pace(subject: Models, force_accept: int | None) -> int | None:
     """Return the most tokens that a row emits in a step; None where drafts decide."""
     accepted = force_accept if subject.tree.num_nodes else 0
     return None if accepted is None else accepted + 1

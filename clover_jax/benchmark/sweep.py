@@ -10,8 +10,9 @@ from typing import Any
 from clover_jax.benchmark.measured import describe_run
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.errors import UserError
-from clover_jax.loading.subject import Subject, fitting_context, load_subject
-from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.loading.decode_states import fitting_context
+from clover_jax.loading.models import Models, ModelSpec, load
+from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.storage.files import atomic_file
 from clover_jax.tree_search.costs import WIDTHS, measure_costs
@@ -37,12 +38,8 @@ class Cell:
 
 
 def sweep_and_describe(
+    spec: ModelSpec,
     *,
-    base: str,
-    draft: str,
-    tree: str | None,
-    dtype: str,
-    int8: Sequence[str],
     batch_sizes: Sequence[int],
     nodes: Sequence[int],
     context: int | None,
@@ -52,16 +49,16 @@ def sweep_and_describe(
     """Time batch sizes and tree sizes, print the table, draw it in the folder `output`.
 
     context: None takes what fits, see `fitting_context`.
-    Raises UserError as `load_subject` and `sweep` do.
+    Raises UserError as `load` and `sweep` do.
     """
-    with passing_note(f"loading {base}"):
-        subject = load_subject(base, draft, tree, resolve_dtype(dtype), int8)
+    with passing_note(f"loading {spec.base}"):
+        subject = load(spec)
     context = context or fitting_context(subject, room=0)
     with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
         cells = sweep(subject, batch_sizes, nodes, context, rounds)
     print("\n".join(describe(cells, subject.tree.name)))
 
-    report = describe_run(subject, base, draft) | {
+    report = describe_run(subject, spec) | {
         "context": context,
         "rounds": rounds,
         "cells": [dataclasses.asdict(cell) for cell in cells],
@@ -72,7 +69,7 @@ def sweep_and_describe(
 
 
 def sweep(
-    subject: Subject, batch_sizes: Sequence[int], nodes: Sequence[int], context: int, rounds: int
+    subject: Models, batch_sizes: Sequence[int], nodes: Sequence[int], context: int, rounds: int
 ) -> list[Cell]:
     """Time every batch size with every number of nodes.
 
@@ -97,7 +94,7 @@ def sweep(
     return cells
 
 
-def expanded_widths(subject: Subject) -> list[int]:
+def expanded_widths(subject: Models) -> list[int]:
     """Return the number of nodes that are expanded on each level below the root."""
     tree = subject.tree
     if isinstance(tree, AdaptiveTree):

@@ -5,7 +5,8 @@ Imports of the library stay inside functions: `--help` answers without it.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import dataclasses
+from typing import TYPE_CHECKING, Any
 
 from absl import flags as absl_flags
 
@@ -13,6 +14,7 @@ from clover_jax.cli.command_flags import define_template_flag
 
 if TYPE_CHECKING:
     from clover_jax.generation.settings import GenerationSettings
+    from clover_jax.loading.models import ModelSpec
 
 
 def define_decoding_flags(flags: absl_flags.FlagValues) -> None:
@@ -94,3 +96,14 @@ def generation_settings(flags: absl_flags.FlagValues) -> GenerationSettings:
         top_p=flags.top_p,
         stop=tuple(flags.stop),
     )
+
+
+def model_spec(flags: absl_flags.FlagValues, **instead: Any) -> ModelSpec:
+    """Return what a command's flags name to decode with.
+
+    instead: values that replace those of the flags. A flag that the command lacks has its default.
+    """
+    from clover_jax.loading.models import ModelSpec
+
+    names = [field.name for field in dataclasses.fields(ModelSpec) if field.name in flags]
+    return ModelSpec(**{name: flags[name].value for name in names} | instead)

@@ -16,10 +16,9 @@ from clover_jax.interchange.layouts import LAYOUTS, NATIVE, layout_for
 from clover_jax.interchange.recognise import recognise
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.interchange.write_head import num_units, write_foreign, write_native
-from clover_jax.loading.models import load_plain
+from clover_jax.loading.models import ModelSpec, load
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.stored_base import open_base
-from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.storage.files import check_replaceable, put_in_place, scratch_directory
 
@@ -112,7 +111,7 @@ def _verify(
     prompts: Sequence[Prompt],
 ) -> Verification:
     result = open_head(str(staged), base, allow_base_mismatch=options.allow_base_mismatch)
-    models = load_plain(options.base, resolve_dtype(options.dtype))
+    models = load(ModelSpec(options.base, dtype=options.dtype))
     return verify(models, source, result, prompts, options.max_new_tokens)
 
 

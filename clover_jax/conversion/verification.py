@@ -79,8 +79,9 @@ def verify(
 
 
 def _with_head(base: Models, stored: StoredHead, tree: str) -> Models:
-    dtype = base.base.params["embedding"].dtype
-    params: Params = nested({path: jnp.asarray(stored.read(path), dtype) for path in stored.shapes})
+    params: Params = nested(
+        {path: jnp.asarray(stored.read(path), base.dtype) for path in stored.shapes}
+    )
     head = registry.head(stored.config)
     draft = Draft(head, params, tree, stored.card.provenance, stored.layout)
     return dataclasses.replace(base, draft=draft, tree=parse_tree(tree))

@@ -7,7 +7,6 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from clover_jax.decoding.engine import Engine
@@ -18,8 +17,7 @@ from clover_jax.decoding.tree import AUTO
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.evaluation.rows import rows_path
 from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.loading.models import Models, load_plain, with_draft
-from clover_jax.sharding.meshes import mesh_for
+from clover_jax.loading.models import Models, check_names, load
 from clover_jax.tree_search.auto_tree import with_auto_tree
 
 
@@ -40,23 +38,26 @@ class Method:
         return self.models.tree.depth
 
 
-def load_methods(options: Options, settings: GenerationSettings, dtype: jnp.dtype) -> list[Method]:
+def load_methods(options: Options, settings: GenerationSettings) -> list[Method]:
     """Load the base once, then every draft; plain decoding comes first.
 
     A draft with the tree "auto" gets the one that pays at `batch_size`, or that its rows were begun
     with. Raises UserError for what is missing, broken or does not fit the base.
     """
-    mesh = mesh_for(options.mesh)
-    plain = load_plain(options.base, dtype, mesh, options.int8, options.chat_template)
-    methods = [Method(VANILLA, plain)]
-    for choice in options.draft_choices:
-        models = with_draft(
-            plain,
-            choice.source,
-            None if choice.tree == AUTO else choice.tree,
-            allow_base_mismatch=options.allow_base_mismatch,
-            draft_rope_theta=options.draft_rope_theta,
+    specs = [
+        dataclasses.replace(
+            options.spec,
+            draft=choice.source,
+            tree=None if choice.tree == AUTO else choice.tree,
         )
+        for choice in options.draft_choices
+    ]
+    for spec in specs:
+        check_names(spec)  # before the base, which takes longer
+    plain = load(options.spec)
+    methods = [Method(VANILLA, plain)]
+    for choice, spec in zip(options.draft_choices, specs, strict=True):
+        models = load(spec, plain)
         if choice.tree == AUTO:
             models = _with_tree_that_pays(choice.name, models, settings, options)
         methods.append(Method(choice.name, models, choice.source))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Sequence
 
 from clover_jax.errors import UserError
+from clover_jax.loading.models import ModelSpec
 
 VANILLA = "vanilla"  # plain decoding, measured beside every draft
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # it names a file
@@ -16,7 +16,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # it names a file
 class DraftChoice:
     """A draft to measure.
 
-    name: in reports and of its row file. source: as `load_draft` takes it. tree: its name; None
+    name: in reports and of its row file. source: as `ModelSpec.draft`. tree: its name; None
     for the draft's own.
     """
 
@@ -29,26 +29,21 @@ class DraftChoice:
 class Options:
     """What a user asks for, by the names of the command's flags.
 
+    spec: of plain decoding; each draft then takes its own in.
     limit_prompts: rows of each task at most; None takes all.
     """
 
-    base: str
+    spec: ModelSpec
     drafts: str | None
     tree: str | None
     prompts: str | None
     output: str
-    dtype: str
-    mesh: str | None
     batch_size: int
     batch_sizes: str | None
     repeats: int
     limit_prompts: int | None
     seed: int
     overwrite: bool
-    allow_base_mismatch: bool
-    draft_rope_theta: float | None
-    int8: Sequence[str] = ()
-    chat_template: str | None = None
 
     def __post_init__(self):
         _ = self.all_batch_sizes, self.draft_choices  # raise now

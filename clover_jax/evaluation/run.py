@@ -42,11 +42,10 @@ def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -
     Raises UserError for what cannot be done; rows that fail are counted instead.
     """
     prompts = _read(options.prompts)  # before the models, which take longer
-    dtype = resolve_dtype(options.dtype)
     directory = Path(options.output).expanduser()
-    with exact_matmuls(str(dtype)):
-        with passing_note(f"loading {options.base}"):
-            methods = load_methods(options, settings, dtype)
+    with exact_matmuls(str(resolve_dtype(options.spec.dtype))):
+        with passing_note(f"loading {options.spec.base}"):
+            methods = load_methods(options, settings)
         source = options.prompts
         if prompts is None:
             source = str(_shipped(methods[0].models))
@@ -55,9 +54,9 @@ def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -
         _notice(plan, methods[0].models)
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes)
-        with open_rows(directory, methods, plan, options.base, options.overwrite) as files:
+        with open_rows(directory, methods, plan, options.spec.base, options.overwrite) as files:
             journal = LegJournal(
-                directory, conditions(options.mesh), options.overwrite, git_revision()
+                directory, conditions(options.spec.mesh), options.overwrite, git_revision()
             )
             _decode(methods, engines, plan, files, journal)
             measured = _measure(methods, engines[plan.batch_sizes[0]], plan, files, journal)

@@ -3,41 +3,33 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
 from pathlib import Path
 
+from clover_jax.decoding.tree import AUTO
 from clover_jax.errors import UserError
-from clover_jax.loading.subject import NO_DRAFT
+from clover_jax.loading.models import NO_DRAFT, ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
     """What a user asks for, by the names of the command's flags."""
 
+    spec: ModelSpec
     prompt: str | None
     prompts: str | None
-    base: str
-    draft: str
-    tree: str | None
-    dtype: str
-    mesh: str | None
     batch_size: int
     seed: int
     output: str | None
     overwrite: bool
     strict: bool
-    allow_base_mismatch: bool
-    draft_rope_theta: float | None
     calibration: str | None = None
-    int8: Sequence[str] = ()
-    chat_template: str | None = None
 
     def __post_init__(self):
-        if self.calibration is not None and self.tree != "auto":
+        if self.calibration is not None and not self.searches_tree:
             raise UserError(
                 f"--calibration={self.calibration} is for --tree=auto; add that, or leave it out"
             )
-        if self.tree == "auto" and self.draft == NO_DRAFT:
+        if self.searches_tree and self.spec.draft == NO_DRAFT:
             raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
@@ -45,6 +37,11 @@ class Options:
             raise UserError(f"--output={self.output} is a file of prompts; give another name")
         if self.overwrite and self.output is None:
             raise UserError("--overwrite is for --output=FILE, which is missing")
+
+    @property
+    def searches_tree(self) -> bool:
+        """Whether the tree is found by measurement."""
+        return self.spec.tree == AUTO
 
     @property
     def _inputs(self) -> list[str]:

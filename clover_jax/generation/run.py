@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import sys
 import time
@@ -18,7 +19,6 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     text_prompt,
 )
-from clover_jax.decoding.tree import AUTO
 from clover_jax.errors import UserError
 from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
@@ -26,14 +26,13 @@ from clover_jax.generation.options import Options
 from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.loading.models import Models, load_models
+from clover_jax.loading.models import Models, load
 from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import rounding_notice
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
-from clover_jax.sharding.meshes import mesh_for
 from clover_jax.storage.row_writer import RowWriter
 from clover_jax.tree_search.auto_tree import with_auto_tree
 
@@ -47,21 +46,12 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
     that fail are counted instead.
     """
     prompts = _read(options)  # before the models, which take longer
-    dtype = resolve_dtype(options.dtype)
-    with exact_matmuls(str(dtype)):
-        with passing_note(f"loading {options.base}"):
-            models = load_models(
-                options.base,
-                options.draft,
-                None if options.tree == AUTO else options.tree,
-                dtype,
-                allow_base_mismatch=options.allow_base_mismatch,
-                draft_rope_theta=options.draft_rope_theta,
-                mesh=mesh_for(options.mesh),
-                int8=options.int8,
-                chat_template=options.chat_template,
-            )
-        if options.tree == AUTO and models.draft is not None:
+    spec = options.spec
+    with exact_matmuls(str(resolve_dtype(spec.dtype))):
+        with passing_note(f"loading {spec.base}"):
+            # A tree that is searched for is found on the loaded models, from the draft's own on.
+            models = load(dataclasses.replace(spec, tree=None) if options.searches_tree else spec)
+        if options.searches_tree:
             slots = 1 if options.is_live else min(options.batch_size, len(prompts))
             models = with_auto_tree(
                 models,
@@ -73,7 +63,7 @@ def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
             )
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice(prompts, models.tokenizer)
-        notices = (notice, shape_notice(options.base), rounding_notice(options.int8))
+        notices = (notice, shape_notice(spec.base), rounding_notice(spec.int8))
         for line in filter(None, notices):
             print(line, file=sys.stderr, flush=True)
         # Before anything is written: a tree may not suit its head or the rules of sampling.
@@ -115,8 +105,8 @@ def _open_sink(
         return RowPrinter(quiet=options.is_live)
     # Not the batch size: it changes no row, and a run may have to go on with a smaller one.
     depends_on = {
-        "base": options.base,
-        "draft": options.draft,
+        "base": options.spec.base,
+        "draft": options.spec.draft,
         "run_seed": options.seed,
         **settings.to_dict(),
         **models.identity(),

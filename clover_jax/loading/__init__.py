@@ -1,1 +1,8 @@
-"""loading."""
+"""Base, head and tree together, as an engine takes them, loaded or as shapes alone."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={"models": ["ModelSpec", "Models", "load", "load_shapes"]},
+)

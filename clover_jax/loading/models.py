@@ -1,4 +1,4 @@
-"""What decoding needs of the models: base, tokenizer, draft, tree, and an engine for them."""
+"""What decodes: a base, a draft head and a tree, loaded once for the commands and the library."""
 
 from __future__ import annotations
 
@@ -21,29 +21,67 @@ from clover_jax.data.training_data import template_hash
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree, portable_name
+from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import Draft, load_draft
-from clover_jax.loading.subject import NO_DRAFT
+from clover_jax.interchange.directory import Draft, find_head, load_draft
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
-from clover_jax.quantization import load_rounded_base, parse_parts, round_params
+from clover_jax.pretrained.loading import describe_base
+from clover_jax.pretrained.shapes import base_shapes, cast_shapes, random_params
+from clover_jax.quantization import load_rounded_base, parse_parts, round_base, round_params
+from clover_jax.runtime.dtypes import resolve_dtype
+from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import param_shardings, place_on
 from clover_jax.tokenizers.tokenizer import load_tokenizer, template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+NO_DRAFT = "none"  # what --draft says for plain decoding
+RANDOM = "random:"  # before a drafter's kind: a head with random weights
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec:
+    """What to decode with, by the names of the commands' flags.
+
+    base: a Hugging Face folder, a hub id, "builtin:tiny", or "shape:NAME" for random weights.
+    draft: a draft directory, a training workdir, a folder or hub id in an official layout,
+        "random:KIND" for a head with random weights, or NO_DRAFT for plain decoding.
+    tree: its name; None takes the one that the draft was measured with, else `default_tree`.
+    dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
+    mesh: devices along each axis, such as "tensor=4"; None: a single device.
+    int8: whose matrices to quantize: "draft", "base".
+    chat_template: a Jinja file, "vicuna" or "baichuan2"; None takes the base's own.
+    draft_rope_theta: rotary base for an official layout that does not say it.
+    allow_base_mismatch: take a draft that was trained for another base or chat template.
+    tokenizer: False where no text is read or written; chat templates are not compared then.
+    """
+
+    base: str = "builtin:tiny"
+    draft: str = NO_DRAFT
+    tree: str | None = None
+    dtype: str = "auto"
+    mesh: str | None = None
+    int8: Sequence[str] = ()
+    chat_template: str | None = None
+    draft_rope_theta: float | None = None
+    allow_base_mismatch: bool = False
+    tokenizer: bool = True
+
 
 @dataclasses.dataclass(frozen=True)
 class Models:
     """What one engine decodes with.
 
-    tokenizer: the base's; None where its folder has none.
+    tokenizer: the base's; None where its folder has none, or none was asked for.
     draft: None for plain decoding, with the tree that has no nodes.
     mesh: the devices that the params are split over; None: a single one.
-    int8: whose matrices are rounded, as `--int8` names them.
+    int8: whose matrices are quantized, as `--int8` names them.
+    Params are arrays, or ShapeDtypeStructs where `load_shapes` made them.
     """
 
     base: BaseModel
@@ -53,6 +91,48 @@ class Models:
     mesh: Mesh | None = None
     int8: tuple[str, ...] = ()
 
+    @property
+    def head(self) -> DraftHead | None:
+        """The draft's module and config; None for plain decoding."""
+        return self.draft.head if self.draft else None
+
+    @property
+    def draft_params(self) -> Params | None:
+        """The head's params; None without a head."""
+        return self.draft.params if self.draft else None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of params that are not quantized, and of activations."""
+        return self.base.params["embedding"].dtype
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """What a step is handed: all params, with the rows of a reduced vocabulary gathered."""
+        return weights_for(self.head, self.base.params, self.draft_params)
+
+    @property
+    def levels(self) -> int:
+        """How many levels a step drafts: those of the tree that the head goes down to."""
+        if isinstance(self.tree, AdaptiveTree) and self.head is not None:
+            return self.tree.levels_within(self.head.config.max_depth)
+        return self.tree.depth
+
+    def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
+        """Return the speculative step; raises UserError where the tree does not suit the head."""
+        try:
+            return StepConfig(self.base.config, self.head, self.tree, sampling)
+        except ValueError as error:
+            raise UserError(str(error)) from error
+
+    def plain(self) -> Models:
+        """Return the base alone."""
+        return dataclasses.replace(self, draft=None, tree=TreeConfig.root_only())
+
+    def with_tree(self, tree: TreeConfig | AdaptiveTree) -> Models:
+        """Return the same models with another tree."""
+        return dataclasses.replace(self, tree=tree)
+
     def engine(
         self,
         batch_size: int,
@@ -60,115 +140,112 @@ class Models:
         seed: int = 0,
         steps_per_chunk: int = 8,
     ) -> Engine:
-        """Return an engine with that many slots; whatever the seed, its programs compile once."""
-        head = self.draft.head if self.draft else None
+        """Return an engine with `batch_size` slots; its programs compile once for all seeds."""
         arguments = (sampling, batch_size, steps_per_chunk, self.mesh)
-        return _engine(self.base.config, head, self.tree, *arguments).seeded(seed)
-
-    @property
-    def draft_params(self) -> Params | None:
-        """The head's params; None without a head."""
-        return self.draft.params if self.draft else None
+        return _engine(self.base.config, self.head, self.tree, *arguments).seeded(seed)
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ where the decoded rows may differ."""
-        head = self.draft.head.config if self.draft else None
         tree = dataclasses.replace(self.tree, name=portable_name(self.tree))
         return {
-            "dtype": str(self.base.params["embedding"].dtype),
+            "dtype": str(self.dtype),
             "int8": list(self.int8),
             "base_hash": lm_head_hash(self.base),
             "base_params": checksum(self.base.params),
             "base_config": _config_hash(self.base.config),
             "chat_template": template_hash(self.tokenizer),
             "draft_hash": params_hash(self.draft_params) if self.draft else None,
-            "draft_config": _config_hash(head) if head else None,
+            "draft_config": _config_hash(self.head.config) if self.head else None,
             "tree": tree.name,
             "tree_hash": _config_hash(tree),
         }
 
 
-def load_models(
-    base: str,
-    draft: str,
-    tree: str | None,
-    dtype: jnp.dtype,
-    *,
-    allow_base_mismatch: bool = False,
-    draft_rope_theta: float | None = None,
-    mesh: Mesh | None = None,
-    int8: Sequence[str] = (),
-    chat_template: str | None = None,
-) -> Models:
-    """Load what the names stand for.
+def load(spec: ModelSpec, plain: Models | None = None) -> Models:
+    """Load what a spec names.
 
-    base, draft: as `load_base` and `load_draft` take them; the draft "none" is plain decoding.
-    tree: a tree's name; None takes the one that the draft was measured with, else `default_tree`.
-    int8: as `--int8`: whose matrices to round.
-    chat_template: as `--chat_template`; None takes the base's own.
+    plain: models whose base, tokenizer, mesh and int8 to share; None loads those of the spec.
     Raises UserError for what is missing, broken or does not fit together.
     """
-    chosen = parse_tree(tree) if tree else None  # before anything large is read
-    if draft == NO_DRAFT and chosen and chosen.num_nodes:
-        raise UserError(
-            f"tree {tree!r} has {chosen.num_nodes} nodes and there is no draft to fill them; "
-            "give --draft=DIR, or leave the tree out"
-        )
-    plain = load_plain(base, dtype, mesh, int8, chat_template)
-    if draft == NO_DRAFT:
+    check_names(spec)
+    if plain is None:
+        parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
+        base = load_rounded_base(spec.base, dtype, place_on(mesh, dtype) if mesh else None, parts)
+        tokenizer = load_tokenizer(base.directory) if spec.tokenizer else None
+        tokenizer = with_chat_template(tokenizer, spec.chat_template)
+        plain = Models(base, tokenizer, None, TreeConfig.root_only(), mesh, parts)
+    if spec.draft == NO_DRAFT:
         return plain
-    return with_draft(
-        plain,
-        draft,
-        tree,
-        allow_base_mismatch=allow_base_mismatch,
-        draft_rope_theta=draft_rope_theta,
-    )
 
+    if spec.draft.startswith(RANDOM):
+        draft = _random_draft(spec.draft, plain)
+        draft = dataclasses.replace(draft, params=random_params(draft.params, seed=1))
+    else:
+        allowed, theta = spec.allow_base_mismatch, spec.draft_rope_theta
+        draft = load_draft(spec.draft, plain.base, plain.dtype, allowed, theta)
+        if not allowed:
+            _check_template(draft, plain.tokenizer)
 
-def load_plain(
-    base: str,
-    dtype: jnp.dtype,
-    mesh: Mesh | None = None,
-    int8: Sequence[str] = (),
-    chat_template: str | None = None,
-) -> Models:
-    """Load a base and its tokenizer, for plain decoding; on a mesh straight into shards.
-
-    int8: as `--int8`; raises UserError for another word than these.
-    chat_template: as `--chat_template`; raises UserError for one that does not exist.
-    """
-    parts = parse_parts(int8)
-    loaded = load_rounded_base(base, dtype, place_on(mesh, dtype) if mesh else None, parts)
-    tokenizer = with_chat_template(load_tokenizer(loaded.directory), chat_template)
-    return Models(loaded, tokenizer, None, TreeConfig.root_only(), mesh, parts)
-
-
-def with_draft(
-    plain: Models,
-    draft: str,
-    tree: str | None,
-    *,
-    allow_base_mismatch: bool = False,
-    draft_rope_theta: float | None = None,
-) -> Models:
-    """Return models that share the base and decode with a draft; see `load_models`."""
-    dtype = plain.base.params["embedding"].dtype
-    head = load_draft(draft, plain.base, dtype, allow_base_mismatch, draft_rope_theta)
-    if not allow_base_mismatch:
-        _check_template(head, plain.tokenizer)
+    params = draft.params
     if plain.mesh is not None:
-        there = param_shardings(head.params, plain.mesh)
-        head = dataclasses.replace(head, params=jax.device_put(head.params, there))
+        params = jax.device_put(params, param_shardings(params, plain.mesh))
     if "draft" in plain.int8:
-        head = dataclasses.replace(head, params=round_params(head.params))
-    chosen = parse_tree(tree or head.tree or default_tree(head.head.config.max_depth))
+        params = round_params(params)
+    return _with_draft(plain, dataclasses.replace(draft, params=params), spec.tree)
+
+
+def load_shapes(spec: ModelSpec) -> Models:
+    """Return models of shapes alone, for a base and a draft of "random:KIND" or none.
+
+    Allocates nothing, reads no weights and splits nothing over a mesh. Raises UserError as `load`.
+    """
+    if spec.draft != NO_DRAFT and not spec.draft.startswith(RANDOM):
+        raise UserError(
+            f"--draft={spec.draft}: to compile for other hardware only shapes are needed; give "
+            f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
+        )
+    described, parts = describe_base(spec.base), parse_parts(spec.int8)
+    shapes = base_shapes(described.config, resolve_dtype(spec.dtype))
+    params = jax.eval_shape(functools.partial(round_base, parts=parts), shapes)
+    base = BaseModel(described.config, params, described.directory, spec.base)
+    plain = Models(base, None, None, TreeConfig.root_only(), int8=parts)
+    if spec.draft == NO_DRAFT:
+        return plain
+
+    draft = _random_draft(spec.draft, plain)
+    if "draft" in parts:
+        draft = dataclasses.replace(draft, params=jax.eval_shape(round_params, draft.params))
+    return _with_draft(plain, draft, spec.tree)
+
+
+def check_names(spec: ModelSpec) -> None:
+    """Raise UserError for a tree or a draft that is not there, before a base is read."""
+    tree = parse_tree(spec.tree) if spec.tree else None
+    if spec.draft == NO_DRAFT:
+        if tree is not None and tree.num_nodes:
+            raise UserError(
+                f"tree {spec.tree!r} has {tree.num_nodes} nodes and there is no draft to fill "
+                "them; give --draft=DIR, or leave the tree out"
+            )
+    elif not spec.draft.startswith(RANDOM):
+        find_head(spec.draft, spec.draft_rope_theta)
+
+
+def _random_draft(name: str, plain: Models) -> Draft:
+    """Return a draft of shapes: a head as `train` would begin one for this base."""
+    head = registry.head(registry.config_for_base(name.removeprefix(RANDOM), plain.base.config))
+    shapes = cast_shapes(registry.init_shapes(head, plain.base.params), plain.dtype)
+    return Draft(head, shapes, None, {}, name)
+
+
+def _with_draft(plain: Models, draft: Draft, tree: str | None) -> Models:
+    chosen = parse_tree(tree or draft.tree or default_tree(draft.head.config.max_depth))
     if not chosen.num_nodes:
         raise UserError(
             f"tree {chosen.name!r} has no nodes for the draft to fill; give another tree, or no "
             "draft to decode plainly"
         )
-    return dataclasses.replace(plain, draft=head, tree=chosen)
+    return dataclasses.replace(plain, draft=draft, tree=chosen)
 
 
 @functools.lru_cache(maxsize=8)

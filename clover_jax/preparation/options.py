@@ -6,20 +6,19 @@ import dataclasses
 from pathlib import Path
 
 from clover_jax.errors import UserError
+from clover_jax.loading.models import NO_DRAFT, ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
     """By the names of the command's flags; `output` is the folder."""
 
-    base: str
-    dtype: str
+    spec: ModelSpec
     seed: int
     data: str
     output: Path
     seq_len: int
     max_truncated: float
-    chat_template: str | None
     preview: bool
     preview_samples: int
     features: str
@@ -28,18 +27,15 @@ class PrepareOptions:
     yes: bool
     overwrite: bool
     regenerate: bool
-    draft: str
-    tree: str | None
     max_new_tokens: int
     temperature: float
     top_k: int
     top_p: float
-    allow_base_mismatch: bool
 
     def __post_init__(self):
         if self.preview and (self.regenerate or self.features != "none"):
             raise UserError("--preview shows the data as they are; leave out what it would not do")
-        given = {"draft": self.draft != "none", "tree": self.tree is not None}
+        given = {"draft": self.spec.draft != NO_DRAFT, "tree": self.spec.tree is not None}
         for name, is_given in given.items():
             if is_given and not self.regenerate:
                 raise UserError(f"--{name} is for --regenerate, which is missing")

@@ -16,9 +16,8 @@ from clover_jax.generation.output import decode_with_bar
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.run import memory_advice
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import Models, load_models
+from clover_jax.loading.models import Models, load
 from clover_jax.preparation.options import PrepareOptions
-from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, progress_bar
 from clover_jax.storage.jsonl import read_rows
 from clover_jax.storage.row_writer import RowWriter
@@ -38,7 +37,8 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
     Raises UserError for text, which has no answers, and where no row could be decoded.
     """
     prompts = [_prompt(index, record) for index, record in enumerate(records)]
-    models = _load(options)
+    with passing_note(f"loading {options.spec.base}"):
+        models = load(options.spec)
     settings = GenerationSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -58,18 +58,6 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
             figures.add(row)
         _decode(models, prompts, settings, options, rows, figures)
     return Regenerated(_read(path), figures.to_dict())
-
-
-def _load(options: PrepareOptions) -> Models:
-    with passing_note(f"loading {options.base}"):
-        return load_models(
-            options.base,
-            options.draft,
-            options.tree,
-            resolve_dtype(options.dtype),
-            allow_base_mismatch=options.allow_base_mismatch,
-            chat_template=options.chat_template,
-        )
 
 
 def _decode(

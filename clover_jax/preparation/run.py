@@ -30,14 +30,14 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
 
     Raises UserError for whatever cannot work.
     """
-    config, directory = describe_base(options.base)
+    config, directory = describe_base(options.spec.base)
     if options.seq_len > config.max_position_embeddings:
         raise UserError(
             f"--seq_len={options.seq_len} is longer than the base's context, "
             f"{config.max_position_embeddings}"
         )
     names = feature_names(options.features, config)
-    tokenizer = with_chat_template(load_tokenizer(directory), options.chat_template)
+    tokenizer = with_chat_template(load_tokenizer(directory), options.spec.chat_template)
     reading = Reading(tokenizer, config.vocab_size)
     with passing_note(f"reading {options.data}"):
         records = read_records(options.data)
@@ -71,8 +71,8 @@ def _prepare(
         "data_hash": manifest["made_from"]["data_hash"],
     }
     if names:
-        with passing_note(f"loading {options.base}"):
-            base = load_base(options.base, resolve_dtype(options.dtype))
+        with passing_note(f"loading {options.spec.base}"):
+            base = load_base(options.spec.base, resolve_dtype(options.spec.dtype))
         with advise_on_memory(
             f"read {options.batch_size} rows of {options.seq_len} tokens at once",
             "give a smaller --batch_size, or --dtype=bfloat16",

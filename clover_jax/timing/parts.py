@@ -31,7 +31,7 @@ from clover_jax.decoding.step import (
     verify_tree,
 )
 from clover_jax.decoding.tree import TreeConfig
-from clover_jax.loading.subject import Subject
+from clover_jax.loading.models import Models
 from clover_jax.timing.loops import STEPS, step_loop, steps_at_once
 from clover_jax.timing.turns import Run
 from clover_jax.xla.work import Work, count_work
@@ -57,7 +57,7 @@ class Part:
 class Bench:
     """A state and its weights, which parts take turns to use."""
 
-    def __init__(self, subject: Subject, state: DecodeState, context: int):
+    def __init__(self, subject: Models, state: DecodeState, context: int):
         """Take arrays; the state's buffers are donated by the parts and given back."""
         self.subject, self._context = subject, context
         self._buffers = {name: getattr(state, name) for name in _BUFFERS}

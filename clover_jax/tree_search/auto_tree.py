@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,11 +15,9 @@ from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
 from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
 from clover_jax.decoding.sampling import SamplingConfig, Warping
-from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
-from clover_jax.loading.subject import Subject
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.versions import versions
 from clover_jax.timing.loops import steps_at_once
@@ -69,20 +66,19 @@ def with_auto_tree(
     begun = None if rows is None else with_tree_of(rows, models)
     if begun is not None:
         return begun
-    subject = _subject(models)
     prompts = _prompts(models, calibration)
     with passing_note("measuring which trees may pay"):
-        costs = _costs(subject, batch_size, models)
-        ranks = _ranks(subject, models, prompts, warping)
+        costs = _costs(models, batch_size)
+        ranks = _ranks(models, prompts, warping)
     chosen_by_rank = sampling.draft_sampling == "topk"
     choice = choose_tree(costs, ranks, gaps=chosen_by_rank)
     _explain(describe_prospects(choice, costs))
-    plain = dataclasses.replace(models, draft=None, tree=TreeConfig.root_only())
+    plain = models.plain()
     trees = finalists(choice, adaptive=chosen_by_rank)
     if not trees:
         _explain(["no tree comes near paying: plain decoding"])
         return plain
-    finalists_models = [dataclasses.replace(models, tree=tree) for tree in trees]
+    finalists_models = [models.with_tree(tree) for tree in trees]
     with passing_note(f"trying {len(trees)} trees"):
         found = _trials(
             [plain, *finalists_models], prompts, sampling, warping, batch_size, costs.plain
@@ -102,13 +98,6 @@ def _name(tree: TreeConfig | AdaptiveTree) -> str:
         return tree.name
     widths = ", ".join(str(len(level.parent)) for level in tree.levels())
     return f"{tree.num_nodes} nodes, {widths} by level"
-
-
-def _subject(models: Models) -> Subject:
-    base = models.base
-    weights = weights_for(models.draft.head, base.params, models.draft.params)
-    dtype = base.params["embedding"].dtype
-    return Subject(base.config, models.draft.head, models.tree, weights, dtype)
 
 
 def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
@@ -136,12 +125,13 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
     return kept
 
 
-def _costs(subject: Subject, batch_size: int, models: Models) -> CostTable:
-    context = min(CONTEXT, subject.base.max_position_embeddings // 2)
+def _costs(models: Models, batch_size: int) -> CostTable:
+    base = models.base.config
+    context = min(CONTEXT, base.max_position_embeddings // 2)
     key = _machine(models.mesh) | {
-        "base": subject.base.to_dict(),
-        "head": subject.head.config.to_dict(),
-        "dtype": str(subject.dtype),
+        "base": base.to_dict(),
+        "head": models.head.config.to_dict(),
+        "dtype": str(models.dtype),
         "int8": list(models.int8),
         "batch_size": batch_size,
         "context": context,
@@ -149,7 +139,7 @@ def _costs(subject: Subject, batch_size: int, models: Models) -> CostTable:
     }
 
     def measure() -> dict[str, Any]:
-        return measure_costs(subject, batch_size, context, models.mesh).to_dict()
+        return measure_costs(models, batch_size, context).to_dict()
 
     measured = remembered("costs", key, measure, cache_folder())
     return CostTable.from_dict(measured)
@@ -164,10 +154,8 @@ def ranked_depth(head: DrafterConfig) -> int:
     return head.max_depth or max(head.num_positions, DEFAULT_DEPTH)
 
 
-def _ranks(
-    subject: Subject, models: Models, prompts: list[list[int]], warping: Warping
-) -> np.ndarray:
-    depth = ranked_depth(subject.head.config)
+def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.ndarray:
+    depth = ranked_depth(models.head.config)
     identity = models.identity()
     key: dict[str, Any] = {
         **{name: value for name, value in identity.items() if not name.startswith("tree")},
@@ -177,14 +165,7 @@ def _ranks(
     }
 
     def measure() -> dict[str, Any]:
-        ranks = measure_ranks(
-            subject,
-            prompts,
-            NEW_TOKENS,
-            depth,
-            **warping.to_dict(),
-            mesh=models.mesh,
-        )
+        ranks = measure_ranks(models, prompts, NEW_TOKENS, depth, **warping.to_dict())
         return {"ranks": ranks.tolist()}
 
     ranks = remembered("ranks", key, measure, cache_folder())["ranks"]

@@ -13,13 +13,12 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import DrafterConfig
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import commit
-from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.repeated import repeated
@@ -29,7 +28,7 @@ from clover_jax.decoding.state import DecodeState, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
-from clover_jax.loading.subject import Subject
+from clover_jax.loading.models import Models
 
 PREFILL = 64
 MISSED = -1  # rank of a token that no tree would hold
@@ -37,7 +36,7 @@ _LACKS = 1 << 30  # more ranks than any vocabulary has
 
 
 def measure_ranks(
-    subject: Subject,
+    models: Models,
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     depth: int,
@@ -46,32 +45,29 @@ def measure_ranks(
     top_k: int = 0,
     top_p: float = 1.0,
     batch_size: int = 4,
-    mesh: Mesh | None = None,
 ) -> np.ndarray:
     """Return [samples, depth] ranks of the base's next tokens; MISSED from `most_ranks` on.
 
     depth: levels to look at, within what the head can draft.
     temperature, top_k, top_p: how the base's own text is drawn; greedily at temperature 0.
-    mesh: the devices to decode on, over which the subject's weights lie; None for one.
     """
     truncate = temperature > 0 and (top_k > 0 or top_p < 1)
     sampling = SamplingConfig(verify="lossless" if temperature else "greedy", truncate=truncate)
-    plain = subject.plain()
-    engine = Engine(plain.base, None, plain.tree, sampling, batch_size=batch_size, mesh=mesh)
+    engine = models.plain().engine(batch_size, sampling)
     warping = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     requests = [
         Request(index, prompt, new_tokens, **(warping if temperature else {}))
         for index, prompt in enumerate(prompts)
     ]
     texts: list[list[int]] = []
-    for progress in engine.stream(subject.weights.base, None, requests):
+    for progress in engine.stream(models.base.params, None, requests):
         # A row that the base's context cut short is left out.
         if progress.done and len(progress.row.output_ids) == new_tokens:
             texts.append([*progress.row.prompt_ids, *progress.row.output_ids])
     starts = [len(text) - new_tokens for text in texts]
-    with Placement(mesh).in_use():
+    with Placement(models.mesh).in_use():
         walks = [
-            _walk(subject, texts[i : i + batch_size], starts[i : i + batch_size], new_tokens, depth)
+            _walk(models, texts[i : i + batch_size], starts[i : i + batch_size], new_tokens, depth)
             for i in range(0, len(texts), batch_size)
         ]
     ranks = np.concatenate(walks) if walks else np.zeros((0, depth), int)
@@ -79,7 +75,7 @@ def measure_ranks(
 
 
 def _walk(
-    subject: Subject,
+    models: Models,
     texts: Sequence[Sequence[int]],
     starts: Sequence[int],
     new_tokens: int,
@@ -90,10 +86,10 @@ def _walk(
     tokens = np.zeros((len(texts), size), np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
-    config = StepConfig(subject.base, subject.head, parse_tree(f"chain:{depth}"))
+    config = StepConfig(models.base.config, models.head, parse_tree(f"chain:{depth}"))
     shallow = TreeConfig.root_only()
     state = empty_state(
-        subject.base, subject.head, shallow, len(texts), size, 1, subject.dtype
+        models.base.config, models.head, shallow, len(texts), size, 1, models.dtype
     ).replace(
         tokens=jnp.asarray(tokens),
         end=jnp.asarray(starts, jnp.int32),
@@ -101,7 +97,7 @@ def _walk(
     )
     prefill = jax.jit(functools.partial(prefill_chunk, config, PREFILL), donate_argnums=1)
     for start in range(0, max(starts), PREFILL):
-        state = prefill(subject.weights, state, np.int32(start))
+        state = prefill(models.weights, state, np.int32(start))
     num_samples = max(new_tokens - 1 - depth, 0)
     text = jnp.asarray(tokens)
     # Prefill ended with the base's own choice, which a sampled text need not have taken.
@@ -110,7 +106,7 @@ def _walk(
     state = state.replace(tokens=jnp.copy(text), next_tokens=next_tokens)
     ranks = jnp.zeros((num_samples, len(texts), depth), jnp.int32)
     walk = repeated(functools.partial(_probe, config))
-    _, ranks = walk((subject.weights, text), (state, ranks), num_samples)
+    _, ranks = walk((models.weights, text), (state, ranks), num_samples)
     return np.asarray(ranks).reshape(-1, depth)
 
 

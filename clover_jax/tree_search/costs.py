@@ -8,11 +8,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
-from clover_jax.loading.subject import Subject, cache_size, running_state
+from clover_jax.loading.decode_states import cache_size, running_state
+from clover_jax.loading.models import Models
 from clover_jax.timing.loops import draft_loop, step_loop, steps_at_once, verify_loop
 from clover_jax.timing.parts import Bench, Part
 from clover_jax.timing.turns import Run, time_in_turns
@@ -25,10 +25,9 @@ _ONE_LEVEL = TreeConfig("1", ((0,),))
 
 
 def measure_costs(
-    subject: Subject,
+    models: Models,
     batch: int,
     context: int,
-    mesh: Mesh | None = None,
     slots: Sequence[int] = SLOTS,
     widths: Sequence[int] = WIDTHS,
     rounds: int = ROUNDS,
@@ -36,26 +35,25 @@ def measure_costs(
 ) -> CostTable:
     """Time the parts of steps with trees of several sizes in turns, as `loops` runs them.
 
-    mesh: the devices to run on, over which the subject's weights lie; None for one.
     slots: sizes of trees to verify; that of the tree whose whole step is timed is added.
     depth: of that tree, a chain. What the head takes in are depth + 1 positions, all that a step
         may have accepted: costs of deeper trees than this neglect that these take in more.
     Raises UserError where the context is longer than the base's.
     """
-    deepest = subject.head.config.max_depth or depth
-    subject = subject.with_tree(parse_tree(f"chain:{min(depth, deepest)}"))
-    size = cache_size(subject, context, room=0)
-    placement = Placement(mesh)
+    deepest = models.head.config.max_depth or depth
+    models = models.with_tree(parse_tree(f"chain:{min(depth, deepest)}"))
+    size = cache_size(models, context, room=0)
+    placement = Placement(models.mesh)
     batch = placement.whole_rows(batch)
 
-    def prepare(subject: Subject) -> Bench:
-        state = placement.state(running_state(subject, batch, size, context))
-        return Bench(subject, state, context)
+    def prepare(models: Models) -> Bench:
+        state = placement.state(running_state(models, batch, size, context))
+        return Bench(models, state, context)
 
-    bench, plain = prepare(subject), prepare(subject.plain())
+    bench, plain = prepare(models), prepare(models.plain())
     # What is left of a step is a small difference: nothing of it may be interpolated.
-    slots = sorted({*slots, subject.tree.num_slots})
-    widths = [width for width in widths if width <= subject.base.vocab_size and deepest > 1]
+    slots = sorted({*slots, models.tree.num_slots})
+    widths = [width for width in widths if width <= models.base.config.vocab_size and deepest > 1]
     runs: dict[str, Run] = {
         "plain": _in_place(plain, step_loop).run,
         "step": _in_place(bench, step_loop).run,
@@ -69,7 +67,7 @@ def measure_costs(
         found = time_in_turns(runs, rounds)
     seconds = {name: run / steps_at_once() for name, run in found.items()}
     flat = seconds["draft 0"]
-    parts = seconds["draft"] + seconds[f"verify {subject.tree.num_slots}"]
+    parts = seconds["draft"] + seconds[f"verify {models.tree.num_slots}"]
     return CostTable(
         plain=seconds["plain"],
         verify=tuple((count, seconds[f"verify {count}"]) for count in slots),
@@ -81,8 +79,8 @@ def measure_costs(
 
 def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Part:
     """Return steps or their first half, from the same place in the text each time."""
-    subject = bench.subject if tree is None else bench.subject.with_tree(tree)
-    return bench.updating(functools.partial(loop, subject.step()))
+    models = bench.subject if tree is None else bench.subject.with_tree(tree)
+    return bench.updating(functools.partial(loop, models.step()))
 
 
 def _two_levels(width: int) -> TreeConfig:
@@ -94,7 +92,7 @@ def _two_levels(width: int) -> TreeConfig:
 def _verifying(bench: Bench, batch: int, count: int) -> Part:
     """Return the base's forward over `count` slots: a root and its children."""
     tokens = jax.random.randint(
-        jax.random.key(3), (batch, count), 0, bench.subject.base.vocab_size, jnp.int32
+        jax.random.key(3), (batch, count), 0, bench.subject.base.config.vocab_size, jnp.int32
     )
     parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
     loop = functools.partial(verify_loop, bench.subject.step())

@@ -5,15 +5,15 @@ import json
 import re
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from clover_jax import bench, cli
 from clover_jax.benchmark.ceilings import Ceilings
 from clover_jax.decoding import engine
 from clover_jax.decoding.state import empty_state
-from clover_jax.loading import subject
-from clover_jax.loading.subject import load_subject, shape_subject
+from clover_jax.loading import decode_states
+from clover_jax.loading.decode_states import fitting_context
+from clover_jax.loading.models import ModelSpec, load, load_shapes
 from clover_jax.tree_search.tree_choice import CostTable
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
@@ -42,7 +42,7 @@ def buffer_lengths(monkeypatch):
         lengths.add(size)
         return empty_state(base, head, tree, batch, size, *more)
 
-    for module in (engine, subject):
+    for module in (engine, decode_states):
         monkeypatch.setattr(module, "empty_state", spied)
     return lengths
 
@@ -67,12 +67,12 @@ def test_every_part_is_timed_beside_its_floor(command, buffer_lengths):
 
 
 def test_the_context_is_what_a_short_base_leaves_beside_the_rounds(command, monkeypatch):
-    def short(*arguments):
-        loaded = load_subject(*arguments)
-        base = dataclasses.replace(loaded.base, max_position_embeddings=400)
-        return dataclasses.replace(loaded, base=base)
+    def short(spec):
+        loaded = load(spec)
+        config = dataclasses.replace(loaded.base.config, max_position_embeddings=400)
+        return dataclasses.replace(loaded, base=dataclasses.replace(loaded.base, config=config))
 
-    monkeypatch.setattr("clover_jax.benchmark.measured.load_subject", short)
+    monkeypatch.setattr("clover_jax.benchmark.measured.load", short)
     status, lines, error = command(BASE[0], "--rounds=3", "--tree=chain:1")
     assert (status, error) == (0, "")
     # Three rounds, as many to warm up and one to spare, of 8 steps of 2 tokens each.
@@ -80,16 +80,16 @@ def test_the_context_is_what_a_short_base_leaves_beside_the_rounds(command, monk
 
 
 def test_the_context_is_no_longer_than_the_docstring_says():
-    tiny = shape_subject("builtin:tiny", "random:clover2", None, jnp.dtype("float32"))
-    assert subject.fitting_context(tiny, room=912) == 112
-    long = shape_subject("shape:llama3-8b", "none", None, jnp.dtype("float32"))
-    assert subject.fitting_context(long, room=912) == 1024
+    tiny = load_shapes(ModelSpec("builtin:tiny", "random:clover2", None, "float32"))
+    assert fitting_context(tiny, room=912) == 112
+    long = load_shapes(ModelSpec("shape:llama3-8b", "none", None, "float32"))
+    assert fitting_context(long, room=912) == 1024
 
 
 @pytest.mark.parametrize(("kind", "tree"), [("clover", "clover4"), ("clover2", "paper25")])
 def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
     base = "shape:64x1x96"
-    assert load_subject(base, f"random:{kind}", None, jnp.dtype("float32")).tree.name == tree
+    assert load(ModelSpec(base, f"random:{kind}", None, "float32")).tree.name == tree
 
 
 @pytest.fixture

@@ -9,12 +9,11 @@ import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark import compiled_decoding
 from clover_jax.errors import UserError
-from clover_jax.loading.subject import shape_subject
+from clover_jax.loading.models import ModelSpec, load_shapes
 from clover_jax.xla.targets import CHIPS, Target
 from tests.conftest import REPOSITORY
 
@@ -31,7 +30,7 @@ def is_installed(module):
 
 def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
     monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices()[:1])
-    subject = shape_subject("shape:64x1x96", "none", None, jnp.dtype("float32"))
+    subject = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
     with jax.default_matmul_precision("default"):
         _, text = compiled_decoding.compile_step(subject, HERE, None, batch=1, context=10)
     products = [line for line in text.splitlines() if " dot(" in line]
@@ -41,7 +40,7 @@ def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
 
 def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
     monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices() * 4)
-    subject = shape_subject("shape:64x1x96", "none", None, jnp.dtype("float32"))
+    subject = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
     with pytest.raises(UserError, match=r"--mesh=fsdp=-1: fsdp=4 is for training; .* tensor"):
         compiled_decoding.compile_step(subject, HERE, "fsdp=-1", batch=4, context=10)
 

@@ -1,11 +1,10 @@
 """The engine's loop is timed where in the text the parts beside it are."""
 
-import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.decoding.sampling import SamplingConfig
-from clover_jax.loading.subject import load_subject
+from clover_jax.loading.models import ModelSpec, load
 from clover_jax.timing.loops import STEPS
 from clover_jax.timing.turns import WARM_UP
 
@@ -14,7 +13,7 @@ CONTEXT, ROUNDS, BATCH = 200, 3, 2
 
 @pytest.fixture(scope="module")
 def subject():
-    return load_subject("shape:64x1x96", "random:clover2", "chain:2", jnp.float32)
+    return load(ModelSpec("shape:64x1x96", "random:clover2", "chain:2", "float32"))
 
 
 @pytest.mark.parametrize("pace", [2, None])

@@ -1,11 +1,10 @@
 """What follows from measured seconds: these and the machine's limits are given."""
 
-import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark import measured
 from clover_jax.benchmark.ceilings import Ceilings
-from clover_jax.loading.subject import load_subject
+from clover_jax.loading.models import ModelSpec, load
 
 
 @pytest.fixture
@@ -23,7 +22,7 @@ def measure(monkeypatch):
 
 
 def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(measure):
-    subject = load_subject("shape:64x1x96", "none", None, jnp.float32)
+    subject = load(ModelSpec("shape:64x1x96", "none", None, "float32"))
     found = measure(subject, Ceilings(bandwidth=1e6, matrix_rate=1e3))
     weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
     keys = 2 * 4 * 64 * 100
@@ -32,7 +31,7 @@ def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(meas
 
 
 def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
-    subject = load_subject("shape:64x1x96", "random:clover", "clover4", jnp.float32)
+    subject = load(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
     found = measure(subject, Ceilings(bandwidth=1e6, matrix_rate=1e3))
     levels = [name for name in found.parts if name.startswith("draft level")]
     assert levels == ["draft level 1", "draft level 2", "draft level 3"]

@@ -2,19 +2,18 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import pytest
 
 from clover_jax.benchmark import sweep
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.errors import UserError
-from clover_jax.loading.subject import shape_subject
+from clover_jax.loading.models import ModelSpec, load_shapes
 from clover_jax.tree_search.tree_choice import CostTable
 
 
 @pytest.fixture
 def subject():
-    return shape_subject("shape:64x1x96", "random:clover2", "chain:3", jnp.float32)
+    return load_shapes(ModelSpec("shape:64x1x96", "random:clover2", "chain:3", "float32"))
 
 
 @pytest.fixture
@@ -65,5 +64,5 @@ def test_expanded_widths(name, widths, subject):
 
 
 def test_what_a_head_of_three_positions_cannot_draft_is_not_expanded():
-    subject = shape_subject("shape:64x1x96", "random:clover", "clover4", jnp.float32)
+    subject = load_shapes(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
     assert sweep.expanded_widths(subject) == [4, 4]

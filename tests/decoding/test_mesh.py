@@ -61,20 +61,26 @@ MEASURED = (
 import numpy as np
 from clover_jax.tree_search.calibration import measure_ranks
 from clover_jax.tree_search.costs import measure_costs
-from clover_jax.loading.subject import Subject
-from clover_jax.decoding.placement import Placement
-from clover_jax.decoding.step import weights_for
+from pathlib import Path
+from clover_jax.interchange.directory import Draft
+from clover_jax.loading.models import Models
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.sharding.placement import param_shardings
 
-weights = weights_for(head, random_base(base), params)
-alone = Subject(base, head, parse_tree("paper25"), weights, jnp.float32)
-mesh = make_mesh(parse_mesh("data=2,tensor=2", 8))
-split = dataclasses.replace(alone, weights=Placement(mesh).weights(weights))
+
+def models_on(mesh):
+    placed = random_base(base), params
+    if mesh is not None:
+        placed = jax.device_put(placed, param_shardings(placed, mesh))
+    model = BaseModel(base, placed[0], Path(), "random")
+    draft = Draft(head, placed[1], None, {}, "random")
+    return Models(model, None, draft, parse_tree("paper25"), mesh)
+
+
+alone, split = models_on(None), models_on(make_mesh(parse_mesh("data=2,tensor=2", 8)))
 prompts = random_prompts(4, vocab_size=base.vocab_size)
-ranks = [
-    measure_ranks(subject, prompts, 12, 3, mesh=where)
-    for subject, where in ((alone, None), (split, mesh))
-]
-costs = measure_costs(split, 3, 64, mesh, slots=(1, 4), widths=(1, 2), rounds=1)
+ranks = [measure_ranks(models, prompts, 12, 3) for models in (alone, split)]
+costs = measure_costs(split, 3, 64, slots=(1, 4), widths=(1, 2), rounds=1)
 print(json.dumps([ranks[0].size, np.array_equal(*ranks), costs.plain > 0]))
 """
 )

@@ -4,20 +4,18 @@ import pytest
 
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import DraftChoice, Options, parse_drafts
+from clover_jax.loading.models import ModelSpec
 
 
 def options(**given):
     values = {
-        **dict.fromkeys(("drafts", "tree", "prompts", "mesh", "batch_sizes", "limit_prompts")),
-        "base": "b",
+        **dict.fromkeys(("drafts", "tree", "prompts", "batch_sizes", "limit_prompts")),
+        "spec": ModelSpec("b"),
         "output": "o",
-        "dtype": "auto",
         "batch_size": 4,
         "repeats": 1,
         "seed": 0,
         "overwrite": False,
-        "allow_base_mismatch": False,
-        "draft_rope_theta": None,
     }
     return Options(**values | given)
 

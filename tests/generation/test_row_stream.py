@@ -3,13 +3,13 @@
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import load_plain
+from clover_jax.loading.models import ModelSpec, load
 from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_folders import save_tiny_base
 
 
 def test_warming_up_compiles_everything_and_reads_no_prompt(tmp_path, monkeypatch):
-    models = load_plain(str(save_tiny_base(tmp_path / "base")), "float32")
+    models = load(ModelSpec(str(save_tiny_base(tmp_path / "base")), dtype="float32"))
     prompt = parse_prompt({"prompt_ids": [7] * 100}, index=0, source="here")
     stream = open_stream(models, [prompt], GenerationSettings(max_new_tokens=4))
     engine, starts = stream._engine, []

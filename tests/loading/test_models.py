@@ -3,13 +3,13 @@
 import dataclasses
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.loading.models import load_models, load_plain, params_hash, with_draft
+from clover_jax.loading.models import ModelSpec, params_hash
+from clover_jax.loading.models import load as load_spec
 from tests.tiny_checkpoints import edit_json
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
@@ -20,7 +20,7 @@ def base(tmp_path_factory):
 
 
 def load(base, draft="none", tree=None):
-    return load_models(str(base), str(draft), tree, jnp.float32)
+    return load_spec(ModelSpec(str(base), str(draft), tree, "float32"))
 
 
 def test_the_tree_is_what_is_asked_else_the_draft_s_else_paper25(base, tmp_path):
@@ -41,12 +41,12 @@ def test_a_draft_decodes_with_the_chat_template_of_its_training_only(base, tmp_p
     template.write_text("{{ messages }}\n")
 
     plain = {
-        name: load_plain(str(base), jnp.float32, chat_template=name)
+        name: load_spec(ModelSpec(str(base), dtype="float32", chat_template=name))
         for name in (None, "vicuna", str(template))
     }
 
     def decode(name=None, **options):
-        return with_draft(plain[name], str(draft), None, **options)
+        return load_spec(ModelSpec(draft=str(draft), **options), plain[name])
 
     def trained(text, flag="vicuna"):
         flags = {"flags": {"chat_template": flag}}

@@ -4,11 +4,11 @@ import functools
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
 import pytest
 
 from clover_jax.decoding.step import absorb_and_draft, roots
-from clover_jax.loading.subject import load_subject, running_state
+from clover_jax.loading.decode_states import running_state
+from clover_jax.loading.models import ModelSpec, load
 from clover_jax.timing.loops import STEPS, draft_loop
 from clover_jax.xla.hlo import Program
 
@@ -33,7 +33,7 @@ def products(function, *arguments):
 
 @pytest.mark.parametrize("kind", ["medusa", "clover", "clover2"])
 def test_drafting_is_computed_whole_in_every_turn(kind):
-    subject = load_subject("shape:64x1x96", f"random:{kind}", "chain:3", jnp.float32)
+    subject = load(ModelSpec("shape:64x1x96", f"random:{kind}", "chain:3", "float32"))
     config, weights = subject.step(), subject.weights
     state = running_state(subject, 2, 64, 9)
     in_loop = products(functools.partial(draft_loop, config), weights, state)

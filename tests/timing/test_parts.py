@@ -1,16 +1,16 @@
 """The parts of a step: what they are handed, so that nothing of a step is left out of its time."""
 
 import jax
-import jax.numpy as jnp
 import pytest
 
-from clover_jax.loading.subject import load_subject, running_state
+from clover_jax.loading.decode_states import running_state
+from clover_jax.loading.models import ModelSpec, load
 from clover_jax.timing import parts
 
 
 @pytest.fixture(scope="module")
 def bench():
-    subject = load_subject("shape:64x1x96", "random:clover2", "chain:1", jnp.float32)
+    subject = load(ModelSpec("shape:64x1x96", "random:clover2", "chain:1", "float32"))
     return parts.Bench(subject, running_state(subject, 1, 512, 100), 100)
 
 

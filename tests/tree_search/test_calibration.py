@@ -5,11 +5,9 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.step import Weights
 from clover_jax.decoding.tree import parse_tree
-from clover_jax.loading.subject import Subject
 from clover_jax.tree_search.calibration import _rank_of, measure_ranks
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, random_base, random_head, random_models, random_prompts
 
 NEW_TOKENS = 24
 
@@ -17,7 +15,7 @@ NEW_TOKENS = 24
 def test_leading_zeros_are_what_a_chain_accepts(way):
     head, params = random_head()
     tree = parse_tree("chain:3")
-    subject = Subject(TINY, head, tree, Weights(random_base(), params), jnp.float32)
+    subject = random_models(head, params, tree)
     prompts = random_prompts(2, seed=4)
     ranks = measure_ranks(subject, prompts, NEW_TOKENS, depth=3, batch_size=2)
     samples = ranks.reshape(NEW_TOKENS - 4, 2, 3)
@@ -38,9 +36,7 @@ def test_leading_zeros_are_what_a_chain_accepts(way):
 
 def test_a_text_is_drawn_as_it_will_be():
     head, params = random_head()
-    subject = Subject(
-        TINY, head, parse_tree("chain:3"), Weights(random_base(), params), jnp.float32
-    )
+    subject = random_models(head, params, parse_tree("chain:3"))
     prompts = random_prompts(2, seed=4)
     ways = [{}, {"temperature": 1.0, "top_k": 1}, {"temperature": 1.0}, {"top_p": 0.5}]
     greedy, narrow, wide, ignored = (

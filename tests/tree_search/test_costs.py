@@ -2,12 +2,12 @@
 
 import dataclasses
 
-import jax.numpy as jnp
 import pytest
 
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
-from clover_jax.loading.subject import load_subject, running_state
+from clover_jax.loading.decode_states import running_state
+from clover_jax.loading.models import ModelSpec, load
 from clover_jax.timing.loops import steps_at_once
 from clover_jax.tree_search import costs
 
@@ -45,7 +45,7 @@ def measure_costs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def subject():
-    return load_subject("shape:64x1x96", "random:clover2", "paper25", jnp.float32)
+    return load(ModelSpec("shape:64x1x96", "random:clover2", "paper25", "float32"))
 
 
 def test_what_is_left_of_a_step_hangs_on_no_size_that_was_not_measured(measure_costs, subject):
@@ -56,7 +56,8 @@ def test_what_is_left_of_a_step_hangs_on_no_size_that_was_not_measured(measure_c
 
 def test_a_head_of_one_position_has_costs_without_further_levels(measure_costs, subject):
     config = dataclasses.replace(subject.head.config, num_positions=1, max_depth=1)
-    shallow = dataclasses.replace(subject, head=registry.head(config), tree=parse_tree("chain:1"))
+    draft = dataclasses.replace(subject.draft, head=registry.head(config))
+    shallow = dataclasses.replace(subject, draft=draft, tree=parse_tree("chain:1"))
     table = measure_costs(shallow, levels=1, slots=(1, 8), widths=(1, 4))
     assert (table.level, table.rest) == ((), pytest.approx(REST))
     assert table.step(shallow.tree) == pytest.approx(FIRST + verified(2) + REST)

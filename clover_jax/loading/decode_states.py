@@ -1,0 +1,72 @@
+"""Decode states to time or to compile a step at: rows in the middle of their text."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.decoding.engine import bucket
+from clover_jax.decoding.state import RUNNING, DecodeState, empty_state
+from clover_jax.errors import UserError
+from clover_jax.loading.models import Models
+
+MAX_EOS = 8  # as in an engine
+MOST_CONTEXT = 1024  # that is taken where none is given
+
+
+def fitting_context(models: Models, room: int) -> int:
+    """Return the committed positions to measure at where the user gives none.
+
+    Example: of a base of 1024 positions 112 where the room is 912; at most MOST_CONTEXT.
+    """
+    return max(1, min(MOST_CONTEXT, models.base.config.max_position_embeddings - room))
+
+
+def cache_size(models: Models, context: int, room: int) -> int:
+    """Return the buffer length for `context` committed positions and `room` more.
+
+    room: positions that the rounds of a measurement take, 0 where all are at one place.
+    Raises UserError where the base's context is shorter.
+    """
+    longest = models.base.config.max_position_embeddings
+    if context + room > longest:
+        needed = f" and the {room} positions that --rounds takes need" if room else " needs"
+        fewer = " or --rounds" if room else ""
+        raise UserError(
+            f"--context={context}{needed} more than {longest}, the base's context; give a smaller "
+            f"--context{fewer}"
+        )
+    depth = models.tree.depth
+    return bucket(context + room + depth, longest + depth)  # as an engine has it
+
+
+def state_shapes(models: Models, batch: int, size: int) -> DecodeState:
+    """Return a decode state as ShapeDtypeStructs."""
+    return jax.eval_shape(lambda: _empty(models, batch, size))
+
+
+def running_state(models: Models, batch: int, size: int, context: int) -> DecodeState:
+    """Return a state whose rows have `context` committed positions and run without end.
+
+    Caches are zero, since their values cost nothing. Tokens and features are random, and all
+    positions that a step may have accepted wait for the head.
+    """
+    state = jax.jit(lambda: _empty(models, batch, size))()
+    tokens, features = jax.random.split(jax.random.key(2))
+    vocabulary, pending = models.base.config.vocab_size, state.next_tokens.shape[1]
+    full = jnp.full((batch,), context, jnp.int32)
+    return state.replace(
+        tokens=jax.random.randint(tokens, (batch, size), 0, vocabulary, jnp.int32),
+        length=full,
+        end=full + 1,
+        limit=full + size,
+        finish=jnp.full((batch,), RUNNING, jnp.int32),
+        features=jax.random.normal(features, state.features.shape, models.dtype),
+        next_tokens=jax.random.randint(tokens, state.next_tokens.shape, 0, vocabulary, jnp.int32),
+        count=jnp.full((batch,), pending, jnp.int32),
+    )
+
+
+def _empty(models: Models, batch: int, size: int) -> DecodeState:
+    base, head, tree = models.base.config, models.head, models.tree
+    return empty_state(base, head, tree, batch, size, MAX_EOS, models.dtype)
