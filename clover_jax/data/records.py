@@ -100,6 +100,8 @@ def parse_row(row: Any, source: str) -> list[Record]:
             return [Conversation(source, _messages(pairs))]
         if "text" in row:
             return [Text(source, _text(row["text"]))]
+    except UserError:
+        raise  # says all there is to say
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{source}: a malformed row: {error!r}") from None
     raise UserError(
