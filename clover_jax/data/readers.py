@@ -3,20 +3,24 @@
 from __future__ import annotations
 
 import glob
-import io
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from clover_jax.data.corpus import builtin_documents
 from clover_jax.data.prepared import is_prepared
-from clover_jax.data.records import Record, Text, parse_row, split_by_hash
+from clover_jax.data.records import Record, Text, is_row, parse_row, split_by_hash
 from clover_jax.data.rows import open_rows, parse_line, plain_name
 from clover_jax.errors import UserError
 from clover_jax.storage.row_writer import is_row_manifest
 
 BUILTIN = "builtin:python"
+# Of a row, or of a list of rows, whole or torn.
+_ROW_BEGINNING = re.compile(
+    r'\s*[\[{].*?"(messages|conversations|response|output_ids)"\s*:', re.DOTALL
+)
 
 
 class Records(NamedTuple):
@@ -30,9 +34,10 @@ def read_records(spec: str) -> Records:
     """Read training data.
 
     spec: paths separated by commas: text files (one document each), .jsonl files (also .gz, .xz;
-        one record a row, see `records.parse_row`), .json files that hold a list of such rows,
-        folders (all such files below, manifests of row files apart), globs; or "builtin:python",
-        the Python standard library, whose held-out modules are the built-in base's too.
+        one record a row, see `records.parse_row`), .json files with a list of such rows or with
+        one, folders (all such files below, manifests of row files apart), globs; or
+        "builtin:python", the Python standard library, whose held-out modules are the built-in
+        base's too.
     Raises UserError for a path without data or a row that cannot be understood, naming it.
     """
     train: list[Record] = []
@@ -83,39 +88,79 @@ def _is_hidden(path: Path) -> bool:
 
 
 def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
-    name = plain_name(path)
-    try:
-        with open_rows(path) as file:
-            if name.endswith(".jsonl"):
-                yield from _read_jsonl(path, file)
-                return
-            text = file.read().decode("utf-8")
-            if name.endswith(".json"):
-                rows = _json_rows(text)
-                for number, row in enumerate(rows or ()):
-                    yield from parse_row(row, f"{path}[{number}]")
-                if rows is not None:
-                    return
-    except UnicodeDecodeError as error:
-        if is_named:
-            raise UserError(f"{path}: not UTF-8 text ({error})") from None
-        return  # a picture or an archive in a folder of texts
-    if text.strip():
+    with open_rows(path) as file:
+        if plain_name(path).endswith(".jsonl"):
+            yield from _parse_rows(_lines(path, file))
+            return
+        try:
+            text = file.read().decode("utf-8-sig")
+        except UnicodeDecodeError as error:
+            if is_named:
+                raise UserError(f"{path}: not UTF-8 text ({error})") from None
+            return  # a picture or an archive in a folder of texts
+
+    rows = _rows_in(path, text)
+    if rows is not None:
+        yield from _parse_rows(rows)
+    elif text.strip():
         yield Text(str(path), text)
 
 
-def _json_rows(text: str) -> list[dict[str, Any]] | None:
-    """Return the rows of a JSON file that is a list of objects; None for one that is a text."""
-    try:
-        value = json.loads(text)
-    except ValueError:
-        return None
-    is_rows = isinstance(value, list) and all(isinstance(row, dict) for row in value)
-    return value if is_rows else None
+def _parse_rows(rows: Iterable[tuple[str, Any]]) -> Iterator[Record]:
+    for source, row in rows:
+        yield from parse_row(row, source)
 
 
-def _read_jsonl(path: Path, file: io.BufferedIOBase) -> Iterator[Record]:
-    for number, line in enumerate(file, start=1):
+def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
+    """Yield (source, value) of the lines of a JSONL file that are not empty."""
+    for number, line in enumerate(lines, start=1):
         if line.strip():
             source = f"{path}:{number}"
-            yield from parse_row(parse_line(line, source), source)
+            yield source, parse_line(line, source)
+
+
+def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
+    """Return the (source, row) pairs in a file that is not named .jsonl; None for a plain text.
+
+    Rows may be a list, a list in an object, one object, or JSONL under another name.
+    Raises UserError for a text that looks like rows and cannot be read as such: it would be trained
+    on as it stands, marks and names of fields included.
+    """
+    if not text.lstrip().startswith(("[", "{")):
+        return None
+    is_json = plain_name(path).endswith(".json")
+    try:
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        first, *others = filter(str.strip, text.split("\n"))
+        if _holds_row(first) or (is_json and others and _holds_row(first, of_any_kind=True)):
+            return _lines(path, text.encode().split(b"\n"))
+        if _ROW_BEGINNING.match(text, 0, 10_000):
+            raise UserError(
+                f"{path}: looks like rows, but is not JSON ({error}); expected one object a line "
+                "(.jsonl), or a list of objects (.json)"
+            ) from None
+        return None
+
+    if is_row(value):
+        return [(str(path), value)]
+    if isinstance(value, dict):
+        # {"data": [...]} and the like.
+        lists = {name: rows for name, rows in value.items() if _are_rows(rows)}
+        return [
+            (f"{path}[{n}][{i}]", row) for n, rows in lists.items() for i, row in enumerate(rows)
+        ] or None
+    is_list = _are_rows(value) or (is_json and all(isinstance(row, dict) for row in value))
+    return [(f"{path}[{number}]", row) for number, row in enumerate(value)] if is_list else None
+
+
+def _holds_row(line: str, of_any_kind: bool = False) -> bool:
+    try:
+        value = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return is_row(value) or (of_any_kind and isinstance(value, dict))
+
+
+def _are_rows(value: Any) -> bool:
+    return isinstance(value, list) and any(map(is_row, value))

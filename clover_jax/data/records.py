@@ -15,6 +15,13 @@ HELDOUT_FRACTION = 0.05
 # Fewer records than this are all trained on: a hash could hold out most of a handful.
 MIN_RECORDS_FOR_HELDOUT = 20
 
+_FORMS = (
+    {"prompt_ids", "output_ids"},
+    {"messages"},
+    {"conversations"},
+    {"prompt", "response"},
+    {"text"},
+)
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",
@@ -75,6 +82,11 @@ class TokenTurns:
 
 
 Record = Text | Conversation | TokenRow | TokenTurns
+
+
+def is_row(value: Any) -> bool:
+    """Return whether a JSON value is an object with the keys of a row that `parse_row` reads."""
+    return isinstance(value, dict) and any(keys <= value.keys() for keys in _FORMS)
 
 
 def parse_row(row: Any, source: str) -> list[Record]:

@@ -26,6 +26,58 @@ def test_jsonl_is_read_packed_or_not(tmp_path, name, opener):
     assert texts(tmp_path / name) == ["hello", "hello"]
 
 
+CHAT = {"conversations": [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]}
+LINES = (json.dumps(CHAT) + "\n") * 2
+LIST = json.dumps([CHAT, CHAT], indent=1)
+
+
+@pytest.mark.parametrize(
+    "name, content, count",
+    [
+        ("lines.json", LINES, 2),
+        ("lines.JSONL", LINES, 2),
+        ("lines.JSONL.GZ", LINES, 2),
+        ("lines.txt", LINES, 2),
+        ("marked.jsonl", "\ufeff" + LINES, 2),
+        ("list.json", LIST, 2),
+        ("list.txt", LIST, 2),
+        ("marked.json", "\ufeff" + LIST, 2),
+        ("data.json", json.dumps({"version": 1, "data": [CHAT, CHAT]}), 2),
+        ("one.json", json.dumps(CHAT, indent=1), 1),
+    ],
+)
+def test_what_looks_like_rows_is_read_as_rows(tmp_path, name, content, count):
+    opener = gzip.open if name.endswith("GZ") else open
+    with opener(tmp_path / name, "wb") as file:
+        file.write(content.encode())
+    records = read_records(str(tmp_path / name)).train
+    assert [record.messages for record in records] == [
+        (("user", "hi"), ("assistant", "ho"))
+    ] * count
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("torn.json", LIST[:-3], "torn.json: looks like rows, but is not JSON"),
+        ("torn.txt", json.dumps({"data": [CHAT]})[:-4], "torn.txt: looks like rows, but is not"),
+        ("torn2.json", LINES[:-9], "torn2.json:2: not JSON"),
+        ("other.json", '[{"instruction": "a", "output": "b"}]', "found 'instruction', 'output'"),
+        ("other2.json", '{"instruction": "a"}\n{"instruction": "b"}', "found 'instruction'"),
+    ],
+)
+def test_what_looks_like_rows_and_is_none_is_refused(tmp_path, name, content, message):
+    (tmp_path / name).write_text(content)
+    with pytest.raises(UserError, match=message):
+        read_records(str(tmp_path / name))
+
+
+@pytest.mark.parametrize("content", ['{"name": "x", "files": ["a"]}', "[1, 2]", "{% if %}", "[a]"])
+def test_other_json_and_texts_with_brackets_are_texts(tmp_path, content):
+    (tmp_path / "a.json").write_text(content)
+    assert texts(tmp_path / "a.json") == [content]
+
+
 def test_a_folder_is_read_whole_and_in_order(tmp_path):
     (tmp_path / "sub").mkdir()
     (tmp_path / "b.txt").write_text("B")
