@@ -12,7 +12,15 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.data.rows import is_text, open_rows, parse_line, plain_name, shown
+from clover_jax.data.rows import (
+    STANDARD_INPUT,
+    UnreadFields,
+    is_text,
+    open_rows,
+    parse_line,
+    plain_name,
+    shown,
+)
 from clover_jax.errors import UserError
 
 _ROLES = ("system", "user", "assistant", "tool")
@@ -79,11 +87,11 @@ def text_prompt(text: str, source: str = "--prompt") -> Prompt:
 
 
 def read_prompts(path: str | os.PathLike) -> list[Prompt]:
-    """Read every row of a .jsonl or .jsonl.gz file; empty lines are skipped.
+    """Read every row of a .jsonl file (also .gz, .xz), or of standard input for "-".
 
-    Raises:
-      UserError: naming file, line, what is wrong and what would be right.
-      OSError: for a file that cannot be opened.
+    Empty lines are skipped; fields that no command reads are named on stderr.
+    Raises UserError naming file, line, what is wrong and what would be right; OSError for a file
+    that cannot be opened.
     """
     rows = read_prompts_and_mistakes(path)
     for row in rows:
@@ -98,24 +106,28 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     Raises as `read_prompts` does for a file that cannot be read at all or holds no rows.
     """
     path = Path(path)
+    name = "standard input" if path == STANDARD_INPUT else str(path)
     with open_rows(path) as file:
         content = file.read().removeprefix(codecs.BOM_UTF8)
     if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
-        raise UserError(f"{path}: a JSON list; prompts need a .jsonl file, one object a line")
-    rows = []
+        raise UserError(f"{name}: a JSON list; prompts need a .jsonl file, one object a line")
+
+    rows: list[Prompt | BadPrompt] = []
+    unread = UnreadFields(ROW_FIELDS)
     for number, line in enumerate(content.split(b"\n"), start=1):
-        if line.strip():
-            rows.append(_read_row(line, len(rows), f"{path}:{number}"))
+        if not line.strip():
+            continue
+        index, source = len(rows), f"{name}:{number}"
+        try:
+            row = parse_line(line, source)
+            unread.add(row)
+            rows.append(parse_prompt(row, index, source))
+        except UserError as error:
+            rows.append(BadPrompt(index, source, str(error)))
     if not rows:
-        raise UserError(f'{path}: no rows; expected one a line, such as {{"prompt": "Once upon"}}')
+        raise UserError(f'{name}: no rows; expected one a line, such as {{"prompt": "Once upon"}}')
+    unread.tell(name)
     return rows
-
-
-def _read_row(line: bytes, index: int, source: str) -> Prompt | BadPrompt:
-    try:
-        return parse_prompt(parse_line(line, source), index, source)
-    except UserError as error:
-        return BadPrompt(index, source, str(error))
 
 
 def parse_prompt(row: Any, index: int, source: str) -> Prompt:

@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from clover_jax.data.corpus import builtin_documents
 from clover_jax.data.prepared import is_prepared
-from clover_jax.data.records import Record, Text, is_row, parse_row, split_by_hash
-from clover_jax.data.rows import open_rows, parse_line, plain_name
+from clover_jax.data.records import READ_FIELDS, Record, Text, is_row, parse_row, split_by_hash
+from clover_jax.data.rows import UnreadFields, open_rows, parse_line, plain_name
 from clover_jax.errors import UserError
 from clover_jax.storage.row_writer import is_row_manifest
 
@@ -43,6 +43,7 @@ def read_records(spec: str) -> Records:
     train: list[Record] = []
     heldout: list[Record] = []
     others: list[Record] = []
+    unread = UnreadFields(READ_FIELDS)
     for part in filter(None, (part.strip() for part in spec.split(","))):
         if part == BUILTIN:
             train += [Text(d.name, d.text) for d in builtin_documents("train")]
@@ -52,7 +53,9 @@ def read_records(spec: str) -> Records:
         else:
             _refuse_prepared(part)
             for path, is_named in _find_files(part):
-                others += _read_file(path, is_named)
+                others += _read_file(path, is_named, unread)
+    unread.tell(f"--data={spec}")
+
     others_train, others_heldout = split_by_hash(others)
     records = Records(train + others_train, heldout + others_heldout)
     if not records.train:
@@ -87,10 +90,10 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
+def _read_file(path: Path, is_named: bool, unread: UnreadFields) -> Iterator[Record]:
     with open_rows(path) as file:
         if plain_name(path).endswith(".jsonl"):
-            yield from _parse_rows(_lines(path, file))
+            yield from _parse_rows(_lines(path, file), unread)
             return
         try:
             text = file.read().decode("utf-8-sig")
@@ -101,13 +104,14 @@ def _read_file(path: Path, is_named: bool) -> Iterator[Record]:
 
     rows = _rows_in(path, text)
     if rows is not None:
-        yield from _parse_rows(rows)
+        yield from _parse_rows(rows, unread)
     elif text.strip():
         yield Text(str(path), text)
 
 
-def _parse_rows(rows: Iterable[tuple[str, Any]]) -> Iterator[Record]:
+def _parse_rows(rows: Iterable[tuple[str, Any]], unread: UnreadFields) -> Iterator[Record]:
     for source, row in rows:
+        unread.add(row)
         yield from parse_row(row, source)
 
 

@@ -22,6 +22,10 @@ _FORMS = (
     {"prompt", "response"},
     {"text"},
 )
+# Those of the forms, and whatever else is in a row that `generate` wrote.
+READ_FIELDS = frozenset().union(*_FORMS) | {
+    *("error", "skipped", "accepted", "target_forwards", "tau", "seconds", "finish_reason"),
+}
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",

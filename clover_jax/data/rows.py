@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import gzip
 import io
 import json
 import lzma
+import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
 
+STANDARD_INPUT = Path("-")
+# They say where a row is from, not what to do with it.
+LABELS = frozenset(
+    ("id", "index", "question_id", "prompt_id", "category", "source", "answer", "reference")
+)
 _OPENERS = {".gz": gzip.open, ".xz": lzma.open}
 
 
@@ -28,10 +35,13 @@ def plain_name(path: Path) -> str:
 
 @contextlib.contextmanager
 def open_rows(path: Path) -> Iterator[io.BufferedIOBase]:
-    """Open a file for reading, unpacked where its name ends in .gz or .xz.
+    """Open a file for reading, unpacked where its name ends in .gz or .xz; "-" is standard input.
 
     Raises UserError where the packed file is broken, OSError where there is none.
     """
+    if path == STANDARD_INPUT:
+        yield sys.stdin.buffer  # stays open: it is not ours
+        return
     try:
         with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
             yield file
@@ -53,6 +63,31 @@ def parse_line(line: bytes, source: str) -> Any:
         raise UserError(f"{source}: not JSON that can be read: it is nested too deeply") from None
     except ValueError as error:  # bad JSON, or a number of thousands of digits
         raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
+
+
+class UnreadFields:
+    """Names, once, the fields of rows that no command reads: perhaps they are misspelt."""
+
+    def __init__(self, known: Iterable[str]):
+        """Take the fields that are read; labels of data sets are nobody's mistake."""
+        self._known = LABELS.union(known)
+        self._counts: collections.Counter[str] = collections.Counter()
+
+    def add(self, row: Any) -> None:
+        """Count the fields of a row."""
+        if isinstance(row, dict):
+            self._counts.update(row.keys() - self._known)
+
+    def tell(self, source: str) -> None:
+        """Say on stderr which fields were not read, and in how many rows."""
+        if not self._counts:
+            return
+        listed = [
+            f"{shown(name)} ({count} {'row' if count == 1 else 'rows'})"
+            for name, count in self._counts.most_common(9)
+        ]
+        more = ", ..." if len(self._counts) > len(listed) else ""
+        print(f"{source}: no command reads {', '.join(listed)}{more}", file=sys.stderr, flush=True)
 
 
 def is_text(value: Any) -> bool:

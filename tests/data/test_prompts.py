@@ -1,7 +1,9 @@
 """Prompt rows: every form, every mistake with its place and what would be right."""
 
 import gzip
+import io
 import json
+from pathlib import Path
 
 import pytest
 
@@ -150,6 +152,28 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
     path = tmp_path / "p.jsonl"
     path.write_text('{"prompt": "a"}\n', encoding="utf-8-sig")
     assert [row.text for row in read_prompts(path)] == ["a"]
+
+
+def test_fields_that_no_command_reads_are_named_once(tmp_path, capsys):
+    path = tmp_path / "p.jsonl"
+    row = {"prompt": "a", "max_tokens": 5, "id": 1}
+    path.write_text((json.dumps(row) + "\n") * 2 + '{"prompt": 3, "Seed": 1}\nnot json\n')
+    read_prompts_and_mistakes(path)
+    assert capsys.readouterr().err == (
+        f'{path}: no command reads "max_tokens" (2 rows), "Seed" (1 row)\n'
+    )
+    path.write_text('{"prompt": "a", "seed": 1, "question_id": 3}')
+    read_prompts(path)
+    assert capsys.readouterr().err == ""
+
+
+def test_a_dash_reads_standard_input(monkeypatch):
+    lines = io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": 3}\n'))
+    monkeypatch.setattr("sys.stdin", lines)
+    good, bad = read_prompts_and_mistakes(Path("-"))
+    assert (good.source, good.text) == ("standard input:1", "a")
+    assert bad.error.startswith("standard input:2: prompt must be a string")
+    assert not lines.closed
 
 
 def test_the_hash_sees_what_is_asked_and_not_where_it_was_written(tmp_path):

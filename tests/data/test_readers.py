@@ -105,6 +105,16 @@ def test_rows_as_generate_writes_them_are_read(tmp_path):
     assert read_records(str(tmp_path)).train == [TokenRow(source, (1,), (2, 3))]
 
 
+def test_fields_of_records_that_are_not_read_are_named_once(tmp_path, capsys):
+    row = {"prompt": "a", "response": "b", "system_prompt": "c", "id": 1}
+    for name in ("a.jsonl", "b.jsonl"):
+        (tmp_path / name).write_text(json.dumps(row) + "\n" + json.dumps({"text": "d"}))
+    read_records(str(tmp_path))
+    assert capsys.readouterr().err == (
+        f'--data={tmp_path}: no command reads "system_prompt" (2 rows)\n'
+    )
+
+
 def test_the_built_in_corpus_keeps_its_own_split(monkeypatch):
     monkeypatch.setattr(
         readers, "builtin_documents", lambda split: [Document(f"{split}.py", split)]
