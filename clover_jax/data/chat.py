@@ -147,7 +147,7 @@ class _Answer:
         """Return where the answer lies in the whole conversation's text."""
         # White space after the answer is the template's, unless the answer itself ends so.
         own = self.answered
-        own = own if own.endswith(self._content) else own.rstrip()
+        own = own if self._content.strip() and own.endswith(self._content) else own.rstrip()
         if text.startswith(own):
             return Span(len(self.asked), len(own))
         return self._span_in_rewritten(text)
@@ -177,13 +177,14 @@ def _encode_rendered(
     (Its first may not be: a token may join a space before the answer to the answer's first word.)
     """
     encoding = tokenizer(text, add_special_tokens=is_plain, return_offsets_mapping=True)
+    # Tokens that the tokenizer adds have the offsets (0, 0), so their last character is in no span.
+    # Spaces that it trims from offsets (trim_offsets) leave an empty range behind the last one.
     last = np.array([end - 1 for _, end in encoding.offset_mapping], np.int64)
-    is_empty = np.array([start == end for start, end in encoding.offset_mapping], bool)
     mask = np.zeros(len(last), bool)
     for span in spans:
         mask |= (last >= span.start) & (last < span.end)
-    tokens = np.array(encoding.input_ids, np.int32)
-    encoded = Encoded(tokens, mask & ~is_empty)
+    encoded = Encoded(np.array(encoding.input_ids, np.int32), mask)
+
     ends_with_answer = bool(spans) and spans[-1].end == len(text)
     return _with_eos(encoded, tokenizer, ends_with_answer) if is_plain else encoded
 

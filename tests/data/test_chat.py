@@ -1,6 +1,7 @@
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import processors
 
 from clover_jax.data.chat import encode_record, render_plain
 from clover_jax.data.prompt_encoding import encode_prompt
@@ -65,6 +66,21 @@ def test_only_the_assistant_counts_in_a_chat_template(chat):
 def test_the_end_of_turn_counts_and_the_newline_after_it_does_not(chatml):
     encoded = encode_record(Conversation("f", ASK), chatml, 300)
     assert masked_text(encoded, chatml) == "he had it</s>be</s>"
+
+
+@pytest.mark.parametrize("content", ["", " ", "\n"])
+def test_an_empty_answer_counts_its_end_of_turn_only(chatml, content):
+    messages = (("user", "a"), ("assistant", content), ("user", "b"), ("assistant", "be"))
+    encoded = encode_record(Conversation("f", messages), chatml, 300)
+    assert masked_text(encoded, chatml) == content + "</s>be</s>"
+
+
+def test_spaces_that_a_tokenizer_trims_from_offsets_count(tmp_path):
+    tokenizer = load_tokenizer(save_byte_level(tmp_path, CHATML))
+    tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
+    record = Conversation("f", (("user", " a  b "), ("assistant", "a\n  b "), *ASK))
+    encoded = encode_record(record, tokenizer, 300)
+    assert masked_text(encoded, tokenizer) == "a\n  b </s>he had it</s>be</s>"
 
 
 def test_without_a_template_messages_end_in_newlines_and_the_answer_counts(plain):
