@@ -103,12 +103,37 @@ class Program:
         return numbers[0] if len(numbers) == 1 else None
 
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield every executed instruction that does something, with where it is."""
+        """Yield every executed instruction that does something, with where it is.
+
+        A copy for the next call is left out: that call lists it, beside its user.
+        """
         for name in self.executed:
             computation = self.computations[name]
             for instruction in computation.instructions.values():
-                if not instruction.is_free and not instruction.opcode.startswith("async-start"):
+                if instruction.is_free or instruction.opcode.startswith("async-start"):
+                    continue
+                if name != self.entry or instruction.name not in self._for_next_call:
                     yield computation, instruction
+
+    @functools.cached_property
+    def _for_next_call(self) -> set[str]:
+        """Names of copies that fetch an operand into fast memory for the next call.
+
+        A TPU's program finds its first operand there. Where it has used the room for others since,
+        it ends with a second copy, whose result nothing in the program uses.
+        """
+        entry = self.computations[self.entry].instructions.values()
+        prefetched = {i.operands[0] for i in entry if i.crosses_calls}
+        used = {operand for i in entry for operand in i.operands}
+        finished = {i.operands[0] for i in entry if i.opcode.endswith("-done") and i.name in used}
+        return {
+            i.name
+            for i in entry
+            if i.opcode.endswith("-start")
+            and not i.crosses_calls
+            and prefetched.intersection(i.operands)
+            and i.name not in finished
+        }
 
     def times(self, computation: Computation, trips: Trips) -> int:
         """Return how often an executed computation runs."""

@@ -78,6 +78,7 @@ class Instruction:
     number: the index of a parameter, the value of a whole constant.
     channel: of a collective; its parts share it where it runs beside other work.
     trips: of a loop; None where the compiler does not say it.
+    crosses_calls: whether the call before has already fetched its result into fast memory.
     """
 
     name: str
@@ -93,6 +94,7 @@ class Instruction:
     number: int | None = None
     channel: int | None = None
     trips: int | None = None
+    crosses_calls: bool = False
 
     @property
     def body(self) -> str:
@@ -188,6 +190,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
         number=int(arguments) if _WHOLE.fullmatch(arguments) else None,
         channel=number(_CHANNEL),
         trips=number(_TRIPS),
+        crosses_calls="cross_program_prefetch_index=" in after,
     )
 
 

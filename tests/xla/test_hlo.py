@@ -291,6 +291,39 @@ ENTRY %main (weights: bf16[64,32], x: bf16[8,64]) -> bf16[8,32] {
 """  # noqa: E501
 
 
+# A TPU's program that keeps a weight in fast memory from one call to the next: another operand takes
+# its place meanwhile, so the end of the program brings it back.
+ACROSS_CALLS = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main (weights: bf16[64,32], x: bf16[8,64]) -> bf16[8,32] {
+  %weights = bf16[64,32]{1,0} parameter(0)
+  %copy-start = (bf16[64,32]{1,0:S(1)}, bf16[64,32]{1,0}, u32[]{:S(2)}) copy-start(%weights), cross_program_prefetch_index=0
+  %x = bf16[8,64]{1,0} parameter(1)
+  %copy-start.2 = (bf16[8,64]{1,0:S(1)}, bf16[8,64]{1,0}, u32[]{:S(2)}) copy-start(%x)
+  %copy-done = bf16[64,32]{1,0:S(1)} copy-done(%copy-start)
+  %copy-done.2 = bf16[8,64]{1,0:S(1)} copy-done(%copy-start.2)
+  %drafted = bf16[8,32]{1,0} dot(%copy-done.2, %copy-done), metadata={op_name="jit(step)/draft/dot_general"}
+  %copy-start.1 = (bf16[64,32]{1,0:S(1)}, bf16[64,32]{1,0}, u32[]{:S(2)}) copy-start(%weights)
+  %copy-done.1 = bf16[64,32]{1,0:S(1)} copy-done(%copy-start.1)
+  ROOT %result = bf16[8,32]{1,0} copy(%drafted), metadata={op_name="jit(step)/draft/copy"}
+}
+"""  # noqa: E501
+
+
+def test_a_prefetch_for_the_next_call_counts_once_and_for_its_user():
+    program = Program(ACROSS_CALLS)
+    weights, rows, results = 2 * 64 * 32, 2 * 8 * 64, 3 * 2 * 8 * 32
+    moved = sum_by_part(program, program.moved_bytes)
+    assert moved == {"draft": weights + rows + results}
+
+
+def test_a_weight_that_is_fetched_and_used_again_in_the_same_call_counts_twice():
+    again = "%result = bf16[8,32]{1,0} dot(%x, %copy-done.1)"
+    text = ACROSS_CALLS.replace("%result = bf16[8,32]{1,0} copy(%drafted)", again)
+    names = [i.name for _, i in Program(text).instructions()]
+    assert names == ["copy-start", "copy-start.2", "drafted", "copy-start.1", "result"]
+
+
 def test_what_has_no_scope_belongs_to_the_first_part_that_uses_it():
     program = Program(PARTS)
     parts = part_of(program, "main")
