@@ -13,7 +13,6 @@ _ALIASES = {
     "bitcast",
     "constant",
     "get-tuple-element",
-    "iota",
     "opt-barrier",
     "optimization-barrier",
     "parameter",
