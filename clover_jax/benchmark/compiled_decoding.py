@@ -40,6 +40,7 @@ class CompiledStep:
     temporary_bytes: allocated by the compiler; temporary_value_bytes: of that, covered by values
         (see buffers.py).
     floor_bytes: weights that products read, once for each product, and the live part of the caches.
+        No lower bound: fast memory may keep a weight from one product to the next.
     moved_bytes: read and written in main memory by the instructions of the program; loops over
         the cache count as often as they run. A prefetch counts once.
     counted_bytes: the compiler's own "bytes accessed" (prefetches twice, loops once); None where
@@ -107,6 +108,8 @@ class CompiledStep:
             f"{values:.2%})",
             f"bytes moved: {self.moved_bytes / GIGA:.2f} GB, {self.moved_over_floor:.2f} x the "
             f"floor of {self.floor_bytes / GIGA:.2f} GB{count}",
+            "(the floor has a weight once for every product that reads it, so it is no lower bound "
+            "where fast memory keeps one)",
             f"floor {1e3 * self.floor_seconds:.2f} ms by the data sheet{estimated}",
             *self._lines_by_part(),
             *program_costs.titled_lines(

@@ -1,8 +1,8 @@
-"""Count the work of a traced program: bytes of weights that it must read, and its products.
+"""Count the work of a traced program: bytes of weights that products read, and the products.
 
 Every product with a weight reads that weight: a matrix used by five draft levels is read five
-times, as if none fitted a cache. Looking up rows (embeddings) costs next to nothing and is left
-out.
+times, as if none fitted a cache. Where one does, a program may move less. Looking up rows
+(embeddings) costs next to nothing and is left out.
 """
 
 from __future__ import annotations

@@ -116,6 +116,13 @@ def test_the_report_is_there_where_the_disk_refuses_the_program(
     assert "bytes moved" in capsys.readouterr().out
 
 
+def test_the_report_says_that_a_floor_is_no_lower_bound(compile_tiny, tmp_path, capsys):
+    compile_tiny(tmp_path / "step.hlo")
+    assert (
+        "once for every product that reads it, so it is no lower bound" in capsys.readouterr().out
+    )
+
+
 def test_the_program_is_written(compile_tiny, tmp_path):
     compile_tiny(tmp_path / "step.hlo")
     assert (tmp_path / "step.hlo").read_text().startswith("HloModule")

@@ -243,7 +243,7 @@ def test_cycles_and_sources_are_read():
 
 
 def test_counting_up_costs_the_cycles_that_the_compiler_says():
-    line = '  %%steps = s32[4]{0:T(128)} iota(), iota_dimension=0, backend_config={%s}\n'
+    line = "  %%steps = s32[4]{0:T(128)} iota(), iota_dimension=0, backend_config={%s}\n"
     text = TPU.replace("  %rows = ", line % '"estimated_cycles":"2120"' + "  %rows = ")
     found = {i.name: i for _, i in Program(text).instructions()}
     assert found["steps"].cycles == 2120
