@@ -18,13 +18,13 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Params
 from clover_jax.benchmark.compiled_training import CompiledTraining, compile_training_step
-from clover_jax.benchmark.step_shapes import gigabytes, step_shapes
+from clover_jax.benchmark.step_shapes import StepShapes, gigabytes, step_shapes
 from clover_jax.errors import UserError
 from clover_jax.pretrained.shapes import cast_shapes
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note
 from clover_jax.sharding.device_bytes import bytes_per_device, gathered_bytes, whole_over_rows
-from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh, parse_mesh
+from clover_jax.sharding.meshes import AnyMesh, MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.sharding.placement import param_shardings
 from clover_jax.storage.files import place_for
 from clover_jax.training.settings import TrainSettings
@@ -35,6 +35,9 @@ from clover_jax.xla.work import count_flops
 
 # Share of the data sheet's rate that well-tuned training reaches, so the time is a hopeful one.
 UTILISATION = 0.4
+# A CPU's programs fuse less: they keep both factors of a gate and every step of a norm. Only CPUs
+# do not say how much memory they have.
+ON_A_CPU = "activations are estimated as for an accelerator; CPUs took 0.9 to 1.6 times as much"
 AT_REST = ("base", "draft", "optimiser")  # on a device between steps
 
 
@@ -42,8 +45,8 @@ AT_REST = ("base", "draft", "optimiser")  # on a device between steps
 class DryRun:
     """The figures of a run that was not made.
 
-    bytes_per_device: by kind; gathered: weights in the dtype of the step, as fsdp has gathered them
-        at one time: the base's vocabulary and two layers, the whole draft.
+    bytes_per_device: by kind; gathered: weights in the dtype of the step, as far as that or fsdp
+        asks for copies: at one time the base's vocabulary and two layers, and the whole draft.
     device_memory: of each device; None where it is not known.
     seconds: at UTILISATION of the device's matrix rate; None where that is not known.
     """
@@ -88,8 +91,9 @@ class DryRun:
 
     def lines(self) -> list[str]:
         """Return the figures for a reader."""
-        known = self.device_memory is not None
-        of = f" of {gigabytes(self.device_memory)}" if known else ""
+        of, estimated = "", ON_A_CPU
+        if self.device_memory is not None:
+            of, estimated = f" of {gigabytes(self.device_memory)}", "activations are estimated"
         parts = ", ".join(f"{kind} {gigabytes(n)}" for kind, n in self.bytes_per_device.items())
         tokens = self.tokens_per_step * self.steps
         if self.seconds is None:
@@ -103,8 +107,7 @@ class DryRun:
         return [
             f"mesh {self.mesh}: {self.mesh.size} device{'s' if self.mesh.size > 1 else ''}",
             f"params: base {self.base_params:,}, draft {self.draft_params:,}",
-            f"memory a device: {gigabytes(self.total_bytes)}{of} ({parts}; activations are "
-            "estimated)",
+            f"memory a device: {gigabytes(self.total_bytes)}{of} ({parts}; {estimated})",
             f"work: {self.flops_per_step:.3g} FLOPs a step, {self.steps:,} steps of "
             f"{self.tokens_per_step:,} tokens, {tokens:.3g} tokens in all",
             time,
@@ -141,8 +144,7 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
         kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
     }
     sizes["gradients"] = sizes["draft"]
-    draft = cast_shapes(step.state.params, jax.tree.leaves(step.base)[0].dtype)
-    sizes["gathered"] = gathered_bytes(step.base, placed) + whole_over_rows(draft, placed)
+    sizes["gathered"] = gathered_bytes(step.base, placed) + _copied_draft_bytes(step, placed)
     sizes["activations"] = step.activation_bytes(shape)
 
     rate = target.chip.matrix_rate if target else None
@@ -157,6 +159,14 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
         steps=settings.steps,
         seconds=settings.steps * flops / (shape.size * rate * UTILISATION) if rate else None,
     )
+
+
+def _copied_draft_bytes(step: StepShapes, mesh: AnyMesh) -> int:
+    """Return the bytes of the draft that a step holds beside its own float32 params."""
+    dtype = jax.tree.leaves(step.base)[0].dtype
+    if mesh.shape["fsdp"] == 1 and dtype == jnp.float32:
+        return 0  # neither gathered nor cast
+    return whole_over_rows(cast_shapes(step.state.params, dtype), mesh)
 
 
 def dry_run_compiled(

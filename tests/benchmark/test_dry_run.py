@@ -1,5 +1,6 @@
 """What a run would take, from shapes alone."""
 
+import dataclasses
 import json
 
 import jax
@@ -8,6 +9,7 @@ import pytest
 
 from clover_jax import cli, train
 from clover_jax.benchmark.dry_run import dry_run
+from clover_jax.benchmark.step_shapes import step_shapes
 from clover_jax.errors import UserError
 from clover_jax.sharding.meshes import MeshShape
 from clover_jax.training.settings import TrainSettings
@@ -70,6 +72,28 @@ def test_the_command_prints_figures_and_ends_with_json(capsys, tmp_path, monkeyp
     assert row["seconds"] is None
     assert lines[0] == "mesh data=2,fsdp=4,tensor=1: 8 devices"
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("mesh", "dtype", "per_param"),
+    [("data=2", "float32", 0), ("data=2", "bfloat16", 2), ("fsdp=2", "float32", 4)],
+)
+def test_only_what_fsdp_gathers_or_a_dtype_casts_is_copied(mesh, dtype, per_param):
+    settings = TrainSettings(base="shape:64x1x128", batch_size=2, seq_len=16, dtype=dtype)
+    dry = dry_run(settings, mesh)
+    base = step_shapes(settings, jnp.dtype(dtype)).base if "fsdp" in mesh else {}
+    vocabulary = sum(base[name].size for name in ("embedding", "lm_head") if name in base)
+    layer = sum(leaf.size for leaf in jax.tree.leaves(base.get("layers_0")))
+    gathered = dry.draft_params + vocabulary + 2 * layer
+    assert dry.bytes_per_device["gathered"] == per_param * gathered
+
+
+def test_a_cpu_s_user_is_told_that_its_programs_keep_more():
+    dry = dry_run(TrainSettings(base="shape:64x1x128", batch_size=2, seq_len=16), None)
+    (memory,) = (line for line in dry.lines() if line.startswith("memory a device"))
+    assert "activations are estimated as for an accelerator" in memory
+    elsewhere = dataclasses.replace(dry, device_memory=16e9).lines()
+    assert not [line for line in elsewhere if "accelerator" in line]
 
 
 def test_rows_that_devices_cannot_share_are_refused():

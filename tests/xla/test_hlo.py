@@ -298,8 +298,8 @@ ENTRY %main (weights: bf16[64,32], x: bf16[8,64]) -> bf16[8,32] {
 """  # noqa: E501
 
 
-# A TPU's program that keeps a weight in fast memory from one call to the next: another operand takes
-# its place meanwhile, so the end of the program brings it back.
+# A TPU's program that keeps a weight in fast memory from one call to the next: another operand
+# takes its place meanwhile, so the end of the program brings it back.
 ACROSS_CALLS = """HloModule jit_step, is_scheduled=true
 
 ENTRY %main (weights: bf16[64,32], x: bf16[8,64]) -> bf16[8,32] {
