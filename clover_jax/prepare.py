@@ -37,8 +37,8 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     define(
         "float",
         "max_truncated",
-        0.05,
-        "share of conversations that may be longer than a row; more is refused",
+        None,
+        "refuse data where a larger share of the conversations is longer than a row [only warn]",
         lower_bound=0.0,
         upper_bound=1.0,
     )
@@ -92,9 +92,9 @@ def main(flags: absl_flags.FlagValues) -> int:
 def _summary(report: dict) -> str:
     size = (report["bytes"] + report.get("feature_bytes", 0)) / 1e9
     return (
-        f"{report['samples']} samples, {report['tokens']} tokens of which {report['counted']} "
-        f"count, {report['heldout']} held-out records, {size:.2f} GB; train with "
-        f"--data={report['output']}"
+        f"{report['samples']} samples ({report['refused']} left out), {report['tokens']} tokens, "
+        f"{report['counted']} to learn, {report['heldout']} held-out records, {size:.2f} GB; "
+        f"train with --data={report['output']}"
     )
 
 

@@ -43,7 +43,7 @@ def encode_record(
     ends. Conversations go through the chat template; without one, every message ends in a newline,
     EOS follows at the end, and nothing says who speaks.
     Raises UserError for text without a tokenizer, ids outside the vocabulary, or a template that
-    renders a conversation's beginning differently once the answer follows.
+    leaves the answers out or renders a conversation's beginning differently once one follows.
     """
     if isinstance(record, TokenRow):
         encoded = _encode_turns(((record.prompt_ids, record.output_ids),))
@@ -60,12 +60,24 @@ def encode_record(
         encoded = _encode_rendered(*render_chat(record, tokenizer), tokenizer, False)
     else:
         encoded = _encode_rendered(*render_plain(record), tokenizer, True)
+
+    if not encoded.loss_mask.any():
+        _refuse_lost_answer(record)
     if encoded.tokens.size and encoded.tokens.max() >= vocab_size:
         raise UserError(
             f"{record.source}: token id {encoded.tokens.max()} is outside the base's vocabulary, "
             f"0 to {vocab_size - 1}"
         )
     return encoded
+
+
+def _refuse_lost_answer(record: Record) -> None:
+    answers = after_first_question(record.messages) if isinstance(record, Conversation) else ()
+    if any(role == "assistant" and content.strip() for role, content in answers):
+        raise UserError(
+            f"{record.source}: the loss mask is all zero although the assistant says something; "
+            "the base's chat template leaves the answer out: give another --chat_template"
+        )
 
 
 def render_plain(record: Conversation) -> tuple[str, list[Span]]:
@@ -154,7 +166,8 @@ class _Answer:
 
     def _span_in_rewritten(self, text: str) -> Span:
         """Find the answer where the template drops a thinking block from what lies in the past."""
-        content = self._content.strip()
+        # The block may be the template's own, before the content, or begin the content.
+        content = self._content.rpartition("</think>")[2].strip()
         start, begins = len(self.asked), text.find(content, len(self.asked))
         if not text.startswith(self.asked) or begins < 0 or text[start:begins].strip():
             self._refuse("renders an answer differently once more follows")

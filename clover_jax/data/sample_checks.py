@@ -1,28 +1,39 @@
-"""What samples hold, counted; and what is wrong with them, said before anything is trained."""
+"""Count what samples hold, and say what is wrong with them before anything is trained.
+
+`train` looks at some samples of raw data, `prepare` at all; both judge the counts by the same
+limits.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import itertools
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any
 
-from clover_jax.data.chat import Encoded, after_first_question
-from clover_jax.data.records import Conversation, Record, Text
+import numpy as np
+
+from clover_jax.data.chat import Encoded
+from clover_jax.data.records import Text
 from clover_jax.data.samples import RecordSamples, learnable_pieces
 from clover_jax.errors import UserError
 
-DEFAULT_MAX_CUT = 0.05
-# Of data that are not read whole beforehand, so many samples are looked at.
-LOOKED_AT = 64
+# Shares of samples: fewer rows may be cut without a word, and fewer refused rows left out.
+UNREMARKED_CUT = 0.05
+MAX_REFUSED = 0.05
+LOOKED_AT = 64  # samples of data that are not all read beforehand
 
 
 @dataclasses.dataclass
 class SampleCounts:
-    """What was counted.
+    """Counts of samples.
 
     tokens, counted: all, and those that the base is imitated on.
     pieces: rows' worth of a sample at most, with a pair to learn from; what is trained on.
     conversations, cut: those with an end to be cut off, and how many are longer than a row.
+    answered, ended: conversations with an answer, and those with one that ends in an EOS token.
     without_answer: samples that nothing can be learnt from.
+    refused, reason: samples that cannot be tokenised, and what is wrong with the first.
     """
 
     samples: int = 0
@@ -32,27 +43,60 @@ class SampleCounts:
     conversations: int = 0
     cut: int = 0
     longest: int = 0
+    answered: int = 0
+    ended: int = 0
     without_answer: int = 0
+    refused: int = 0
+    reason: str | None = None
 
-    def add(self, record: Record, encoded: Encoded, seq_len: int) -> None:
-        """Count a sample.
+    @classmethod
+    def total(cls, parts: Iterable[Mapping[str, Any]]) -> SampleCounts:
+        """Return the counts of several shards, each as `to_dict` gave them, as one."""
+        total = cls()
+        for part in parts:
+            # Shards of earlier versions have no pieces: where tokens count, some are there.
+            for name, value in ({"pieces": part["counted"]} | part).items():
+                before = getattr(total, name)
+                if name == "reason":
+                    total.reason = before or value
+                else:
+                    setattr(
+                        total, name, max(before, value) if name == "longest" else before + value
+                    )
+        return total
 
-        Raises UserError for an answer of which no token counts.
-        """
-        size, is_conversation = len(encoded.tokens), not isinstance(record, Text)
+    def add(self, samples: RecordSamples, index: int) -> Encoded:
+        """Count sample `index` and return it."""
+        record, sample = samples.sections[index], samples[index]
+        size, is_conversation = len(sample.tokens), not isinstance(record, Text)
         self.samples += 1
-        self.tokens += size
-        self.counted += int(encoded.loss_mask.sum())
-        self.pieces += len(learnable_pieces(encoded.loss_mask, seq_len))
-        self.conversations += is_conversation
-        self.cut += is_conversation and size > seq_len
-        self.longest = max(self.longest, size if is_conversation else 0)
-        if not encoded.loss_mask.any():
-            self.without_answer += 1
-            _refuse_lost_answer(record)
+        if index in samples.refused:
+            self.refused += 1
+            self.reason = self.reason or samples.refused[index]
 
-    def check(self, seq_len: int, max_cut: float) -> None:
-        """Raise UserError where nothing can be learnt, or too much would be cut."""
+        self.tokens += size
+        self.counted += int(sample.loss_mask.sum())
+        self.pieces += len(learnable_pieces(sample.loss_mask, samples.seq_len))
+        self.without_answer += not sample.loss_mask.any()
+        if is_conversation:
+            self.conversations += 1
+            self.cut += size > samples.seq_len
+            self.longest = max(self.longest, size)
+            self.answered += bool(sample.loss_mask.any())
+            self.ended += _has_ended_answer(sample, samples.eos_token_ids)
+        return sample
+
+    def check(self, samples: RecordSamples, max_cut: float | None = None) -> None:
+        """Raise UserError where nothing can be learnt, or too many samples are refused or cut.
+
+        samples: those that were counted, or that some were taken of.
+        max_cut: share of the conversations that may be longer than a row; None: all.
+        """
+        if self.refused > MAX_REFUSED * self.samples:
+            raise UserError(
+                f"{self._part_of(samples)}{self.refused} of {self.samples} samples cannot be used, "
+                f"the first since {self.reason}"
+            )
         if not self.counted:
             raise UserError(
                 f"none of the {self.tokens} tokens in {self.samples} samples is an assistant's: "
@@ -64,39 +108,54 @@ class SampleCounts:
                 f"each of the {self.samples} samples counts no token but the last of a row, after "
                 "which there is none to draft: there is nothing to learn; give longer answers"
             )
-        if self.cut > max_cut * self.conversations:
+        if max_cut is not None and self.cut > max_cut * self.conversations:
             raise UserError(
-                f"{self.cut} of {self.conversations} conversations "
+                f"{self._part_of(samples)}{self.cut} of {self.conversations} conversations "
                 f"({100 * self.cut / self.conversations:.0f} %) are longer than "
-                f"--seq_len={seq_len} and would be truncated (the longest has {self.longest} "
-                f"tokens), more than --max_truncated={max_cut:g} allows; raise one of the two"
+                f"--seq_len={samples.seq_len} and would be truncated (the longest has "
+                f"{self.longest} tokens), more than --max_truncated={max_cut:g} allows; raise one "
+                "of the two"
             )
 
-    def to_dict(self) -> dict[str, int]:
+    def warnings(self, samples: RecordSamples) -> list[str]:
+        """Return what a user should know of samples that can be trained on."""
+        lines = []
+        if self.cut > UNREMARKED_CUT * self.conversations:
+            lines.append(
+                f"{self.cut} of {self.conversations} conversations are longer than "
+                f"--seq_len={samples.seq_len} and are cut: later pieces do not see the earlier ones"
+            )
+        if self.answered and samples.eos_token_ids and not self.ended:
+            ids = ", ".join(map(str, sorted(samples.eos_token_ids)))
+            lines.append(
+                f"no answer in {self.answered} conversations ends in an end-of-sequence token "
+                f"({ids}): the head will not learn to draft one; does the chat template end turns?"
+            )
+        return [self._part_of(samples) + line for line in lines]
+
+    def to_dict(self) -> dict[str, Any]:
         """Return the counts for a manifest."""
         return dataclasses.asdict(self)
 
-
-def _refuse_lost_answer(record: Record) -> None:
-    answers = after_first_question(record.messages) if isinstance(record, Conversation) else ()
-    if any(role == "assistant" and content.strip() for role, content in answers):
-        raise UserError(
-            f"{record.source}: the loss mask is all zero although the assistant says something; "
-            "the base's chat template leaves the answer out: give another --chat_template"
-        )
+    def _part_of(self, samples: RecordSamples) -> str:
+        is_part = self.samples < len(samples)
+        return f"{self.samples} of {len(samples)} samples were looked at: " if is_part else ""
 
 
-def look_at(samples: RecordSamples, seq_len: int, count: int = LOOKED_AT) -> SampleCounts:
-    """Count some samples, spread evenly; on until one of them teaches something."""
+def look_at(samples: RecordSamples, count: int = LOOKED_AT) -> SampleCounts:
+    """Count some samples, spread evenly; go on until one of them teaches something."""
     stride = max(1, len(samples) // count)
-    spread = list(range(0, len(samples), stride))
+    spread = range(0, len(samples), stride)
+    others = (index for index in range(len(samples)) if index % stride)
     counts = SampleCounts()
-    for index in [*spread, *_others(len(samples), stride)]:
+    for index in itertools.chain(spread, others):
         if counts.samples >= len(spread) and counts.pieces:
             break
-        counts.add(samples.sections[index], samples[index], seq_len)
+        counts.add(samples, index)
     return counts
 
 
-def _others(size: int, stride: int) -> Sequence[int]:
-    return [index for index in range(size) if index % stride]
+def _has_ended_answer(sample: Encoded, eos_token_ids: Collection[int]) -> bool:
+    # The last token of a run of tokens that count.
+    is_last = sample.loss_mask & ~np.append(sample.loss_mask[1:], False)
+    return bool(np.isin(sample.tokens[is_last], list(eos_token_ids)).any())

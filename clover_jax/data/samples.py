@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -9,6 +10,7 @@ import numpy as np
 
 from clover_jax.data.chat import Encoded, encode_record
 from clover_jax.data.records import Record, Text, cut_text
+from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -47,7 +49,11 @@ class Samples(Protocol):
 
 
 class RecordSamples:
-    """Samples of records, in their order; long texts give one for each section."""
+    """Samples of records, in their order; long texts give one for each section.
+
+    refused: number of a sample -> why it cannot be tokenised. Such a sample is empty: one row that
+        the chat template does not understand must not end a run that has begun.
+    """
 
     hidden_names = ()
 
@@ -57,17 +63,33 @@ class RecordSamples:
         tokenizer: PreTrainedTokenizerBase | None,
         vocab_size: int,
         seq_len: int,
+        eos_token_ids: Sequence[int] = (),
     ):
         """Cut texts for rows of `seq_len` tokens; nothing is tokenised yet."""
         self.sections = _sections(records, CHARS_PER_TOKEN * seq_len)
+        self.seq_len, self.eos_token_ids = seq_len, eos_token_ids
+        self.refused: dict[int, str] = {}
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
 
     def __len__(self) -> int:
         return len(self.sections)
 
     def __getitem__(self, index: int) -> Encoded:
-        """Tokenise; raises UserError as `encode_record` does."""
-        return encode_record(self.sections[index], self._tokenizer, self._vocab_size)
+        """Return the tokenised sample."""
+        try:
+            return encode_record(self.sections[index], self._tokenizer, self._vocab_size)
+        except UserError as error:
+            self._refuse(index, str(error))
+            return Encoded(np.zeros(0, np.int32), np.zeros(0, bool))
+
+    def _refuse(self, index: int, reason: str) -> None:
+        if index in self.refused:
+            return
+        self.refused[index] = reason
+        # Each time that there are ten times as many: the run goes on, and may be long.
+        if str(len(self.refused)).strip("0") == "1":
+            number = f"{len(self.refused)} samples" if len(self.refused) > 1 else "a sample"
+            print(f"left out {number}: {reason}", file=sys.stderr, flush=True)
 
 
 def _sections(records: Sequence[Record], max_chars: int) -> list[Record]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from clover_jax.data.prepared import PreparedSamples, heldout_rows, is_prepared
 from clover_jax.data.readers import read_records
 from clover_jax.data.records import Record, data_hash
-from clover_jax.data.sample_checks import DEFAULT_MAX_CUT, look_at
+from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples, Samples
 from clover_jax.errors import UserError
 from clover_jax.tokenizers.tokenizer import tokenizer_hash
@@ -53,10 +53,12 @@ def load_training_data(
     vocab_size: int,
     seq_len: int,
     hidden_names: tuple[str, ...] = (),
+    eos_token_ids: tuple[int, ...] = (),
 ) -> TrainingData:
-    """Open the data.
+    """Open the data; say on stderr what should be known of it.
 
     hidden_names: activations that the samples must bring along.
+    eos_token_ids: the base's tokens at the end of an answer.
     Raises UserError for data that cannot be understood, teach nothing, or are of another tokenizer.
     """
     if is_prepared(spec):
@@ -67,16 +69,11 @@ def load_training_data(
             "give its --output as --data"
         )
     records = read_records(spec)
-    samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len)
-    counts = look_at(samples, seq_len)
-    counts.check(seq_len, max_cut=1.0)
-    if counts.cut > DEFAULT_MAX_CUT * counts.conversations:
-        print(
-            f"about {100 * counts.cut // counts.conversations} % of the conversations are longer "
-            f"than --seq_len={seq_len} and are cut: later pieces do not see the earlier ones",
-            file=sys.stderr,
-            flush=True,
-        )
+    samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len, eos_token_ids)
+    counts = look_at(samples)
+    counts.check(samples)
+    for line in counts.warnings(samples):
+        print(line, file=sys.stderr, flush=True)
     identity = sample_identity(data_hash(records.train), tokenizer)
     return TrainingData(samples, records.heldout, identity)
 

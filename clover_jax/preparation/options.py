@@ -18,7 +18,7 @@ class PrepareOptions:
     data: str
     output: Path
     seq_len: int
-    max_truncated: float
+    max_truncated: float | None
     preview: bool
     preview_samples: int
     features: str

@@ -25,10 +25,11 @@ def show_samples(
 ) -> None:
     """Write some samples, spread evenly: what counts in green, or in brackets on no terminal."""
     in_colour = wants_colour(file)
+    marks = "in green" if in_colour else f"between {_OPEN} and {_CLOSE}"
     for index in range(0, len(samples), max(1, -(-len(samples) // count))):
         sample = samples[index]
         source, size = samples.sections[index].source, len(sample.tokens)
-        file.write(f"== {source}: {size} tokens, {sample.loss_mask.sum()} count\n")
+        file.write(f"== {source}: {size} tokens, {sample.loss_mask.sum()} to learn, {marks}\n")
         file.write(f"{marked_text(sample, tokenizer, in_colour)}\n")
     file.flush()
 

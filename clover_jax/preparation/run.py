@@ -10,7 +10,6 @@ from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN
 from clover_jax.data.readers import Records, read_records
 from clover_jax.data.sample_checks import look_at
-from clover_jax.data.samples import RecordSamples
 from clover_jax.errors import UserError
 from clover_jax.preparation.features import feature_names, write_features
 from clover_jax.preparation.options import PrepareOptions
@@ -38,7 +37,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         )
     names = feature_names(options.features, config)
     tokenizer = with_chat_template(load_tokenizer(directory), options.spec.chat_template)
-    reading = Reading(tokenizer, config.vocab_size)
+    reading = Reading(tokenizer, config.vocab_size, config.eos_token_ids)
     with passing_note(f"reading {options.data}"):
         records = read_records(options.data)
     if notice := template_notice(records.train, tokenizer):
@@ -61,8 +60,8 @@ def _prepare(
         records = records._replace(train=regenerated.records)
         report["regenerated"] = regenerated.figures
     # A look at some finds out in a second what reading all would find out in the end.
-    samples = RecordSamples(records.train, *reading, options.seq_len)
-    look_at(samples, options.seq_len).check(options.seq_len, options.max_truncated)
+    samples = reading.samples(records.train, options.seq_len)
+    look_at(samples).check(samples, options.max_truncated)
     manifest = write_samples(records, reading, options)
     report |= {
         **manifest["counts"],
@@ -83,10 +82,12 @@ def _prepare(
 
 
 def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
-    samples = RecordSamples(records.train, *reading, options.seq_len)
+    samples = reading.samples(records.train, options.seq_len)
     show_samples(samples, options.preview_samples, reading.tokenizer, sys.stdout)
-    counts = look_at(samples, options.seq_len)
-    counts.check(options.seq_len, options.max_truncated)
+    counts = look_at(samples)
+    counts.check(samples, options.max_truncated)
+    for line in counts.warnings(samples):
+        print(line, file=sys.stderr, flush=True)
     return {"looked_at": counts.to_dict(), "samples": len(samples)}
 
 

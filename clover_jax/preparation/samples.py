@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.data.prepared import HELDOUT, TRAIN, pack_sample
 from clover_jax.data.readers import Records
-from clover_jax.data.records import data_hash
+from clover_jax.data.records import Record, data_hash
 from clover_jax.data.sample_checks import SampleCounts
 from clover_jax.data.samples import RecordSamples
 from clover_jax.data.shards import ShardWriter, in_shards
-from clover_jax.data.training_data import template_hash
+from clover_jax.data.training_data import sample_identity
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.runtime.progress import Progress, progress_bar
-from clover_jax.tokenizers.tokenizer import tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -23,10 +23,15 @@ SHARD_BYTES = 32 << 20  # what a killed run loses at most
 
 
 class Reading(NamedTuple):
-    """How a base reads text: its tokenizer, None where it has none, and V."""
+    """How a base reads text: its tokenizer, None where it has none, V, and its EOS tokens."""
 
     tokenizer: PreTrainedTokenizerBase | None
     vocab_size: int
+    eos_token_ids: tuple[int, ...]
+
+    def samples(self, records: Sequence[Record], seq_len: int) -> RecordSamples:
+        """Return the samples of records for rows of `seq_len` tokens."""
+        return RecordSamples(records, self.tokenizer, self.vocab_size, seq_len, self.eos_token_ids)
 
 
 def write_samples(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
@@ -40,56 +45,49 @@ def write_samples(records: Records, reading: Reading, options: PrepareOptions) -
 
 
 def _write_split(
-    manifest: str, records: list, reading: Reading, options: PrepareOptions
+    manifest: str, records: Sequence[Record], reading: Reading, options: PrepareOptions
 ) -> dict[str, Any]:
+    identity = sample_identity(data_hash(records), reading.tokenizer)
     made_from = {
-        "data_hash": data_hash(records),
-        "tokenizer": tokenizer_hash(reading.tokenizer) if reading.tokenizer else None,
-        "chat_template": template_hash(reading.tokenizer),
+        "data_hash": identity["data"],
+        "tokenizer": identity["tokenizer"],
+        "chat_template": identity["chat_template"],
         "vocab_size": reading.vocab_size,
         "seq_len": options.seq_len,
     }
     writer = ShardWriter(options.output, manifest, made_from)
-    samples = RecordSamples(records, *reading, options.seq_len)
+    samples = reading.samples(records, options.seq_len)
     if not writer.is_complete:
         total, done = len(samples), writer.num_records
         with progress_bar(total, manifest.removesuffix(".json"), "sample", initial=done) as bar:
-            tally = _Tally(samples, options.seq_len, bar)
+            tally = _Tally(samples, bar)
             for shard in in_shards(tally.records(done), SHARD_BYTES):
                 writer.write(shard, counts=tally.take())
-    counts = add_counts(shard["counts"] for shard in writer.shards)
+
+    counts = SampleCounts.total(shard["counts"] for shard in writer.shards)
+    # Held-out samples are measured with, so nothing need be learnt from them.
     if manifest == TRAIN:
-        counts.check(options.seq_len, options.max_truncated)
+        counts.check(samples, options.max_truncated)
+        for line in counts.warnings(samples):
+            print(line, file=sys.stderr, flush=True)
     return writer.finish(counts=counts.to_dict())
 
 
 class _Tally:
     """Tokenises samples and counts them, shard by shard."""
 
-    def __init__(self, samples: RecordSamples, seq_len: int, bar: Progress):
-        self._samples, self._seq_len, self._bar = samples, seq_len, bar
+    def __init__(self, samples: RecordSamples, bar: Progress):
+        self._samples, self._bar = samples, bar
         self._counts = SampleCounts()
 
     def records(self, first: int) -> Iterator[bytes]:
         """Yield the records from sample `first` on."""
         for index in range(first, len(self._samples)):
-            sample = self._samples[index]
-            self._counts.add(self._samples.sections[index], sample, self._seq_len)
+            sample = self._counts.add(self._samples, index)
             self._bar.update()
             yield pack_sample(sample)
 
-    def take(self) -> dict[str, int]:
+    def take(self) -> dict[str, Any]:
         """Return the counts since the last call."""
         counts, self._counts = self._counts, SampleCounts()
         return counts.to_dict()
-
-
-def add_counts(counts: Iterator[Mapping[str, int]]) -> SampleCounts:
-    """Return the counts of several shards as one."""
-    total = SampleCounts()
-    for part in counts:
-        # Shards of earlier versions have no pieces: where tokens count, take it that some do.
-        for name, value in ({"pieces": part["counted"]} | part).items():
-            before = getattr(total, name)
-            setattr(total, name, max(before, value) if name == "longest" else before + value)
-    return total

@@ -134,7 +134,12 @@ def open_data(
     """
     names = stored_names(head.config.features) if settings.teacher == "cached" else ()
     data = load_training_data(
-        settings.data, tokenizer, base.config.vocab_size, settings.seq_len, names
+        settings.data,
+        tokenizer,
+        base.config.vocab_size,
+        settings.seq_len,
+        names,
+        base.config.eos_token_ids,
     )
     if names:
         theirs = BaseFingerprint.from_dict(data.samples.hidden_made_from["base"])

@@ -34,9 +34,10 @@ def rows(*sizes):
     return [TokenRow("f", (1,), tuple(range(2, size + 1))) for size in sizes]
 
 
-def look(records, seq_len=8, **limits):
-    counts = look_at(RecordSamples(records, None, 100, seq_len), seq_len)
-    counts.check(seq_len, limits.get("max_cut", 0.05))
+def look(records, seq_len=8, max_cut=0.05):
+    samples = RecordSamples(records, None, 100, seq_len)
+    counts = look_at(samples)
+    counts.check(samples, max_cut)
     return counts
 
 
@@ -49,12 +50,12 @@ def test_data_without_a_token_to_learn_are_refused():
     records = [Conversation("f", (("user", "hi"),))] * 3
     samples = RecordSamples([TokenRow("f", (1, 2), ())] * len(records), None, 10, 8)
     with pytest.raises(UserError, match="none of the 6 tokens in 3 samples is an assistant's"):
-        look_at(samples, 8).check(8, 0.05)
+        look_at(samples).check(samples)
 
 
 def test_all_data_are_looked_at_before_they_are_called_useless():
     records = [TokenRow("f", (1, 2), ())] * 199 + [TokenRow("f", (1,), (2, 3))]
-    counts = look_at(RecordSamples(records, None, 10, 8), 8, count=4)
+    counts = look_at(RecordSamples(records, None, 10, 8), count=4)
     assert (counts.counted, counts.pieces) == (2, 1)
 
 
@@ -67,7 +68,7 @@ def test_data_that_count_no_token_but_the_last_of_a_row_are_refused():
 def test_a_greeting_without_a_question_is_no_lost_answer(tmp_path):
     tokenizer = tokenizer_with(tmp_path, CHAT_TEMPLATE)
     records = [Conversation("f", (("assistant", "hello"),)), Conversation("f", ASK)]
-    assert look_at(RecordSamples(records, tokenizer, 300, 64), 64).without_answer == 1
+    assert look_at(RecordSamples(records, tokenizer, 300, 64)).without_answer == 1
 
 
 def test_too_many_long_conversations_are_refused_with_the_longest_named():
@@ -83,8 +84,9 @@ def test_a_template_that_leaves_the_answer_out_is_refused(tmp_path):
         "{% endfor %}"
     )
     tokenizer = tokenizer_with(tmp_path, template)
+    samples = RecordSamples([Conversation("f", ASK)], tokenizer, 300, 64)
     with pytest.raises(UserError, match="all zero although the assistant says something"):
-        look_at(RecordSamples([Conversation("f", ASK)], tokenizer, 300, 64), 64)
+        look_at(samples).check(samples)
 
 
 def test_a_template_without_assistant_markers_is_refused(tmp_path):
@@ -111,6 +113,62 @@ def test_a_thinking_block_that_the_past_loses_is_understood(tmp_path):
         "<user>the hat</s>\n<assistant>he had it</s>\n<user>the</s>\n<assistant>(think)\nbe</s>\n"
     )
     assert masked_text(encoded, tokenizer) == "he had it</s>(think)\nbe</s>"
+
+
+# As Qwen3 and others: what an answer of the past thought is dropped.
+DROPPING = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{{ m['content'] if loop.last else m['content'].split('</think>')[-1].strip() }}</s>\n"
+    "{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+# As DeepSeek-R1: a question for an answer begins the thinking, which the past lacks.
+BEGINNING = DROPPING.replace("<assistant>{%", "<assistant><think>{%")
+THOUGHT = (("user", "a"), ("assistant", "<think>b</think>the"), ("user", "c"))
+THOUGHT = (*THOUGHT, ("assistant", "<think>d</think>hat"))
+
+
+def test_thinking_in_the_content_that_the_past_loses_is_understood(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, DROPPING)
+    encoded = encode_record(Conversation("f", THOUGHT), tokenizer, 300)
+    assert masked_text(encoded, tokenizer) == "the</s><think>d</think>hat</s>"
+
+
+def test_a_conversation_that_a_template_rewrites_is_left_out_and_counted(tmp_path, capsys):
+    tokenizer = tokenizer_with(tmp_path, BEGINNING)
+    one_turn = Conversation("f:1", (THOUGHT[0], THOUGHT[1]))
+    records = [one_turn] * 40 + [Conversation("f:41", THOUGHT)]
+    samples = RecordSamples(records, tokenizer, 300, 64)
+    counts = look_at(samples)
+    counts.check(samples)
+    assert (counts.refused, counts.samples) == (1, 41)
+    assert samples[40].tokens.size == 0
+    error = capsys.readouterr().err
+    assert error.startswith("left out a sample: f:41: the base's chat template renders an answer")
+    assert len(error.splitlines()) == 1
+
+
+def test_data_that_a_template_mostly_rewrites_are_refused(tmp_path):
+    tokenizer = tokenizer_with(tmp_path, BEGINNING)
+    samples = RecordSamples([Conversation("f", THOUGHT)] * 3, tokenizer, 300, 64)
+    with pytest.raises(UserError, match="3 of 3 samples cannot be used, the first since f: the"):
+        look_at(samples).check(samples)
+
+
+def test_a_count_of_some_samples_says_so():
+    samples = RecordSamples(rows(*[9] * 200), None, 100, 8)
+    counts = look_at(samples)
+    (line,) = counts.warnings(samples)
+    assert line.startswith("67 of 200 samples were looked at: 67 of 67 conversations are longer")
+    with pytest.raises(UserError, match="67 of 200 samples were looked at: 67 of 67 conv"):
+        counts.check(samples, 0.05)
+
+
+@pytest.mark.parametrize("eos, is_said", [((99,), True), ((7,), False), ((), False)])
+def test_answers_without_an_end_are_said(eos, is_said):
+    samples = RecordSamples(rows(7, 6), None, 100, 8, eos_token_ids=eos)
+    lines = look_at(samples).warnings(samples)
+    expected = "no answer in 2 conversations ends in an end-of-sequence token (99)"
+    assert [line.startswith(expected) for line in lines] == [True] * is_said
 
 
 @pytest.mark.parametrize("name", ["vicuna", "baichuan2"])

@@ -7,7 +7,6 @@ from clover_jax.data.prepared import PreparedSamples, heldout_rows
 from clover_jax.data.sample_checks import SampleCounts
 from clover_jax.data.training_data import load_training_data
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.preparation.samples import add_counts
 from clover_jax.pretrained.loading import load_base
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.preparation.prepared_data import SEQ_LEN, batches, load
@@ -71,6 +70,6 @@ def test_a_process_reads_the_activations_of_its_own_rows_only(prepared, monkeypa
 
 def test_shards_of_earlier_versions_are_no_useless_data():
     counts = SampleCounts(samples=2, tokens=9, counted=5, pieces=2).to_dict()
-    assert add_counts(iter([counts, counts])).pieces == 4
+    assert SampleCounts.total([counts, counts]).pieces == 4
     del counts["pieces"]
-    add_counts(iter([counts])).check(SEQ_LEN, 0.05)
+    assert SampleCounts.total([counts]).pieces == 5
