@@ -20,8 +20,9 @@ from clover_jax.pretrained.families import read_base_config
 from clover_jax.pretrained.shapes import base_shapes, is_shape, shape_config
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.sharding.meshes import MeshShape
+from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import make_head, optimizer_config, pipeline_config
+from clover_jax.training.setup import pipeline_config, step_config
 from clover_jax.training.step import TrainState, TrainStepConfig, init_state
 from clover_jax.training.teacher import stored_names
 
@@ -96,14 +97,7 @@ def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
         ids = tuple(range(min(settings.draft_vocab, base.config.vocab_size)))
         head = registry.head(dataclasses.replace(head.config, draft_to_target=ids))
 
-    config = TrainStepConfig(
-        base.config,
-        head,
-        optimizer_config(settings),
-        settings.loss_chunk,
-        accumulation_steps=settings.gradient_accumulation_steps,
-        remat=settings.remat,
-    )
+    config = step_config(settings, base.config, head)
     params = base_shapes(base.config, dtype)
     return StepShapes(
         config=config,

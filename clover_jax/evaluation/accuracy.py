@@ -25,7 +25,7 @@ from clover_jax.drafters.drafter import Frozen, frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.evaluation.methods import Method
 from clover_jax.models.decoder import project
-from clover_jax.training.teacher import online_teacher
+from clover_jax.training.teacher import teach
 
 TOP = (1, 3, 5)
 _POSITIONS_AT_ONCE = 2048  # rows of a batch x their length
@@ -116,7 +116,7 @@ def count_hits(
         as a row has emitted tokens; only its length matters.
     """
     frozen = frozen_from_base(base_params)
-    teacher = online_teacher(base, base_params, head.config.features, batch)
+    teacher = teach(base, base_params, head.config.features, batch)
     hidden = head.module.apply(
         {"params": params},
         frozen,

@@ -168,6 +168,12 @@ class _Lines(_Timed):
         )
 
 
+def say(line: str | None) -> None:
+    """Print a line on stderr; None prints nothing."""
+    if line is not None:
+        print(line, file=sys.stderr, flush=True)
+
+
 @contextlib.contextmanager
 def passing_note(text: str, file: TextIO | None = None) -> Iterator[None]:
     """Show `text` while something takes its time; on a terminal only, and gone afterwards."""

@@ -82,6 +82,7 @@ class DecodingEvaluator:
 
         mesh: the devices that hold the base and the heads; None: a single one.
         """
+        # A slot without a row is computed all the same.
         self._base, self._prompts, self._max_new_tokens = base, prompts, max_new_tokens
         batch_size = min(batch_size, len(prompts))
         options = {"batch_size": batch_size, "mesh": mesh}
@@ -100,6 +101,7 @@ class DecodingEvaluator:
 
         Raises Interrupted when `stop` is set meanwhile.
         """
+        # As a user will decode: in the base's dtype, not in the optimiser's.
         dtype = self._base.lm_head.dtype
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         # Equality is promised in float32, which accelerators multiply less exactly by default.
@@ -108,6 +110,7 @@ class DecodingEvaluator:
                 plain = self._decode(self._plain, None, stop)
                 self._plain_outputs = [row.output_ids for row in plain]
             rows = self._decode(self._engine, params, stop)
+
         pairs = zip(rows, self._plain_outputs, strict=True)
         lengths = AcceptedLengths()
         for row in rows:
@@ -158,8 +161,10 @@ def evaluation_prompts(
         prompts = [encode_prompt(row, tokenizer, vocab_size) for row in rows]
     else:
         source = "the held-out part of --data"
+        # A generator: a tokenised record is only made while prompts are still missing.
         openings = (_opening(record, tokenizer, vocab_size) for record in heldout)
         prompts = _distinct(openings, count)
+
     longest = base.config.max_position_embeddings // 2  # the other half is for the answer
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= longest]
     if not fitting:

@@ -88,16 +88,21 @@ def take_chunk(
     """Gather chunk `number` of the compacted targets and the P states that aim at each."""
     groups, width = operands.states.shape[0], hidden.shape[-1]
     slots = number * size + jnp.arange(size)
+    # The last chunk may go beyond the last slot, which it then repeats; `used` masks that out.
     index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")
-    flat = hidden.reshape(hidden.shape[0], groups, -1, width)
+    used = slots < operands.targets.count[:, None]
+
     # A counted pair's source lies i + 1 before its target in the same row; others are masked.
+    flat = hidden.reshape(hidden.shape[0], groups, -1, width)
     sources = [_take_rows(states, index - 1 - i) for i, states in enumerate(flat)]
     states = _take_rows(operands.states, index)
-    used = slots < operands.targets.count[:, None]
+
+    # The base's most probable token is one of its whole vocabulary, which costs another product.
     frozen = operands.frozen
     reachable = jnp.ones(index.shape, bool)
     if config.draft_to_target is not None:
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
+
     return Chunk(
         hidden=jnp.stack(sources),
         states=states,
@@ -119,13 +124,14 @@ def to_sources(by_slot: Array, operands: Operands, shape: tuple[int, ...]) -> Ar
     num_positions, rows, size, width = shape
     groups = by_slot.shape[1]
     mask = operands.mask.reshape(shape[:-1])
+
     gradients = []
     for i in range(num_positions):
         # Position t of the result belongs to target t + 1 + i.
         by_target = jnp.where(mask[i], operands.targets.rank, -1)
         slot = jnp.pad(by_target, ((0, 0), (0, i + 1)), constant_values=-1)[:, -size:]
-        found = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
-        gradients.append(jnp.where(slot[..., None] >= 0, found, 0))
+        by_source = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
+        gradients.append(jnp.where(slot[..., None] >= 0, by_source, 0))
     return jnp.stack(gradients)
 
 
@@ -136,6 +142,7 @@ def to_draft(config: DrafterConfig, tokens: Int[Array, "*b"]) -> Int[Array, "*b"
     """
     if config.draft_to_target is None:
         return tokens
+    # A constant of the program, made by NumPy: the ids are static.
     inverse = np.full(config.vocab_size, -1, np.int32)
     inverse[list(config.draft_to_target)] = np.arange(config.draft_vocab_size)
     return jnp.asarray(inverse)[tokens]

@@ -32,7 +32,6 @@ side by side, and where each device of a mesh holds one group, no state leaves i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -44,7 +43,6 @@ from clover_jax.config import LossSpec
 from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.training.label_mask import likely_next
 from clover_jax.training.loss_chunks import (
     GROUP_AXES,
     Chunk,
@@ -60,6 +58,7 @@ from clover_jax.training.pairs import (
     compact_targets,
     count_pairs,
     labelled_targets,
+    likely_next,
     pair_mask,
 )
 
@@ -136,10 +135,14 @@ def distillation_loss(
     num_positions, rows, size, _ = hidden.shape
     mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk, groups)
     has_next = labelled_targets(batch.segment_ids)
+
+    # A part divides by the pairs of its whole batch, so that the parts sum up to the batch's loss.
     own = count_pairs(mask, has_next)
     whole = own if counts is None else counts
     divisors = _divisors(head.config.loss, whole)
     decay = head.config.loss.decay ** jnp.arange(num_positions)
+
+    # Rows go into groups here and nowhere else: [B, S] becomes [R, n].
     owned, others = split_output_params(head, params)
     operands = Operands(
         params=others,
@@ -153,12 +156,11 @@ def distillation_loss(
     )
     static = _Static(head, min(chunk, rows * size // groups))
     loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
+
     means = jax.tree.map(jnp.divide, sums.terms, divisors)
-    return loss, LossMetrics(
-        **means._asdict(),
-        accuracy=sums.hits / jnp.maximum(whole.pairs, 1),
-        pairs=own.pairs,
-    )
+    # A part without a single pair has an accuracy of 0 rather than NaN.
+    accuracy = sums.hits / jnp.maximum(whole.pairs, 1)
+    return loss, LossMetrics(**means._asdict(), accuracy=accuracy, pairs=own.pairs)
 
 
 def counted_pairs(
@@ -201,60 +203,62 @@ def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params
 def _chunked_loss(
     static: _Static, owned: Params, hidden: Array, operands: Operands
 ) -> tuple[Array, _Sums]:
-    """Return the value alone; differentiated, `_value_and_gradient` takes its place."""
-
-    def body(number: Array, sums: _Sums) -> _Sums:
-        chunk = take_chunk(static.head.config, hidden, operands, static.chunk, number)
-        parts = [
-            _by_group(_position_loss, static.head, owned, operands, chunk, i)[1]
-            for i in range(hidden.shape[0])
-        ]
-        return jax.tree.map(jnp.add, sums, _stack(parts))
-
-    start = _zero_sums(hidden.shape[0], operands.states.shape[0])
-    end = jax.lax.fori_loop(0, num_chunks(operands, static.chunk), body, start)
-    return _value(static.head, operands, end)
+    """Return the loss and its sums over all groups; the gradient comes from the same pass."""
+    # Where nobody asks for the gradient, the compiler leaves out of the loop what makes it.
+    return _value_and_gradient(static, owned, hidden, operands)[0]
 
 
-def _value_and_gradient(static: _Static, owned: Params, hidden: Array, operands: Operands):
-    """Compute the value and, in the same pass over the chunks, the gradient."""
+def _value_and_gradient(
+    static: _Static, owned: Params, hidden: Array, operands: Operands
+) -> tuple[tuple[Array, _Sums], tuple[Params, Array]]:
+    """Return value and gradient of `_chunked_loss`, both taken within each chunk."""
+    head, size = static
     num_positions, width = hidden.shape[0], hidden.shape[-1]
     groups, num_targets, _ = operands.states.shape
-    num_slots = -(-num_targets // static.chunk) * static.chunk
-    differentiate = jax.grad(_position_loss, argnums=(0, 1), has_aux=True)
+    num_slots = -(-num_targets // size) * size
 
     def body(number: Array, carry: _Carry) -> _Carry:
-        chunk = take_chunk(static.head.config, hidden, operands, static.chunk, number)
+        chunk = take_chunk(head.config, hidden, operands, size, number)
         parts, gradients, d_owned = [], [], carry.d_owned
+
+        # Position by position: of the head's logits only one [C, V] is live at a time.
         for i in range(num_positions):
-            # Position by position: of the head's logits only one [C, V] is live at a time.
-            (d_mine, d_hidden), sums = _by_group(
-                differentiate, static.head, owned, operands, chunk, i
-            )
+            position_loss = functools.partial(_position_loss, head, i, operands)
+            differentiate = jax.grad(position_loss, argnums=(0, 1), has_aux=True)
+            by_group = jax.vmap(differentiate, in_axes=(None, 0, GROUP_AXES))
+            (d_mine, d_hidden), sums = by_group(owned, chunk.hidden[i], chunk)
             parts.append(sums)
             gradients.append(d_hidden)
             d_owned = jax.tree.map(lambda s, d: s + d.astype(s.dtype), d_owned, d_mine)
+
+        by_position = jax.tree.map(lambda *x: jnp.stack(x), *parts)
         return _Carry(
-            sums=jax.tree.map(jnp.add, carry.sums, _stack(parts)),
+            sums=jax.tree.map(jnp.add, carry.sums, by_position),
             d_hidden=jax.lax.dynamic_update_slice_in_dim(
-                carry.d_hidden, jnp.stack(gradients), number * static.chunk, axis=2
+                carry.d_hidden, jnp.stack(gradients), number * size, axis=2
             ),
             d_owned=d_owned,
         )
 
+    zeros = jnp.zeros((num_positions, groups))
     start = _Carry(
-        sums=_zero_sums(num_positions, groups),
+        sums=_Sums(Terms(zeros, zeros, zeros, zeros), zeros),
         d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
         # In float32: a sum over many chunks in bfloat16 loses what single chunks bring.
         d_owned=jax.tree.map(lambda w: jnp.zeros((groups, *w.shape), jnp.float32), owned),
     )
-    end = jax.lax.fori_loop(0, num_chunks(operands, static.chunk), body, start)
+    end = jax.lax.fori_loop(0, num_chunks(operands, size), body, start)
+
+    # Only now do groups, and so devices, meet.
+    sums = jax.tree.map(lambda of_each: of_each.sum(axis=-1), end.sums)
+    loss = _weigh(head, operands.scale, sums.terms)
     d_owned = jax.tree.map(lambda d, w: d.sum(axis=0).astype(w.dtype), end.d_owned, owned)
-    gradients = d_owned, to_sources(end.d_hidden, operands, hidden.shape)
-    return _value(static.head, operands, end.sums), gradients
+    return (loss, sums), (d_owned, to_sources(end.d_hidden, operands, hidden.shape))
 
 
-def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents: tuple):
+def _scale_gradient(
+    static: _Static, gradients: tuple[Params, Array], cotangents: tuple
+) -> tuple[Params, Array, None]:
     """Chain with the cotangent of the loss; that of the metrics is dropped."""
     by_loss = cotangents[0]
     d_owned, d_hidden = jax.tree.map(lambda x: (x * by_loss).astype(x.dtype), gradients)
@@ -264,30 +268,8 @@ def _scale_gradient(static: _Static, gradients: tuple[Params, Array], cotangents
 _chunked_loss.defvjp(_value_and_gradient, _scale_gradient)
 
 
-def _value(head: DraftHead, operands: Operands, by_group: _Sums) -> tuple[Array, _Sums]:
-    """Return the loss, and the sums over all groups."""
-    sums = jax.tree.map(lambda of_each: of_each.sum(axis=-1), by_group)
-    return _weigh(head, operands.scale, sums.terms), sums
-
-
-def _by_group(
-    function: Callable,
-    head: DraftHead,
-    owned: Params,
-    operands: Operands,
-    chunk: Chunk,
-    position: int,
-) -> tuple:
-    """Apply `_position_loss` or its gradient to each group of a chunk; results have R first."""
-
-    def of_one(u: Array, group: Chunk) -> tuple:
-        return function(owned, u, head, operands, group, position)
-
-    return jax.vmap(of_one, in_axes=(0, GROUP_AXES))(chunk.hidden[position], chunk)
-
-
 def _position_loss(
-    owned: Params, u: Array, head: DraftHead, operands: Operands, chunk: Chunk, position: int
+    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> tuple[Array, _Sums]:
     """Return one position's weighted loss over a group's chunk, and the sums of its terms."""
     logits = head.module.apply(
@@ -295,11 +277,15 @@ def _position_loss(
     )
     top = logits.max(axis=-1)
     log_total = jax.nn.logsumexp(logits, axis=-1)
-    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
-    is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
+
+    # Which of the chunk's targets each term counts; the module's docstring says why.
     mask = chunk.mask[position]
     is_told = mask & chunk.has_next & (chunk.next_tokens >= 0)
     in_reach = mask & chunk.reachable
+
+    # Masks over the vocabulary instead of gathers, whose gradient would be a scatter (slow).
+    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
+    is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     distance = jnp.abs(chunk.teacher - jnp.exp(logits - log_total[..., None])).sum(axis=-1)
     terms = Terms(
         regression=_masked_sum(mask, _regression(u, chunk.states)),
@@ -309,6 +295,7 @@ def _position_loss(
     )
     hits = jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top
     sums = _Sums(terms, _masked_sum(in_reach, hits))
+
     scale = jax.tree.map(lambda of_all: of_all[position], operands.scale)
     return _weigh(head, scale, terms), jax.lax.stop_gradient(sums)
 
@@ -334,12 +321,3 @@ def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"
     """Return Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2, in float32."""
     distance = jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32))
     return jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5)
-
-
-def _zero_sums(num_positions: int, groups: int) -> _Sums:
-    zeros = jnp.zeros((num_positions, groups))
-    return _Sums(Terms(zeros, zeros, zeros, zeros), zeros)
-
-
-def _stack(parts: list[_Sums]) -> _Sums:
-    return jax.tree.map(lambda *x: jnp.stack(x), *parts)

@@ -28,6 +28,7 @@ class MetricsLog:
         """Open the files; rows after `step`, from which the run goes on, are cut."""
         self._paths = {"train": workdir / METRICS, "eval": workdir / EVAL}
         self._board = None
+        # One process writes; all read afterwards, since they decide alike what is the best head.
         if is_primary():
             for path in self._paths.values():
                 keep_rows(path, lambda row: row["step"] <= step)
@@ -43,6 +44,8 @@ class MetricsLog:
         if self._board is None:
             return
         append_row(self._paths[kind], row)
+
+        # TensorBoard knows single numbers only.
         scalars = {}
         for name, value in row.items():
             if isinstance(value, list):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +11,15 @@ from clover_jax.decoding.tree import portable_name
 from clover_jax.errors import UserError
 from clover_jax.interchange.directory import save_draft
 from clover_jax.runtime.distributed import is_primary, to_host
+from clover_jax.runtime.progress import Progress
 from clover_jax.runtime.provenance import git_revision, versions
 from clover_jax.storage.checkpoint import disk_reason
 from clover_jax.tokenizers.tokenizer import template_text
+from clover_jax.training.decoding_eval import DecodingEvaluator, Interrupted
+from clover_jax.training.metrics import MetricsLog, comparable
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import Parts
+from clover_jax.training.setup import TrainInputs
+from clover_jax.training.step import TrainState
 
 DRAFT, BEST = "draft", "best"
 
@@ -22,22 +27,22 @@ DRAFT, BEST = "draft", "best"
 class DraftWriter:
     """Writes native draft directories, each replaced atomically."""
 
-    def __init__(self, workdir: Path, settings: TrainSettings, parts: Parts):
+    def __init__(self, workdir: Path, settings: TrainSettings, inputs: TrainInputs):
         """Take what is the same for every step of a run."""
-        self._workdir, self._parts = workdir, parts
+        self._workdir, self._inputs = workdir, inputs
         self._provenance = {
             "command": "train",
             "flags": settings.to_dict(),
-            "data_hash": parts.data.hash,
-            "draft_vocab_coverage": parts.draft_vocab_coverage,
+            "data_hash": inputs.data.hash,
+            "draft_vocab_coverage": inputs.draft_vocab_coverage,
             "git_revision": git_revision(),
             "versions": versions(),
         }
 
     def write(
         self, name: str, params: Params, step: int, measured: dict[str, Any] | None = None
-    ) -> Path:
-        """Write WORKDIR/name and return it.
+    ) -> None:
+        """Write WORKDIR/name.
 
         measured: the row of eval.jsonl of this very step, if any.
         Raises UserError where the disk refuses it; what was there before stays.
@@ -48,20 +53,22 @@ class DraftWriter:
             "measured": measured,
         }
         directory = self._workdir / name
-        params = to_host(params)
+        params = to_host(params)  # by all processes together
         if not is_primary():
-            return directory
+            return
+
         try:
             save_draft(
                 directory,
-                self._parts.head.config,
+                self._inputs.head.config,
                 params,
-                portable_name(self._parts.tree),
-                self._parts.base_fingerprint,
+                portable_name(self._inputs.tree),
+                self._inputs.base_fingerprint,
                 provenance,
-                template_text(self._parts.tokenizer),
+                template_text(self._inputs.tokenizer),
             )
         except Exception as error:
+            # The storage raises its own types, which only quote the system's words.
             reason = disk_reason(error)
             if reason is None:
                 raise
@@ -69,4 +76,46 @@ class DraftWriter:
                 f"cannot write {directory}: {reason}; free some space, the same command then goes "
                 "on from the last checkpoint"
             ) from error
-        return directory
+
+
+class Measurement:
+    """Decodes with the head of a step, records the result, keeps the best head."""
+
+    def __init__(
+        self,
+        evaluator: DecodingEvaluator | None,
+        log: MetricsLog,
+        writer: DraftWriter,
+        progress: Progress,
+        stop: threading.Event,
+    ):
+        """Take what it works with; without an evaluator nothing is ever measured."""
+        self._evaluator, self._log, self._writer = evaluator, log, writer
+        self._progress, self._stop = progress, stop
+
+    def __call__(self, step: int, state: TrainState) -> None:
+        """Measure a step, unless that was done before or the run is asked to stop."""
+        if self._evaluator is None or self._log.evaluated_at(step):
+            return
+        try:
+            row = self._evaluator.measure(state.params, self._stop).to_row(step)
+        except Interrupted:
+            return  # the step is measured when the run goes on
+
+        # Other prompts or another tree give other taus: the first with them is the best so far.
+        rows = self._log.evaluated()
+        if all(row["tau"] > before["tau"] for before in comparable([*rows, row])[:-1]):
+            self._writer.write(BEST, state.params, step, row)
+        self._writer.write(DRAFT, state.params, step, row)
+        # Last, so that a row means that the drafts of its step are on disk.
+        self._log.write("eval", row)
+
+        rates = " ".join(f"{rate:.2f}" for rate in row["hit_rate"])
+        self._progress.write(
+            f"step {step}: tau {row['tau']:.2f}, hit rates {rates}, "
+            f"{row['equal']} of {row['prompts']} outputs equal to plain decoding"
+        )
+
+    def export(self, step: int, state: TrainState) -> None:
+        """Write the draft of a step, with what was measured at this very step, if anything."""
+        self._writer.write(DRAFT, state.params, step, self._log.evaluated_at(step))

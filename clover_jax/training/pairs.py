@@ -3,6 +3,11 @@
 Position i of the head at t predicts x_{t+2+i}; its target state is the base's g at t+1+i. Here
 pairs are named by their *target index* tau = t+1+i instead of t: then the P pairs that share a
 target state, and so the teacher's softmax, lie in one column.
+
+Clover-2's optional `label_mask` leaves out what the base itself would have rejected before. A_s
+holds those of the base's 8 most probable tokens at s whose preceding cumulative probability is at
+most 0.8. The pair (t, i) counts only when x_{t+1+j} lies in A_{t+j} for every j = 0 .. i: had the
+base been unlikely to go that way, verification would have stopped there.
 """
 
 from __future__ import annotations
@@ -13,7 +18,12 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Int
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.models.decoder import project
+
+# Of the label mask: how many tokens A holds at most, and the mass that may come before one of them.
+CANDIDATES = 8
+PRECEDING_MASS = 0.8
 
 
 def pair_mask(
@@ -25,7 +35,7 @@ def pair_mask(
     """Return [i, b, tau] True where the pair (tau - 1 - i, i) counts.
 
     likely: [b, s] whether x_{s+1} is a token that the base may choose at s; where given, it must
-        hold at tau-1-i .. tau-1 (`label_mask.py`).
+        hold at tau-1-i .. tau-1.
 
     It does when m_{tau-1} is set and tau - 1 - i and tau lie in one document. (m_{t+i} of the
     release is m_{tau-1}: the mask does not depend on i. That a document's last position never
@@ -36,10 +46,12 @@ def pair_mask(
     """
     size = segment_ids.shape[1]
     counted = _shift_right(loss_mask, 1)
+
     masks, reached = [], True
     for i in range(num_positions):
         source = _shift_right(segment_ids, i + 1)[:, :size]
         if likely is not None:
+            # Position i asks for one more than position i - 1, further back.
             reached = reached & _shift_right(likely, i + 1)
         masks.append(counted & (source == segment_ids) & (segment_ids > 0) & reached)
     return jnp.stack(masks)
@@ -58,6 +70,45 @@ def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
     """Slot tau holds x[tau - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
     size = x.shape[1]
     return jnp.pad(x, ((0, 0), (by, 0)))[:, :size]
+
+
+def likely_next(
+    lm_head: Float[Array, "V D"],
+    states: Float[Array, "B S D"],
+    tokens: Int[Array, "B S"],
+    chunk: int,
+    groups: int = 1,
+) -> Bool[Array, "B S"]:
+    """Return [b, s] True where x_{s+1} lies in A_s; what the last column says means nothing.
+
+    states: the base's g. chunk: positions of a group whose logits exist at a time. groups: of
+        rows, side by side as in the loss, so that each device of a mesh looks at its own.
+    """
+    following = jnp.roll(tokens, -1, axis=1)
+
+    # [V] logits for one position, `chunk` positions of each group at a time.
+    def one(position: tuple[Array, Array]) -> Array:
+        state, token = position
+        return among_likely(project(lm_head, state), token)
+
+    def of_group(positions: tuple[Array, Array]) -> Array:
+        return jax.lax.map(one, positions, batch_size=chunk)
+
+    flat = (states.reshape(groups, -1, states.shape[-1]), following.reshape(groups, -1))
+    return jax.vmap(of_group)(flat).reshape(tokens.shape)
+
+
+def among_likely(logits: Float[Array, " V"], token: Int[Array, ""]) -> Bool[Array, ""]:
+    """Return whether a token is one of A, for the logits of one position.
+
+    Example: probabilities .5, .4, .1 give A = {0, 1}: before token 2 lies a mass of .9.
+    """
+    ids = jnp.arange(logits.shape[-1])
+    # By sums over the vocabulary: on a mesh `lax.top_k` gathers the logits of all rows.
+    own = jnp.where(ids == token, logits, 0).sum()
+    before = (logits > own) | ((logits == own) & (ids < token))
+    preceding = jnp.where(before, jax.nn.softmax(logits), 0).sum()
+    return (before.sum() < CANDIDATES) & (preceding <= PRECEDING_MASS)
 
 
 class PairCounts(NamedTuple):

@@ -14,28 +14,20 @@ import jax
 from jax.sharding import Mesh
 
 from clover_jax.data.pipeline import make_pipeline
-from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import agreed, is_primary
-from clover_jax.runtime.progress import Progress, progress_bar
-from clover_jax.sharding.placement import (
-    param_shardings,
-    place_rows,
-    rows_of_process,
-    with_shardings,
-)
+from clover_jax.runtime.progress import progress_bar
+from clover_jax.sharding.placement import param_shardings, rows_of_process, with_shardings
 from clover_jax.storage.checkpoint import Checkpoints
 from clover_jax.storage.files import check_renames, only_process_in, write_json
 from clover_jax.storage.json_files import read_json_object
-from clover_jax.training.decoding_eval import DecodingEvaluator, Interrupted
 from clover_jax.training.metrics import METRICS, MetricsLog, comparable
-from clover_jax.training.optimizer import make_schedule
-from clover_jax.training.outputs import BEST, DRAFT, DraftWriter
+from clover_jax.training.outputs import BEST, DRAFT, DraftWriter, Measurement
 from clover_jax.training.settings import TrainSettings, check_resumable, recorded_settings
-from clover_jax.training.setup import Parts, load_parts
-from clover_jax.training.step import TrainState, TrainStepConfig, init_state, make_train_step
+from clover_jax.training.setup import TrainInputs, load_inputs
+from clover_jax.training.step import TrainState, TrainStepConfig, init_state
 from clover_jax.training.trainer import Trainer
 
 CHECKPOINTS, RESULT = "checkpoints", "result.json"
@@ -56,18 +48,20 @@ def run_training(
     with alone if is_primary() else contextlib.nullcontext():
         if is_primary():
             check_renames(workdir)
+        # The same command again costs a finished run no loading.
         finished = _finished_report(workdir, settings)
         if finished is not None and recorded_settings(workdir) == settings:
             return finished
+
         with advise_on_memory(
             f"train on {settings.batch_size} rows of {settings.seq_len} tokens",
             "give --gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or "
             "more devices by --mesh; --dry_run says what a run takes",
         ):
-            parts = load_parts(settings, mesh)
+            inputs = load_inputs(settings, mesh)
             if is_primary():
-                check_resumable(workdir, settings, parts.identity, _has_learnt(workdir))
-            return finished or _train(settings, parts, workdir, agreed(stop))
+                check_resumable(workdir, settings, inputs.identity, _has_learnt(workdir))
+            return finished or _train(settings, inputs, workdir, agreed(stop))
 
 
 def _has_learnt(workdir: Path) -> bool:
@@ -81,28 +75,24 @@ def _has_learnt(workdir: Path) -> bool:
 
 
 def _train(
-    settings: TrainSettings, parts: Parts, workdir: Path, stop: threading.Event
+    settings: TrainSettings, inputs: TrainInputs, workdir: Path, stop: threading.Event
 ) -> dict[str, Any]:
-    config = TrainStepConfig(
-        parts.base.config,
-        parts.head,
-        parts.optimizer,
-        loss_chunk=settings.loss_chunk,
-        mesh=parts.mesh,
-        accumulation_steps=settings.gradient_accumulation_steps,
-        remat=settings.remat,
-    )
-    rows = rows_of_process(parts.pipeline.batch_size, parts.mesh) if parts.mesh else None
-    dataset = make_pipeline(parts.data.samples, parts.pipeline, rows)
+    """Restore or begin, run the loop, report; whatever was opened is closed again."""
+    mesh = inputs.step.mesh
+    rows = rows_of_process(inputs.pipeline.batch_size, mesh) if mesh else None
+    dataset = make_pipeline(inputs.data.samples, inputs.pipeline, rows)
+
     with contextlib.ExitStack() as stack:
+        # The position in the data is part of a checkpoint, so both are opened together.
         checkpoints = stack.enter_context(contextlib.closing(Checkpoints(workdir / CHECKPOINTS)))
         batches = stack.enter_context(contextlib.closing(iter(dataset)))
-        state, done = restore_or_init(config, parts.base, settings.seed, checkpoints, batches)
+        state, done = restore_or_init(inputs.step, inputs.base, settings.seed, checkpoints, batches)
         if done > settings.steps:
             raise UserError(
                 f"{workdir} has done {done} steps, more than --steps={settings.steps}; give at "
                 "least as many, or another --workdir"
             )
+
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
         shown = sys.stderr if is_primary() else io.StringIO()
         progress = stack.enter_context(
@@ -110,66 +100,14 @@ def _train(
         )
         if done:
             progress.write(f"going on from step {done} of {workdir}")
-        writer = DraftWriter(workdir, settings, parts)
-        trainer = Trainer(
-            step=make_train_step(config),
-            base_params=with_draft_rows(parts.base.params, parts.head.config),
-            batches=batches,
-            place=functools.partial(place_rows, mesh=parts.mesh) if parts.mesh else lambda x: x,
-            checkpoints=checkpoints,
-            log=log,
-            progress=progress,
-            evaluate=Measurement(parts.evaluator, log, writer, progress, stop),
-            export=lambda step, state: writer.write(
-                DRAFT, state.params, step, log.evaluated_at(step)
-            ),
-            rate=make_schedule(parts.optimizer),
-            stop=stop,
-            steps=settings.steps,
-            log_every=settings.log_every,
-            checkpoint_every=settings.checkpoint_every,
-            eval_every=settings.eval_every,
-        )
-        state, done = trainer.run(state, done)
-        checkpoints.wait()
+
+        writer = DraftWriter(workdir, settings, inputs)
+        measurement = Measurement(inputs.evaluator, log, writer, progress, stop)
+        trainer = Trainer(settings, inputs, batches, checkpoints, log, progress, measurement, stop)
+        done = trainer.run(state, done)
+
+        checkpoints.wait()  # a run has finished once its last checkpoint is on disk
         return _report(workdir, settings, done, log)
-
-
-class Measurement:
-    """Decodes with the head of a step, records the result, keeps the best head."""
-
-    def __init__(
-        self,
-        evaluator: DecodingEvaluator | None,
-        log: MetricsLog,
-        writer: DraftWriter,
-        progress: Progress,
-        stop: threading.Event,
-    ):
-        """Take the parts; without an evaluator nothing is ever measured."""
-        self._evaluator, self._log, self._writer = evaluator, log, writer
-        self._progress, self._stop = progress, stop
-
-    def __call__(self, step: int, state: TrainState) -> None:
-        """Measure a step, unless that was done before or the run is asked to stop."""
-        if self._evaluator is None or self._log.evaluated_at(step):
-            return
-        try:
-            row = self._evaluator.measure(state.params, self._stop).to_row(step)
-        except Interrupted:
-            return  # the step is measured when the run goes on
-        rows = self._log.evaluated()
-        # Other prompts or another tree give other taus: the first with them is the best so far.
-        if all(row["tau"] > before["tau"] for before in comparable([*rows, row])[:-1]):
-            self._writer.write(BEST, state.params, step, row)
-        self._writer.write(DRAFT, state.params, step, row)
-        # Last, so that a row means that the drafts of its step are on disk.
-        self._log.write("eval", row)
-        rates = " ".join(f"{rate:.2f}" for rate in row["hit_rate"])
-        self._progress.write(
-            f"step {step}: tau {row['tau']:.2f}, hit rates {rates}, "
-            f"{row['equal']} of {row['prompts']} outputs equal to plain decoding"
-        )
 
 
 def restore_or_init(
@@ -183,9 +121,11 @@ def restore_or_init(
         placed = jax.tree.map(lambda _: device, shapes)
     else:
         placed = param_shardings(shapes, config.mesh)
+
     restored = checkpoints.restore(with_shardings(shapes, placed), batches)
     if restored is not None:
         return restored.state, restored.step
+    # Without out_shardings the optimiser's state would lie on one device.
     return jax.jit(init, out_shardings=placed)(base.params), 0
 
 
@@ -199,6 +139,7 @@ def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] |
 
 
 def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) -> dict[str, Any]:
+    """Return the run's report; one that is finished is written to the workdir as well."""
     rows = log.evaluated()
     measured = bool(rows) and rows[-1]["step"] == done
     finished = done == settings.steps and (measured or not settings.eval_every)
@@ -212,6 +153,7 @@ def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) 
         best = max(comparable(rows), key=lambda row: row["tau"])
         report |= {"best": str(workdir / BEST), "best_step": best["step"], "tau": best["tau"]}
         report |= {name: best[name] for name in ("hit_rate", "equal", "prompts")}
+
     if finished and is_primary():
         write_json(workdir / RESULT, report)
     return report

@@ -31,6 +31,7 @@ from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
 from clover_jax.training.pairs import PairCounts, count_pairs, labelled_targets
 from clover_jax.training.teacher import TeacherOutput, teach
 
+# With `remat`: products with weights are kept, those of attention, which grow with S^2, are not.
 KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
@@ -117,9 +118,11 @@ def head_loss(
     The head computes in the teacher's dtype; its params and their gradient stay float32.
     counts: as in `distillation_loss`.
     """
+    # Cast before they are gathered, so that half the bytes are sent in bfloat16.
     params = jax.tree.map(lambda leaf: leaf.astype(teacher.features.dtype), params)
     params = gathered(params, config.mesh)
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
+
     follows = getattr(config.head.module, "follows_progress", False)
     forward = functools.partial(config.head.module.apply, method="train_forward")
     if config.remat:
@@ -135,6 +138,7 @@ def head_loss(
             key,
             **({"progress": progress} if follows else {}),
         )
+
     with jax.named_scope("loss"):
         return distillation_loss(
             config.head,
@@ -169,6 +173,7 @@ def batch_gradient(
     """Run the teacher and differentiate the head's loss; the arguments are `head_loss`'s."""
     base_params = gathered(base_params, config.mesh)
     teacher = teach(config.base, base_params, config.head.config.features, batch)
+    # Outside of what is differentiated: the teacher's activations are no residuals.
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     (loss, positions), gradient = differentiate(
         config, params, base_params, teacher, batch, key, progress, counts
@@ -200,10 +205,12 @@ def accumulated_gradient(
 
     def add(total: BatchGradient, operands: tuple[Batch, Array]) -> tuple[BatchGradient, None]:
         total = jax.tree.map(jnp.add, total, gradient_of(*operands))
+        # Summed as params lie at rest: a gathered sum would take as much memory on every device.
         return total._replace(gradient=placed_as_params(total.gradient, config.mesh)), None
 
     with jax.named_scope("count"):
         counts = _counts_of_all(config, base_params, parts)
+
     operands = parts, jnp.arange(config.accumulation_steps)
     first = jax.tree.map(lambda leaf: leaf[0], operands)
     zeros = jax.tree.map(
@@ -217,20 +224,15 @@ def _counts_of_all(config: TrainStepConfig, base_params: Params, parts: Batch) -
 
     def of_part(part: Batch) -> PairCounts:
         states, base = None, base_params
+        # The base runs twice then: keeping its states of all parts would undo what parts save.
         if config.head.config.loss.label_mask:
             base, part = jax.lax.optimization_barrier((base_params, part))
             base = gathered(base, config.mesh)
             states = teach(config.base, base, config.head.config.features, part).states
+        num_positions = config.head.config.num_positions
+        how = config.loss_chunk, config.loss_groups
         frozen = frozen_from_base(base)
-        mask = counted_pairs(
-            config.head,
-            config.head.config.num_positions,
-            frozen,
-            states,
-            part,
-            config.loss_chunk,
-            config.loss_groups,
-        )
+        mask = counted_pairs(config.head, num_positions, frozen, states, part, *how)
         return count_pairs(mask, labelled_targets(part.segment_ids))
 
     return jax.tree.map(lambda count: count.sum(axis=0), jax.lax.map(of_part, parts))
@@ -240,18 +242,19 @@ def train_step(
     config: TrainStepConfig, state: TrainState, base_params: Params, batch: Batch
 ) -> tuple[TrainState, StepMetrics]:
     """Make one optimiser step; jitted by `make_train_step`."""
+    # By the step's number, not split from step to step: a resumed run draws the same.
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
     progress = state.step / config.optimizer.steps
     differentiate = accumulated_gradient if config.accumulation_steps > 1 else batch_gradient
-    found = differentiate(config, state.params, base_params, batch, key, progress)
-    with jax.named_scope("update"):
-        updates, opt_state = make_optimizer(config.optimizer).update(
-            found.gradient, state.opt_state, state.params
-        )
-        params = optax.apply_updates(state.params, updates)
-    metrics = StepMetrics(
-        loss=found.loss, positions=found.positions, gradient_norm=optax.tree.norm(found.gradient)
+    loss, positions, gradient = differentiate(
+        config, state.params, base_params, batch, key, progress
     )
+
+    with jax.named_scope("update"):
+        optimizer = make_optimizer(config.optimizer)
+        updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+    metrics = StepMetrics(loss, positions, gradient_norm=optax.tree.norm(gradient))
     return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
 
@@ -267,6 +270,7 @@ def make_train_step(
         new_state, metrics = train_step(config, state, base_params, batch)
         if config.mesh is None:
             return new_state, metrics
+        # Said outright: the donated buffers can only be used again where the layouts agree.
         keep = jax.lax.with_sharding_constraint
         placed = keep(new_state, param_shardings(new_state, config.mesh))
         return placed, keep(metrics, replicated(config.mesh))

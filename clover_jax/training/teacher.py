@@ -32,8 +32,15 @@ def teach(
 
     features: names of the activations, as in `DrafterConfig.features`.
     """
-    teacher = online_teacher if batch.hidden is None else cached_teacher
-    return teacher(base, base_params, features, batch)
+    with jax.named_scope("teacher"):
+        if batch.hidden is None:
+            packed = batch.tokens, batch.segment_ids, batch.positions
+            hidden = read_base(base, base_params, *packed)
+        else:
+            hidden = _stored_activations(base, base_params, batch.hidden)
+        features_read = select_features(hidden, features)
+        teacher = TeacherOutput(features=features_read, states=hidden["post_norm"])
+    return jax.lax.stop_gradient(teacher)
 
 
 def stored_names(features: tuple[str, ...]) -> tuple[str, ...]:
@@ -46,36 +53,15 @@ def stored_names(features: tuple[str, ...]) -> tuple[str, ...]:
     return tuple(sorted(names))
 
 
-def cached_teacher(
-    base: BaseConfig, base_params: Params, features: tuple[str, ...], batch: Batch
-) -> TeacherOutput:
-    """Return the activations that the batch brings along, in the base's dtype."""
-    with jax.named_scope("teacher"):
-        dtype = base_params["embedding"].dtype
-        hidden = {name: value.astype(dtype) for name, value in batch.hidden.items()}
-        if "post_norm" not in hidden:
-            norm = RMSNorm(base.rms_norm_eps)
-            scale = {"params": base_params["final_norm"]}
-            hidden["post_norm"] = norm.apply(scale, hidden["pre_norm"])
-        teacher = TeacherOutput(
-            features=select_features(hidden, features), states=hidden["post_norm"]
-        )
-    return jax.lax.stop_gradient(teacher)
-
-
-def online_teacher(
-    base: BaseConfig, base_params: Params, features: tuple[str, ...], batch: Batch
-) -> TeacherOutput:
-    """Run the base on a packed batch; documents of one row do not see each other.
-
-    features: names of the activations, as in `DrafterConfig.features`.
-    """
-    with jax.named_scope("teacher"):
-        hidden = read_base(base, base_params, batch.tokens, batch.segment_ids, batch.positions)
-        teacher = TeacherOutput(
-            features=select_features(hidden, features), states=hidden["post_norm"]
-        )
-    return jax.lax.stop_gradient(teacher)
+def _stored_activations(
+    base: BaseConfig, base_params: Params, stored: dict[str, Array]
+) -> dict[str, Array]:
+    """Return activations that `prepare` kept, in the base's dtype, and g where only h was kept."""
+    hidden = {name: each.astype(base_params["embedding"].dtype) for name, each in stored.items()}
+    if "post_norm" not in hidden:
+        scale = {"params": base_params["final_norm"]}
+        hidden["post_norm"] = RMSNorm(base.rms_norm_eps).apply(scale, hidden["pre_norm"])
+    return hidden
 
 
 def read_base(
@@ -85,7 +71,10 @@ def read_base(
     segment_ids: Int[Array, "B S"],
     positions: Int[Array, "B S"],
 ) -> dict[str, Float[Array, "B S D"]]:
-    """Return all activations of packed rows, by name; those unused cost nothing in jit."""
+    """Return all activations of packed rows, by name; those unused cost nothing in jit.
+
+    Documents of one row do not see each other.
+    """
     decoder = Decoder(base)
     output = decoder.apply({"params": base_params}, tokens, positions, packed_mask(segment_ids))
     return output.hidden

@@ -2,83 +2,80 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import grain
 import jax
 
-from clover_jax.array_types import Params
-from clover_jax.data.batch import Batch
+from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import Progress
+from clover_jax.sharding.placement import place_rows
 from clover_jax.storage.checkpoint import Checkpoints
 from clover_jax.training.metrics import MetricsLog
-from clover_jax.training.step import StepMetrics, TrainState
-
-TrainStep = Callable[[TrainState, Params, Batch], tuple[TrainState, StepMetrics]]
+from clover_jax.training.optimizer import make_schedule
+from clover_jax.training.outputs import Measurement
+from clover_jax.training.settings import TrainSettings
+from clover_jax.training.setup import TrainInputs
+from clover_jax.training.step import StepMetrics, TrainState, make_train_step
 
 
 @dataclasses.dataclass
 class Trainer:
-    """What the loop works with.
+    """The loop, and what it works with."""
 
-    place: puts a batch on the devices that work on it.
-    evaluate: decodes held-out prompts with the state of a step and records the result.
-    export: writes the draft directory of a step.
-    rate: step -> learning rate, for the log.
-    """
-
-    step: TrainStep
-    base_params: Params
+    settings: TrainSettings
+    inputs: TrainInputs
     batches: grain.DatasetIterator
-    place: Callable[[Batch], Batch]
     checkpoints: Checkpoints
     log: MetricsLog
     progress: Progress
-    evaluate: Callable[[int, TrainState], None]
-    export: Callable[[int, TrainState], None]
-    rate: Callable[[int], float]
+    measurement: Measurement
     stop: threading.Event
-    steps: int
-    log_every: int
-    checkpoint_every: int
-    eval_every: int
 
-    def run(self, state: TrainState, done: int) -> tuple[TrainState, int]:
-        """Train from `done` steps to the last, or until asked to stop; return state and step.
+    def run(self, state: TrainState, done: int) -> int:
+        """Train from `done` steps to the last, or until asked to stop; return the steps done.
 
         Raises UserError where loss or gradient is not finite, naming the step.
         """
+        config, steps = self.inputs.step, self.settings.steps
+        train_step = make_train_step(config)
+        base_params = with_draft_rows(self.inputs.base.params, config.head.config)
         if done and self._measured_at(done):
-            self.evaluate(done, state)  # unless it was before the run was stopped
+            self.measurement(done, state)  # unless it was before the run was stopped
+
         watch = FiniteWatch(self.checkpoints)
         clock = Clock()
-        while done < self.steps and not self.stop.is_set():
+        while done < steps and not self.stop.is_set():
             with clock.waiting():
-                batch = self.place(next(self.batches))
-            state, metrics = self.step(state, self.base_params, batch)
+                batch = next(self.batches)
+                batch = place_rows(batch, config.mesh) if config.mesh else batch
+            state, metrics = train_step(state, base_params, batch)
             done += 1
             watch.take(done, metrics)
             clock.count(batch.tokens.size)
             self.progress.update()
-            if self._due(self.log_every, done):
+
+            # Nothing is logged, saved or measured of a step that is not known to be finite.
+            if self._due(self.settings.log_every, done):
                 self._log(done, watch.settle(), clock)
-            if self._due(self.checkpoint_every, done):
+            if self._due(self.settings.checkpoint_every, done):
                 watch.settle()
                 self.save(done, state)
             if self._measured_at(done):
                 watch.settle()
                 with clock.paused():
-                    self.evaluate(done, state)
-            if self.stop.is_set() and not self._due(self.checkpoint_every, done):
+                    self.measurement(done, state)
+            if self.stop.is_set() and not self._due(self.settings.checkpoint_every, done):
                 watch.settle()
                 self.save(done, state)
-        return state, done
+        return done
 
     def save(self, done: int, state: TrainState) -> None:
         """Write the draft and the checkpoint of this step.
@@ -86,19 +83,20 @@ class Trainer:
         In this order: a run that goes on from a checkpoint finds the draft of its step.
         """
         self.checkpoints.require_space(state)
-        self.export(done, state)
+        self.measurement.export(done, state)
         self.checkpoints.save(done, state, self.batches)
 
     def _measured_at(self, done: int) -> bool:
-        return self.eval_every > 0 and self._due(self.eval_every, done)
+        every = self.settings.eval_every
+        return every > 0 and self._due(every, done)
 
     def _due(self, every: int, done: int) -> bool:
-        return done == self.steps or (every > 0 and done % every == 0)
+        return done == self.settings.steps or (every > 0 and done % every == 0)
 
     def _log(self, done: int, metrics: StepMetrics, clock: Clock) -> None:
         tokens_per_second, waited = clock.read()
         row = metrics_row(done, metrics) | {
-            "learning_rate": self.rate(done - 1),
+            "learning_rate": make_schedule(self.inputs.step.optimizer)(done - 1),
             "tokens_per_second": round(tokens_per_second, 1),
             "data_wait": round(waited, 4),
         }
@@ -160,13 +158,19 @@ class Clock:
         """Add tokens that were trained on (padding included)."""
         self._tokens += tokens
 
-    def waiting(self) -> _Span:
-        """Return a context whose time counts as waiting for data."""
-        return _Span(self, "_waited")
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time within as waiting for data."""
+        entered = time.perf_counter()
+        yield
+        self._waited += time.perf_counter() - entered
 
-    def paused(self) -> _Span:
-        """Return a context whose time does not count at all."""
-        return _Span(self, "_paused")
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time within out altogether."""
+        entered = time.perf_counter()
+        yield
+        self._paused += time.perf_counter() - entered
 
     def read(self) -> tuple[float, float]:
         """Return (tokens per second, share of waiting) and start again."""
@@ -178,15 +182,3 @@ class Clock:
     def _restart(self) -> None:
         self._started, self._tokens = time.perf_counter(), 0
         self._waited = self._paused = 0.0
-
-
-class _Span:
-    def __init__(self, clock: Clock, name: str):
-        self._clock, self._name = clock, name
-
-    def __enter__(self) -> None:
-        self._entered = time.perf_counter()
-
-    def __exit__(self, *exception: object) -> None:
-        spent = time.perf_counter() - self._entered
-        setattr(self._clock, self._name, getattr(self._clock, self._name) + spent)

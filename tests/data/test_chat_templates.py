@@ -14,7 +14,7 @@ from clover_jax.data.prompts import parse_prompt
 from clover_jax.errors import UserError
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import load_parts
+from clover_jax.training.setup import load_inputs
 from tests.conftest import REPOSITORY, WARNINGS
 from tests.tiny_folders import save_tiny_base
 from tests.tiny_tokenizers import save_byte_level
@@ -37,7 +37,7 @@ def data(tmp_path):
 
 @pytest.mark.parametrize("template", [None, "vicuna"])
 def test_train_says_that_nothing_marks_who_speaks(base, data, capsys, template):
-    load_parts(TrainSettings(base=str(base), data=str(data), seq_len=32, chat_template=template))
+    load_inputs(TrainSettings(base=str(base), data=str(data), seq_len=32, chat_template=template))
     assert (NOTICE in capsys.readouterr().err) == (template is None)
 
 

@@ -13,7 +13,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss
-from clover_jax.training.teacher import online_teacher
+from clover_jax.training.teacher import teach
 from tests.tiny_models import TINY, lively_params, random_base, random_head
 from tests.training.training_data import random_batch
 
@@ -28,7 +28,7 @@ def head_with(**changes):
 def hidden_states(head, params, batch, **arguments):
     """Return what training sees, and the base's matrices."""
     base_params = with_draft_rows(random_base(), head.config)
-    teacher = online_teacher(TINY, base_params, head.config.features, batch)
+    teacher = teach(TINY, base_params, head.config.features, batch)
     frozen = frozen_from_base(base_params)
     inputs = (frozen, teacher.features, batch.tokens, batch.segment_ids, batch.positions)
     apply = functools.partial(head.module.apply, {"params": params}, method="train_forward")
@@ -51,7 +51,7 @@ def test_it_begins_without_a_correction_and_with_the_last_state_alone():
 def test_the_size_of_states_and_rows_means_nothing_where_inputs_are_scaled(unit_inputs):
     head, params = head_with(unit_inputs=unit_inputs), lively_params(name="clover_lr")
     batch = random_batch()
-    teacher = online_teacher(TINY, random_base(), head.config.features, batch)
+    teacher = teach(TINY, random_base(), head.config.features, batch)
     frozen = frozen_from_base(random_base())
 
     def hidden(features, lm_head):
@@ -109,7 +109,7 @@ def test_the_share_of_drafted_tokens_grows_with_the_steps():
 def test_every_parameter_learns_from_drafted_tokens_and_the_choice_has_no_gradient():
     head, params = head_with(drafted_share=1.0), lively_params(name="clover_lr")
     batch = random_batch()
-    teacher = online_teacher(TINY, random_base(), head.config.features, batch)
+    teacher = teach(TINY, random_base(), head.config.features, batch)
     config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)
 
     def loss(params):

@@ -15,11 +15,11 @@ from clover_jax.errors import UserError
 from clover_jax.interchange.directory import load_draft
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.pretrained.loading import load_base
+from clover_jax.training.heads import make_head
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import make_head
 from clover_jax.training.step import TrainStepConfig, head_loss
-from clover_jax.training.teacher import online_teacher
+from clover_jax.training.teacher import teach
 from tests import tiny_checkpoints
 from tests.layer_heads import lively_head
 from tests.tiny_models import TINY, random_base
@@ -56,7 +56,7 @@ def test_noise_is_uniform_and_wider_in_shorter_sequences():
 
 
 def loss_of(head, params, batch, key=None):
-    teacher = online_teacher(TINY, random_base(), head.config.features, batch)
+    teacher = teach(TINY, random_base(), head.config.features, batch)
     config = TrainStepConfig(TINY, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
     key = jax.random.key(0) if key is None else key
     return head_loss(config, params, random_base(), teacher, batch, key)[0]

@@ -15,7 +15,7 @@ from clover_jax.interchange.directory import load_draft
 from clover_jax.pretrained.loading import load_base
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss
-from clover_jax.training.teacher import online_teacher
+from clover_jax.training.teacher import teach
 from tests.layer_heads import lively_head
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch
@@ -44,7 +44,7 @@ def reference(fixtures_dir):
 @pytest.fixture(scope="module")
 def teacher(reference):
     base, head, _, batch, _ = reference
-    return online_teacher(base.config, base.params, head.config.features, batch)
+    return teach(base.config, base.params, head.config.features, batch)
 
 
 def test_features_are_those_of_the_reference(reference, teacher):
@@ -81,7 +81,7 @@ def test_every_parameter_gets_a_gradient_and_training_lowers_the_loss():
     base = {**random_base(), "lm_head": 40 * random_base()["lm_head"]}
     base_params = with_draft_rows(base, head.config)
     batch = random_batch()
-    teacher = online_teacher(TINY, base_params, head.config.features, batch)
+    teacher = teach(TINY, base_params, head.config.features, batch)
     config = TrainStepConfig(TINY, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
 
     def loss(params):

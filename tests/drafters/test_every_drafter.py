@@ -23,7 +23,7 @@ from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.pretrained.shapes import base_shapes, cast_shapes
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss, init_state, make_train_step
-from clover_jax.training.teacher import online_teacher
+from clover_jax.training.teacher import teach
 from tests.tiny_models import DRAFTERS, LLAMA3_8B, TINY, lively_params, random_base, random_head
 from tests.training.training_data import random_batch
 
@@ -101,7 +101,7 @@ def compiled_loss(name):
         return head_loss(config, params, base_params, teacher, batch, jax.random.key(0))[0]
 
     compiled, batch = jax.jit(jax.value_and_grad(loss)), random_batch()
-    teacher = online_teacher(TINY, random_base(), head.config.features, batch)
+    teacher = teach(TINY, random_base(), head.config.features, batch)
     return lambda params: compiled(params, random_base(), teacher, batch)
 
 

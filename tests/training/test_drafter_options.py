@@ -2,9 +2,8 @@ import pytest
 
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.training.drafter_options import parse_drafter_options
+from clover_jax.training.heads import make_head, parse_drafter_options
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import make_head
 from tests.tiny_models import TINY
 
 

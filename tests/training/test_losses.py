@@ -15,7 +15,7 @@ from clover_jax.training.losses import distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.reference import plain_loss
 from clover_jax.training.step import TrainStepConfig, head_loss
-from clover_jax.training.teacher import online_teacher
+from clover_jax.training.teacher import teach
 from tests.foreign_heads import read_layout
 from tests.tiny_models import TINY, random_base, random_head
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
@@ -228,7 +228,7 @@ def loss_of(head, params, batch, base_params=None):
 
 @functools.partial(jax.jit, static_argnums=0)
 def _taught_loss(config, params, base_params, batch):
-    teacher = online_teacher(config.base, base_params, config.head.config.features, batch)
+    teacher = teach(config.base, base_params, config.head.config.features, batch)
     return head_loss(config, params, base_params, teacher, batch, jax.random.key(0))
 
 

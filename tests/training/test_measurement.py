@@ -7,7 +7,8 @@ from clover_jax.runtime.progress import progress_bar
 from clover_jax.storage.jsonl import append_row
 from clover_jax.training.decoding_eval import DecodingReport
 from clover_jax.training.metrics import MetricsLog, comparable
-from clover_jax.training.run import Measurement, _report
+from clover_jax.training.outputs import Measurement
+from clover_jax.training.run import _report
 from clover_jax.training.settings import TrainSettings
 
 

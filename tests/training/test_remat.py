@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, batch_gradient, head_loss
-from clover_jax.training.teacher import online_teacher
+from clover_jax.training.teacher import teach
 from tests.tiny_models import TINY, random_base, random_head
 from tests.training.training_data import random_batch
 
@@ -47,7 +47,7 @@ def kept_scores(config, params):
     batch, base = random_batch(rows=2, size=SIZE), random_base()
 
     def pull_back(params):
-        teacher = online_teacher(TINY, base, config.head.config.features, batch)
+        teacher = teach(TINY, base, config.head.config.features, batch)
         loss = functools.partial(head_loss, config)
         _, gradient, _ = jax.vjp(
             lambda params: loss(params, base, teacher, batch, jax.random.key(0)),

@@ -12,7 +12,7 @@ import pytest
 from clover_jax.errors import UserError
 from clover_jax.storage import checkpoint
 from clover_jax.storage.files import only_process_in
-from clover_jax.training import outputs, run
+from clover_jax.training import outputs, trainer
 from clover_jax.training.run import run_training
 from tests.training.small_runs import (
     StopAfter,
@@ -37,7 +37,7 @@ def test_a_loss_that_is_not_finite_stops_with_its_step(data, tmp_path, monkeypat
 
         return run_step
 
-    monkeypatch.setattr(run, "make_train_step", poisoned)
+    monkeypatch.setattr(trainer, "make_train_step", poisoned)
     with pytest.raises(UserError, match=r"the loss is nan at step 5; .* that of step 3"):
         run_training(settings(data), tmp_path / "w", threading.Event())
     assert sorted(p.name for p in (tmp_path / "w" / "checkpoints").glob("[0-9]")) == ["3"]
@@ -47,7 +47,7 @@ def test_too_little_memory_says_what_to_do(data, tmp_path, monkeypatch):
     def run_step(state, base_params, batch):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
 
-    monkeypatch.setattr(run, "make_train_step", lambda config: run_step)
+    monkeypatch.setattr(trainer, "make_train_step", lambda config: run_step)
     message = (
         "the device has too little memory to train on 2 rows of 32 tokens; give "
         "--gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or more "

@@ -1,0 +1,116 @@
+"""The head that a run's settings describe: its kind, its options, its vocabulary."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from clover_jax.config import RopeConfig
+from clover_jax.data.samples import Samples
+from clover_jax.data.token_counts import count_tokens, most_frequent
+from clover_jax.drafters import registry
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.errors import UserError
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.runtime.progress import passing_note, say
+from clover_jax.training.settings import TrainSettings
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BOOLS = {"true": True, "false": False}
+
+
+def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
+    """Return the head that the settings describe, without params.
+
+    Raises UserError for a setting that this kind of drafter does not have or cannot take.
+    """
+    options = parse_drafter_options(settings.drafter_options or "", settings.drafter)
+    # Two options are common enough to have flags of their own.
+    for name in ("num_positions", "num_augmenting_layers"):
+        if getattr(settings, name) is not None:
+            if name in options:
+                raise UserError(f"give --{name} or {name} in --drafter_options, not both")
+            options[name] = getattr(settings, name)
+    if settings.draft_rope_theta is not None:
+        options["rope"] = RopeConfig(theta=settings.draft_rope_theta)
+
+    try:
+        config = registry.config_for_base(settings.drafter, base.config, **options)
+        config = dataclasses.replace(config, loss=settings.loss(config.loss))
+    except UserError as error:
+        raise UserError(f"--drafter={settings.drafter}: {error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return registry.head(config)
+
+
+def parse_drafter_options(text: str, kind: str) -> dict[str, Any]:
+    """Return the options that "name=value,..." sets, each of the type that the kind declares.
+
+    Example: "order=block_first,output_projector=false" for clover2 gives
+    {"order": "block_first", "output_projector": False}.
+    Raises UserError that lists the kind's options where one is unknown or has a bad value.
+    """
+    known = registry.plain_options(kind)
+    options: dict[str, Any] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = item.partition("=")
+        problem = None
+        if not equals:
+            problem = f"{item!r} is not written name=value"
+        elif name not in known:
+            problem = f"a {kind} head has no option {name!r}"
+        elif name in options:
+            problem = f"{name} is given twice"
+        else:
+            try:
+                # bool("false") is True, so that the two words are looked up instead.
+                options[name] = _BOOLS[value.lower()] if known[name] is bool else known[name](value)
+            except (KeyError, ValueError):
+                wanted = "true or false" if known[name] is bool else known[name].__name__
+                problem = f"{name} must be {wanted}, not {value!r}"
+
+        if problem is not None:
+            listed = ", ".join(f"{name}={hint.__name__.upper()}" for name, hint in known.items())
+            raise UserError(f"--drafter_options={text}: {problem}; the options are {listed}")
+    return options
+
+
+class ReducedHead(NamedTuple):
+    """A head with a reduced vocabulary.
+
+    coverage: share of the training data's tokens that it can propose.
+    """
+
+    head: DraftHead
+    coverage: float
+
+
+def reduce_vocabulary(
+    head: DraftHead,
+    size: int,
+    base: BaseModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    samples: Samples,
+) -> ReducedHead:
+    """Return the head over the `size` most frequent tokens, and say how much they cover.
+
+    Special tokens and those that end a text are always among them: they are rare, and a text that
+    cannot be drafted to its end costs a forward more.
+    Raises UserError for a size that cannot be.
+    """
+    vocab_size = base.config.vocab_size
+    with passing_note("counting the tokens of the training data"):
+        counts = count_tokens(samples, vocab_size)
+
+    special = set(base.config.eos_token_ids) | set(tokenizer.all_special_ids if tokenizer else ())
+    # A tokenizer may know tokens that the base has no row for.
+    vocabulary = most_frequent(counts, size, (token for token in special if token < vocab_size))
+    say(
+        f"draft vocabulary: {size} of {vocab_size} tokens, {vocabulary.coverage:.2%} of the "
+        "training data's"
+    )
+    config = dataclasses.replace(head.config, draft_to_target=vocabulary.ids)
+    return ReducedHead(registry.head(config), vocabulary.coverage)
