@@ -27,6 +27,7 @@ from clover_jax.cli.command_flags import define_common_flags, flag_settings, wor
 from clover_jax.cli.help_text import help_text
 from clover_jax.errors import UserError
 from clover_jax.runtime.compilation_cache import use_compilation_cache
+from clover_jax.storage.files import naming
 from clover_jax.storage.jsonl import to_json
 
 __all__ = [
@@ -93,7 +94,8 @@ def run(
         flags = command_flags.parse_flags(define_flags, argv)
         use_compilation_cache()
         status = main(flags)
-        sys.stdout.flush()
+        with naming("standard output"):
+            sys.stdout.flush()
     except BrokenPipeError:
         # The reader of our stdout went away (`| head`). Python would complain again at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -116,7 +118,8 @@ def report(result: dict[str, Any]) -> None:
 
     Numbers of NumPy and JAX are accepted; what is not finite becomes null, since JSON has no NaN.
     """
-    print(to_json(result), flush=True)
+    with naming("standard output"):
+        print(to_json(result), flush=True)
 
 
 @contextlib.contextmanager

@@ -18,6 +18,17 @@ _RENAME_EXCHANGE = 2
 
 
 @contextlib.contextmanager
+def naming(path: str | os.PathLike) -> Iterator[None]:
+    """Give a system error that names no file this path: a write that fails names none."""
+    try:
+        yield
+    except OSError as error:
+        if error.filename is None:
+            error.filename = os.fspath(path)
+        raise
+
+
+@contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yield a temporary path beside `path`; on success it becomes `path`, else it is removed.
 
@@ -27,10 +38,11 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = _unfinished(path, f"{os.getpid()}.")  # several processes may write the same cache
     try:
-        yield unfinished
-        _sync(unfinished)
-        os.replace(unfinished, path)
-        _sync(path.parent)
+        with naming(path):
+            yield unfinished
+            _sync(unfinished)
+            os.replace(unfinished, path)
+            _sync(path.parent)
     finally:
         unfinished.unlink(missing_ok=True)
 
@@ -49,12 +61,13 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     _remove(unfinished)
     unfinished.mkdir(parents=True)
     try:
-        yield unfinished
-        for folder, _, names in os.walk(unfinished):
-            for name in names:
-                _sync(Path(folder, name))
-            _sync(Path(folder))
-        put_in_place(unfinished, path)
+        with naming(path):
+            yield unfinished
+            for folder, _, names in os.walk(unfinished):
+                for name in names:
+                    _sync(Path(folder, name))
+                _sync(Path(folder))
+            put_in_place(unfinished, path)
     finally:
         _remove(unfinished)
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
-from clover_jax.storage.files import atomic_file
+from clover_jax.storage.files import atomic_file, naming
 
 
 def to_json(value: Any) -> str:
@@ -29,7 +29,7 @@ def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
-                return
+                return  # torn by a kill, or being written at this moment
             try:
                 yield json.loads(line)
             except ValueError as error:
@@ -38,7 +38,8 @@ def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
 
 def append_row(path: str | os.PathLike, row: dict[str, Any]) -> None:
     """Append one row to a JSONL file and flush it."""
-    with Path(path).open("a", encoding="utf-8") as file:
+    # The name of the file outside, since a full disk may only be noticed when it is closed.
+    with naming(path), Path(path).open("a", encoding="utf-8") as file:
         file.write(to_json(row) + "\n")
 
 
@@ -64,6 +65,7 @@ def plain_values(value: Any) -> Any:
         return [plain_values(item) for item in value]
     if isinstance(value, os.PathLike):
         return os.fspath(value)
+    # NumPy's and JAX's scalars and arrays, neither of which this module needs to import.
     if hasattr(value, "tolist"):
         return plain_values(value.tolist())
     if isinstance(value, float) and not math.isfinite(value):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
-from clover_jax.storage.files import lock, write_json
+from clover_jax.storage.files import lock, naming, write_json
 from clover_jax.storage.json_files import read_json_object
 from clover_jax.storage.jsonl import read_rows, to_json
 
@@ -53,6 +53,8 @@ class RowWriter:
         self._manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
         if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise UserError(f"{self.path} is no file that rows can be kept in; name one")
+
+        # Opened for appending before it is locked: what another process writes there stays.
         self.path.parent.mkdir(parents=True, exist_ok=True)
         self._file = self.path.open("a+b")
         try:
@@ -86,12 +88,15 @@ class RowWriter:
         if index < self.finished or index in self._waiting:
             raise ValueError(f"row {index} of {self.path} was written before")
         self._waiting[index] = row
+
+        # Write all rows that now have all their predecessors, often none.
         if self.finished in self._waiting:
             self._replace()
         while self.finished in self._waiting:
             line = to_json(self._waiting.pop(self.finished))
-            self._file.write(line.encode() + b"\n")
-            self._file.flush()
+            with naming(self.path):
+                self._file.write(line.encode() + b"\n")
+                self._file.flush()
             self.finished += 1
 
     def __enter__(self) -> "RowWriter":
@@ -101,6 +106,7 @@ class RowWriter:
         if exception_type is None:
             self._replace()  # by no rows, where none came
         self._file.close()
+        # A run that ended well has lost a row; one that failed has other worries.
         if exception_type is None and self._waiting:
             raise ValueError(
                 f"row {self.finished} of {self.path} never came, "
@@ -115,6 +121,7 @@ class RowWriter:
             self._replaces = False
 
     def _refuse_other_rows(self, manifest: dict[str, Any]) -> None:
+        # Opened for appending, the file stands at its end: 0 is an empty one, anybody's.
         if self._file.tell() == 0:
             return
         if not self.manifest_path.is_file():
@@ -137,6 +144,7 @@ class RowWriter:
         """Cut what follows the last newline and return how many rows remain."""
         self._file.seek(0)
         num_rows = end = 0
+        # A kill tears the last line only; anything else is damage that a user must see.
         for line in self._file:
             if not line.endswith(b"\n"):
                 break

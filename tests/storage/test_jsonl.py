@@ -50,3 +50,11 @@ def test_rows_beyond_a_checkpoint_are_cut(tmp_path):
     assert path.read_text() == '{"step": 0}\n{"step": 1}\n{"step": 2}\n'
     jsonl.keep_rows(tmp_path / "absent.jsonl", lambda row: True)
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_full_disk_names_the_file(tmp_path):
+    full = tmp_path / "rows.jsonl"
+    full.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left") as failure:
+        jsonl.append_row(full, {"step": 0})
+    assert failure.value.filename == str(full)
