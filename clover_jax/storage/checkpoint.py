@@ -62,8 +62,10 @@ class Checkpoints:
         """Open `directory`, making it where needed."""
         self.directory = directory.absolute()
         (self.directory / HASHES).mkdir(parents=True, exist_ok=True)
-        # Every error is raised to us as well; the log would add pages of traceback to one line.
+        # Every error is raised to us as well; these would add pages of traceback to one line.
         logging.getLogger("absl").addFilter(_is_not_orbax)
+        self._unraisable_hook = sys.unraisablehook
+        sys.unraisablehook = self._skip_late_writes
         options = ocp.CheckpointManagerOptions(
             max_to_keep=KEPT,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_hashes),
@@ -80,6 +82,7 @@ class Checkpoints:
 
         Raises UserError where the disk is full or closed; the checkpoints before stay usable.
         """
+        # A run that is stopped at a step which was due anyway asks twice.
         if step in self._manager.all_steps():
             return
         with self._explained():
@@ -103,6 +106,7 @@ class Checkpoints:
         needed = SPACE_FACTOR * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self.directory).free
         if free < needed:
+            # As the disk itself would say it, so that both get the same explanation.
             with self._explained():
                 shown = f"{os.strerror(errno.ENOSPC)}: {free} bytes free, {needed:.0f} needed"
                 raise OSError(errno.ENOSPC, shown)
@@ -132,6 +136,7 @@ class Checkpoints:
         for step in sorted(self._manager.all_steps(), reverse=True):
             hashes = self._hashes(step)
             damage = self._damage(step, hashes)
+            # Hashes prove that files are whole. Without them, reading is the only test.
             if damage is None:
                 try:
                     return Restored(self._restore_step(step, like, batches), step)
@@ -141,6 +146,8 @@ class Checkpoints:
                     damage = f"{type(error).__name__}: {error}".splitlines()[0]
             aside = self._set_aside(step)
             warn(f"checkpoint {step} is damaged ({damage}); it was moved to {aside}")
+
+        # Starting anew here would throw away what may still be repaired.
         if self._damaged.is_dir():
             raise UserError(
                 f"every checkpoint under {self.directory} is damaged; use another --workdir"
@@ -149,8 +156,20 @@ class Checkpoints:
 
     def close(self) -> None:
         """Finish the last save and stop the background threads."""
-        with self._explained():
-            self._manager.close()
+        try:
+            with self._explained():
+                self._manager.close()
+        finally:
+            sys.unraisablehook = self._unraisable_hook
+
+    def _skip_late_writes(self, unraisable: Any) -> None:
+        """Pass on what could not be raised, but for writes that end after another has failed.
+
+        Orbax closes its event loop with the first failure; every other write of the same checkpoint
+        then fails to report to it.
+        """
+        if str(unraisable.exc_value) != "Event loop is closed":
+            self._unraisable_hook(unraisable)
 
     def _restore_step(self, step: int, like: PyTree, batches: grain.DatasetIterator) -> PyTree:
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
@@ -162,6 +181,7 @@ class Checkpoints:
                 meta=ocp.args.JsonRestore(),
             ),
         )
+        # A folder that somebody renamed would give another step's data position.
         if restored.meta["step"] != step:
             raise ValueError(f"it says that it is of step {restored.meta['step']}")
         batches.set_state(restored.data)
@@ -171,9 +191,11 @@ class Checkpoints:
         """Hash the checkpoint that is about to get its name; called in the background."""
         if not is_primary():
             return
+        # Orbax writes one checkpoint at a time, so there is one such folder.
         for folder in self.directory.glob(f"*{_UNFINISHED}"):
             step = int(folder.name.removesuffix(_UNFINISHED))
             write_json(self._hash_file(step), _hash_files(folder))
+        # Hashes go with their checkpoints, which Orbax deletes beyond KEPT.
         for path in (self.directory / HASHES).glob("*.json"):
             kept = (self.directory / (path.stem + suffix) for suffix in ("", _UNFINISHED))
             if not any(folder.exists() for folder in kept):
@@ -203,6 +225,7 @@ class Checkpoints:
 
     def _set_aside(self, step: int) -> Path:
         aside = self._damaged / str(step)
+        # All processes have read the damaged files before one of them moves them.
         wait_for_all("damage found")
         if is_primary():
             if aside.exists():
@@ -223,6 +246,7 @@ class Checkpoints:
             reason = disk_reason(error)
             if reason is None:
                 raise
+            # By names on disk: the manager counts a checkpoint whose writing has just failed.
             usable = self._newest_on_disk()
             rest = (
                 "no checkpoint was saved yet"

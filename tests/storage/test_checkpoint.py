@@ -1,4 +1,6 @@
 import contextlib
+import subprocess
+import sys
 import threading
 
 import grain
@@ -7,6 +9,7 @@ import pytest
 
 from clover_jax.errors import UserError
 from clover_jax.storage.checkpoint import Checkpoints
+from tests.conftest import REPOSITORY, WARNINGS
 
 STATE = {"x": jnp.arange(3)}
 
@@ -66,3 +69,36 @@ def test_a_checkpoint_that_does_not_fit_is_not_taken_for_damaged(tmp_path, monke
             with pytest.raises(MemoryError):
                 checkpoints.restore(STATE, batches)
         assert checkpoints.restore(STATE, batches).step == 1
+
+
+# Files may not grow beyond 100 kB: many of the arrays, which are written at once, do not fit.
+REFUSED = """
+import contextlib, pathlib, resource, sys
+import grain, jax.numpy as jnp
+from clover_jax.errors import UserError
+from clover_jax.storage.checkpoint import Checkpoints
+
+state = {f"layer_{i}": jnp.arange(100_000) * i for i in range(30)}
+batches = iter(grain.MapDataset.range(3).to_iter_dataset())
+with contextlib.closing(Checkpoints(pathlib.Path(sys.argv[1]))) as checkpoints:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+    try:
+        checkpoints.save(1, state, batches)
+        checkpoints.wait()
+    except UserError as error:
+        print(error)
+batches.close()
+"""
+
+
+def test_a_disk_that_refuses_many_writes_at_once_is_told_in_one_line(tmp_path):
+    finished = subprocess.run(
+        [sys.executable, *WARNINGS, "-c", REFUSED, str(tmp_path)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    (line,) = finished.stdout.splitlines()
+    assert "files may not grow that large there" in line
+    assert finished.stderr == ""
