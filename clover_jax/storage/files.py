@@ -115,16 +115,29 @@ def write_json(path: str | os.PathLike, value: Any) -> None:
 
 @contextlib.contextmanager
 def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None]:
-    """Keep a second process of the same work out of `folder`.
+    """Keep a second process of the same work out of `folder`, which is made where it is missing.
 
+    Work that leaves nothing in a folder that was made for it, since it failed at once, leaves no
+    folder either.
     Raises UserError, "another run `what_it_does` in FOLDER; ... give another `flag`".
     """
-    with (folder / "lock").open("w") as file:
+    made = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    place = folder / "lock"
+    with place.open("w") as file:
         if not lock(file):
             raise UserError(
                 f"another run {what_it_does} in {folder}; wait for it or give another {flag}"
             )
-        yield
+        try:
+            yield
+        finally:
+            if made and os.listdir(folder) == [place.name]:
+                place.unlink()
+                # A folder in which somebody else has begun something meanwhile is not empty: stay.
+                with contextlib.suppress(OSError):
+                    for path in made:
+                        path.rmdir()
 
 
 def lock(file: IO) -> bool:

@@ -43,7 +43,6 @@ def run_training(
     mesh: the devices to train on, None for one; a run may go on with another mesh.
     Raises UserError for whatever cannot work, before anything is trained.
     """
-    workdir.mkdir(parents=True, exist_ok=True)
     alone = only_process_in(workdir, "is training", "--workdir")
     with alone if is_primary() else contextlib.nullcontext():
         if is_primary():

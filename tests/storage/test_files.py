@@ -152,3 +152,32 @@ def test_a_disk_without_locks_locks_nobody_out(tmp_path, monkeypatch, number):
     monkeypatch.setattr(files.fcntl, "flock", refuse)
     with files.only_process_in(tmp_path, "is training", "--workdir"):
         pass
+
+
+def test_a_write_that_finds_the_disk_full_names_the_file(tmp_path):
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+    with pytest.raises(OSError, match="a'$") as failure, files.atomic_file(tmp_path / "a"):
+        raise full
+    assert failure.value.filename == str(tmp_path / "a")
+    with pytest.raises(OSError, match="No space left") as failure, files.naming("b"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "its own")
+    assert failure.value.filename == "its own"
+
+
+def test_work_that_leaves_nothing_leaves_no_folder(tmp_path):
+    folder = tmp_path / "runs" / "a"
+    with pytest.raises(UserError), files.only_process_in(folder, "is training", "--workdir"):
+        raise UserError("a mistake in the flags")
+    assert names(tmp_path) == []
+    with files.only_process_in(folder, "is training", "--workdir"):
+        (folder / "result.json").touch()
+    assert names(folder) == ["lock", "result.json"]
+
+
+def test_a_folder_that_was_there_before_stays(tmp_path):
+    with files.only_process_in(tmp_path / "a", "is training", "--workdir"):
+        (tmp_path / "a" / "kept").touch()
+    (tmp_path / "a" / "kept").unlink()
+    with files.only_process_in(tmp_path / "a", "is training", "--workdir"):
+        pass
+    assert names(tmp_path) == ["a"]
