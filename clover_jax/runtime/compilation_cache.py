@@ -20,6 +20,7 @@ def use_compilation_cache(environment: MutableMapping[str, str] = os.environ) ->
     root = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root, "clover_jax", "programs", platform.node() or "host")
     environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)
+    # Small programs too, since a command compiles hundreds of them; the oldest go beyond 2 GB.
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.5")
     environment.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
     environment.setdefault("JAX_COMPILATION_CACHE_MAX_SIZE", str(2 * 1024**3))

@@ -20,6 +20,7 @@ class CompileClock:
     @property
     def seconds(self) -> float:
         """Seconds of tracing, lowering and compiling so far; what overlaps counts once."""
+        # Tracing one function may trace and compile others within: spans nest and overlap.
         total, counted_until = 0.0, 0.0
         for start, end in sorted(self._spans):
             total += max(end - max(start, counted_until), 0.0)
@@ -34,6 +35,7 @@ class CompileClock:
         jax.monitoring.unregister_event_duration_listener(self._note)
 
     def _note(self, event: str, seconds: float, **details: Any) -> None:
+        # JAX reports a span at its end.
         if event.startswith(_COMPILING):
             now = time.perf_counter()
             self._spans.append((now - seconds, now))

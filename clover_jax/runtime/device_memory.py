@@ -17,6 +17,7 @@ def advise_on_memory(task: str, advice: str) -> Iterator[None]:
     try:
         yield
     except jax.errors.JaxRuntimeError as error:
+        # Other failures of the runtime have the same type.
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
         raise UserError(f"the device has too little memory to {task}; {advice}") from error

@@ -53,6 +53,7 @@ def joined_processes() -> Iterator[None]:
         if not 0 <= number < count:
             raise UserError(f"{NUMBER}={number} must lie between 0 and {COUNT} - 1 = {count - 1}")
         jax.distributed.initialize(coordinator, count, number)
+
     try:
         yield
     except UserError:
@@ -101,6 +102,7 @@ def to_host(values: PyTree) -> PyTree:
     def bring(array: Array) -> np.ndarray:
         if not isinstance(array, jax.Array) or array.is_fully_addressable:
             return np.asarray(array)
+        # Each process has a whole copy: nothing needs to be sent.
         if array.is_fully_replicated:
             return np.asarray(array.addressable_data(0))
         from jax.experimental import multihost_utils
@@ -116,19 +118,21 @@ class AgreedEvent(threading.Event):
     Asking the others means waiting for the device, so that is done once in `every` questions.
     """
 
-    def __init__(self, event: threading.Event, every: int = 16):
+    def __init__(self, event: threading.Event, every: int = 8):
         """Watch this process's event; every process must ask equally often."""
         super().__init__()
         self._event, self._every, self._asked = event, every, 0
 
     def is_set(self) -> bool:
         """Return whether the processes have agreed that it is set."""
+        # All have asked equally often, so all of them join in this exchange.
         if not super().is_set() and self._asked % self._every == 0:
             from jax.experimental import multihost_utils
 
             if np.any(multihost_utils.process_allgather(np.array(self._event.is_set()))):
                 self.set()
         self._asked += 1
+        # Our own event says nothing here: the others may not know of it yet.
         return super().is_set()
 
 

@@ -198,8 +198,10 @@ def format_progress(
     """
     units = unit + "s"
     line = f"{desc}: {done}{'' if total is None else f'/{total}'} {units}"
+    # Nothing of 0 units is a percentage.
     if total:
         line += f" ({100 * done // total}%)"
+    # An earlier run's units took time that is not in `elapsed`.
     if done > initial and elapsed > 0:
         rate = (done - initial) / elapsed
         line += f", {rate:.{3 if rate < 0.1 else 2}f} {units}/s"
