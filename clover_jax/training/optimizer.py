@@ -42,6 +42,9 @@ class OptimizerConfig(JsonConfig):
             )
         if self.learning_rate <= 0:
             raise ValueError(f"learning_rate ({self.learning_rate}) must be positive")
+        # At 1 the mean of squared gradients never leaves 0, and the update divides by it.
+        if not 0 <= self.b2 < 1:
+            raise ValueError(f"adam_b2 ({self.b2}) must be at least 0 and less than 1")
         if self.schedule not in SCHEDULES:
             raise ValueError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
 

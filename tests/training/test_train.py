@@ -90,6 +90,7 @@ def test_sigterm_saves_and_exits_with_status_0(data, tmp_path):
         ({"steps": 0}, "steps"),
         ({"mesh": "data=2"}, "--mesh=data=2 asks for 2 devices, but 1 is here"),
         ({"learning_rate": 0}, "learning_rate"),
+        ({"adam_b2": 1}, "adam_b2 (1.0) must be at least 0 and less than 1"),
         ({"target": "gpu-h200"}, "--target=gpu-h200 is for --dry_run; a run takes what is here"),
         ({"program": "x"}, "--program=x is for --dry_run with --target, which is missing"),
         ({"drafter_options": "colour=red"}, "a clover2 head has no option 'colour'; the options a"),
@@ -106,6 +107,7 @@ def test_a_mistake_is_one_line_and_status_2(capsys, data, tmp_path, changes, mes
     assert out == ""
     (line,) = err.splitlines()
     assert message in line
+    assert not (tmp_path / "w").exists()
 
 
 def test_a_workdir_that_cannot_be_made_is_one_line(capsys, data, tmp_path):
