@@ -18,7 +18,7 @@ from clover_jax.loading.decode_states import cache_size, fitting_context, state_
 from clover_jax.loading.models import Models, ModelSpec, load_shapes
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
-from clover_jax.runtime.versions import versions
+from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.sharding.device_bytes import bytes_per_device
 from clover_jax.sharding.meshes import MeshShape, make_mesh, parse_mesh
 from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings
@@ -189,7 +189,7 @@ def compile_and_describe(
         "batch_size": batch,
         "context": context,
     }
-    return settings | step.to_row() | {"versions": versions(target.platform)}
+    return settings | step.to_row() | {"versions": compiler_versions(target.platform)}
 
 
 def compile_step(

@@ -17,7 +17,7 @@ from clover_jax.loading.decode_states import cache_size, fitting_context, runnin
 from clover_jax.loading.models import Models, ModelSpec, load
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
-from clover_jax.runtime.versions import versions
+from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.timing.loops import STEPS
 from clover_jax.timing.parts import Bench, Part, chunk_run, stage_parts, step_part
 from clover_jax.timing.turns import WARM_UP, time_in_turns
@@ -179,7 +179,7 @@ def describe_run(subject: Models, spec: ModelSpec) -> dict[str, Any]:
         "base_parameters": _size(subject.weights.base),
         "draft_parameters": _size(subject.weights.draft),
         "device": f"cpu ({jax.device_count()} device)" if is_cpu else device.device_kind,
-        "versions": versions(),
+        "versions": compiler_versions(),
     }
 
 

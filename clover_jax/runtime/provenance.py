@@ -1,4 +1,4 @@
-"""How a draft came about: versions and the revision of this program."""
+"""How a draft or a measurement came about: versions, and the revision of this program."""
 
 from __future__ import annotations
 
@@ -10,12 +10,28 @@ from pathlib import Path
 import clover_jax
 
 _LIBRARIES = ("jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+_COMPILERS = {"tpu": ("libtpu",), "cuda": ("jax-cuda13-plugin", "jax-cuda12-plugin")}
 
 
 def versions() -> dict[str, str]:
     """Return the versions of this program, Python and the libraries that matter."""
-    found = {name: importlib.metadata.version(name) for name in _LIBRARIES}
-    return {"clover_jax": clover_jax.__version__, "python": platform.python_version(), **found}
+    libraries = {name: importlib.metadata.version(name) for name in _LIBRARIES}
+    return {"clover_jax": clover_jax.__version__, "python": platform.python_version(), **libraries}
+
+
+def compiler_versions(target: str | None = None) -> dict[str, str]:
+    """Return package -> version of all that compiles a step.
+
+    target: "tpu" or "cuda", whose compiler counts too; None for this machine's.
+    """
+    installed = {"python": platform.python_version()}
+    for name in ("jax", "jaxlib", "flax", *_COMPILERS.get(target or "", ())):
+        # Of the two plugins for CUDA one is installed at most.
+        try:
+            installed[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return installed
 
 
 def git_revision() -> str | None:

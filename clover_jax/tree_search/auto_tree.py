@@ -19,7 +19,7 @@ from clover_jax.decoding.tree import TreeConfig
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
 from clover_jax.runtime.progress import passing_note
-from clover_jax.runtime.versions import versions
+from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.timing.loops import steps_at_once
 from clover_jax.tree_search.begun_tree import with_tree_of
 from clover_jax.tree_search.calibration import measure_ranks
@@ -208,5 +208,5 @@ def _machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
         "platform": device.platform,
         "edition": EDITION,
         "mesh": dict(mesh.shape) if mesh else None,
-        "versions": versions(),
+        "versions": compiler_versions(),
     }
