@@ -15,6 +15,7 @@ import jax
 
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import Progress
 from clover_jax.sharding.placement import place_rows
 from clover_jax.storage.checkpoint import Checkpoints
@@ -51,30 +52,36 @@ class Trainer:
             self.measurement(done, state)  # unless it was before the run was stopped
 
         watch = FiniteWatch(self.checkpoints)
-        clock = Clock()
-        while done < steps and not self.stop.is_set():
-            with clock.waiting():
-                batch = next(self.batches)
-                batch = place_rows(batch, config.mesh) if config.mesh else batch
-            state, metrics = train_step(state, base_params, batch)
-            done += 1
-            watch.take(done, metrics)
-            clock.count(batch.tokens.size)
-            self.progress.update()
+        with Clock() as clock:
+            # Asked once a step: a stop that came between two questions would end an unsaved run.
+            is_stopping = self.stop.is_set()
+            while done < steps and not is_stopping:
+                # The step is dispatched and not waited for: the next batch is made meanwhile.
+                with clock.waiting():
+                    batch = next(self.batches)
+                    batch = place_rows(batch, config.mesh) if config.mesh else batch
+                state, metrics = train_step(state, base_params, batch)
+                done += 1
+                watch.take(done, metrics)
+                clock.count(batch.tokens.size)
+                self.progress.update()
 
-            # Nothing is logged, saved or measured of a step that is not known to be finite.
-            if self._due(self.settings.log_every, done):
-                self._log(done, watch.settle(), clock)
-            if self._due(self.settings.checkpoint_every, done):
-                watch.settle()
-                self.save(done, state)
-            if self._measured_at(done):
-                watch.settle()
-                with clock.paused():
-                    self.measurement(done, state)
-            if self.stop.is_set() and not self._due(self.settings.checkpoint_every, done):
-                watch.settle()
-                self.save(done, state)
+                # Nothing is logged, saved or measured of a step that is not known to be finite.
+                if self._due(self.settings.log_every, done):
+                    self._log(done, watch.settle(), clock)
+                is_saved = self._due(self.settings.checkpoint_every, done)
+                if is_saved:
+                    watch.settle()
+                    with clock.paused():
+                        self.save(done, state)
+                if self._measured_at(done):
+                    watch.settle()
+                    with clock.paused():
+                        self.measurement(done, state)
+                is_stopping = self.stop.is_set()
+                if is_stopping and not is_saved:
+                    watch.settle()
+                    self.save(done, state)
         return done
 
     def save(self, done: int, state: TrainState) -> None:
@@ -135,6 +142,7 @@ class FiniteWatch:
 
     def settle(self) -> StepMetrics:
         """Check the step taken last, waiting for it, and return its metrics."""
+        # Reading a value waits for the device, so every caller has a reason to wait anyway.
         step, metrics = self._pending
         for name, value in (("loss", metrics.loss), ("gradient", metrics.gradient_norm)):
             if not math.isfinite(float(value)):
@@ -148,11 +156,22 @@ class FiniteWatch:
 
 
 class Clock:
-    """Tokens per second since the last reading, and the share of time spent waiting for data."""
+    """Tokens per second since the last reading, and the share of time spent waiting for data.
+
+    A context manager; the clock stands still while programs are compiled.
+    """
 
     def __init__(self):
         """Start."""
+        self._compiling = CompileClock()
         self._restart()
+
+    def __enter__(self) -> Clock:
+        self._compiling.__enter__()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._compiling.__exit__(*exception)
 
     def count(self, tokens: int) -> None:
         """Add tokens that were trained on (padding included)."""
@@ -161,24 +180,27 @@ class Clock:
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """Count the time within as waiting for data."""
-        entered = time.perf_counter()
+        entered = self._now()
         yield
-        self._waited += time.perf_counter() - entered
+        self._waited += self._now() - entered
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
         """Leave the time within out altogether."""
-        entered = time.perf_counter()
+        entered = self._now()
         yield
-        self._paused += time.perf_counter() - entered
+        self._paused += self._now() - entered
 
     def read(self) -> tuple[float, float]:
         """Return (tokens per second, share of waiting) and start again."""
-        elapsed = max(time.perf_counter() - self._started - self._paused, 1e-9)
+        elapsed = max(self._now() - self._started - self._paused, 1e-9)
         result = self._tokens / elapsed, self._waited / elapsed
         self._restart()
         return result
 
+    def _now(self) -> float:
+        return time.perf_counter() - self._compiling.seconds
+
     def _restart(self) -> None:
-        self._started, self._tokens = time.perf_counter(), 0
+        self._started, self._tokens = self._now(), 0
         self._waited = self._paused = 0.0

@@ -58,7 +58,7 @@ def assert_same_params(a, b):
 
 
 class StopAfter(threading.Event):
-    """A stop request that comes once `count` steps were looked at."""
+    """A stop request that comes in the middle of step `count`; 0: before the first."""
 
     def __init__(self, count):
         super().__init__()

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_compiled_step")
 @pytest.mark.parametrize("stop_after", [1, 4])
 def test_a_stopped_run_goes_on_bit_for_bit(whole_run, data, tmp_path, stop_after):
     chosen = settings(data, eval_every=3)
-    stopped = run_training(chosen, tmp_path / "w", StopAfter(2 * stop_after))
+    stopped = run_training(chosen, tmp_path / "w", StopAfter(stop_after))
     assert not stopped["finished"]
     assert 0 < stopped["steps"] < 6
     report = run_training(chosen, tmp_path / "w", threading.Event())
@@ -65,7 +65,7 @@ def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
         "    looks = 0\n"
         "    def is_set(self):\n"
         "        Killer.looks += 1\n"
-        "        if Killer.looks == 10: os.kill(os.getpid(), 9)\n"
+        "        if Killer.looks == 6: os.kill(os.getpid(), 9)\n"
         "        return False\n"
         "run.run_training(TrainSettings.from_dict(eval(sys.argv[1])), "
         "__import__('pathlib').Path(sys.argv[2]), Killer())\n"
@@ -90,7 +90,7 @@ def test_a_damaged_newest_checkpoint_falls_back_to_the_one_before(
 ):
     workdir = tmp_path / "w"
     chosen = settings(data, checkpoint_every=2)
-    run_training(chosen, workdir, StopAfter(4 * 2 + 1))
+    run_training(chosen, workdir, StopAfter(5))
     newest = max((workdir / "checkpoints").glob("[0-9]"))
     damaged = max(newest.rglob("d/*"), key=lambda path: path.stat().st_size)
     content = bytearray(damaged.read_bytes())
@@ -146,6 +146,6 @@ def test_more_steps_continue_a_finished_run(data, tmp_path):
 
 
 def test_fewer_steps_than_are_done_are_refused(data, tmp_path):
-    run_training(settings(data, checkpoint_every=2), tmp_path, StopAfter(4 * 2 + 1))
+    run_training(settings(data, checkpoint_every=2), tmp_path, StopAfter(5))
     with pytest.raises(UserError, match=r"has done \d+ steps, more than --steps=1"):
         run_training(settings(data, steps=1), tmp_path, threading.Event())

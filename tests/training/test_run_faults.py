@@ -83,7 +83,7 @@ def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
     whole_run, data, tmp_path, monkeypatch, module, name, message
 ):
     workdir = tmp_path / "w"
-    run_training(settings(data), workdir, StopAfter(2 * 3 + 1))
+    run_training(settings(data), workdir, StopAfter(4))
     with monkeypatch.context() as patched:
         patched.setattr(module, name, fail)
         with pytest.raises(UserError, match=message):
