@@ -132,6 +132,7 @@ class DecodingEvaluator:
         requests = [Request(i, p, self._max_new_tokens, eos) for i, p in enumerate(self._prompts)]
         rows = []
         for progress in engine.stream(self._base.params, params, requests):
+            # Decoding may take minutes, in which a user would wait for the stop.
             if stop.is_set():
                 raise Interrupted
             if progress.done:
@@ -165,6 +166,7 @@ def evaluation_prompts(
         openings = (_opening(record, tokenizer, vocab_size) for record in heldout)
         prompts = _distinct(openings, count)
 
+    # One that is too long is left out rather than refused: the others still measure.
     longest = base.config.max_position_embeddings // 2  # the other half is for the answer
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= longest]
     if not fitting:
@@ -180,6 +182,7 @@ def _opening(
 ) -> list[int]:
     """Return what comes before a record's answer, or its first tokens where that is too little."""
     encoded = encode_record(record, tokenizer, vocab_size)
+    # What `generate` would be asked: all up to the first token that the head learns to draft.
     answer = int(encoded.loss_mask.argmax()) if encoded.loss_mask.any() else 0
     size = answer if answer >= SHORTEST_PROMPT else min(OPENING_TOKENS, len(encoded.tokens) // 2)
     return encoded.tokens[:size].tolist()

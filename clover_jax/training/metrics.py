@@ -93,6 +93,7 @@ class TensorBoard:
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog
 
+        # Files of earlier runs stay: TensorBoard joins them, less the steps after this one's start.
         directory.mkdir(exist_ok=True)
         self._event = Event
         self._writer = EventsWriter(str(directory / "events"))
@@ -104,6 +105,7 @@ class TensorBoard:
         from tensorboardX.summary import scalar
 
         for tag, value in scalars.items():
+            # It draws neither texts nor what is not finite.
             if isinstance(value, int | float) and math.isfinite(value):
                 event = self._event(wall_time=time.time(), step=step, summary=scalar(tag, value))
                 self._writer.write_event(event)

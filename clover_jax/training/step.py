@@ -92,6 +92,7 @@ class TrainStepConfig:
 
 def init_state(config: TrainStepConfig, base_params: Params, seed: int) -> TrainState:
     """Return the state before the first step; pure, so it can be jitted or shape-evaluated."""
+    # One key for the params and one for all that the steps draw.
     init_key, key = jax.random.split(jax.random.key(seed))
     params = registry.init_params(config.head, base_params, init_key)
     return TrainState(
@@ -200,6 +201,7 @@ def accumulated_gradient(
         # What does not depend on the part is otherwise moved out of the loop: the whole base would
         # be gathered before it.
         base, part = jax.lax.optimization_barrier((base_params, part))
+        # Its own key, or all parts would draw the same noise.
         part_key = jax.random.fold_in(key, number)
         return batch_gradient(config, params, base, part, part_key, progress, counts)
 

@@ -57,6 +57,7 @@ def _stored_activations(
     base: BaseConfig, base_params: Params, stored: dict[str, Array]
 ) -> dict[str, Array]:
     """Return activations that `prepare` kept, in the base's dtype, and g where only h was kept."""
+    # Bytes on disk may be fewer than the base computes with.
     hidden = {name: each.astype(base_params["embedding"].dtype) for name, each in stored.items()}
     if "post_norm" not in hidden:
         scale = {"params": base_params["final_norm"]}
