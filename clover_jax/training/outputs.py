@@ -9,14 +9,14 @@ from typing import Any
 from clover_jax.array_types import Params
 from clover_jax.decoding.tree import portable_name
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import save_draft
+from clover_jax.interchange.directory import read_card, save_draft
 from clover_jax.runtime.distributed import is_primary, to_host
 from clover_jax.runtime.progress import Progress
 from clover_jax.runtime.provenance import git_revision, versions
 from clover_jax.storage.checkpoint import disk_reason
 from clover_jax.tokenizers.tokenizer import template_text
 from clover_jax.training.decoding_eval import DecodingEvaluator, Interrupted
-from clover_jax.training.metrics import MetricsLog, comparable
+from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import TrainInputs
 from clover_jax.training.step import TrainState
@@ -47,6 +47,7 @@ class DraftWriter:
         measured: the row of eval.jsonl of this very step, if any.
         Raises UserError where the disk refuses it; what was there before stays.
         """
+        # Of this very step: a tau of another one would be wrong here.
         provenance = self._provenance | {
             "steps": step,
             "tau": measured["tau"] if measured else None,
@@ -78,6 +79,12 @@ class DraftWriter:
             ) from error
 
 
+def best_measured(workdir: Path) -> dict[str, Any] | None:
+    """Return the row of eval.jsonl that the head in WORKDIR/best was kept for; None without one."""
+    directory = workdir / BEST
+    return read_card(directory).provenance.get("measured") if directory.exists() else None
+
+
 class Measurement:
     """Decodes with the head of a step, records the result, keeps the best head."""
 
@@ -88,10 +95,16 @@ class Measurement:
         writer: DraftWriter,
         progress: Progress,
         stop: threading.Event,
+        best: dict[str, Any] | None = None,
     ):
-        """Take what it works with; without an evaluator nothing is ever measured."""
+        """Take what it works with; without an evaluator nothing is ever measured.
+
+        best: the row that the head in WORKDIR/best was measured with, if there is one. It may be
+        of a later step than the rows of eval.jsonl, which end where the run goes on.
+        """
         self._evaluator, self._log, self._writer = evaluator, log, writer
         self._progress, self._stop = progress, stop
+        self.best = best
 
     def __call__(self, step: int, state: TrainState) -> None:
         """Measure a step, unless that was done before or the run is asked to stop."""
@@ -103,9 +116,10 @@ class Measurement:
             return  # the step is measured when the run goes on
 
         # Other prompts or another tree give other taus: the first with them is the best so far.
-        rows = self._log.evaluated()
-        if all(row["tau"] > before["tau"] for before in comparable([*rows, row])[:-1]):
+        best = self.best or {}
+        if best.get("measured_with") != row["measured_with"] or row["tau"] > best["tau"]:
             self._writer.write(BEST, state.params, step, row)
+            self.best = row
         self._writer.write(DRAFT, state.params, step, row)
         # Last, so that a row means that the drafts of its step are on disk.
         self._log.write("eval", row)

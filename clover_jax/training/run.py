@@ -16,6 +16,7 @@ from jax.sharding import Mesh
 from clover_jax.data.pipeline import make_pipeline
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import agreed, is_primary
 from clover_jax.runtime.progress import progress_bar
@@ -23,10 +24,16 @@ from clover_jax.sharding.placement import param_shardings, rows_of_process, with
 from clover_jax.storage.checkpoint import Checkpoints
 from clover_jax.storage.files import check_renames, only_process_in, write_json
 from clover_jax.storage.json_files import read_json_object
-from clover_jax.training.metrics import METRICS, MetricsLog, comparable
-from clover_jax.training.outputs import BEST, DRAFT, DraftWriter, Measurement
-from clover_jax.training.settings import TrainSettings, check_resumable, recorded_settings
-from clover_jax.training.setup import TrainInputs, load_inputs
+from clover_jax.training.metrics import METRICS, MetricsLog
+from clover_jax.training.optimizer import make_schedule
+from clover_jax.training.outputs import BEST, DRAFT, DraftWriter, Measurement, best_measured
+from clover_jax.training.settings import (
+    TrainSettings,
+    check_resumable,
+    record_settings,
+    recorded_settings,
+)
+from clover_jax.training.setup import TrainInputs, load_inputs, optimizer_config
 from clover_jax.training.step import TrainState, TrainStepConfig, init_state
 from clover_jax.training.trainer import Trainer
 
@@ -58,13 +65,19 @@ def run_training(
             "more devices by --mesh; --dry_run says what a run takes",
         ):
             inputs = load_inputs(settings, mesh)
+            before = recorded_settings(workdir)
             if is_primary():
                 check_resumable(workdir, settings, inputs.identity, _has_learnt(workdir))
-            return finished or _train(settings, inputs, workdir, agreed(stop))
+            if finished is None:
+                return _train(settings, before, inputs, workdir, agreed(stop))
+            if is_primary():
+                record_settings(workdir, settings, inputs.identity)
+            return finished
 
 
 def _has_learnt(workdir: Path) -> bool:
     """Return whether a run has left rows, a draft or a checkpoint in a workdir."""
+    # An empty log, or a folder for checkpoints, is what a run that was refused may have left.
     metrics = workdir / METRICS
     return (
         (metrics.exists() and metrics.stat().st_size > 0)
@@ -74,9 +87,16 @@ def _has_learnt(workdir: Path) -> bool:
 
 
 def _train(
-    settings: TrainSettings, inputs: TrainInputs, workdir: Path, stop: threading.Event
+    settings: TrainSettings,
+    before: TrainSettings | None,
+    inputs: TrainInputs,
+    workdir: Path,
+    stop: threading.Event,
 ) -> dict[str, Any]:
-    """Restore or begin, run the loop, report; whatever was opened is closed again."""
+    """Restore or begin, run the loop, report; whatever was opened is closed again.
+
+    before: the settings that the run had when it was stopped, if it was begun.
+    """
     mesh = inputs.step.mesh
     rows = rows_of_process(inputs.pipeline.batch_size, mesh) if mesh else None
     dataset = make_pipeline(inputs.data.samples, inputs.pipeline, rows)
@@ -91,22 +111,31 @@ def _train(
                 f"{workdir} has done {done} steps, more than --steps={settings.steps}; give at "
                 "least as many, or another --workdir"
             )
+        if is_primary():
+            # Only now is it certain that the run goes on with these settings.
+            record_settings(workdir, settings, inputs.identity)
+            # It tells of a run that had finished; this one has more to do.
+            (workdir / RESULT).unlink(missing_ok=True)
 
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
         shown = sys.stderr if is_primary() else io.StringIO()
+        compiling = stack.enter_context(CompileClock())
         progress = stack.enter_context(
-            progress_bar(settings.steps, "train", initial=done, file=shown)
+            progress_bar(settings.steps, "train", initial=done, file=shown, compiling=compiling)
         )
         if done:
             progress.write(f"going on from step {done} of {workdir}")
+        if done and before is not None and before.steps != settings.steps:
+            progress.write(_schedule_notice(before, settings, done))
 
         writer = DraftWriter(workdir, settings, inputs)
-        measurement = Measurement(inputs.evaluator, log, writer, progress, stop)
+        best = best_measured(workdir)
+        measurement = Measurement(inputs.evaluator, log, writer, progress, stop, best)
         trainer = Trainer(settings, inputs, batches, checkpoints, log, progress, measurement, stop)
         done = trainer.run(state, done)
 
         checkpoints.wait()  # a run has finished once its last checkpoint is on disk
-        return _report(workdir, settings, done, log)
+        return _report(workdir, settings, done, log, measurement.best)
 
 
 def restore_or_init(
@@ -128,6 +157,16 @@ def restore_or_init(
     return jax.jit(init, out_shardings=placed)(base.params), 0
 
 
+def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> str:
+    """Say what becomes of the learning rate where a run goes on with another number of steps."""
+    then, following = (make_schedule(optimizer_config(one)) for one in (before, now))
+    return (
+        f"--steps={now.steps} instead of {before.steps} is another schedule: the learning rate was "
+        f"{float(then(done - 1)):.3g} at step {done} and is {float(following(done)):.3g} at step "
+        f"{done + 1}; it falls to 0 after step {now.steps}"
+    )
+
+
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:
     """Return the report of a run that has done all its steps."""
     path = workdir / RESULT
@@ -137,10 +176,19 @@ def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] |
     return report | {"already_finished": True}
 
 
-def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) -> dict[str, Any]:
-    """Return the run's report; one that is finished is written to the workdir as well."""
-    rows = log.evaluated()
-    measured = bool(rows) and rows[-1]["step"] == done
+def _report(
+    workdir: Path,
+    settings: TrainSettings,
+    done: int,
+    log: MetricsLog,
+    best: dict[str, Any] | None,
+) -> dict[str, Any]:
+    """Return the run's report; one that is finished is written to the workdir as well.
+
+    best: the row of the head in WORKDIR/best.
+    """
+    # The measurement of the last step may have been interrupted, and is then still to be made.
+    measured = log.evaluated_at(done) is not None
     finished = done == settings.steps and (measured or not settings.eval_every)
     report: dict[str, Any] = {
         "workdir": str(workdir),
@@ -148,8 +196,7 @@ def _report(workdir: Path, settings: TrainSettings, done: int, log: MetricsLog) 
         "steps": done,
         "draft": str(workdir / DRAFT),
     }
-    if rows:
-        best = max(comparable(rows), key=lambda row: row["tau"])
+    if best is not None:
         report |= {"best": str(workdir / BEST), "best_step": best["step"], "tau": best["tau"]}
         report |= {name: best[name] for name in ("hit_rate", "equal", "prompts")}
 

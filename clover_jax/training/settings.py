@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import json
 from pathlib import Path
 
 from clover_jax.config import LossSpec
@@ -135,35 +134,47 @@ def recorded_settings(workdir: Path) -> TrainSettings | None:
 
 
 def check_resumable(
-    workdir: Path, settings: TrainSettings, identity: dict[str, str], learnt: bool
+    workdir: Path, settings: TrainSettings, identity: dict[str, str | None], learnt: bool
 ) -> None:
-    """Record the settings of a run; refuse to go on with what was learnt with other ones.
+    """Refuse to go on with what was learnt with other settings.
 
-    identity: flag name -> hash of what it names ("base", "data"): a folder may have moved, and a
-        file may have other contents under the old name.
+    identity: name -> hash of what the run depends on: a folder may have moved, and a file may have
+        other contents under the old name. Earlier versions recorded some of them only.
     learnt: whether the workdir holds anything that depends on them; a run that was refused before
         its first step may be corrected.
     Raises UserError naming the flag.
     """
-    path = workdir / SETTINGS
-    now = {"settings": settings.to_dict(), "identity": identity}
-    before = read_json_object(path) if path.exists() else None
-    if before is not None and learnt:
-        for name, value in identity.items():
-            if before["identity"].get(name) != value:
-                raise UserError(
-                    f"{workdir} holds a run with another --{name} "
-                    f"({before['settings'].get(name)!r} then, {getattr(settings, name)!r} now, "
-                    "with other contents); give the one it began with, or another --workdir"
-                )
-        declared = declared_settings(TrainSettings)
-        fixed = {name for name in declared if not declared[name].may_change}
-        for name in sorted(fixed - identity.keys()):
-            then, wanted = before["settings"].get(name), now["settings"][name]
-            if then != wanted:
-                raise UserError(
-                    f"{workdir} holds a run with --{name}={then}, not {wanted}; give the flags it "
-                    "began with, or another --workdir"
-                )
-    if before != json.loads(json.dumps(now)):
-        write_json(path, now)
+    # Read back as settings: what this version added has its default in runs of earlier ones.
+    recorded = recorded_settings(workdir)
+    if recorded is None or not learnt:
+        return
+    before, now = recorded.to_dict(), settings.to_dict()
+
+    # By content first: under another name the same data are no change.
+    began_with = read_json_object(workdir / SETTINGS)["identity"]
+    for name, value in identity.items():
+        if began_with.get(name, value) != value:
+            shown = f"{name} (that of --base={settings.base} or of --data has changed)"
+            if name in now:
+                then, given = before[name], now[name]
+                shown = f"--{name} ({then!r} then, {given!r} now, with other contents)"
+            raise UserError(
+                f"{workdir} holds a run with another {shown}; give the one it began with, or "
+                "another --workdir"
+            )
+
+    declared = declared_settings(TrainSettings)
+    fixed = {name for name in declared if not declared[name].may_change}
+    for name in sorted(fixed - identity.keys()):
+        if before[name] != now[name]:
+            raise UserError(
+                f"{workdir} holds a run with --{name}={before[name]}, not {now[name]}; give the "
+                "flags it began with, or another --workdir"
+            )
+
+
+def record_settings(
+    workdir: Path, settings: TrainSettings, identity: dict[str, str | None]
+) -> None:
+    """Write down what the run in a workdir depends on, for `check_resumable`."""
+    write_json(workdir / SETTINGS, {"settings": settings.to_dict(), "identity": identity})

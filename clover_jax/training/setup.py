@@ -61,9 +61,9 @@ class TrainInputs(NamedTuple):
         return self.step.head
 
     @property
-    def identity(self) -> dict[str, str]:
-        """Flag name -> hash of what it names."""
-        return {"base": self.base_fingerprint.lm_head, "data": self.data.hash}
+    def identity(self) -> dict[str, str | None]:
+        """Name -> hash of what the head and the samples depend on; a flag's name if it has one."""
+        return {"base": self.base_fingerprint.lm_head} | self.data.identity
 
 
 def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInputs:
@@ -147,6 +147,7 @@ def open_data(
     if not names:
         return data
 
+    # Another base of the same sizes would train without an error, towards the wrong states.
     theirs = BaseFingerprint.from_dict(data.samples.hidden_made_from["base"])
     differing = differences(theirs, base_fingerprint)
     if differing:
@@ -199,6 +200,7 @@ def check_rows(settings: TrainSettings, mesh: AnyMesh | None) -> None:
     parts = settings.gradient_accumulation_steps
     shards = shape_of(mesh).num_row_shards if mesh else 1
     if settings.batch_size % (parts * shards):
+        # Name only those factors that the user has set.
         split = f"data x fsdp = {shards} of the mesh"
         if parts > 1:
             split = f"--gradient_accumulation_steps={parts} x {split} = {parts * shards}"

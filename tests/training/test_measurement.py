@@ -4,7 +4,7 @@ import threading
 import types
 
 from clover_jax.runtime.progress import progress_bar
-from clover_jax.storage.jsonl import append_row
+from clover_jax.storage.jsonl import append_row, read_rows
 from clover_jax.training.decoding_eval import DecodingReport
 from clover_jax.training.metrics import MetricsLog, comparable
 from clover_jax.training.outputs import Measurement
@@ -34,8 +34,8 @@ def measured(tau, tree="chain:1"):
     )
 
 
-def measure(workdir, writer, reports, done=0):
-    """Measure the steps of a run that goes on after `done`; return the rows of eval.jsonl."""
+def measure(workdir, writer, reports, done=0, best=None):
+    """Measure the steps of a run that goes on after `done`; return what is best."""
     with (
         contextlib.closing(MetricsLog(workdir, done)) as log,
         progress_bar(3, "train", file=io.StringIO()) as progress,
@@ -45,8 +45,10 @@ def measure(workdir, writer, reports, done=0):
             log.write("train", {"step": step, "loss": 1.0 / step})
             evaluator = types.SimpleNamespace(measure=lambda params, stop, report=report: report)
             state = types.SimpleNamespace(params={})
-            Measurement(evaluator, log, writer, progress, threading.Event())(step, state)
-        return log.evaluated()
+            measurement = Measurement(evaluator, log, writer, progress, threading.Event(), best)
+            measurement(step, state)
+            best = measurement.best
+        return best
 
 
 def test_the_best_draft_is_the_one_with_the_highest_tau_however_low_a_loss(tmp_path):
@@ -60,14 +62,15 @@ def test_a_tau_is_compared_with_those_of_the_same_prompts_and_tree_only(tmp_path
     for step in (1, 2):  # rows of a version that did not say what it measured with
         append_row(tmp_path / "eval.jsonl", {"step": step, "tau": 9.0})
     writer = Recorder()
-    rows = measure(tmp_path, writer, {3: measured(2.5)}, done=2)
-    assert [row["step"] for row in comparable(rows[:2])] == [1, 2]
-    rows = measure(tmp_path, writer, {4: measured(1.0, "none"), 5: measured(1.1, "none")}, done=3)
-    assert [row["step"] for row in comparable(rows)] == [4, 5]
-    log = types.SimpleNamespace(evaluated=lambda: rows)
-    report = _report(tmp_path, TrainSettings(steps=6), 5, log)
+    best = measure(tmp_path, writer, {3: measured(2.5)}, done=2)
+    others = {4: measured(1.0, "none"), 5: measured(1.1, "none")}
+    best = measure(tmp_path, writer, others, done=3, best=best)
+    log = types.SimpleNamespace(evaluated_at=lambda step: None)
+    report = _report(tmp_path, TrainSettings(steps=6), 5, log, best)
     assert (report["best_step"], report["tau"]) == (5, 1.1)
-    rows = measure(tmp_path, writer, {6: measured(1.5)}, done=5)
-    assert [row["step"] for row in comparable(rows)] == [6]
-    best = [step for name, step in writer.written if name == "best"]
-    assert best == [3, 4, 5, 6]
+    best = measure(tmp_path, writer, {6: measured(1.5)}, done=5, best=best)
+    assert best["step"] == 6
+    kept = [step for name, step in writer.written if name == "best"]
+    assert kept == [3, 4, 5, 6]
+    rows = read_rows(tmp_path / "eval.jsonl")
+    assert [row["step"] for row in comparable(list(rows))] == [6]

@@ -1,5 +1,6 @@
 """Runs that were stopped, killed or repeated with other flags."""
 
+import dataclasses
 import json
 import shutil
 import signal
@@ -10,10 +11,19 @@ import threading
 import pytest
 
 from clover_jax.errors import UserError
+from clover_jax.interchange.directory import read_card
 from clover_jax.training import trainer
+from clover_jax.training.decoding_eval import DecodingEvaluator
 from clover_jax.training.run import run_training
-from clover_jax.training.settings import recorded_settings
+from clover_jax.training.settings import (
+    TrainSettings,
+    check_resumable,
+    record_settings,
+    recorded_settings,
+)
+from clover_jax.training.setup import load_inputs
 from tests.conftest import REPOSITORY, WARNINGS
+from tests.tiny_folders import save_tiny_base
 from tests.training.small_runs import StopAfter, assert_same_params, params_of, rows, settings
 
 pytestmark = pytest.mark.usefixtures("one_compiled_step")
@@ -25,6 +35,7 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole_run, data, tmp_path, stop_after
     stopped = run_training(chosen, tmp_path / "w", StopAfter(stop_after))
     assert not stopped["finished"]
     assert 0 < stopped["steps"] < 6
+    assert (tmp_path / "w" / "checkpoints" / str(stopped["steps"])).is_dir()
     report = run_training(chosen, tmp_path / "w", threading.Event())
     whole, _ = whole_run
     assert report["finished"]
@@ -143,6 +154,76 @@ def test_more_steps_continue_a_finished_run(data, tmp_path):
     report = run_training(settings(data, steps=7), tmp_path, threading.Event())
     assert report["steps"] == 7
     assert not (tmp_path / "best").exists()
+
+
+def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(data, tmp_path, capsys):
+    run_training(settings(data), tmp_path, threading.Event())
+    more = settings(data, steps=8)
+    assert not run_training(more, tmp_path, StopAfter(1))["finished"]
+    assert not (tmp_path / "result.json").exists()
+    # The schedule of 6 steps: a warm-up of 2, then 1e-3 * (1 - (5 - 2 + 1) / 5) at the last.
+    assert (
+        "--steps=8 instead of 6 is another schedule: the learning rate was 0.0002 at step 6 and is "
+        "0.000286 at step 7; it falls to 0 after step 8"
+    ) in capsys.readouterr().err
+    with pytest.raises(UserError, match="has done 7 steps, more than --steps=6"):
+        run_training(settings(data), tmp_path, threading.Event())
+    assert recorded_settings(tmp_path) == more  # a command that was refused changes nothing
+    assert run_training(more, tmp_path, threading.Event())["finished"]
+    assert json.loads((tmp_path / "result.json").read_text())["steps"] == 8
+    assert "another schedule" not in capsys.readouterr().err
+
+
+def test_the_report_is_of_the_head_in_best_after_a_resume_from_before_it(
+    data, tmp_path, monkeypatch
+):
+    taus = iter([1.5, 2.5, 2.0])
+    measured = DecodingEvaluator.measure
+
+    def measure(evaluator, params, stop):
+        return dataclasses.replace(measured(evaluator, params, threading.Event()), tau=next(taus))
+
+    monkeypatch.setattr(DecodingEvaluator, "measure", measure)
+    chosen = settings(data, eval_every=2, checkpoint_every=2)
+    run_training(chosen, tmp_path, StopAfter(4))  # steps 2 and 4 are measured
+    shutil.rmtree(tmp_path / "checkpoints" / "4")
+    report = run_training(chosen, tmp_path, StopAfter(0))
+    kept = read_card(tmp_path / "best").provenance
+    assert [row["step"] for row in rows(tmp_path / "eval.jsonl")] == [2]
+    assert (report["best_step"], report["tau"]) == (kept["steps"], kept["tau"]) == (4, 2.5)
+    report = run_training(chosen, tmp_path, StopAfter(2))
+    assert rows(tmp_path / "eval.jsonl")[-1]["tau"] == 2.0
+    assert (report["best_step"], report["tau"]) == (4, 2.5)
+
+
+@pytest.mark.parametrize("name", ["chat_template", "tokenizer"])
+def test_what_turns_records_into_samples_must_be_what_it_was(data, tmp_path, name):
+    chosen = settings(data)
+    now = {"base": "b", "data": "d", "tokenizer": "t", "chat_template": None}
+    record_settings(tmp_path, chosen, now)
+    check_resumable(tmp_path, chosen, now, learnt=True)
+    with pytest.raises(UserError, match=f"holds a run with another (--)?{name} \\("):
+        check_resumable(tmp_path, chosen, now | {name: "other"}, learnt=True)
+    # A run of an earlier version recorded less.
+    before = json.loads((tmp_path / "settings.json").read_text())
+    del before["identity"][name]
+    (tmp_path / "settings.json").write_text(json.dumps(before))
+    check_resumable(tmp_path, chosen, now | {name: "other"}, learnt=True)
+
+
+def test_a_template_that_was_edited_in_place_is_refused(tmp_path):
+    base = save_tiny_base(tmp_path / "base")
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"prompt": "a", "response": "b c a hat"}\n' * 4)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% for m in messages %}{{ m.content }} {% endfor %}")
+    chosen = TrainSettings(
+        base=str(base), data=str(chats), seq_len=32, steps=1, chat_template=str(template)
+    )
+    record_settings(tmp_path, chosen, load_inputs(chosen).identity)
+    template.write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    with pytest.raises(UserError, match="holds a run with another --chat_template"):
+        check_resumable(tmp_path, chosen, load_inputs(chosen).identity, learnt=True)
 
 
 def test_fewer_steps_than_are_done_are_refused(data, tmp_path):
