@@ -45,6 +45,7 @@ def encode_record(
     Raises UserError for text without a tokenizer, ids outside the vocabulary, or a template that
     leaves the answers out or renders a conversation's beginning differently once one follows.
     """
+    # Token ids need no tokenizer; everything below does.
     if isinstance(record, TokenRow):
         encoded = _encode_turns(((record.prompt_ids, record.output_ids),))
     elif isinstance(record, TokenTurns):
@@ -106,6 +107,8 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     messages = [{"role": role, "content": content} for role, content in asked]
     if not messages:
         return "", []
+
+    # Each answer is rendered as the last message, then looked up in the whole conversation.
     text = render_template(tokenizer, messages, False, record.source)
     spans: list[Span] = []
     for index, message in enumerate(messages):
@@ -134,8 +137,7 @@ class _Answer:
         messages: list[dict[str, str]],
         number: int,
     ):
-        self._source, self._number = record.source, number
-        self._content = messages[-1]["content"]
+        self._source, self._content = record.source, messages[-1]["content"]
         self.asked = render_template(tokenizer, messages[:-1], True, record.source)
         self.answered = render_template(tokenizer, messages, False, record.source)
         if not self.answered.startswith(self.asked):
@@ -143,6 +145,8 @@ class _Answer:
                 f"renders the conversation before answer {number} differently once the answer "
                 "follows, so its tokens cannot be told apart"
             )
+
+        # Text between the two that no generation prompt holds would have to be generated.
         before = self._rest[: self._rest.rfind(self._content.strip())]
         unasked = render_template(tokenizer, messages[:-1], False, record.source)
         if before.strip() and self.asked == unasked:
@@ -171,6 +175,8 @@ class _Answer:
         start, begins = len(self.asked), text.find(content, len(self.asked))
         if not text.startswith(self.asked) or begins < 0 or text[start:begins].strip():
             self._refuse("renders an answer differently once more follows")
+
+        # The end-of-turn marker counts where it follows here, too.
         marker = self._rest[self._rest.rfind(content) + len(content) :].rstrip()
         end = begins + len(content)
         return Span(start, end + len(marker) if text.startswith(marker, end) else end)
@@ -209,6 +215,7 @@ def _encode_text(record: Text, tokenizer: PreTrainedTokenizerBase) -> Encoded:
 
 
 def _encode_turns(turns: tuple[Turn, ...]) -> Encoded:
+    # Contexts and answers take turns, and so does the mask.
     tokens = [token for context, answer in turns for token in (*context, *answer)]
     sizes = [len(part) for turn in turns for part in turn]
     counts = np.resize([False, True], len(sizes))
@@ -216,7 +223,7 @@ def _encode_turns(turns: tuple[Turn, ...]) -> Encoded:
 
 
 def _with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, counts: bool) -> Encoded:
-    """Append EOS where the tokenizer has one and has not put it there itself."""
+    """Append EOS where the tokenizer has one and did not add it itself; counts: its mask."""
     eos = tokenizer.eos_token_id
     if eos is None or (encoded.tokens.size and encoded.tokens[-1] == eos):
         return encoded

@@ -132,12 +132,14 @@ class _Renderer:
         with self._lock:
             line = self._answer(json.dumps(request, default=str))
             status = None if line else self._stop()
-        if not line:
+
+        if not line:  # a limit ended the process
             reason = _ENDINGS.get(status, f"ends its process with status {status}")
             raise UserError(
                 f"{source}: the base's chat template {reason} for one conversation; give another "
                 "--chat_template"
             )
+
         reply = json.loads(line)
         if "text" in reply:
             return reply["text"]
@@ -173,6 +175,7 @@ class _Renderer:
         process, self._process = self._process, None
         if process is None:
             return None
+        # The end of its input ends it; a pipe that it left already has nothing to flush.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()
         process.stdout.close()

@@ -62,6 +62,7 @@ def builtin_documents(
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split ({split!r}) must be 'train' or 'heldout'")
+
     root = Path(root or sysconfig.get_path("stdlib"))
     documents = list(_read_tree(root, "", split))
     for package in packages:
@@ -71,6 +72,7 @@ def builtin_documents(
             f"{root} holds no Python sources for the split {split!r}; minimal installs leave them "
             "out: install Python's full standard library, or name a folder of other sources"
         )
+    # By name, so that the order is the same on every machine.
     return _without_repeats(sorted(documents))
 
 
@@ -79,6 +81,7 @@ def is_heldout(name: str) -> bool:
 
     Example: is_heldout("textwrap.py") is the same everywhere and for ever.
     """
+    # A hash by Python's own `hash` would differ from run to run.
     digest = hashlib.sha256(name.encode("utf-8")).digest()
     return int.from_bytes(digest[:8], "big") < HELDOUT_FRACTION * 2**64
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
-from typing import Any, NamedTuple
+from typing import Any
 
 import grain
 import numpy as np
@@ -24,7 +24,6 @@ from grain.experimental import (
 )
 
 from clover_jax.data.batch import Batch
-from clover_jax.data.chat import Encoded
 from clover_jax.data.samples import Samples, learnable_pieces
 
 # Rows that are packed together: more leave less padding.
@@ -65,6 +64,7 @@ def make_pipeline(
         # Tokenising is far faster than training: one thread ahead is plenty.
         .to_iter_dataset(grain.ReadOptions(num_threads=1, prefetch_buffer_size=64))
     )
+    # Cut before packing: a row has room for a piece of any sample.
     dataset = FlatMapIterDataset(dataset, CutInPieces(config.seq_len))
     dataset = FirstFitPackIterDataset(
         dataset,
@@ -74,21 +74,15 @@ def make_pipeline(
         num_packing_bins=BATCHES_PER_PACK * config.batch_size,
         seed=config.seed,
     )
+
     dataset = dataset.batch(config.batch_size, drop_remainder=True)
     rows = range(config.batch_size) if hidden_rows is None else tuple(hidden_rows)
     dataset = dataset.map(functools.partial(as_batch, samples=samples, hidden_rows=rows))
     return ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=PREFETCHED_BATCHES)
 
 
-class NumberedSample(NamedTuple):
-    """A sample and its number."""
-
-    number: int
-    sample: Encoded
-
-
 class _Numbered:
-    """Samples that know their numbers."""
+    """Samples as arrays by name, every token with the place that it comes from."""
 
     def __init__(self, samples: Samples):
         self._samples = samples
@@ -96,8 +90,14 @@ class _Numbered:
     def __len__(self) -> int:
         return len(self._samples)
 
-    def __getitem__(self, index: int) -> NumberedSample:
-        return NumberedSample(index, self._samples[index])
+    def __getitem__(self, index: int) -> dict[str, np.ndarray]:
+        tokens, loss_mask = self._samples[index]
+        return {
+            "tokens": tokens,
+            "loss_mask": loss_mask,
+            "sample": np.full(len(tokens), index, np.int64),
+            "place": np.arange(len(tokens), dtype=np.int32),
+        }
 
 
 class CutInPieces(FlatMapTransform):
@@ -107,17 +107,10 @@ class CutInPieces(FlatMapTransform):
         """Take the longest piece's length."""
         self.seq_len = seq_len
 
-    def flat_map(self, element: NumberedSample) -> list[dict[str, np.ndarray]]:
-        """Return the pieces with at least one pair that counts, and where each token comes from."""
-        tokens, loss_mask = element.sample
-        whole = {
-            "tokens": tokens,
-            "loss_mask": loss_mask,
-            "sample": np.full(len(tokens), element.number, np.int64),
-            "place": np.arange(len(tokens), dtype=np.int32),
-        }
-        pieces = learnable_pieces(loss_mask, self.seq_len)
-        return [{name: array[piece] for name, array in whole.items()} for piece in pieces]
+    def flat_map(self, element: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:
+        """Return the pieces of a sample's arrays with at least one pair that counts."""
+        pieces = learnable_pieces(element["loss_mask"], self.seq_len)
+        return [{name: array[piece] for name, array in element.items()} for piece in pieces]
 
 
 def as_batch(packed: dict[str, Any], samples: Samples, hidden_rows: Iterable[int]) -> Batch:
@@ -140,6 +133,8 @@ def _read_hidden(
         name: np.zeros((*number.shape, *array.shape[1:]), array.dtype)
         for name, array in samples.hidden(int(number[0, 0])).items()
     }
+
+    # Segment by segment: each is a piece of one sample.
     for row in rows:
         for one in range(1, segment[row].max() + 1):
             slots = np.flatnonzero(segment[row] == one)

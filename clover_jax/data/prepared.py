@@ -29,6 +29,7 @@ MAX_HELDOUT_READ = 1000
 def is_prepared(spec: str) -> bool:
     """Return whether --data names a folder that `prepare` made, or has begun to make."""
     folder = Path(spec).expanduser()
+    # A train.json may be a user's list of rows: only a manifest is ours.
     begun = is_manifest(folder / TRAIN) or is_manifest(folder / HELDOUT)
     return begun or manifest_path(folder / REGENERATED).is_file()
 
@@ -72,6 +73,7 @@ class PreparedSamples:
         return self._hidden.manifest["made_from"]
 
     def _check_hidden(self) -> None:
+        # A kept activation suits any head that reads it, so more may be there than is asked for.
         there = self.hidden_made_from
         missing = sorted(set(self.hidden_names) - set(there["names"]))
         if missing:
@@ -80,6 +82,7 @@ class PreparedSamples:
                 f"{', '.join(missing)}, which the head is trained on; prepare it with "
                 f"--features={','.join(self.hidden_names)} --overwrite"
             )
+        # Place by place, they belong to the tokens of these very samples.
         differing = [n for n in ("data_hash", "seq_len") if there[n] != self.made_from[n]]
         if differing or len(self._hidden) != len(self._samples):
             raise UserError(
@@ -111,6 +114,7 @@ def heldout_rows(directory: Path) -> list[TokenRow]:
 
 
 def _as_row(source: str, sample: Mapping[str, np.ndarray]) -> TokenRow:
+    # Without an answer all is prompt; argmax would say 0.
     tokens, mask = sample["tokens"].tolist(), sample["loss_mask"]
     answer = int(mask.argmax()) if mask.any() else len(tokens)
     return TokenRow(source, tuple(tokens[:answer]), tuple(tokens[answer:]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import collections
 import dataclasses
 import hashlib
 import json
@@ -14,12 +15,12 @@ from typing import Any, NamedTuple
 
 from clover_jax.data.rows import (
     STANDARD_INPUT,
-    UnreadFields,
     is_text,
     open_rows,
     parse_line,
     plain_name,
     shown,
+    tell_unread,
 )
 from clover_jax.errors import UserError
 
@@ -31,20 +32,17 @@ _FORMS = ("prompt", "question", "prompt_ids", "messages", "turns")
 class Prompt:
     """One row of a prompts file.
 
-    Exactly one of text, prompt_ids, messages and turns is set, but for turns that follow messages
-    (a system's). `text` and `prompt_ids` are
-    continued as they are; `messages` and `turns` are a conversation, put through the chat template.
+    Exactly one of text, prompt_ids, messages and turns is set; only turns may follow messages, a
+    system's. `text` and `prompt_ids` are continued as they are; `messages` and `turns` are a
+    conversation, put through the chat template.
 
-    Attributes:
-      index: the row's place in the input, from 0.
-      source: where it was written, for messages to the user: "prompts.jsonl:3".
-      text: what to continue.
-      prompt_ids: token ids to continue.
-      messages: ({"role", "content"}, ...), the last not from the assistant.
-      turns: what the user says, one turn after the other; each answer enters the context.
-      seed, temperature, top_k, top_p, max_new_tokens: None where the command's own value holds.
-      stop: strings that end the text, None where the command's own hold.
-      category: the row's group in reports.
+    index: the row's place in the input, from 0.
+    source: where it was written, for messages to the user: "prompts.jsonl:3".
+    text, prompt_ids: text or token ids to continue.
+    messages: ({"role", "content"}, ...), the last not from the assistant.
+    turns: what the user says, one turn after the other; each answer enters the context.
+    seed, temperature, top_k, top_p, max_new_tokens, stop: None where the command's own holds.
+    category: the row's group in reports.
     """
 
     index: int
@@ -63,7 +61,7 @@ class Prompt:
 
     @property
     def num_turns(self) -> int:
-        """How many answers the row asks for."""
+        """Number of answers that the row asks for."""
         return 1 if self.turns is None else len(self.turns)
 
     @property
@@ -113,35 +111,37 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
         raise UserError(f"{name}: a JSON list; prompts need a .jsonl file, one object a line")
 
     rows: list[Prompt | BadPrompt] = []
-    unread = UnreadFields(ROW_FIELDS)
+    unread: collections.Counter[str] = collections.Counter()
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
         index, source = len(rows), f"{name}:{number}"
         try:
             row = parse_line(line, source)
-            unread.add(row)
             rows.append(parse_prompt(row, index, source))
+            unread.update(row.keys() - ROW_FIELDS.keys())
         except UserError as error:
             rows.append(BadPrompt(index, source, str(error)))
     if not rows:
         raise UserError(f'{name}: no rows; expected one a line, such as {{"prompt": "Once upon"}}')
-    unread.tell(name)
+    tell_unread(unread, name)
     return rows
 
 
 def parse_prompt(row: Any, index: int, source: str) -> Prompt:
     """Check one row and return it; keys that mean nothing here are ignored.
 
-    Raises:
-      UserError: naming `source`, what is wrong and what would be right.
+    Raises UserError naming `source`, what is wrong and what would be right.
     """
     if not isinstance(row, dict):
         raise UserError(f"{source}: expected an object, found {shown(row)}")
+
+    # A null stands for a key that is not there, as tools that fill in columns write it.
     forms = [form for form in _FORMS if row.get(form) is not None]
     if len(forms) != 1:
-        found = " and ".join(forms) if forms else f"only {', '.join(map(repr, row)) or 'nothing'}"
-        raise UserError(f"{source}: expected one of {', '.join(_FORMS)}; found {found}")
+        keys = " and ".join(forms) if forms else f"only {', '.join(map(repr, row)) or 'nothing'}"
+        raise UserError(f"{source}: expected one of {', '.join(_FORMS)}; found {keys}")
+
     values: dict[str, Any] = {}
     for key, field in ROW_FIELDS.items():
         value = row.get(key)
@@ -155,6 +155,7 @@ def parse_prompt(row: Any, index: int, source: str) -> Prompt:
 
 def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
     """Return a hash of what is asked for, the same wherever the rows were written."""
+    # A source names a file of this machine; an error begins with it.
     rows = [dataclasses.asdict(prompt) | {"source": None} for prompt in prompts]
     for row, prompt in zip(rows, prompts, strict=True):
         if isinstance(prompt, BadPrompt):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import glob
 import json
 import re
@@ -12,7 +13,7 @@ from typing import Any, NamedTuple
 from clover_jax.data.corpus import builtin_documents
 from clover_jax.data.prepared import is_prepared
 from clover_jax.data.records import READ_FIELDS, Record, Text, is_row, parse_row, split_by_hash
-from clover_jax.data.rows import UnreadFields, open_rows, parse_line, plain_name
+from clover_jax.data.rows import open_rows, parse_line, plain_name, tell_unread
 from clover_jax.errors import UserError
 from clover_jax.storage.row_writer import is_row_manifest
 
@@ -40,10 +41,11 @@ def read_records(spec: str) -> Records:
         base's too.
     Raises UserError for a path without data or a row that cannot be understood, naming it.
     """
+    # The corpus has a split of its own; other records are split by their content.
     train: list[Record] = []
     heldout: list[Record] = []
     others: list[Record] = []
-    unread = UnreadFields(READ_FIELDS)
+    unread: collections.Counter[str] = collections.Counter()
     for part in filter(None, (part.strip() for part in spec.split(","))):
         if part == BUILTIN:
             train += [Text(d.name, d.text) for d in builtin_documents("train")]
@@ -54,7 +56,7 @@ def read_records(spec: str) -> Records:
             _refuse_prepared(part)
             for path, is_named in _find_files(part):
                 others += _read_file(path, is_named, unread)
-    unread.tell(f"--data={spec}")
+    tell_unread(unread, f"--data={spec}")
 
     others_train, others_heldout = split_by_hash(others)
     records = Records(train + others_train, heldout + others_heldout)
@@ -69,6 +71,7 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
     if path.is_file():
         return [(path, True)]
     if path.is_dir():
+        # Manifests of row files lie beside the rows, and are no data.
         found = (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
     else:
         found = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
@@ -90,7 +93,7 @@ def _is_hidden(path: Path) -> bool:
     return any(part.startswith(".") for part in path.parts)
 
 
-def _read_file(path: Path, is_named: bool, unread: UnreadFields) -> Iterator[Record]:
+def _read_file(path: Path, is_named: bool, unread: collections.Counter[str]) -> Iterator[Record]:
     with open_rows(path) as file:
         if plain_name(path).endswith(".jsonl"):
             yield from _parse_rows(_lines(path, file), unread)
@@ -109,9 +112,12 @@ def _read_file(path: Path, is_named: bool, unread: UnreadFields) -> Iterator[Rec
         yield Text(str(path), text)
 
 
-def _parse_rows(rows: Iterable[tuple[str, Any]], unread: UnreadFields) -> Iterator[Record]:
+def _parse_rows(
+    rows: Iterable[tuple[str, Any]], unread: collections.Counter[str]
+) -> Iterator[Record]:
     for source, row in rows:
-        unread.add(row)
+        if isinstance(row, dict):
+            unread.update(row.keys() - READ_FIELDS)
         yield from parse_row(row, source)
 
 
@@ -136,6 +142,7 @@ def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
     try:
         value = json.loads(text)
     except (ValueError, RecursionError) as error:
+        # Several values one a line, something torn, or no JSON at all.
         first, *others = filter(str.strip, text.split("\n"))
         if _holds_row(first) or (is_json and others and _holds_row(first, of_any_kind=True)):
             return _lines(path, text.encode().split(b"\n"))

@@ -1,4 +1,4 @@
-"""Training records: the three forms that training data come in, before any token exists."""
+"""Training records: the forms that training data come in, before any token exists."""
 
 from __future__ import annotations
 
@@ -102,18 +102,20 @@ def parse_row(row: Any, source: str) -> list[Record]:
         raise UserError(f"{source}: expected an object, found {type(row).__name__}")
     if row.get("error") or row.get("skipped"):  # of those that `generate` writes
         return []
+
     try:
+        # Token ids first: rows of `generate` also have the text, which is not tokenised again.
         if "prompt_ids" in row and "output_ids" in row:
             return _token_rows(row, source)
         if "messages" in row:
             pairs = [(message["role"], message["content"]) for message in row["messages"]]
-            return [Conversation(source, _messages(pairs))]
+            return [_conversation(pairs, source)]
         if "conversations" in row:
             pairs = [(_sharegpt_role(m["from"], source), m["value"]) for m in row["conversations"]]
-            return [Conversation(source, _messages(pairs))]
+            return [_conversation(pairs, source)]
         if "prompt" in row and "response" in row:
             pairs = [("user", row["prompt"]), ("assistant", row["response"])]
-            return [Conversation(source, _messages(pairs))]
+            return [_conversation(pairs, source)]
         if "text" in row:
             return [Text(source, _text(row["text"]))]
     except UserError:
@@ -135,6 +137,7 @@ def _sharegpt_role(name: Any, source: str) -> str:
 
 def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
     prompts, outputs = row["prompt_ids"], row["output_ids"]
+    # With several turns each value is a list, one entry a turn.
     if not (outputs and isinstance(outputs[0], list)):
         prompts, outputs = [prompts], [outputs]
     turns = []
@@ -142,14 +145,15 @@ def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
         if not all(isinstance(token, int) and token >= 0 for token in [*prompt, *output]):
             raise UserError(f"{source}: prompt_ids and output_ids must be lists of token ids")
         turns.append((tuple(prompt), tuple(output)))
+
     joined = join_turns(turns)
-    if joined is None:
+    if joined is None:  # a template that drops past thinking: every turn is a row of its own
         return [TokenRow(source, *turn) for turn in turns]
     return [TokenTurns(source, joined) if len(joined) > 1 else TokenRow(source, *joined[0])]
 
 
 def join_turns(turns: Sequence[Turn]) -> tuple[Turn, ...] | None:
-    """Return turns of which each holds only what is new to it; None where one rewrites the past.
+    """Return turns with only the tokens that are new to each; None where one rewrites the past.
 
     Example: ((1,), (2,)), ((1, 2, 3), (4,)) gives ((1,), (2,)), ((3,), (4,)).
     """
@@ -163,8 +167,9 @@ def join_turns(turns: Sequence[Turn]) -> tuple[Turn, ...] | None:
     return tuple(joined)
 
 
-def _messages(pairs: Sequence[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
-    return tuple((_text(role), _text(content)) for role, content in pairs)
+def _conversation(pairs: Sequence[tuple[Any, Any]], source: str) -> Conversation:
+    messages = tuple((_text(role), _text(content)) for role, content in pairs)
+    return Conversation(source, messages)
 
 
 def _text(value: Any) -> str:
@@ -174,7 +179,7 @@ def _text(value: Any) -> str:
 
 
 def content_hash(record: Record) -> str:
-    """Return SHA-256 of what a record says, wherever it was found."""
+    """Return SHA-256 of a record's content, wherever it was found."""
     content = dataclasses.asdict(record) | {"source": None}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -208,6 +213,7 @@ def cut_text(record: Text, max_chars: int) -> list[Text]:
     while start < len(text):
         end = start + max_chars
         if end < len(text):
+            # A line longer than a section has no end to cut at.
             line_end = text.rfind("\n", start, end) + 1
             end = line_end if line_end > start else end
         ends = end >= len(text) and record.ends

@@ -10,7 +10,7 @@ import json
 import lzma
 import sys
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -65,29 +65,17 @@ def parse_line(line: bytes, source: str) -> Any:
         raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
 
 
-class UnreadFields:
-    """Names, once, the fields of rows that no command reads: perhaps they are misspelt."""
+def tell_unread(fields: collections.Counter[str], source: str) -> None:
+    """Say on stderr which fields of rows no command reads, and in how many rows each is.
 
-    def __init__(self, known: Iterable[str]):
-        """Take the fields that are read; labels of data sets are nobody's mistake."""
-        self._known = LABELS.union(known)
-        self._counts: collections.Counter[str] = collections.Counter()
-
-    def add(self, row: Any) -> None:
-        """Count the fields of a row."""
-        if isinstance(row, dict):
-            self._counts.update(row.keys() - self._known)
-
-    def tell(self, source: str) -> None:
-        """Say on stderr which fields were not read, and in how many rows."""
-        if not self._counts:
-            return
-        listed = [
-            f"{shown(name)} ({count} {'row' if count == 1 else 'rows'})"
-            for name, count in self._counts.most_common(9)
-        ]
-        more = ", ..." if len(self._counts) > len(listed) else ""
-        print(f"{source}: no command reads {', '.join(listed)}{more}", file=sys.stderr, flush=True)
+    Fields that only label a row are left out; the others may be misspelt.
+    """
+    unread = [(name, count) for name, count in fields.most_common() if name not in LABELS]
+    listed = [f"{shown(n)} ({c} {'row' if c == 1 else 'rows'})" for n, c in unread[:9]]
+    if len(unread) > len(listed):
+        listed.append("...")
+    if listed:
+        print(f"{source}: no command reads {', '.join(listed)}", file=sys.stderr, flush=True)
 
 
 def is_text(value: Any) -> bool:

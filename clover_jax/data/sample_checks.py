@@ -97,6 +97,8 @@ class SampleCounts:
                 f"{self._part_of(samples)}{self.refused} of {self.samples} samples cannot be used, "
                 f"the first since {self.reason}"
             )
+
+        # Nothing to learn, for one reason or another.
         if not self.counted:
             raise UserError(
                 f"none of the {self.tokens} tokens in {self.samples} samples is an assistant's: "
@@ -108,6 +110,7 @@ class SampleCounts:
                 f"each of the {self.samples} samples counts no token but the last of a row, after "
                 "which there is none to draft: there is nothing to learn; give longer answers"
             )
+
         if max_cut is not None and self.cut > max_cut * self.conversations:
             raise UserError(
                 f"{self._part_of(samples)}{self.cut} of {self.conversations} conversations "
@@ -144,6 +147,7 @@ class SampleCounts:
 
 def look_at(samples: RecordSamples, count: int = LOOKED_AT) -> SampleCounts:
     """Count some samples, spread evenly; go on until one of them teaches something."""
+    # The whole range, since files are often sorted by where their rows come from.
     stride = max(1, len(samples) // count)
     spread = range(0, len(samples), stride)
     others = (index for index in range(len(samples)) if index % stride)

@@ -66,7 +66,10 @@ class RecordSamples:
         eos_token_ids: Sequence[int] = (),
     ):
         """Cut texts for rows of `seq_len` tokens; nothing is tokenised yet."""
-        self.sections = _sections(records, CHARS_PER_TOKEN * seq_len)
+        self.sections: list[Record] = []
+        for record in records:
+            is_text = isinstance(record, Text)
+            self.sections += cut_text(record, CHARS_PER_TOKEN * seq_len) if is_text else [record]
         self.seq_len, self.eos_token_ids = seq_len, eos_token_ids
         self.refused: dict[int, str] = {}
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -90,10 +93,3 @@ class RecordSamples:
         if str(len(self.refused)).strip("0") == "1":
             number = f"{len(self.refused)} samples" if len(self.refused) > 1 else "a sample"
             print(f"left out {number}: {reason}", file=sys.stderr, flush=True)
-
-
-def _sections(records: Sequence[Record], max_chars: int) -> list[Record]:
-    sections: list[Record] = []
-    for record in records:
-        sections += cut_text(record, max_chars) if isinstance(record, Text) else [record]
-    return sections

@@ -58,6 +58,7 @@ class ShardWriter:
         directory.mkdir(parents=True, exist_ok=True)
         if self.path.exists():
             self._take_up(read_json_object(self.path))
+        # A killed run leaves a shard without its final name.
         for left_behind in directory.glob(f".{self._stem}-*.unfinished"):
             left_behind.unlink()
         write_json(self.path, self._manifest)
@@ -69,7 +70,7 @@ class ShardWriter:
 
     @property
     def shards(self) -> list[dict[str, Any]]:
-        """What is said of the shards that are there."""
+        """The manifest's entries of the shards that are there."""
         return self._manifest["shards"]
 
     @property
@@ -82,12 +83,15 @@ class ShardWriter:
         with _explained_absence():
             from array_record.python.array_record_module import ArrayRecordWriter
         name = f"{self._stem}-{len(self.shards):05}.array_record"
+
         with atomic_file(self.directory / name) as unfinished:
             # One record a group, so that any one can be read alone; vectors do not compress.
             writer = ArrayRecordWriter(str(unfinished), "group_size:1,uncompressed")
             for record in records:
                 writer.write(record)
             writer.close()
+
+        # Listed only now that it is whole: a kill before this line loses this shard alone.
         size = (self.directory / name).stat().st_size
         shard = {"file": name, "records": len(records), "bytes": size, **facts}
         self._manifest["shards"].append(shard)
@@ -100,17 +104,20 @@ class ShardWriter:
         write_json(self.path, self._manifest)
         return self._manifest
 
-    def _take_up(self, found: dict[str, Any]) -> None:
-        _check_version(found, self.path)
+    def _take_up(self, earlier: dict[str, Any]) -> None:
+        """Go on from an earlier run's manifest."""
+        _check_version(earlier, self.path)
         wanted = self._manifest["made_from"]
-        for name in sorted({*wanted, *found["made_from"]}):
-            before = found["made_from"].get(name)
+        for name in sorted({*wanted, *earlier["made_from"]}):
+            before = earlier["made_from"].get(name)
             if before != wanted.get(name):
                 raise UserError(
                     f"{self.path} was made with another {name} ({before!r}, not "
                     f"{wanted.get(name)!r}); give another --output, or --overwrite to start anew"
                 )
-        self._manifest = found
+
+        # What follows a damaged shard is written again: records are numbered through all shards.
+        self._manifest = earlier
         whole = list(itertools.takewhile(lambda s: _damage(self.directory, s) is None, self.shards))
         if len(whole) < len(self.shards):
             self._manifest |= {"complete": False, "shards": whole}
@@ -128,6 +135,7 @@ class ShardReader:
         _check_version(self.manifest, path)
         if not self.manifest["complete"]:
             raise UserError(incomplete(path.parent))
+        # By their sizes, which takes no time; contents are checked as they are read.
         for shard in self.manifest["shards"]:
             damage = _damage(path.parent, shard)
             if damage:
@@ -141,6 +149,7 @@ class ShardReader:
 
     def __getitem__(self, index: int) -> Arrays:
         """Return a record's arrays; raises UserError where its bytes have changed."""
+        # ArrayRecord raises where a record's hash does not fit.
         try:
             return unpack(self._source[index])
         except (RuntimeError, ValueError, safetensors.SafetensorError) as error:

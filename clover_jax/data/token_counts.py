@@ -45,6 +45,8 @@ def most_frequent(counts: np.ndarray, size: int, always: Iterable[int] = ()) -> 
             f"--draft_vocab={size} must lie between {max(len(wanted), 1)} (the special tokens) "
             f"and {len(counts)}, the base's vocabulary"
         )
+
+    # Stable, so that ties go by id on every machine.
     rank = np.argsort(-counts, kind="stable")
     others = rank[~np.isin(rank, wanted)][: size - len(wanted)]
     ids = np.sort(np.concatenate([np.array(wanted, np.int64), others]))

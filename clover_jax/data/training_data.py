@@ -15,7 +15,7 @@ from clover_jax.data.records import Record, data_hash
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples, Samples
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.tokenizer import tokenizer_hash
+from clover_jax.tokenizers.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -68,6 +68,7 @@ def load_training_data(
             f"--data={spec} has no cached activations; make them with `prepare --features=...` and "
             "give its --output as --data"
         )
+
     records = read_records(spec)
     samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len, eos_token_ids)
     counts = look_at(samples)
@@ -87,6 +88,9 @@ def _load_prepared(
 ) -> TrainingData:
     samples = PreparedSamples(directory, hidden_names)
     made_from = samples.made_from
+
+    # The folder must hold the very samples that the raw data would give now. A base without
+    # tokenizer files takes anybody's token ids.
     ours = tokenizer_hash(tokenizer) if tokenizer is not None else None
     theirs = made_from["tokenizer"]
     if theirs != ours and None not in (theirs, ours):
@@ -94,8 +98,8 @@ def _load_prepared(
             f"{directory} was prepared with another tokenizer than the base's: {theirs[:12]} "
             f"against {ours[:12]}; give the base that it was prepared for, or prepare it again"
         )
-    conversations = samples.counts["conversations"]
-    if conversations and made_from["chat_template"] != template_hash(tokenizer):
+    # Plain text is the same with every template.
+    if samples.counts["conversations"] and made_from["chat_template"] != template_hash(tokenizer):
         raise UserError(
             f"{directory} was prepared with another chat template than the one in use now; give "
             "the --chat_template that it was prepared with, or prepare it again"
@@ -111,6 +115,7 @@ def _load_prepared(
             f"{directory} was prepared with --seq_len={made_from['seq_len']}, not {seq_len}; give "
             "that, or prepare the data again"
         )
+
     identity = {
         "data": made_from["data_hash"],
         "tokenizer": theirs,
@@ -131,9 +136,3 @@ def sample_identity(
         "tokenizer": tokenizer_hash(tokenizer) if tokenizer is not None else None,
         "chat_template": template_hash(tokenizer),
     }
-
-
-def template_hash(tokenizer: PreTrainedTokenizerBase | None) -> str | None:
-    """Return a hash of the chat template's text; None without one."""
-    template = tokenizer.chat_template if tokenizer is not None else None
-    return hashlib.sha256(str(template).encode()).hexdigest() if template else None

@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.data.chat_templates import with_chat_template
-from clover_jax.data.training_data import template_hash
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig
@@ -35,7 +34,7 @@ from clover_jax.quantization import load_rounded_base, parse_parts, round_base, 
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import param_shardings, place_on
-from clover_jax.tokenizers.tokenizer import load_tokenizer, template_text
+from clover_jax.tokenizers.tokenizer import load_tokenizer, template_hash, template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

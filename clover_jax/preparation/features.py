@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import dataclasses
 import functools
 import shutil
 import sys
@@ -30,8 +28,12 @@ SHARD_BYTES = 256 << 20
 ASK_FROM = 10e9  # bytes
 
 
+# From tokens, segment ids and positions, [B, S] each, to name -> [B, S, D].
+Read = Callable[[Array, Array, Array], dict[str, Array]]
+
+
 class Rows(NamedTuple):
-    """Tokens for one forward, [B, S] each, and where every piece came from."""
+    """Tokens for one forward, [B, S] each, and the places of their pieces, in order."""
 
     tokens: np.ndarray
     segment_ids: np.ndarray
@@ -40,13 +42,11 @@ class Rows(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Positions column .. column + size - 1 of a row are those from `start` of a sample."""
+    """Columns of a row that hold a piece of a sample; is_last: the sample ends with it."""
 
     row: int
-    column: int
-    sample: int
-    start: int
-    size: int
+    columns: slice
+    is_last: bool
 
 
 def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
@@ -58,6 +58,7 @@ def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
         return ()
     if spec in registry.DRAFTERS:
         return stored_names(registry.config_for_base(spec, base).features)
+
     known = {"pre_norm", "post_norm", *(f"layer_{index}" for index in range(base.num_layers))}
     names = {name.strip() for name in spec.split(",")}
     unknown = sorted(names - known)
@@ -87,15 +88,17 @@ def write_features(
         "base_dtype": str(base.lm_head.dtype),
     }
     writer = ShardWriter(options.output, HIDDEN, made_from)
+
     if not writer.is_complete:
+        # Tokens, and so bytes, are known before the first forward.
         width = len(names) * base.config.hidden_size * jnp.dtype(options.feature_dtype).itemsize
         there = sum(shard["bytes"] for shard in writer.shards)
         _agree_to_size(num_tokens * width, there, options)
         read = functools.partial(_read_rows, base.config, names, options.feature_dtype)
-        maker = RecordMaker(samples, options.batch_size, options.seq_len)
+        read = functools.partial(jax.jit(read), base.params)
         done = writer.num_records
         with progress_bar(len(samples), "features", "sample", initial=done) as bar:
-            records = maker.records(done, functools.partial(jax.jit(read), base.params))
+            records = make_records(samples, done, options.batch_size, options.seq_len, read)
             for shard in in_shards(_counted(records, bar.update), SHARD_BYTES):
                 writer.write(shard)
     return writer.finish()
@@ -108,6 +111,7 @@ def _counted(records: Iterator[bytes], count: Callable[[], None]) -> Iterator[by
 
 
 def _agree_to_size(needed: int, there: int, options: PrepareOptions) -> None:
+    # Shards of an earlier run take no more room than they do.
     free = shutil.disk_usage(options.output).free
     say = f"{needed / 1e9:.1f} GB for activations in {options.output}, {free / 1e9:.1f} GB are free"
     print(say, file=sys.stderr, flush=True)
@@ -131,78 +135,60 @@ def _read_rows(
     return {name: hidden[name].astype(dtype) for name in names}
 
 
-@dataclasses.dataclass
-class RecordMaker:
-    """Packs samples into rows, reads the rows, and puts each sample's activations together."""
-
-    samples: PreparedSamples
-    batch_size: int
-    seq_len: int
-
-    def records(
-        self, first: int, read: Callable[[Array, Array, Array], dict[str, Array]]
-    ) -> Iterator[bytes]:
-        """Yield the records of the samples from `first` on, in order."""
-        waiting: collections.deque[tuple[Rows, dict[str, Array]]] = collections.deque()
-        self._unfinished: collections.deque[_Unfinished] = collections.deque()
-        for rows in self._rows(first):
-            waiting.append((rows, read(rows.tokens, rows.segment_ids, rows.positions)))
-            # One forward stays on its way while the host takes in the one before.
-            if len(waiting) > 1:
-                yield from self._take(*waiting.popleft())
-        while waiting:
-            yield from self._take(*waiting.popleft())
-
-    def _rows(self, first: int) -> Iterator[Rows]:
-        """Pack pieces of at most `seq_len` tokens, the pieces that training cuts too."""
-        rows, row, column, segment = self._empty_rows(), 0, 0, 0
-        for index in range(first, len(self.samples)):
-            tokens = self.samples[index].tokens
-            self._unfinished.append(_Unfinished(index, len(tokens)))
-            for start in range(0, len(tokens), self.seq_len):
-                piece = tokens[start : start + self.seq_len]
-                if column + len(piece) > self.seq_len:
-                    row, column, segment = row + 1, 0, 0
-                if row == self.batch_size:
-                    yield rows
-                    rows, row = self._empty_rows(), 0
-                segment += 1
-                end = column + len(piece)
-                rows.tokens[row, column:end] = piece
-                rows.segment_ids[row, column:end] = segment
-                rows.positions[row, column:end] = np.arange(len(piece))
-                rows.places.append(Place(row, column, index, start, len(piece)))
-                column = end
-        yield rows
-
-    def _empty_rows(self) -> Rows:
-        shape = (self.batch_size, self.seq_len)
-        return Rows(*(np.zeros(shape, np.int32) for _ in range(3)), [])
-
-    def _take(self, rows: Rows, hidden: dict[str, Array]) -> Iterator[bytes]:
-        """Hand out what was read to its samples, and yield those that are whole now."""
-        on_host = jax.device_get(hidden)
-        by_index = {sample.index: sample for sample in self._unfinished}
+def make_records(
+    samples: PreparedSamples, first: int, batch_size: int, seq_len: int, read: Read
+) -> Iterator[bytes]:
+    """Yield the records of the samples from `first` on, in order."""
+    parts: list[dict[str, np.ndarray]] = []
+    for rows, hidden in _read_ahead(_pack_rows(samples, first, batch_size, seq_len), read):
         for place in rows.places:
-            columns = slice(place.column, place.column + place.size)
-            part = {name: array[place.row, columns] for name, array in on_host.items()}
-            by_index[place.sample].add(part, place.size)
-        while self._unfinished and not self._unfinished[0].num_missing:
-            yield self._unfinished.popleft().record(on_host)
+            parts.append({name: array[place.row, place.columns] for name, array in hidden.items()})
+            if place.is_last:
+                yield pack(
+                    {name: np.concatenate([part[name] for part in parts]) for name in hidden}
+                )
+                parts = []
 
 
-class _Unfinished:
-    """A sample whose activations are not all there."""
+def _pack_rows(
+    samples: PreparedSamples, first: int, batch_size: int, seq_len: int
+) -> Iterator[Rows]:
+    """Pack pieces of at most `seq_len` tokens, the pieces that training cuts too."""
+    rows, row, column, segment = _empty_rows(batch_size, seq_len), 0, 0, 0
+    for index in range(first, len(samples)):
+        tokens = samples[index].tokens
+        # A sample without tokens has a place, too: its record must not be missing.
+        for start in range(0, max(len(tokens), 1), seq_len):
+            piece = tokens[start : start + seq_len]
+            if column + len(piece) > seq_len:
+                row, column, segment = row + 1, 0, 0
+            if row == batch_size:
+                yield rows
+                rows, row = _empty_rows(batch_size, seq_len), 0
 
-    def __init__(self, index: int, size: int):
-        self.index, self.num_missing = index, size
-        self._parts: list[dict[str, np.ndarray]] = []
+            segment += 1
+            columns = slice(column, column + len(piece))
+            rows.tokens[row, columns] = piece
+            rows.segment_ids[row, columns] = segment
+            rows.positions[row, columns] = np.arange(len(piece))
+            rows.places.append(Place(row, columns, is_last=start + seq_len >= len(tokens)))
+            column = columns.stop
+    yield rows
 
-    def add(self, part: dict[str, np.ndarray], size: int) -> None:
-        self._parts.append(part)
-        self.num_missing -= size
 
-    def record(self, like: dict[str, np.ndarray]) -> bytes:
-        empty = {name: array[0, :0] for name, array in like.items()}
-        parts = self._parts or [empty]
-        return pack({name: np.concatenate([part[name] for part in parts]) for name in empty})
+def _empty_rows(batch_size: int, seq_len: int) -> Rows:
+    return Rows(*(np.zeros((batch_size, seq_len), np.int32) for _ in range(3)), [])
+
+
+def _read_ahead(
+    batches: Iterator[Rows], read: Read
+) -> Iterator[tuple[Rows, dict[str, np.ndarray]]]:
+    """Yield rows and their activations on the host; the next forward runs meanwhile."""
+    before: tuple[Rows, dict[str, Array]] | None = None
+    for rows in batches:
+        hidden = read(rows.tokens, rows.segment_ids, rows.positions)
+        if before is not None:
+            yield before[0], jax.device_get(before[1])
+        before = rows, hidden
+    if before is not None:
+        yield before[0], jax.device_get(before[1])

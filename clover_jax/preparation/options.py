@@ -33,6 +33,7 @@ class PrepareOptions:
     top_p: float
 
     def __post_init__(self):
+        # A flag that would do nothing is a misunderstanding.
         if self.preview and (self.regenerate or self.features != "none"):
             raise UserError("--preview shows the data as they are; leave out what it would not do")
         given = {"draft": self.spec.draft != NO_DRAFT, "tree": self.spec.tree is not None}

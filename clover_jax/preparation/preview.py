@@ -26,6 +26,7 @@ def show_samples(
     """Write some samples, spread evenly: what counts in green, or in brackets on no terminal."""
     in_colour = wants_colour(file)
     marks = "in green" if in_colour else f"between {_OPEN} and {_CLOSE}"
+    # Rounded up, so that no more are shown than were asked for.
     for index in range(0, len(samples), max(1, -(-len(samples) // count))):
         sample = samples[index]
         source, size = samples.sections[index].source, len(sample.tokens)

@@ -39,6 +39,8 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
     prompts = [_prompt(index, record) for index, record in enumerate(records)]
     with passing_note(f"loading {options.spec.base}"):
         models = load(options.spec)
+
+    # A conversation that outgrows the context is left out, not cut: its answers would be others.
     settings = GenerationSettings(
         max_new_tokens=options.max_new_tokens,
         temperature=options.temperature,
@@ -46,6 +48,7 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
         top_p=options.top_p,
         context_overflow="skip",
     )
+
     path, figures = options.output / REGENERATED, Figures()
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
     with RowWriter(
@@ -70,6 +73,7 @@ def _decode(
 ) -> None:
     if rows.finished == len(prompts):
         return
+
     stream = open_stream(
         models,
         prompts,
@@ -113,6 +117,7 @@ def _conversation_prompt(index: int, record: Conversation) -> Prompt:
 
     Messages of one side in a row are one turn; an answer before the first question is left out.
     """
+    # The system speaks before the first turn, wherever its message was found.
     system = [content for role, content in record.messages if role == "system"]
     others = [message for message in record.messages if message[0] != "system"]
     runs = itertools.groupby(others, key=lambda message: message[0] == "assistant")

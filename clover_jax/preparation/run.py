@@ -35,6 +35,8 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
             f"--seq_len={options.seq_len} is longer than the base's context, "
             f"{config.max_position_embeddings}"
         )
+
+    # All that reads text, before the data, which may be large.
     names = feature_names(options.features, config)
     tokenizer = with_chat_template(load_tokenizer(directory), options.spec.chat_template)
     reading = Reading(tokenizer, config.vocab_size, config.eos_token_ids)
@@ -42,6 +44,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         records = read_records(options.data)
     if notice := template_notice(records.train, tokenizer):
         print(notice, file=sys.stderr, flush=True)
+
     if options.preview:
         return _preview(records, reading, options)
     options.output.mkdir(parents=True, exist_ok=True)
@@ -59,6 +62,7 @@ def _prepare(
         regenerated = regenerate(records.train, options)
         records = records._replace(train=regenerated.records)
         report["regenerated"] = regenerated.figures
+
     # A look at some finds out in a second what reading all would find out in the end.
     samples = reading.samples(records.train, options.seq_len)
     look_at(samples).check(samples, options.max_truncated)
@@ -69,6 +73,7 @@ def _prepare(
         "bytes": manifest["bytes"],
         "data_hash": manifest["made_from"]["data_hash"],
     }
+
     if names:
         with passing_note(f"loading {options.spec.base}"):
             base = load_base(options.spec.base, resolve_dtype(options.spec.dtype))
@@ -92,7 +97,8 @@ def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dic
 
 
 def _remove_prepared(directory: Path) -> None:
-    """Delete what `prepare` wrote and nothing else; manifests first."""
+    """Delete what `prepare` wrote and nothing else."""
+    # Manifests first: a shard that no manifest lists is no data.
     for name in (HIDDEN, TRAIN, HELDOUT):
         (directory / name).unlink(missing_ok=True)
         for shard in directory.glob(f"{Path(name).stem}-*.array_record"):

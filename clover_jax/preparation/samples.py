@@ -55,6 +55,7 @@ def _write_split(
         "vocab_size": reading.vocab_size,
         "seq_len": options.seq_len,
     }
+
     writer = ShardWriter(options.output, manifest, made_from)
     samples = reading.samples(records, options.seq_len)
     if not writer.is_complete:
@@ -89,5 +90,6 @@ class _Tally:
 
     def take(self) -> dict[str, Any]:
         """Return the counts since the last call."""
+        # A shard keeps its own, so that a run that goes on need not count it again.
         counts, self._counts = self._counts, SampleCounts()
         return counts.to_dict()

@@ -15,7 +15,7 @@ from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import JsonConfig
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.distributed import to_host
-from clover_jax.tokenizers.tokenizer import load_tokenizer, tokenizer_hash
+from clover_jax.tokenizers.tokenizer import load_tokenizer, template_hash, tokenizer_hash
 
 _HASHED_ROWS = 4096  # rows of lm_head brought to the host at a time
 
@@ -49,10 +49,7 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
     tokenizer = load_tokenizer(base.directory)
     if tokenizer is not None:
         hashes["tokenizer"] = tokenizer_hash(tokenizer)
-        if tokenizer.chat_template:
-            hashes["chat_template"] = hashlib.sha256(
-                str(tokenizer.chat_template).encode()
-            ).hexdigest()
+        hashes["chat_template"] = template_hash(tokenizer)
     return BaseFingerprint(**shapes, **hashes)
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_NEAR = 32  # tokens before others that may decide how those are spelt
+_NEAR = 32  # tokens before others that may decide the spelling of those
 _LONG = 2 * _NEAR  # tokens to decode at once, of a text that streams
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -26,6 +26,7 @@ def decode_text(
         space at the start of a text, which the start of a continuation must keep. A character that
         the context leaves incomplete belongs to what follows.
     """
+    # Decoding all of a long context for every piece would take ever longer.
     near = _near_context(tokenizer, context)
     return _decode(tokenizer, [*near, *ids])[_settled_length(tokenizer, near) :]
 
@@ -57,13 +58,15 @@ class TextStream:
     def push(self, ids: Sequence[int]) -> str:
         """Take in more tokens and return the text that they settle, perhaps "" for now."""
         self._ids.extend(int(id_) for id_ in ids)
+        # A run of byte tokens waits for its end: one bad byte would change all its text.
         end = len(self._ids)
         while end and self._ids[end - 1] in self._in_run:
             end -= 1
         text = _decode(self._tokenizer, self._ids[:end])
         settled = text.rstrip(_INCOMPLETE)
         piece = self._emit(settled)
-        # Known without decoding, but in a run.
+
+        # Without a run at the end the text is whole, and need not be decoded again.
         self._held = text[self._num_emitted :] if end == len(self._ids) else None
         if settled == text and len(self._ids) > _LONG:
             self._forget(end)
@@ -107,12 +110,12 @@ def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
     One bad byte turns its whole run of byte tokens into replacement characters, so nothing of a run
     is settled before it has ended; a special token has no text and does not end it.
     """
-    found = dict.fromkeys(tokenizer.all_special_ids, b"")
+    in_run = dict.fromkeys(tokenizer.all_special_ids, b"")
     for token, id_ in tokenizer.get_vocab().items():
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte:
-            found[id_] = bytes.fromhex(byte[1])
-    return found
+            in_run[id_] = bytes.fromhex(byte[1])
+    return in_run
 
 
 def _near_context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
@@ -132,6 +135,7 @@ def _near_context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> lis
 
 def _num_open(text: bytes) -> int:
     """Return how many bytes at the end of a text begin a character that is not complete."""
+    # A character has at most four bytes, so at most three are open.
     for count in range(min(_MOST_OPEN, len(text)) + 1):
         try:
             text[: len(text) - count].decode()

@@ -1,7 +1,7 @@
 """A SentencePiece model, `tokenizer.model`, read without its library: data, no code.
 
 The file is a protocol buffer, `ModelProto` of sentencepiece_model.proto; the numbers below are
-those of its fields. What is not needed is skipped.
+those of its fields. Fields that encoding does not need are skipped.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class TextPiece(NamedTuple):
 
 
 class SentencePieceModel(NamedTuple):
-    """What encoding needs of a BPE model.
+    """The parts of a BPE model that encoding needs.
 
     byte_fallback: characters without a piece become pieces of their UTF-8 bytes.
     add_dummy_prefix: a text starts with a space more.
@@ -78,6 +78,8 @@ def _parse(data: bytes) -> SentencePieceModel:
             trainer = dict(_fields(value))
         elif number == 3:
             normalizer = dict(_fields(value))
+
+    # Other kinds would be read without an error and encode otherwise.
     if not pieces:
         raise ValueError("it has no pieces")
     if trainer.get(3, 1) != BPE:
@@ -86,6 +88,8 @@ def _parse(data: bytes) -> SentencePieceModel:
         raise ValueError("it marks spaces in another way than by a leading ▁")
     if any(piece.kind == Kind.UNUSED for piece in pieces):
         raise ValueError("it has unused pieces")
+
+    # An absent field has the default of the .proto file.
     return SentencePieceModel(
         pieces=tuple(pieces),
         byte_fallback=bool(trainer.get(35, False)),
@@ -109,6 +113,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
         if wire_type == 0:
             value, at = _varint(data, at)
         else:
+            # Types 1 and 5 have 8 and 4 bytes, type 2 says its length.
             size, at = _varint(data, at) if wire_type == 2 else ({1: 8, 5: 4}[wire_type], at)
             value, at = data[at : at + size], at + size
             if at > len(data):
@@ -120,6 +125,7 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     """Return the integer that starts at a position, and the position behind it."""
     value, shift = 0, 0
     while True:
+        # Seven bits a byte, the lowest first; the eighth says that more follow.
         byte = data[at]
         value, at, shift = value | (byte & 127) << shift, at + 1, shift + 7
         if byte < 128:

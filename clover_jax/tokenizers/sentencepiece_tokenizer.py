@@ -38,7 +38,8 @@ _ROLES = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
 def is_sentencepiece_folder(directory: Path) -> bool:
-    """Tell whether a folder's tokenizer is one that `load_sentencepiece` reads."""
+    """Return whether a folder's tokenizer is one that `load_sentencepiece` reads."""
+    # A tokenizer.json is read by transformers itself.
     if (directory / "tokenizer.json").exists() or not (directory / MODEL_FILE).is_file():
         return False
     name = _settings(directory).get("tokenizer_class")
@@ -54,6 +55,7 @@ def load_sentencepiece(directory: Path) -> PreTrainedTokenizerBase:
     """
     from transformers import PreTrainedTokenizerFast
 
+    # The model has the words; which of them are special, the configs say.
     settings = _settings(directory)
     model = read_sentencepiece(directory / MODEL_FILE)
     roles = {name: _content(settings[name]) for name in _ROLES if settings.get(name)}
@@ -65,8 +67,11 @@ def load_sentencepiece(directory: Path) -> PreTrainedTokenizerBase:
             if tokenizer.token_to_id(text) is not None
         ]
     )
+
+    # Only now: added tokens take the ids after the model's.
     _add_tokens(tokenizer, _added_tokens(directory, settings), directory)
     tokenizer.post_processor = _ends(tokenizer, settings, roles)
+
     template = directory / "chat_template.jinja"
     return PreTrainedTokenizerFast(
         tokenizer_object=tokenizer,
@@ -99,10 +104,13 @@ def build_tokenizer(model: SentencePieceModel, legacy: bool = True) -> Tokenizer
         )
     )
     tokenizer.normalizer = _normalizer(model, legacy)
+
+    # Cut before merging, where a part must not merge with its neighbours.
     parts = []
     if model.add_dummy_prefix and not legacy:
         parts.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))
     if symbols:
+        # The pattern takes the first that fits, the library the longest.
         longest_first = sorted(map(re.escape, symbols), key=len, reverse=True)
         parts.append(pre_tokenizers.Split(Regex("|".join(longest_first)), "isolated"))
     if parts:
@@ -116,19 +124,21 @@ def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
 
     Example: of the pieces a, b, ab (score 0), c and abc (score -1) merge (a, b), then (ab, c).
     """
+    # SentencePiece merges by score alone, and leaves out control and byte pieces.
     scores = {piece.text: piece.score for piece in model.pieces if piece.kind == Kind.NORMAL}
     order = {text: index for index, text in enumerate(scores)}
-    found = [
+    pairs = [
         (-score, order[text[:cut]], order[text[cut:]], text[:cut], text[cut:])
         for text, score in scores.items()
         for cut in range(1, len(text))
         if text[:cut] in scores and text[cut:] in scores
     ]
-    return [(left, right) for *_, left, right in sorted(found)]
+    return [(left, right) for *_, left, right in sorted(pairs)]
 
 
 def _normalizer(model: SentencePieceModel, legacy: bool) -> normalizers.Normalizer:
     steps = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    # In the library's order: characters are replaced, then spaces, then marked.
     if model.remove_extra_whitespaces:
         steps += [
             normalizers.Replace(Regex(r"\A +| +\z"), ""),
@@ -140,6 +150,7 @@ def _normalizer(model: SentencePieceModel, legacy: bool) -> normalizers.Normaliz
 
 
 def _decoder(model: SentencePieceModel) -> decoders.Decoder:
+    # Bytes are joined before the space at the start is dropped: it may be a byte's.
     steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
     if model.add_dummy_prefix:
         steps.append(decoders.Strip(" ", 1, 0))
@@ -175,11 +186,12 @@ def _added_tokens(directory: Path, settings: dict[str, Any]) -> dict[int, AddedT
 def _add_tokens(tokenizer: Tokenizer, added: dict[int, AddedToken], directory: Path) -> None:
     for wanted, token in added.items():
         tokenizer.add_tokens([token])
-        found = tokenizer.token_to_id(token.content)
-        if found != wanted:
+        # The library gives the next free id, or the one of a piece with this text.
+        given = tokenizer.token_to_id(token.content)
+        if given != wanted:
             raise UserError(
                 f"{directory}: its added token {token.content!r} should have id {wanted}, but "
-                f"{MODEL_FILE} has {found} for it or places up to {found - 1} only"
+                f"{MODEL_FILE} has {given} for it or places up to {given - 1} only"
             )
 
 

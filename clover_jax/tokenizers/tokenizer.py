@@ -22,8 +22,7 @@ _VOCABULARY_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | None":
     """Load the tokenizer of a Hugging Face folder without the network; None where it has none.
 
-    Raises:
-      UserError: for tokenizer files that cannot be read, with the reason.
+    Raises UserError for tokenizer files that cannot be read, with the reason.
     """
     directory = Path(directory)
     if not any((directory / name).exists() for name in _VOCABULARY_FILES):
@@ -32,6 +31,7 @@ def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | N
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     import transformers
 
+    # Its warnings are about training and about torch; what matters here is raised.
     transformers.logging.set_verbosity_error()
     try:
         if is_sentencepiece_folder(directory):
@@ -56,16 +56,23 @@ def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | N
 
 
 def tokenizer_hash(tokenizer: "PreTrainedTokenizerBase") -> str:
-    """Return a hash of which token has which id, added tokens included.
+    """Return a hash of the tokens and their ids, added tokens included.
 
     It depends on no library version and on no setting that leaves the ids alone. The chat template
     has a hash of its own.
     """
+    # In the order of the ids: dictionaries keep the order in which a library filled them.
     pairs = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()
 
 
 def template_text(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
-    """Return what the chat template says; None without one."""
+    """Return the text of the chat template; None without one."""
     template = tokenizer.chat_template if tokenizer is not None else None
     return str(template) if template else None
+
+
+def template_hash(tokenizer: "PreTrainedTokenizerBase | None") -> str | None:
+    """Return SHA-256 of the chat template's text; None without one."""
+    text = template_text(tokenizer)
+    return hashlib.sha256(text.encode()).hexdigest() if text else None

@@ -7,11 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.data.chat import Encoded
-from clover_jax.data.pipeline import CutInPieces, NumberedSample, PipelineConfig, make_pipeline
+from clover_jax.data.pipeline import CutInPieces, PipelineConfig, _Numbered, make_pipeline
 from clover_jax.data.records import TokenRow
 from clover_jax.data.samples import RecordSamples
-from clover_jax.errors import UserError
 
 CONFIG = PipelineConfig(batch_size=3, seq_len=16, seed=0)
 
@@ -93,17 +91,23 @@ def test_rows_are_mostly_full():
 
 
 def test_the_cut_gives_the_docstrings_example():
-    pieces = CutInPieces(2).flat_map(NumberedSample(7, Encoded(np.arange(5), np.ones(5, bool))))
+    arrays = {"tokens": np.arange(5), "loss_mask": np.ones(5, bool)}
+    pieces = CutInPieces(2).flat_map(arrays)
     assert [piece["tokens"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
-    assert [piece["place"].tolist() for piece in pieces] == [[0, 1], [2, 3]]
-    assert [piece["sample"].tolist() for piece in pieces] == [[7, 7], [7, 7]]
+
+
+def test_every_token_knows_its_sample_and_its_place_there():
+    samples = RecordSamples(counting_rows(), None, 10_000, CONFIG.seq_len)
+    numbered = _Numbered(samples)
+    assert numbered[7]["sample"].tolist() == [7] * len(samples[7].tokens)
+    assert numbered[7]["place"].tolist() == list(range(len(samples[7].tokens)))
 
 
 @settings(max_examples=50)
 @given(st.lists(st.booleans(), max_size=40), st.integers(2, 12))
 def test_every_piece_fits_and_has_something_to_learn(mask, seq_len):
-    encoded = Encoded(np.arange(len(mask), dtype=np.int32), np.array(mask, bool))
-    pieces = CutInPieces(seq_len).flat_map(NumberedSample(0, encoded))
+    arrays = {"tokens": np.arange(len(mask)), "loss_mask": np.array(mask, bool)}
+    pieces = CutInPieces(seq_len).flat_map(arrays)
     for piece in pieces:
         assert len(piece["tokens"]) == len(piece["loss_mask"]) <= seq_len
         assert piece["loss_mask"][:-1].any()
@@ -116,6 +120,9 @@ def test_impossible_shapes_are_refused():
         PipelineConfig(batch_size=0, seq_len=16)
 
 
-def test_a_record_that_cannot_be_used_is_named():
-    with pytest.raises(UserError, match="f: token id 100000 is outside the base's vocabulary"):
-        take(1, [TokenRow("f", (1,), (100_000,))])
+def test_a_record_that_cannot_be_used_is_named_and_left_out(capsys):
+    rows = [*counting_rows(), TokenRow("f:9", (1,), (100_000,))]
+    take(40, rows)
+    error = capsys.readouterr().err
+    assert error.startswith("left out a sample: f:9: token id 100000 is outside the base's voc")
+    assert len(error.splitlines()) == 1

@@ -157,7 +157,7 @@ def test_a_byte_order_mark_is_no_part_of_the_first_row(tmp_path):
 def test_fields_that_no_command_reads_are_named_once(tmp_path, capsys):
     path = tmp_path / "p.jsonl"
     row = {"prompt": "a", "max_tokens": 5, "id": 1}
-    path.write_text((json.dumps(row) + "\n") * 2 + '{"prompt": 3, "Seed": 1}\nnot json\n')
+    path.write_text((json.dumps(row) + "\n") * 2 + '{"prompt": "b", "Seed": 1}\nnot json\n')
     read_prompts_and_mistakes(path)
     assert capsys.readouterr().err == (
         f'{path}: no command reads "max_tokens" (2 rows), "Seed" (1 row)\n'
