@@ -21,6 +21,7 @@ from clover_jax.errors import UserError
 
 VERIFICATIONS = ("greedy", "lossless", "typical")
 DRAFT_SAMPLINGS = ("topk", "sampled")
+LARGEST_TEMPERATURE = float(jnp.finfo(jnp.float32).max)
 # What a draw is for; each has its own stream of randomness at a position.
 TOKEN, CHILDREN, ACCEPT = 0, 1, 2
 
@@ -108,6 +109,8 @@ def check_warping(temperature: float, top_k: int, top_p: float) -> None:
     """Raise UserError for values that make no distribution."""
     if not 0 <= temperature < math.inf:
         raise UserError(f"temperature ({temperature}) must be 0 or more")
+    if temperature > LARGEST_TEMPERATURE:  # it would become infinite on the device
+        raise UserError(f"temperature ({temperature:g}) must be {LARGEST_TEMPERATURE:g} or less")
     if top_k < 0:
         raise UserError(f"top_k ({top_k}) must be 1 or more, or 0 for all tokens")
     if not 0 < top_p <= 1:
