@@ -26,14 +26,23 @@ from clover_jax.tree_search.calibration import measure_ranks
 from clover_jax.tree_search.costs import measure_costs
 from clover_jax.tree_search.disk_cache import cache_folder, remembered
 from clover_jax.tree_search.tree_choice import CostTable, choose_tree, describe_prospects, finalists
-from clover_jax.tree_search.tree_trial import Trial, describe, fastest, speed_up
-from clover_jax.tree_search.trials import measure_trials
+from clover_jax.tree_search.tree_trial import (
+    ROUNDS,
+    Prompts,
+    Trial,
+    describe,
+    fastest,
+    measure_trials,
+    share_out,
+    speed_up,
+)
 
 PROMPTS = "prompts.jsonl"  # in a base's folder
 MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
-LEG_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
-EDITION = 4  # of what is remembered: raised when steps, or how they are timed, change
+ROUND_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
+LEAST_A_ROUND = 2  # prompts, however slow they are
+EDITION = 5  # of what is remembered: raised when steps, or how they are timed, change
 # For a base that brings no prompts: different kinds of text, none of them long.
 SHIPPED = (
     "The history of the city begins with",
@@ -80,11 +89,13 @@ def with_auto_tree(
         return plain
     finalists_models = [models.with_tree(tree) for tree in trees]
     with passing_note(f"trying {len(trees)} trees"):
-        found = _trials(
-            [plain, *finalists_models], prompts, sampling, warping, batch_size, costs.plain
+        rounds = share_out(prompts, rows_a_round(len(prompts), batch_size, costs.plain))
+        of_plain, *trials = _trials(
+            [plain, *finalists_models], rounds, sampling, warping, batch_size
         )
-    _explain(describe([_name(tree) for tree in trees], found[1:], found[0]))
-    best = fastest([speed_up(trial, found[0]) for trial in found[1:]])
+    num_prompts = len({tuple(prompt) for prompts in rounds for prompt in prompts})
+    _explain(describe([_name(tree) for tree in trees], trials, of_plain, num_prompts))
+    best = fastest([speed_up(trial, of_plain) for trial in trials])
     return plain if best is None else finalists_models[best]
 
 
@@ -174,31 +185,38 @@ def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.nda
 
 def _trials(
     ways: Sequence[Models],
-    prompts: Sequence[Sequence[int]],
+    rounds: Sequence[Prompts],
     sampling: SamplingConfig,
     warping: Warping,
     batch_size: int,
-    plain_seconds: float,
 ) -> list[Trial]:
-    """Decode the prompts in every way, in turns; as many as take a few seconds plainly."""
-    at_once = max(1, int(LEG_SECONDS / (plain_seconds * NEW_TOKENS)))
-    # No slot stays empty: for large batches prompts are decoded several times.
-    count = max(min(len(prompts), at_once * batch_size), batch_size)
-    chosen = [prompts[index % len(prompts)] for index in range(count)]
+    """Decode each round's prompts in every way, in turns, or remember what that gave."""
     key = _machine(ways[-1].mesh) | {
         "models": ways[-1].identity(),
         "trees": [models.tree.to_dict() for models in ways],
-        "prompts": chosen,
+        "rounds": rounds,
         "settings": sampling.to_dict() | warping.to_dict(),
         "batch_size": batch_size,
     }
 
     def measure() -> dict[str, Any]:
-        found = measure_trials(ways, chosen, NEW_TOKENS, sampling, warping, batch_size)
-        return {"trials": [trial.to_dict() for trial in found]}
+        trials = measure_trials(ways, rounds, NEW_TOKENS, sampling, warping, batch_size)
+        return {"trials": [trial.to_dict() for trial in trials]}
 
     trials = remembered("trials", key, measure, cache_folder())["trials"]
     return [Trial.from_dict(trial) for trial in trials]
+
+
+def rows_a_round(num_prompts: int, batch_size: int, plain_seconds: float) -> int:
+    """Return how many prompts a round of a trial decodes, so that all rounds share them out.
+
+    plain_seconds: of a step of plain decoding. Where that is slow a round has fewer prompts, but
+    at least LEAST_A_ROUND; a large batch decodes prompts more than once, so no slot stays empty.
+
+    Example: 16 prompts are 4 a round at batch 1 and 5 ms a step, and 2 a round at 100 ms.
+    """
+    in_time = max(int(ROUND_SECONDS / (plain_seconds * NEW_TOKENS)) * batch_size, LEAST_A_ROUND)
+    return max(min(-(-num_prompts // ROUNDS), in_time), batch_size)
 
 
 def _machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:

@@ -7,19 +7,27 @@ its host and its prefill, and what the drafts are worth where steps really begin
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from clover_jax.config import JsonConfig
+from clover_jax.decoding.requests import Request
+from clover_jax.decoding.sampling import SamplingConfig, Warping
+from clover_jax.loading.models import Models
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.timing.spread import Spread
 
 ROUNDS = 5
+LEAST_PROMPTS = 5  # fewer different ones say little about others
+
+Prompts = Sequence[Sequence[int]]
 
 
-class Leg(NamedTuple):
-    """What one run emitted, in how many forwards of the base; prefill's own are not counted."""
+class Decoded(NamedTuple):
+    """What one timed pass emitted, in how many forwards of the base; prefill is not counted."""
 
     tokens: int
     forwards: int
@@ -30,7 +38,7 @@ class Trial(JsonConfig):
     """What a way of decoding gave.
 
     rates: tokens a second, round by round.
-    tau: emitted tokens a forward.
+    tau: emitted tokens a forward, over all rounds.
     """
 
     rates: tuple[float, ...]
@@ -49,26 +57,75 @@ class SpeedUp(Spread):
         return f"{self.median:.2f} x plain decoding ({self.least:.2f} to {self.most:.2f})"
 
 
+def share_out(prompts: Prompts, rows: int, rounds: int = ROUNDS) -> list[Prompts]:
+    """Return the prompts of each round, `rows` of them.
+
+    Every round begins after the last prompt of the one before, so the rounds differ by their
+    prompts wherever there are more than a round takes.
+
+    Example: prompts a to e in 3 rounds of 2 rows are ab, cd and ea.
+    """
+    return [
+        [prompts[(turn * rows + row) % len(prompts)] for row in range(rows)]
+        for turn in range(rounds)
+    ]
+
+
+def measure_trials(
+    ways: Sequence[Models],
+    rounds: Sequence[Prompts],
+    new_tokens: int,
+    sampling: SamplingConfig,
+    warping: Warping,
+    batch_size: int,
+) -> list[Trial]:
+    """Decode each round's prompts in every way, in turns; every row emits `new_tokens`."""
+    requests = [
+        [
+            Request(index, prompt, new_tokens, **warping.to_dict())
+            for index, prompt in enumerate(row)
+        ]
+        for row in rounds
+    ]
+
+    def decode(models: Models, turn: int) -> Decoded:
+        engine = models.engine(min(batch_size, len(requests[turn])), sampling)
+        tokens = forwards = 0
+        for progress in engine.stream(models.base.params, models.draft_params, requests[turn]):
+            if progress.done:
+                tokens += len(progress.row.output_ids) - 1
+                forwards += progress.row.target_forwards
+        return Decoded(tokens, forwards)
+
+    passes = [functools.partial(decode, models) for models in ways]
+    with CompileClock() as compiling:
+        # A longer prompt may need a program that no round before it needed.
+        return run_in_turns(passes, len(rounds), lambda: time.perf_counter() - compiling.seconds)
+
+
 def run_in_turns(
-    legs: Sequence[Callable[[], Leg]],
+    passes: Sequence[Callable[[int], Decoded]],
     rounds: int = ROUNDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> list[Trial]:
-    """Run every leg once to compile it, and then all of them in every round.
+    """Run every pass of round 0 once to compile it, and then all of them in every round.
 
+    passes: each is called with the number of its round.
     Who begins rotates, so that a slow moment does not always hit the same.
     """
-    last = [leg() for leg in legs]
-    rates: list[list[float]] = [[] for _ in legs]
+    for run in passes:
+        run(0)
+
+    decoded: list[list[Decoded]] = [[] for _ in passes]
+    rates: list[list[float]] = [[] for _ in passes]
     for turn in range(rounds):
-        for index in [(turn + i) % len(legs) for i in range(len(legs))]:
+        for index in [(turn + i) % len(passes) for i in range(len(passes))]:
             started = clock()
-            last[index] = legs[index]()
-            rates[index].append(last[index].tokens / (clock() - started))
-    return [
-        Trial(tuple(found), leg.tokens / max(leg.forwards, 1))
-        for found, leg in zip(rates, last, strict=True)
-    ]
+            decoded[index].append(passes[index](turn))
+            rates[index].append(decoded[index][-1].tokens / (clock() - started))
+
+    taus = [sum(x.tokens for x in way) / max(sum(x.forwards for x in way), 1) for way in decoded]
+    return [Trial(tuple(way), tau) for way, tau in zip(rates, taus, strict=True)]
 
 
 def speed_up(trial: Trial, plain: Trial) -> SpeedUp:
@@ -82,23 +139,35 @@ def speed_up(trial: Trial, plain: Trial) -> SpeedUp:
 
 def fastest(speed_ups: Sequence[SpeedUp]) -> int | None:
     """Return which of those that pay has the largest median; None where none pays."""
-    paying = [index for index, found in enumerate(speed_ups) if found.pays]
+    paying = [index for index, gain in enumerate(speed_ups) if gain.pays]
     return max(paying, key=lambda index: speed_ups[index].median, default=None)
 
 
-def describe(names: Sequence[str], trials: Sequence[Trial], plain: Trial) -> list[str]:
-    """Return what was tried, line by line, and what follows from it."""
-    found = [speed_up(trial, plain) for trial in trials]
-    lines = [f"by trial, in {len(plain.rates)} rounds; {_median(plain):.1f} tokens/s plainly"]
-    for name, trial, gain in zip(names, trials, found, strict=True):
-        lines.append(f"  {name}: tau {trial.tau:.2f}, {_median(trial):.1f} tokens/s, {gain}")
-    best = fastest(found)
+def describe(
+    names: Sequence[str], trials: Sequence[Trial], plain: Trial, num_prompts: int
+) -> list[str]:
+    """Return what was tried, line by line, and what follows from it.
+
+    num_prompts: different prompts over all rounds.
+    """
+    speed_ups = [speed_up(trial, plain) for trial in trials]
+    prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} different prompts"
+    lines = [
+        f"by trial, in {len(plain.rates)} rounds over {prompts}; "
+        f"{statistics.median(plain.rates):.1f} tokens/s plainly"
+    ]
+    if num_prompts < LEAST_PROMPTS:
+        lines.append(
+            f"  {prompts} may not stand for others; give {LEAST_PROMPTS} or more with "
+            "--calibration=FILE"
+        )
+    for name, trial, gain in zip(names, trials, speed_ups, strict=True):
+        rate = statistics.median(trial.rates)
+        lines.append(f"  {name}: tau {trial.tau:.2f}, {rate:.1f} tokens/s, {gain}")
+
+    best = fastest(speed_ups)
     if best is None:
         lines.append("no tree pays, or not in every round: plain decoding")
     else:
-        lines.append(f"tree auto: {names[best]}; {found[best]} is expected")
+        lines.append(f"tree auto: {names[best]}; {speed_ups[best]} is expected")
     return lines
-
-
-def _median(trial: Trial) -> float:
-    return statistics.median(trial.rates)
