@@ -227,7 +227,10 @@ def check_names(spec: ModelSpec) -> None:
                 "them; give --draft=DIR, or leave the tree out"
             )
     elif not spec.draft.startswith(RANDOM):
-        find_head(spec.draft, spec.draft_rope_theta)
+        try:
+            find_head(spec.draft, spec.draft_rope_theta)
+        except UserError as error:
+            raise UserError(f"--draft={spec.draft}: {error}") from error
 
 
 def _random_draft(name: str, plain: Models) -> Draft:
