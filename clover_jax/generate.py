@@ -49,14 +49,14 @@ def define_flags(flags):
 
 def main(flags) -> int:
     """Run the command."""
-    from clover_jax.generation.run import Options, run
+    from clover_jax.generation.run import GenerateOptions, run
 
     settings = generation_settings(flags)
     names = (
         *("prompt", "prompts", "batch_size", "seed", "output", "overwrite", "strict"),
         "calibration",
     )
-    options = Options(model_spec(flags), **{name: flags[name].value for name in names})
+    options = GenerateOptions(model_spec(flags), **{name: flags[name].value for name in names})
     result = run(options, settings)
     cli.report(result)
     return cli.STATUS_SOME_FAILED if result["failed"] else cli.STATUS_OK

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.generation.figures import turn_columns
 from clover_jax.generation.row_stream import RowEvent
+from clover_jax.generation.row_totals import turn_columns
 
 
 def rows_path(directory: Path, name: str) -> Path:
@@ -41,19 +41,20 @@ class RowMaker:
 
     def take(self, event: RowEvent) -> dict[str, Any] | None:
         """Take in an event; return the output row if it ended one, its index that of the prompt."""
-        if event.turn_ended:
-            columns = self._forwards.setdefault(event.job.prompt.index, _empty_columns())
+        progress = event.progress
+        if progress is not None and progress.ended:
+            columns = self._forwards.setdefault(event.prompt.index, _empty_columns())
             # A stop string cuts forwards with the tokens that they gave.
-            count = len(event.job.turns[-1].accepted)
-            columns["proposed"].append(event.generation.proposed[:count])
-            columns["ranks"].append(event.generation.ranks[:count])
-            columns["num_cut"].append(event.job.num_cut[-1])
+            count = len(progress.turn.accepted)
+            columns["proposed"].append(progress.generation.proposed[:count])
+            columns["ranks"].append(progress.generation.ranks[:count])
+            columns["num_cut"].append(progress.num_cut)
         if event.row is None:
             return None
         columns = self._forwards.pop(event.row["index"], _empty_columns())
         if "output_ids" not in event.row:
             return event.row
-        if event.job.prompt.num_turns == 1:
+        if event.prompt.num_turns == 1:
             columns = {name: values[0] for name, values in columns.items()}
         return {**event.row, **columns}
 

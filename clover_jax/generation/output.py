@@ -8,9 +8,10 @@ from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
-from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.row_stream import RowStream
+from clover_jax.generation.row_totals import RowTotals
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import Progress
 from clover_jax.storage.jsonl import to_json
 
@@ -19,6 +20,7 @@ class RowSink(AbstractContextManager, Protocol):
     """Takes output rows in any order and keeps them in input order: RowWriter, RowPrinter."""
 
     finished: int
+    earlier_seconds: float  # that earlier runs decoded for their rows
 
     def kept(self) -> Iterable[dict[str, Any]]:
         """Return the rows of earlier runs, `finished` of them."""
@@ -26,13 +28,16 @@ class RowSink(AbstractContextManager, Protocol):
     def append(self, row: dict[str, Any]) -> None:
         """Take a row."""
 
+    def note_seconds(self, seconds: float) -> None:
+        """Keep for how long this run has decoded."""
+
 
 class RowPrinter:
     """Prints rows on stdout, in input order; or nothing where only their figures are wanted."""
 
     def __init__(self, quiet: bool = False):
         """Start with row 0."""
-        self.finished = 0
+        self.finished, self.earlier_seconds = 0, 0.0
         self._quiet = quiet
         self._waiting: dict[int, dict[str, Any]] = {}
 
@@ -49,6 +54,9 @@ class RowPrinter:
             if not self._quiet:
                 print(to_json(row), flush=True)
 
+    def note_seconds(self, seconds: float) -> None:
+        """Do nothing: no later run goes on from here."""
+
     def __enter__(self) -> RowPrinter:
         return self
 
@@ -56,32 +64,48 @@ class RowPrinter:
         return None
 
 
-def decode_with_bar(stream: RowStream, sink: RowSink, figures: Figures, bar: Progress) -> None:
+class DecodingClock:
+    """Seconds since it was made, without those in which programs were compiled."""
+
+    def __init__(self, compiling: CompileClock):
+        """Start now."""
+        self._compiling = compiling
+        self._started = time.perf_counter() - compiling.seconds
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of decoding so far."""
+        return time.perf_counter() - self._compiling.seconds - self._started
+
+
+def decode_with_bar(
+    stream: RowStream, sink: RowSink, totals: RowTotals, bar: Progress, clock: DecodingClock
+) -> None:
     """Decode all rows into `sink`; a row that fails gets a line of its own above the bar."""
-    started, before = time.perf_counter(), figures.tokens
+    before = totals.tokens
     for event in stream:
         if event.row is None:
             continue
         sink.append(event.row)
-        figures.add(event.row)
+        sink.note_seconds(clock.seconds)
+        totals.add(event.row)
+
         reason = event.row.get("error") or event.row.get("skipped")
         if reason:
-            bar.write(
-                f"row {event.row['index']} {'failed' if 'error' in event.row else 'skipped'}"
-                f": {reason}"
-            )
-        speed = (figures.tokens - before) / (time.perf_counter() - started)
-        tau = "" if figures.tau is None else f"tau {figures.tau:.2f}, "
+            verb = "failed" if "error" in event.row else "skipped"
+            bar.write(f"row {event.row['index']} {verb}: {reason}")
+        speed = (totals.tokens - before) / clock.seconds
+        tau = "" if totals.tau is None else f"tau {totals.tau:.2f}, "
         bar.show(f"{tau}{speed:.0f} tokens/s")
         bar.update()
 
 
-def decode_live(stream: RowStream, sink: RowSink, figures: Figures, screen: LiveText) -> None:
+def decode_live(stream: RowStream, sink: RowSink, totals: RowTotals, screen: LiveText) -> None:
     """Decode, with the text on the screen as it comes."""
     for event in stream:
         screen.take(event)
         if event.row is not None:
             sink.append(event.row)
-            figures.add(event.row)
+            totals.add(event.row)
             if "skipped" in event.row:
                 print(event.row["skipped"], file=sys.stderr, flush=True)

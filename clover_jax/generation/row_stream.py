@@ -11,10 +11,10 @@ from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.requests import Generation, Progress, Request
+from clover_jax.decoding.requests import Progress, Request
 from clover_jax.errors import UserError
 from clover_jax.generation.overflow import Skipped
-from clover_jax.generation.row_job import RowJob
+from clover_jax.generation.row_state import RowState, TurnProgress
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models
 from clover_jax.runtime.dtypes import exact_matmuls
@@ -24,16 +24,14 @@ from clover_jax.runtime.dtypes import exact_matmuls
 class RowEvent:
     """Something happened to a row.
 
-    job: the row; None for one that never started.
-    generation: the turn that got tokens; None where the row failed or was skipped.
-    turn_ended: whether that turn has its answer now.
+    prompt: the row that was read.
+    progress: what its current turn got; None where the row failed or was skipped.
     row: the output row once there is one: {"index", ...}, {"index", "error"} or
         {"index", "skipped"}.
     """
 
-    job: RowJob | None = None
-    generation: Generation | None = None
-    turn_ended: bool = False
+    prompt: Prompt | BadPrompt
+    progress: TurnProgress | None = None
     row: dict[str, Any] | None = None
 
 
@@ -47,6 +45,7 @@ def open_stream(
     steps_per_chunk: int = 8,
     finished: int = 0,
     strict: bool = False,
+    is_watched: bool = False,
 ) -> RowStream:
     """Return the events of decoding rows; commands and the library decode by this.
 
@@ -54,6 +53,7 @@ def open_stream(
     finished: how many of the first rows are there already. They are not decoded, but still count in
         what the engine must be able to do, so that the rest comes out as it would have.
     strict: a row that fails raises its UserError, once those before it are out.
+    is_watched: whether events bring text as it settles.
     Raises UserError for less than one row at once.
     """
     if not isinstance(batch_size, numbers.Integral):
@@ -67,7 +67,7 @@ def open_stream(
         seed=seed,
         steps_per_chunk=steps_per_chunk,
     )
-    return RowStream(engine, models, left, settings, strict)
+    return RowStream(engine, models, left, settings, strict, is_watched)
 
 
 class RowStream:
@@ -84,6 +84,7 @@ class RowStream:
         prompts: Sequence[Prompt | BadPrompt],
         settings: GenerationSettings,
         strict: bool = False,
+        is_watched: bool = False,
     ):
         """Take the rows; with `strict` the first that fails raises its UserError in the end.
 
@@ -91,10 +92,10 @@ class RowStream:
         """
         self.batch_size = engine.batch_size
         self._engine, self._models = engine, models
-        self._settings, self._strict = settings, strict
+        self._settings, self._strict, self._is_watched = settings, strict, is_watched
         self._failure: UserError | None = None
-        self._jobs: dict[int, RowJob] = {}
-        self._next_turns: collections.deque[RowJob] = collections.deque()
+        self._states: dict[int, RowState] = {}
+        self._next_turns: collections.deque[Prompt] = collections.deque()
         self._not_decoded: collections.deque[RowEvent] = collections.deque()
         self._requests: Iterator[Request | None] = self._make_requests(iter(prompts))
 
@@ -117,14 +118,13 @@ class RowStream:
         """Decode, and yield what happens."""
         for progress in self._stream(self._requests):
             yield from self._take_not_decoded()
-            job = self._jobs[progress.row.index]
-            ended = job.take(progress)
-            row = None
-            if ended and job.is_finished:
-                row = self._jobs.pop(job.prompt.index).output_row()
-            elif ended:
-                self._next_turns.append(job)
-            yield RowEvent(job, progress.row, ended, row)
+            state = self._states[progress.row.index]
+            taken, row = state.take(progress), None
+            if state.is_finished:
+                row = self._states.pop(state.prompt.index).output_row()
+            elif taken.ended:
+                self._next_turns.append(state.prompt)
+            yield RowEvent(state.prompt, taken, row)
         yield from self._take_not_decoded()
         if self._failure is not None:
             raise self._failure
@@ -151,7 +151,7 @@ class RowStream:
         """
         while True:
             if self._next_turns:
-                request = self._request(self._next_turns.popleft().prompt)
+                request = self._request(self._next_turns.popleft())
             else:
                 prompt = None if self._failure else next(prompts, None)
                 if prompt is None:
@@ -166,9 +166,10 @@ class RowStream:
         try:
             if isinstance(prompt, BadPrompt):
                 raise UserError(prompt.error)
-            if prompt.index not in self._jobs:
-                self._jobs[prompt.index] = RowJob(prompt, self._settings, self._models)
-            request = self._jobs[prompt.index].next_request()
+            if prompt.index not in self._states:
+                state = RowState(prompt, self._settings, self._models, self._is_watched)
+                self._states[prompt.index] = state
+            request = self._states[prompt.index].next_request()
             try:
                 self._engine.check(request)
             except UserError as error:
@@ -179,11 +180,11 @@ class RowStream:
         except UserError as error:
             if self._strict:
                 self._failure = self._failure or error
-                self._jobs.pop(prompt.index, None)
+                self._states.pop(prompt.index, None)
             else:
                 self._leave_out(prompt, "error", str(error))
         return None
 
     def _leave_out(self, prompt: Prompt | BadPrompt, key: str, reason: str) -> None:
-        job = self._jobs.pop(prompt.index, None)
-        self._not_decoded.append(RowEvent(job, row={"index": prompt.index, key: reason}))
+        self._states.pop(prompt.index, None)
+        self._not_decoded.append(RowEvent(prompt, row={"index": prompt.index, key: reason}))

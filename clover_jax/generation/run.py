@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
-import time
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -19,14 +18,20 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     text_prompt,
 )
+from clover_jax.decoding.tree import AUTO
 from clover_jax.errors import UserError
-from clover_jax.generation.figures import Figures
 from clover_jax.generation.live_text import LiveText
-from clover_jax.generation.options import Options
-from clover_jax.generation.output import RowPrinter, RowSink, decode_live, decode_with_bar
+from clover_jax.generation.output import (
+    DecodingClock,
+    RowPrinter,
+    RowSink,
+    decode_live,
+    decode_with_bar,
+)
 from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.loading.models import Models, load
+from clover_jax.loading.models import NO_DRAFT, Models, ModelSpec, load
 from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import rounding_notice
 from clover_jax.runtime.compile_clock import CompileClock
@@ -39,7 +44,62 @@ from clover_jax.tree_search.auto_tree import with_auto_tree
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
 
 
-def run(options: Options, settings: GenerationSettings) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """What a user asks for, by the names of the command's flags."""
+
+    spec: ModelSpec
+    prompt: str | None
+    prompts: str | None
+    batch_size: int
+    seed: int
+    output: str | None
+    overwrite: bool
+    strict: bool
+    calibration: str | None = None
+
+    def __post_init__(self):
+        if self.calibration is not None and not self.searches_tree:
+            raise UserError(
+                f"--calibration={self.calibration} is for --tree=auto; add that, or leave it out"
+            )
+        if self.searches_tree and self.spec.draft == NO_DRAFT:
+            raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
+        if self.prompt is not None and self.prompts is not None:
+            raise UserError("--prompt and --prompts exclude each other; give one of them")
+        if self.output is not None and _resolved(self.output) in map(_resolved, self._inputs):
+            raise UserError(f"--output={self.output} is a file of prompts; give another name")
+        if self.output is not None and not _can_keep_rows(Path(self.output).expanduser()):
+            raise UserError(
+                f"--output={self.output} is no file that rows can be kept in: a run that was "
+                "stopped goes on from the rows in its file; leave --output out to have them on "
+                "stdout"
+            )
+        if self.overwrite and self.output is None:
+            raise UserError("--overwrite is for --output=FILE, which is missing")
+
+    @property
+    def searches_tree(self) -> bool:
+        """Whether the tree is found by measurement."""
+        return self.spec.tree == AUTO
+
+    @property
+    def _inputs(self) -> list[str]:
+        return [path for path in (self.prompts, self.calibration) if path is not None]
+
+    @property
+    def begun(self) -> Path | None:
+        """The row file that is gone on with, if it is there; None where nothing is."""
+        fresh = self.output is None or self.overwrite
+        return None if fresh else Path(self.output).expanduser()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether one row is watched as it comes."""
+        return self.prompts is None
+
+
+def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
     """Decode what is asked for and return the figures to report.
 
     Raises UserError for what cannot be done; with a file of prompts and without `strict`, rows
@@ -86,7 +146,7 @@ def shipped_prompt(directory: Path) -> Prompt:
     return read_prompts(path)[0]
 
 
-def _read(options: Options) -> list[Prompt | BadPrompt] | None:
+def _read(options: GenerateOptions) -> list[Prompt | BadPrompt] | None:
     if options.prompt is not None:
         return [text_prompt(options.prompt)]
     if options.prompts is None:
@@ -96,7 +156,7 @@ def _read(options: Options) -> list[Prompt | BadPrompt] | None:
 
 
 def _open_sink(
-    options: Options,
+    options: GenerateOptions,
     settings: GenerationSettings,
     models: Models,
     prompts: list[Prompt | BadPrompt],
@@ -120,18 +180,19 @@ def _open_sink(
 
 
 def _decode(
-    options: Options,
+    options: GenerateOptions,
     settings: GenerationSettings,
     models: Models,
     prompts: list[Prompt | BadPrompt],
     sink: RowSink,
 ) -> dict[str, Any]:
-    figures = Figures()
+    totals = RowTotals()
     for row in sink.kept():
-        figures.add(row)
-    tokens_before = figures.tokens
+        totals.add(row)
+    tokens_before = totals.tokens
     if sink.finished:
         print(f"{sink.finished} rows are in {options.output} already", file=sys.stderr, flush=True)
+
     stream = open_stream(
         models,
         prompts,
@@ -142,26 +203,29 @@ def _decode(
         steps_per_chunk=1 if options.is_live and sys.stdout.isatty() else 8,
         finished=sink.finished,
         strict=options.strict or options.is_live,
+        is_watched=options.is_live,
     )
-    with CompileClock() as compiling:
-        with passing_note("compiling"), memory_advice(stream.batch_size):
+    with CompileClock() as compiling, memory_advice(stream.batch_size):
+        with passing_note("compiling"):
             stream.warm_up()
-        started, compiled_before = time.perf_counter(), compiling.seconds
-        with memory_advice(stream.batch_size):
-            if options.is_live:
-                decode_live(stream, sink, figures, LiveText(sys.stdout, models.tokenizer))
-            else:
-                with _bar(options, len(prompts), sink.finished) as bar:
-                    decode_with_bar(stream, sink, figures, bar)
-        compiled_meanwhile = compiling.seconds - compiled_before  # longer buffers, new programs
-        seconds = time.perf_counter() - started - compiled_meanwhile
-    new_tokens = figures.tokens - tokens_before
+        clock = DecodingClock(compiling)
+        if options.is_live:
+            decode_live(stream, sink, totals, LiveText(sys.stdout, models.tokenizer))
+        else:
+            with _bar(options, len(prompts), sink.finished, compiling) as bar:
+                decode_with_bar(stream, sink, totals, bar, clock)
+        seconds = clock.seconds
+
+    new_tokens = totals.tokens - tokens_before
     speed = round(new_tokens / seconds, 2) if new_tokens else None
-    print(figures.summary(speed), file=sys.stderr, flush=True)
-    return figures.to_dict() | {
-        "seconds": round(seconds, 3),
+    print(totals.summary(speed), file=sys.stderr, flush=True)
+    return totals.to_dict() | {
+        "seconds": round(sink.earlier_seconds + seconds, 3),
         "compile_seconds": round(compiling.seconds, 3),
         "tokens_per_second": speed,
+        # Of this run alone, where it went on with an earlier one's rows.
+        "new_tokens": new_tokens,
+        "new_seconds": round(seconds, 3),
     }
 
 
@@ -173,9 +237,18 @@ def memory_advice(batch_size: int) -> AbstractContextManager[None]:
     )
 
 
-def _bar(options: Options, total: int, finished: int) -> Progress:
+def _bar(options: GenerateOptions, total: int, finished: int, compiling: CompileClock) -> Progress:
     """Return a bar; unseen where the rows themselves go to the terminal that it would be on."""
     is_hidden = options.output is None and sys.stdout.isatty()
-    return progress_bar(
-        total, "generate", "row", initial=finished, file=io.StringIO() if is_hidden else None
-    )
+    file = io.StringIO() if is_hidden else None
+    return progress_bar(total, "generate", "row", initial=finished, file=file, compiling=compiling)
+
+
+def _resolved(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _can_keep_rows(path: Path) -> bool:
+    """Return whether a path is, or may become, a regular file; folders are refused elsewhere."""
+    is_device = Path("/dev") in path.parents and Path("/dev/shm") not in path.parents
+    return not is_device and (path.is_file() or path.is_dir() or not path.exists())

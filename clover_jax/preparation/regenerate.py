@@ -11,13 +11,14 @@ from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt, prompts_hash
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
 from clover_jax.errors import UserError
-from clover_jax.generation.figures import Figures
-from clover_jax.generation.output import decode_with_bar
+from clover_jax.generation.output import DecodingClock, decode_with_bar
 from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.run import memory_advice
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.models import Models, load
 from clover_jax.preparation.options import PrepareOptions
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import passing_note, progress_bar
 from clover_jax.storage.jsonl import read_rows
 from clover_jax.storage.row_writer import RowWriter
@@ -49,7 +50,7 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
         context_overflow="skip",
     )
 
-    path, figures = options.output / REGENERATED, Figures()
+    path, figures = options.output / REGENERATED, RowTotals()
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
     with RowWriter(
         path,
@@ -69,7 +70,7 @@ def _decode(
     settings: GenerationSettings,
     options: PrepareOptions,
     rows: RowWriter,
-    figures: Figures,
+    figures: RowTotals,
 ) -> None:
     if rows.finished == len(prompts):
         return
@@ -82,11 +83,13 @@ def _decode(
         seed=options.seed,
         finished=rows.finished,
     )
+    start = rows.finished
     with (
-        progress_bar(len(prompts), "regenerate", "row", initial=rows.finished) as bar,
+        CompileClock() as compiling,
+        progress_bar(len(prompts), "regenerate", "row", initial=start, compiling=compiling) as bar,
         memory_advice(options.batch_size),
     ):
-        decode_with_bar(stream, rows, figures, bar)
+        decode_with_bar(stream, rows, figures, bar, DecodingClock(compiling))
 
 
 def _read(path: Path) -> list[Record]:

@@ -7,6 +7,7 @@ command resumes and any other is refused.
 
 import json
 import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from clover_jax.storage.json_files import read_json_object
 from clover_jax.storage.jsonl import read_rows, to_json
 
 _FORMAT = 1
+_SECONDS_BETWEEN_NOTES = 1.0
 
 
 class RowWriter:
@@ -48,7 +50,7 @@ class RowWriter:
         """
         self.path = Path(path)
         self._waiting: dict[int, dict[str, Any]] = {}
-        self._replaces = overwrite
+        self._replaces, self._noted = overwrite, 0.0
         manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
         self._manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
         if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
@@ -63,9 +65,10 @@ class RowWriter:
                     f"{self.path} is being written by another process; wait for it or give another "
                     "--output"
                 )
-            self.finished = 0
+            self.finished, self.earlier_seconds = 0, 0.0
             if not overwrite:
                 self._refuse_other_rows(self._manifest)
+                self._take_over_seconds()
                 write_json(self.manifest_path, self._manifest)
                 self.finished = self._drop_torn_line()
         except BaseException:
@@ -99,12 +102,24 @@ class RowWriter:
                 self._file.flush()
             self.finished += 1
 
+    def note_seconds(self, seconds: float) -> None:
+        """Keep for how long this run has worked, so that one that goes on can count it too.
+
+        Writes once a second at most, and at the end: a killed run loses no more than that.
+        """
+        self._manifest["seconds"] = self.earlier_seconds + seconds
+        if not self._replaces and time.monotonic() - self._noted > _SECONDS_BETWEEN_NOTES:
+            self._noted = time.monotonic()
+            write_json(self.manifest_path, self._manifest)
+
     def __enter__(self) -> "RowWriter":
         return self
 
     def __exit__(self, exception_type: type | None, *rest: object) -> None:
         if exception_type is None:
             self._replace()  # by no rows, where none came
+        if "seconds" in self._manifest and not self._replaces:
+            write_json(self.manifest_path, self._manifest)
         self._file.close()
         # A run that ended well has lost a row; one that failed has other worries.
         if exception_type is None and self._waiting:
@@ -119,6 +134,12 @@ class RowWriter:
             self._file.truncate(0)
             write_json(self.manifest_path, self._manifest)
             self._replaces = False
+
+    def _take_over_seconds(self) -> None:
+        if self._file.tell() and self.manifest_path.is_file():
+            seconds = read_json_object(self.manifest_path).get("seconds")
+            if isinstance(seconds, int | float):
+                self._manifest["seconds"] = self.earlier_seconds = seconds
 
     def _refuse_other_rows(self, manifest: dict[str, Any]) -> None:
         # Opened for appending, the file stands at its end: 0 is an empty one, anybody's.

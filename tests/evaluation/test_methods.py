@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -60,7 +59,7 @@ def load(options, tmp_path, monkeypatch):
 
     def run(costs):
         monkeypatch.setattr(auto_tree, "measure_costs", lambda *_: costs)
-        return load_methods(options, GenerationSettings(), jnp.dtype("float32"))
+        return load_methods(options, GenerationSettings())
 
     return run
 
@@ -101,7 +100,7 @@ def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):
 
 def test_every_method_has_the_chat_template_that_is_given(options):
     chosen = dataclasses.replace(options, tree="chain:1", chat_template="vicuna")
-    methods = load_methods(chosen, GenerationSettings(), jnp.dtype("float32"))
+    methods = load_methods(chosen, GenerationSettings())
     assert all("USER: " in method.models.tokenizer.chat_template for method in methods)
 
 

@@ -60,7 +60,9 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
         (["--prompt="], "the prompt is empty; give at least one token"),
         (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["--prompt=a", "--tree=paper25"], "'paper25' has 25 nodes and there is no draft to fill"),
-        (["--prompt=a", "--draft=/nowhere"], "'/nowhere' is neither a folder, nor a hub id"),
+        (["--prompt=a", "--draft=/nowhere"], "--draft=/nowhere: '/nowhere' is neither a folder"),
+        (["--base=/nowhere", "--draft=/no/draft"], "--draft=/no/draft: '/no/draft' is neither"),
+        (["--prompts=a", "--output=/dev/stdout"], "leave --output out to have them on stdout"),
         (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
         (
             ["--prompt=a", "--temperature=1", "--verify=typical", "--draft_sampling=sampled"],
@@ -132,7 +134,10 @@ def test_rows_go_into_files_only(command, prompts_file, tmp_path):
     given = (f"--prompts={prompts_file({'prompt': 'a'})}", "--max_new_tokens=2")
     for path in ("/dev/null", tmp_path / "pipe"):
         status, _, error = command(*given, f"--output={path}")
-        assert (status, f"{path} is no file that rows can be kept in" in error) == (2, True)
+        said = (
+            f"--output={path} is no file that rows can be kept in: a run that was stopped goes on"
+        )
+        assert (status, said in error) == (2, True)
 
 
 def test_a_strict_run_that_fails_at_once_leaves_the_rows_that_are_there(

@@ -125,10 +125,18 @@ def test_a_killed_run_goes_on_to_the_same_file(command, prompts_file, draft, tmp
     again = json.loads(lines[-1])
     counted = ("tau", "tokens", "target_forwards", "accepted_histogram", "rows", "failed")
     assert [again[key] for key in counted] == [figures[key] for key in counted]
+    # Tokens and seconds are of all rows, and of this run's.
+    assert 0 < again["new_tokens"] < again["tokens"] == figures["new_tokens"]
+    assert 0 < again["new_seconds"] < again["seconds"]
+    assert again["tokens_per_second"] == pytest.approx(
+        again["new_tokens"] / again["new_seconds"], rel=0.05
+    )
 
     status, lines, _ = command(*arguments)
     assert (status, output.read_text().splitlines()) == (1, resumed)
-    assert json.loads(lines[-1])["tokens_per_second"] is None
+    last = json.loads(lines[-1])
+    assert (last["tokens_per_second"], last["new_tokens"]) == (None, 0)
+    assert last["seconds"] >= again["seconds"]
 
 
 def test_sampled_text_is_that_of_plain_sampling_row_by_row(command, prompts_file, draft):

@@ -97,6 +97,19 @@ def test_other_settings_are_refused_and_named_and_change_nothing(output, changes
     assert output.read_bytes() == b""
 
 
+def test_seconds_of_earlier_runs_are_kept_beside_the_rows(output):
+    with open_rows(output) as rows:
+        rows.note_seconds(2.5)
+        assert rows.earlier_seconds == 0
+    with pytest.raises(ZeroDivisionError), open_rows(output) as rows:
+        rows.note_seconds(1.0)
+        raise ZeroDivisionError
+    with open_rows(output) as rows:
+        assert (rows.finished, rows.earlier_seconds) == (2, 3.5)
+    with open_rows(output, overwrite=True) as rows:
+        assert rows.earlier_seconds == 0
+
+
 def test_what_is_overwritten_stays_until_there_is_a_row(output):
     manifest = output.parent / "out.jsonl.manifest.json"
     before = output.read_bytes(), manifest.read_bytes()

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.generation.stop_strings import StopCut, StopSearch, find_stop, settled_length
+from clover_jax.generation.answer_text import AnswerText, StopCut, find_stop, settled_length
 
 # Tokens 0 to 9 as a tokenizer might have them: of one letter, of several, of none.
 WORDS = ["a", "b", "-", "--", "a-", "-b", "", "ab", "b--a", "c"]
@@ -84,7 +84,7 @@ def test_tokens_before_the_stop_string_are_kept(ids, stops, expected):
 @settings(deadline=None, derandomize=True)
 def test_the_cut_does_not_depend_on_how_many_tokens_come_at_a_time(pieces, ids, chunk):
     stops = ["--", "ab-", "?"]
-    search, found, end = StopSearch(stops, pieces), None, 0
+    search, found, end = AnswerText(stops, pieces), None, 0
     while found is None and end < len(ids):
         end = min(end + chunk, len(ids))
         found = search.take(ids[:end])
@@ -95,10 +95,36 @@ def test_the_cut_does_not_depend_on_how_many_tokens_come_at_a_time(pieces, ids, 
 
 
 def test_a_stop_string_in_a_run_is_found_before_the_run_ends():
-    search = StopSearch(["--"], Runs)
+    search = AnswerText(["--"], Runs)
     assert search.take([0]) is None
     assert search.take([0, 3]) == StopCut(1, "a")
-    assert StopSearch(["--"], Runs).take([0, 3, 9]) == StopCut(1, "a")  # which "c" would undo
+    assert AnswerText(["--"], Runs).take([0, 3, 9]) == StopCut(1, "a")  # which "c" would undo
+
+
+class Incomplete(Words):
+    """Text in which token 9 is half of a character, and two of them are "é"."""
+
+    def __init__(self):
+        self._text, self._num_given = "", 0
+
+    def push(self, ids):
+        self._text += "".join("\ufffd" if id_ == 9 else WORDS[id_] for id_ in ids)
+        self._text = self._text.replace("\ufffd\ufffd", "é")
+        settled = self._text.rstrip("\ufffd")
+        piece, self._num_given = settled[self._num_given :], max(len(settled), self._num_given)
+        return piece
+
+    def held(self):
+        return self._text[self._num_given :]
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 3, 4])
+def test_a_replacement_character_stops_a_text_where_no_token_can_complete_it(chunk):
+    for ids, expected in (([0, 9, 9, 1], None), ([0, 9, 1, 9], StopCut(1, "a"))):
+        search, cut = AnswerText(["\ufffd"], Incomplete), None
+        for end in range(chunk, len(ids) + chunk, chunk):
+            cut = cut or search.take(ids[:end])
+        assert cut == expected
 
 
 @given(text=st.text("ab-", max_size=8), rest=st.text("ab-", max_size=6))

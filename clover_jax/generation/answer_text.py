@@ -1,9 +1,12 @@
-"""Stop strings: where they cut a text that comes token by token."""
+"""The text of an answer as its tokens come, and the stop string that cuts it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
+
+# A character that lacks bytes reads as this; a later token may complete it.
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class StopCut(NamedTuple):
@@ -30,30 +33,51 @@ class Pieces(Protocol):
         """Return whether text of some of these tokens may read otherwise after later ones."""
 
 
-class StopSearch:
-    """Looks for stop strings in one text as its tokens come; it finds what `find_stop` does."""
+class AnswerText:
+    """The text of one answer, detokenized once as its tokens come.
+
+    `take` looks for stop strings and finds what `find_stop` does; `settled` hands out the text.
+    """
 
     def __init__(self, stops: Sequence[str], open_pieces: Callable[[], Pieces]):
         """Begin a text; `open_pieces` gives it from its first token on."""
         self._stops, self._open = stops, open_pieces
-        self._pieces = open_pieces() if stops else None
-        self._overlap = max(map(len, stops), default=1) - 1  # of two pieces that hold one string
-        self._recent = ""
-        self._num_clean = 0
+        self._pieces = open_pieces()
+        # A stop string may begin in one piece and end in the next.
+        self._overlap = max(map(len, stops), default=1) - 1
+        self._text = ""
+        self._num_tokens = self._num_handed_out = 0
 
     def take(self, ids: Sequence[int]) -> StopCut | None:
-        """Return where the text of all tokens so far is cut; None where it is not."""
-        if not self._stops:
-            return None
-        new, pieces = ids[self._num_clean :], self._pieces
+        """Take in all tokens so far; return where a stop string cuts their text, None without."""
+        new = ids[self._num_tokens :]
         # Token by token where one may undo what those before it read, else all at once.
-        for part in [[id_] for id_ in new] if pieces.holds_back(new) else [new]:
-            text = self._recent + pieces.push(part)
-            if _first(text + pieces.held(), self._stops) is not None:
-                return find_stop(self._open, ids, self._stops, self._num_clean)
-            self._recent = text[max(len(text) - self._overlap, 0) :]
-        self._num_clean = len(ids)
+        is_fragile = self._stops and self._pieces.holds_back(new)
+        for part in [[id_] for id_ in new] if is_fragile else [new]:
+            recent = max(len(self._text) - self._overlap, 0)
+            self._text += self._pieces.push(part)
+            text = _readable(self._text[recent:], self._pieces) if self._stops else ""
+            if _first(text, self._stops) is not None:
+                return find_stop(self._open, ids, self._stops, self._num_tokens)
+        self._num_tokens = len(ids)
         return None
+
+    def settled(self) -> str:
+        """Return what is new of the text that neither tokens nor stop strings can still change."""
+        return self._hand_out(self._text[: settled_length(self._text, self._stops)])
+
+    def rest(self, text: str) -> str:
+        """Return what was not handed out yet of the whole text, which ends where a stop cut it."""
+        return self._hand_out(text)
+
+    def whole(self) -> str:
+        """Return the text of all tokens, as it reads when nothing follows."""
+        return self._text + self._pieces.held()
+
+    def _hand_out(self, text: str) -> str:
+        piece = text[self._num_handed_out :]
+        self._num_handed_out += len(piece)
+        return piece
 
 
 def find_stop(
@@ -65,9 +89,10 @@ def find_stop(
     """Return where the first stop string cuts the text of `ids`; None where there is none.
 
     First is the one that the fewest tokens complete; of several, the leftmost. So the answer does
-    not depend on how many tokens come at a time.
+    not depend on how many tokens come at a time. A replacement character at the end does not count
+    before the token after it: it may be the beginning of another character.
 
-    num_clean: of how many tokens it is known that their text, and that of fewer, holds none.
+    num_clean: the text of this many tokens, and of fewer, is known to hold none.
 
     Example: with one letter a token, "a-b--c" and the stop "--" give StopCut(3, "a-b").
     """
@@ -75,10 +100,10 @@ def find_stop(
     settled = pieces.push(ids[:num_clean])
     for num_seen in range(num_clean + 1, len(ids) + 1):
         settled += pieces.push(ids[num_seen - 1 : num_seen])
-        text = settled + pieces.held()
-        position = _first(text, stops)
-        if position is not None:
-            return StopCut(_num_before(open_pieces, ids[:num_seen], position), text[:position])
+        text = _readable(settled, pieces)
+        start = _first(text, stops)
+        if start is not None:
+            return StopCut(_num_before(open_pieces, ids[:num_seen], start), text[:start])
     return None
 
 
@@ -89,6 +114,11 @@ def settled_length(text: str, stops: Sequence[str]) -> int:
     it is for "so\\n\\nbe".
     """
     return min((_settled(text, stop) for stop in stops), default=len(text))
+
+
+def _readable(settled: str, pieces: Pieces) -> str:
+    """Return a text with what is held back of it, but for a character that may lack bytes."""
+    return settled + pieces.held().rstrip(_INCOMPLETE)
 
 
 def _num_before(open_pieces: Callable[[], Pieces], ids: Sequence[int], position: int) -> int:
@@ -103,8 +133,8 @@ def _num_before(open_pieces: Callable[[], Pieces], ids: Sequence[int], position:
 
 
 def _first(text: str, stops: Sequence[str]) -> int | None:
-    found = [position for stop in stops if (position := text.find(stop)) >= 0]
-    return min(found, default=None)
+    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
+    return min(starts, default=None)
 
 
 def _settled(text: str, stop: str) -> int:

@@ -1,12 +1,12 @@
-"""Figures over rows: tau leaves prefill out, turns count one by one."""
+"""RowTotals over rows: tau leaves prefill out, turns count one by one."""
 
 import pytest
 
-from clover_jax.generation.figures import Figures
+from clover_jax.generation.row_totals import RowTotals
 
 
 def summed(*rows):
-    figures = Figures()
+    figures = RowTotals()
     for row in rows:
         figures.add(row)
     return figures

@@ -2,7 +2,7 @@
 
 import pytest
 
-from clover_jax.generation.row_job import forwards_until
+from clover_jax.generation.row_state import forwards_until
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
 
 
-class Figures:
+class RowTotals:
     """Sums over output rows, those of an earlier run among them."""
 
     def __init__(self):

@@ -1,0 +1,214 @@
+"""One prompt row on its way through the engine, its turns played one after the other."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import Prompt
+from clover_jax.decoding.requests import Generation, Progress, Request
+from clover_jax.errors import UserError
+from clover_jax.generation.answer_text import AnswerText, StopCut
+from clover_jax.generation.overflow import fit_context
+from clover_jax.generation.settings import GenerationSettings
+from clover_jax.loading.models import Models
+from clover_jax.tokenizers.detokenization import TextStream
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One answer, in the keys and the order of an output row.
+
+    text: None without a tokenizer, and while tokens still come. finish_reason: None likewise.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    accepted: list[int]
+    target_forwards: int
+    tau: float | None
+    seconds: float
+    finish_reason: str | None
+
+
+class Piece(NamedTuple):
+    """What one forward of the base added to an answer.
+
+    forward: its number, 0 for prefill. ids: its tokens.
+    text: what is settled now, by tokens and stop strings; "" without a tokenizer.
+    """
+
+    forward: int
+    ids: list[int]
+    text: str
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnProgress:
+    """What is new of a row's current turn.
+
+    turn: the answer so far, or all of it when `ended`; a stop string has cut it then.
+    generation: the engine's own account, with what was drafted and beyond a cut.
+    pieces: of a row that is watched, its new tokens and text.
+    num_cut: tokens of the turn's prompt that the context had no room for.
+    """
+
+    turn: Turn
+    generation: Generation
+    pieces: list[Piece]
+    ended: bool
+    num_cut: int
+
+
+class RowState:
+    """A row that is being decoded: its answers so far, and the text of the current one."""
+
+    def __init__(
+        self, prompt: Prompt, settings: GenerationSettings, models: Models, is_watched: bool = False
+    ):
+        """Take the row; raises UserError for what it asks for and cannot have.
+
+        is_watched: whether the text is wanted as it comes, which costs the host some time.
+        """
+        self.prompt = prompt
+        self._settings = settings.for_row(prompt)
+        self._models, self._is_watched = models, is_watched
+        self._turns: list[Turn] = []
+        if self._settings.stop and models.tokenizer is None:
+            raise UserError(
+                f"{prompt.source}: stop strings need the base's tokenizer files, which are "
+                "missing; leave stop out"
+            )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every turn has its answer."""
+        return len(self._turns) == self.prompt.num_turns
+
+    def next_request(self) -> Request:
+        """Return what to decode for the next turn.
+
+        Raises UserError or Skipped when the turn cannot be decoded, naming the row.
+        """
+        base, tokenizer = self._models.base.config, self._models.tokenizer
+        answers = [turn.text for turn in self._turns]
+        ids = encode_prompt(self.prompt, tokenizer, base.vocab_size, answers)
+        fitting = fit_context(ids, base, self._settings, self.prompt.source)
+
+        self._num_cut, self._num_seen = len(ids) - len(fitting), 0
+        self._answer = None
+        if tokenizer is not None:
+            self._answer = AnswerText(self._settings.stop, lambda: TextStream(tokenizer, fitting))
+        return Request(
+            self.prompt.index,
+            fitting,
+            self._settings.max_new_tokens,
+            () if self._settings.ignore_eos else base.eos_token_ids,
+            temperature=self._settings.temperature,
+            top_k=self._settings.top_k,
+            top_p=self._settings.top_p,
+            seed=self._settings.seed,
+            turn=len(self._turns),
+        )
+
+    def take(self, progress: Progress) -> TurnProgress:
+        """Take in new tokens of the current turn; stop it at a stop string."""
+        row = progress.row
+        pieces, cut = self._watch(row) if self._is_watched else ([], None)
+        # Text that nobody needs before the end is detokenized at once, in the end.
+        if self._answer and not self._is_watched and (self._settings.stop or progress.done):
+            cut = self._answer.take(row.output_ids)
+        ended = progress.done or cut is not None
+        if cut is not None:
+            progress.stop()
+            turn = _stopped_turn(row, cut)
+        else:
+            turn = _turn(row, self._answer.whole() if self._answer and ended else None)
+
+        if ended:
+            self._turns.append(turn)
+            if self._is_watched and self._answer:
+                pieces.append(Piece(row.target_forwards, [], self._answer.rest(turn.text)))
+        return TurnProgress(turn, row, pieces, ended, self._num_cut)
+
+    def _watch(self, row: Generation) -> tuple[list[Piece], StopCut | None]:
+        """Return what each forward added, up to the one that completes a stop string."""
+        pieces: list[Piece] = []
+        for forward, ids in forward_groups(row, self._num_seen):
+            self._num_seen += len(ids)
+            cut = self._answer.take(row.output_ids[: self._num_seen]) if self._answer else None
+            if cut is not None:
+                kept = max(cut.num_kept - self._num_seen + len(ids), 0)
+                return [*pieces, Piece(forward, ids[:kept], "")], cut
+            pieces.append(Piece(forward, ids, self._answer.settled() if self._answer else ""))
+        return pieces, None
+
+    def output_row(self) -> dict[str, Any]:
+        """Return the finished row's output; with several turns each value is a list."""
+        columns = [dataclasses.asdict(turn) for turn in self._turns]
+        if self.prompt.num_turns == 1:
+            return {"index": self.prompt.index, **columns[0]}
+        joined = {name: [column[name] for column in columns] for name in columns[0]}
+        return {"index": self.prompt.index, **joined}
+
+
+def forward_groups(turn: Generation, first: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the tokens from number `first` on, by the forward that gave them; prefill is 0.
+
+    Example: ids 5 6 7 8 9 with accepted [2, 4] were given as (0, [5]), (1, [6, 7, 8]) and
+    (2, [9]): a limit cut the rest of the last.
+    """
+    counts = [1, *(accepted + 1 for accepted in turn.accepted)]
+    for number, end in enumerate(accumulate(counts)):
+        ids = turn.output_ids[max(first, end - counts[number]) : end]
+        if ids:
+            yield number, ids
+
+
+def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:
+    """Return how many forwards it took to emit a number of tokens, prefill's own included.
+
+    Example: accepted [2, 0, 3] emits 1 + 3 + 1 + 4 tokens, so 1 token took 0 forwards, 4 took 1,
+    5 took 2 and 6 took 3.
+    """
+    emitted = 1
+    for forwards, count in enumerate(accepted):
+        if emitted >= num_tokens:
+            return forwards
+        emitted += count + 1
+    return len(accepted)
+
+
+def _turn(row: Generation, text: str | None) -> Turn:
+    return Turn(
+        prompt_ids=row.prompt_ids,
+        output_ids=row.output_ids,
+        text=text,
+        accepted=row.accepted,
+        target_forwards=row.target_forwards,
+        tau=row.tau,
+        seconds=round(row.seconds, 6),
+        finish_reason=row.finish_reason,
+    )
+
+
+def _stopped_turn(row: Generation, cut: StopCut) -> Turn:
+    """Return the turn that ends before the stop string, with the forwards that its tokens took.
+
+    Those beyond are cut like the tokens they gave, so that tau is 1 for plain decoding.
+    """
+    forwards = forwards_until(row.accepted, cut.num_kept)
+    return Turn(
+        prompt_ids=row.prompt_ids,
+        output_ids=row.output_ids[: cut.num_kept],
+        text=cut.text,
+        accepted=row.accepted[:forwards],
+        target_forwards=forwards,
+        tau=(cut.num_kept - 1) / forwards if forwards else None,
+        seconds=round(row.seconds, 6),
+        finish_reason="stop",
+    )
