@@ -24,20 +24,37 @@ import dataclasses
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
-from clover_jax.data.prompts import Prompt, parse_prompt
+from absl import flags as absl_flags
+
+from clover_jax.cli import command_flags
+from clover_jax.data.prompts import BadPrompt, Prompt, parse_prompt
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.generation.text_pieces import TextPieces
 from clover_jax.loading.models import Models, ModelSpec, load
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.storage.jsonl import plain_values
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 
-__all__ = ["Piece", "UserError", "generate", "generate_rows", "load_base", "load_draft", "train"]
+__all__ = [
+    "GenerationSettings",
+    "Models",
+    "Piece",
+    "TrainSettings",
+    "UserError",
+    "convert",
+    "evaluate",
+    "generate",
+    "generate_rows",
+    "load_base",
+    "load_draft",
+    "prepare",
+    "train",
+]
 
 Settings = TypeVar("Settings", GenerationSettings, TrainSettings)
 PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
@@ -116,17 +133,14 @@ def generate(
     """
     row = as_prompt(prompt)
     chosen = _chosen(GenerationSettings, settings)
-    stream = open_stream(models, [row], chosen, seed=seed, strict=True)
-    pieces, num_seen = TextPieces(models.tokenizer), 0
-    for event in stream:
-        if event.generation is None:
+    for event in open_stream(models, [row], chosen, seed=seed, strict=True, is_watched=True):
+        if event.progress is None:
             raise UserError(event.row["skipped"])
-        # A stop string cuts the ended turn.
-        turn = event.job.turns[-1] if event.turn_ended else event.generation
-        reason = event.job.turns[-1].finish_reason if event.turn_ended else None
-        ids, count = turn.output_ids[num_seen:], len(turn.output_ids)
-        yield Piece(pieces.take(event), ids, count, turn.target_forwards, turn.tau, reason)
-        num_seen = 0 if event.turn_ended else count
+        turn, new = event.progress.turn, event.progress.pieces
+        text = "".join(piece.text for piece in new)
+        ids = [id_ for piece in new for id_ in piece.ids]
+        figures = (len(turn.output_ids), turn.target_forwards, turn.tau, turn.finish_reason)
+        yield Piece(text, ids, *figures)
 
 
 def generate_rows(
@@ -135,17 +149,21 @@ def generate_rows(
     *,
     batch_size: int = 8,
     seed: int = 0,
+    strict: bool = True,
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
     """Decode many prompts, `batch_size` at once, and yield each one's output row when it ends.
 
     prompts: as `generate` takes them, or rows as in the command's files ({"turns": [...]}, ...).
+    strict: raise the UserError of a prompt that cannot be decoded; else yield it as a row,
+        {"index": 4, "error": "..."}, as the command does.
     Yields what `generate --output` writes: index (of the prompt), output_ids, text, tau, ...
-    A prompt that cannot be decoded raises its UserError.
     """
-    rows = [as_prompt(prompt, index) for index, prompt in enumerate(prompts)]
+    if isinstance(prompts, str | bytes | Mapping):
+        raise UserError(f"prompts must be several, not {prompts!r}; give [{prompts!r}] for one")
+    rows = [_row(prompt, index, strict) for index, prompt in enumerate(prompts)]
     chosen = _chosen(GenerationSettings, settings)
-    stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=True)
+    stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=strict)
     yield from (event.row for event in stream if event.row is not None)
 
 
@@ -165,6 +183,49 @@ def train(
     chosen = _chosen(TrainSettings, settings)
     stop = stop or threading.Event()
     return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
+
+
+def evaluate(
+    output: str | Path, drafts: Mapping[str, str | Path] | None = None, **settings: Any
+) -> dict[str, Any]:
+    """Measure drafts against plain decoding and return the key figures of the report in `output`.
+
+    drafts: name in the report -> draft, as `load_draft` takes it; None measures plain decoding.
+    settings: the flags of `python -m clover_jax.evaluate`: base, prompts, repeats, ...
+    """
+    from clover_jax import evaluate as command
+
+    named = ",".join(f"{name}={source}" for name, source in (drafts or {}).items())
+    return command.execute(_flags(command, output=output, drafts=named or None, **settings))
+
+
+def prepare(output: str | Path, **settings: Any) -> dict[str, Any]:
+    """Write training samples, activations or new answers to `output`; return the counts.
+
+    settings: the flags of `python -m clover_jax.prepare`: data, base, seq_len, features, ...
+    """
+    from clover_jax import prepare as command
+
+    return command.execute(_flags(command, output=output, **settings))
+
+
+def convert(input: str | Path, output: str | Path, **settings: Any) -> dict[str, Any]:
+    """Write the head at `input` to `output` in the layout `to`; return the report.
+
+    settings: the flags of `python -m clover_jax.convert`: base, to, verify, ...
+    """
+    from clover_jax import convert as command
+
+    return command.execute(_flags(command, input=input, output=output, **settings))
+
+
+def _row(prompt: PromptLike | Mapping[str, Any], index: int, strict: bool) -> Prompt | BadPrompt:
+    try:
+        return as_prompt(prompt, index)
+    except UserError as error:
+        if strict:
+            raise
+        return BadPrompt(index, f"prompt {index}", str(error))
 
 
 def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
@@ -194,3 +255,22 @@ def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
     # A number may come from numpy or jax.
     plain = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in given.items()}
     return kind(**plain)
+
+
+def _flags(command: ModuleType, **given: Any) -> absl_flags.FlagValues:
+    """Return a command's flags with these values, checked as on the command line; None is unset."""
+    defined = command_flags.defined(command.define_flags)
+    argv = []
+    for name, value in given.items():
+        if name not in defined or name == "flagfile":
+            known = ", ".join(sorted(set(defined) - {"flagfile"}))
+            raise UserError(f"{name!r} is no setting; the settings are {known}")
+        several = isinstance(value, list | tuple)
+        if several and not isinstance(defined[name], absl_flags.MultiFlag):
+            value, several = ",".join(map(str, value)), False
+        values = value if several else [] if value is None else [value]
+        argv += [f"--{name}={one}" for one in values]
+    try:
+        return command_flags.parse_flags(command.define_flags, argv)
+    except absl_flags.Error as error:
+        raise UserError(str(error)) from error

@@ -58,6 +58,15 @@ def define_flags(flags):
 
 def main(flags) -> int:
     """Run the command."""
+    report = execute(flags)
+    if flags.verify:
+        print(_verdict(report), file=sys.stderr, flush=True)
+    cli.report(report)
+    return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
+
+
+def execute(flags) -> dict:
+    """Convert what the flags ask for and return the report."""
     from clover_jax.conversion.conversion import ConvertOptions, convert
     from clover_jax.errors import UserError
 
@@ -67,11 +76,7 @@ def main(flags) -> int:
     if flags.prompts and not flags.verify:
         raise UserError(f"--prompts={flags.prompts} are for --verify, which is missing")
     names = [field for field in ConvertOptions.__dataclass_fields__ if field in flags]
-    report = convert(ConvertOptions(**{name: flags[name].value for name in names}))
-    if flags.verify:
-        print(_verdict(report), file=sys.stderr, flush=True)
-    cli.report(report)
-    return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
+    return convert(ConvertOptions(**{name: flags[name].value for name in names}))
 
 
 def _verdict(report: dict) -> str:

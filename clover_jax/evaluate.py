@@ -58,6 +58,13 @@ def main(flags) -> int:
 
         cli.report(compare(flags.compare, flags.output))
         return cli.STATUS_OK
+    result = execute(flags)
+    cli.report(result)
+    return cli.STATUS_SOME_FAILED if result["problems"] else cli.STATUS_OK
+
+
+def execute(flags) -> dict:
+    """Measure what the flags ask for and return the report's key figures."""
     from clover_jax.evaluation.options import Options
     from clover_jax.evaluation.run import run
 
@@ -69,9 +76,7 @@ def main(flags) -> int:
     spec = model_spec(flags, tree=None)  # --tree is for the drafts
     options = Options(spec, output=output, **{name: flags[name].value for name in names})
     settings = cli.flag_settings(flags, "compare", "overwrite")
-    result = run(options, generation_settings(flags), settings)
-    cli.report(result)
-    return cli.STATUS_SOME_FAILED if result["problems"] else cli.STATUS_OK
+    return run(options, generation_settings(flags), settings)
 
 
 if __name__ == "__main__":

@@ -71,6 +71,15 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
 
 def main(flags: absl_flags.FlagValues) -> int:
     """Prepare and report."""
+    report = execute(flags)
+    if not flags.preview:
+        print(_summary(report))
+    cli.report(report)
+    return 0
+
+
+def execute(flags: absl_flags.FlagValues) -> dict:
+    """Prepare what the flags ask for and return the report."""
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: prepare uses one device; leave --mesh out")
     import dataclasses
@@ -82,11 +91,7 @@ def main(flags: absl_flags.FlagValues) -> int:
     values = {name: flags[name].value for name in names}
     output = flags.output and Path(flags.output).expanduser()
     values["output"] = output or cli.workdir_of(flags, "prepare")
-    report = run_prepare(PrepareOptions(model_spec(flags), **values))
-    if not flags.preview:
-        print(_summary(report))
-    cli.report(report)
-    return 0
+    return run_prepare(PrepareOptions(model_spec(flags), **values))
 
 
 def _summary(report: dict) -> str:

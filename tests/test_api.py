@@ -195,5 +195,52 @@ def test_a_wrong_setting_of_training_is_a_user_error(tmp_path, name, value, mess
     assert not (tmp_path / "w").exists()
 
 
+def test_one_prompt_in_place_of_several_is_refused(models):
+    for prompts in ("text", {"prompt": "text"}):
+        with pytest.raises(UserError, match=r"prompts must be several, not .*; give \["):
+            list(api.generate_rows(models, prompts))
+
+
+def test_a_prompt_that_fails_is_a_row_where_that_is_asked_for(models):
+    prompts = ["a", 5, [5] * 5000, "b"]
+    rows = list(api.generate_rows(models, prompts, max_new_tokens=2, strict=False))
+    rows = {row["index"]: row for row in rows}
+    assert [set(rows[index]) == {"index", "error"} for index in range(4)] == [
+        False,
+        True,
+        True,
+        False,
+    ]
+    assert rows[1]["error"].startswith("prompt 1 must be text, token ids")
+    assert rows[2]["error"].startswith("prompt 2: the prompt has 5000 tokens")
+
+
+def test_the_library_measures_prepares_and_converts(folder, tmp_path):
+    base = str(folder / "base")
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "he"}\n')
+    settings = {"base": base, "prompts": tmp_path / "prompts.jsonl", "max_new_tokens": 4}
+    figures = api.evaluate(tmp_path / "out", {"a": folder / "draft"}, repeats=1, **settings)
+    assert (tmp_path / "out" / "report.md").is_file()
+    assert figures["problems"] == []
+    text = json.dumps({"text": "some text for everybody " * 20}) + "\n"
+    (tmp_path / "some.jsonl").write_text(text * 40)
+    counts = api.prepare(tmp_path / "data", base=base, data=tmp_path / "some.jsonl", seq_len=32)
+    assert counts["samples"] > 0
+    report = api.convert(folder / "draft", tmp_path / "head", base=base, to="clover2")
+    assert (report["drafter"], report["to"]) == ("clover2", "clover2")
+
+
+def test_a_wrong_setting_of_a_command_is_a_user_error(tmp_path):
+    with pytest.raises(UserError, match="'bases' is no setting; the settings are allow_base_mis"):
+        api.convert("a", "b", bases="c")
+    with pytest.raises(UserError, match="repeats"):
+        api.evaluate(tmp_path / "out", repeats=0)
+
+
+def test_the_names_of_its_signatures_are_there():
+    assert {"GenerationSettings", "TrainSettings", "Models"} <= set(api.__all__)
+    assert all(hasattr(api, name) for name in api.__all__)
+
+
 def test_importing_the_package_loads_nothing(run_python):
     run_python("import clover_jax, sys; assert 'jax' not in sys.modules; clover_jax.api.generate")

@@ -36,10 +36,14 @@ def test_the_colab_notebook_runs(tmp_path, monkeypatch):
         "BATCH_SIZE": 2,
         "SEQ_LEN": 32,
         "PROMPT": "the hat",
-        "MORE_FLAGS": [
-            *("--num_positions=2", "--num_augmenting_layers=1", "--tree=chain:2"),
-            *("--eval_max_new_tokens=4", "--log_every=1", "--eval_prompts=prompts.jsonl"),
-        ],
+        "MORE_SETTINGS": {
+            "drafter_options": "num_augmenting_layers=1",
+            "num_positions": 2,
+            "tree": "chain:2",
+            "eval_max_new_tokens": 4,
+            "log_every": 1,
+            "eval_prompts": "prompts.jsonl",
+        },
     }
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "the"}\n')
     names = {}
@@ -50,4 +54,8 @@ def test_the_colab_notebook_runs(tmp_path, monkeypatch):
             names.update(tiny)
     assert [row["step"] for row in names["measured"]] == [1, 2]
     names["plt"].close("all")
-    assert (tmp_path / "runs" / "notebook" / "orbax").is_dir()
+    assert names["texts"][0] == names["texts"][1] != ""
+    assert names["exported"]["to"] == "clover2"
+    assert (tmp_path / "runs/notebook/exported/model.safetensors").is_file()
+    sources = [source for source, _ in code_cells(NOTEBOOKS[0])]
+    assert not any("cli" in source for source in sources), "the library does all of it"
