@@ -99,7 +99,8 @@ def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):
 
 
 def test_every_method_has_the_chat_template_that_is_given(options):
-    chosen = dataclasses.replace(options, tree="chain:1", chat_template="vicuna")
+    spec = dataclasses.replace(options.spec, chat_template="vicuna")
+    chosen = dataclasses.replace(options, tree="chain:1", spec=spec)
     methods = load_methods(chosen, GenerationSettings())
     assert all("USER: " in method.models.tokenizer.chat_template for method in methods)
 

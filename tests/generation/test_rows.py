@@ -1,6 +1,7 @@
 """The generate command on random tiny models: what it prints, writes and resumes."""
 
 import gzip
+import io
 import json
 import os
 import subprocess
@@ -88,6 +89,14 @@ def test_rows_go_to_stdout_in_input_order_without_an_output(command, prompts_fil
     assert [row["index"] for row in printed] == [0, 1, 2, 3]
     assert [len(row["output_ids"]) for row in printed] == [30, 3, 3, 3]
     assert (result["rows"], result["tokens"]) == (4, 39)
+
+
+def test_prompts_come_from_standard_input(command, monkeypatch):
+    typed = io.TextIOWrapper(io.BytesIO(b'{"prompt": "a"}\n{"prompt": "b"}\n'))
+    monkeypatch.setattr("sys.stdin", typed)
+    status, lines, _ = command("--prompts=-", "--max_new_tokens=3")
+    assert status == 0
+    assert [json.loads(line).get("index") for line in lines[:2]] == [0, 1]
 
 
 def test_a_killed_run_goes_on_to_the_same_file(command, prompts_file, draft, tmp_path, monkeypatch):
