@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import sys
 import threading
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -14,10 +15,11 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
-from clover_jax.data.chat import encode_record
+from clover_jax.data.chat import Encoded
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import read_prompts
 from clover_jax.data.records import Record
+from clover_jax.data.samples import RecordSamples
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request
@@ -162,8 +164,10 @@ def evaluation_prompts(
         prompts = [encode_prompt(row, tokenizer, vocab_size) for row in rows]
     else:
         source = "the held-out part of --data"
-        # A generator: a tokenised record is only made while prompts are still missing.
-        openings = (_opening(record, tokenizer, vocab_size) for record in heldout)
+        # A generator: a sample is only tokenised while prompts are still missing. Uncut, and empty
+        # where its record is refused, as in training.
+        samples = RecordSamples(heldout, tokenizer, vocab_size, seq_len=sys.maxsize)
+        openings = (_opening(samples[index]) for index in range(len(samples)))
         prompts = _distinct(openings, count)
 
     # One that is too long is left out rather than refused: the others still measure.
@@ -177,11 +181,8 @@ def evaluation_prompts(
     return fitting
 
 
-def _opening(
-    record: Record, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
-) -> list[int]:
-    """Return what comes before a record's answer, or its first tokens where that is too little."""
-    encoded = encode_record(record, tokenizer, vocab_size)
+def _opening(encoded: Encoded) -> list[int]:
+    """Return what comes before a sample's answer, or its first tokens where that is too little."""
     # What `generate` would be asked: all up to the first token that the head learns to draft.
     answer = int(encoded.loss_mask.argmax()) if encoded.loss_mask.any() else 0
     size = answer if answer >= SHORTEST_PROMPT else min(OPENING_TOKENS, len(encoded.tokens) // 2)

@@ -40,3 +40,9 @@ def test_a_prompts_file_takes_precedence(base, tmp_path):
 def test_no_prompt_at_all_is_refused_with_what_would_be_right(base):
     with pytest.raises(UserError, match="give --eval_prompts=FILE, or --eval_every=0"):
         evaluation_prompts(None, [], base, None, 3)
+
+
+def test_a_held_out_record_that_cannot_be_read_is_left_out(base, capsys):
+    rows = [TokenRow("f:1", (10**6,), (1,)), TokenRow("f:2", tuple(range(10)), (20, 21))]
+    assert evaluation_prompts(None, rows, base, None, 4) == [list(range(10))]
+    assert "left out a sample: f:1: token id 1000000 is outside" in capsys.readouterr().err
