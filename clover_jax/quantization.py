@@ -78,6 +78,7 @@ def load_rounded_base(
     Each layer's matrices are rounded as soon as they lie where they belong, so that no device ever
     holds more than one that is not. The base goes on being known by lm_head as it was read.
     """
+    # The wrapped placement sees one matrix at a time.
     if "base" in parts:
         place = _rounding(place or place_as(dtype))
     base = load_base(source, dtype, place)
@@ -118,5 +119,6 @@ def _rounding(place: Place) -> Place:
 
 
 def _round_leaf(name: str, leaf: Array) -> Matrix:
+    # Numbered leaves (lm_head_0 ..) are as their name without the number.
     inputs = INPUTS.get(name, INPUTS.get(re.sub(r"_\d+$", "", name)))
     return leaf if inputs is None else _round(leaf, inputs)

@@ -16,6 +16,7 @@ from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import state_shapes
 from clover_jax.loading.models import ModelSpec, load, load_shapes
+from clover_jax.models.batch import Batch
 from clover_jax.models.int8 import Int8Matrix, quantize, widen
 from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.pretrained.loading import load_base
@@ -84,7 +85,12 @@ def test_a_rounded_head_computes_with_what_its_matrices_stand_for(name):
     def logits(params, base, features):
         frozen = frozen_from_base(base)
         states = module.apply(
-            {"params": params}, frozen, features, tokens, ones, tokens, rng, method="train_forward"
+            {"params": params},
+            frozen,
+            features,
+            Batch(tokens, ones, tokens, ones > 0),
+            rng,
+            method="train_forward",
         )
         return module.apply({"params": params}, frozen, states[0], 0, method="logits")
 

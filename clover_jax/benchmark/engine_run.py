@@ -6,7 +6,7 @@ import statistics
 from collections.abc import Iterator
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.requests import Generation, Progress, Request
+from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.loading.models import Models
 from clover_jax.timing.turns import WARM_UP, Run
@@ -49,12 +49,12 @@ class EngineRun:
         stream.close()
         return 1 + statistics.mean(count for row in rows for count in row.accepted)
 
-    def _stream(self, length: int, end: int) -> Iterator[Progress]:
+    def _stream(self, length: int, end: int) -> Iterator[RowUpdate]:
         prompt = [index % self._subject.base.config.vocab_size for index in range(1, length + 1)]
         requests = [Request(index, prompt, end - length) for index in range(self._batch)]
         weights = self._subject.weights
         return self._engine.stream(weights.base, weights.draft, requests)
 
-    def _take(self, stream: Iterator[Progress]) -> list[Generation]:
+    def _take(self, stream: Iterator[RowUpdate]) -> list[Generation]:
         """Return every row after the next chunk, whose tokens are on the host by then."""
         return [next(stream).row for _ in range(self._batch)]

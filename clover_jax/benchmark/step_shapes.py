@@ -11,10 +11,10 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Params
-from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.batch import Batch
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.families import read_base_config
 from clover_jax.pretrained.shapes import base_shapes, is_shape, shape_config

@@ -23,8 +23,8 @@ from grain.experimental import (
     ThreadPrefetchIterDataset,
 )
 
-from clover_jax.data.batch import Batch
 from clover_jax.data.samples import Samples, learnable_pieces
+from clover_jax.models.batch import Batch
 
 # Rows that are packed together: more leave less padding.
 BATCHES_PER_PACK = 4

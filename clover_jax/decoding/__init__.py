@@ -1,1 +1,15 @@
-"""Drafting a token tree, verifying it in one base forward, accepting a path: one compiled step."""
+"""Decoding: trees, the one step and its stages, and the engine that keeps its slots full."""
+
+import lazy_loader
+
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "adaptive_tree": ["AdaptiveTree"],
+        "engine": ["Engine"],
+        "requests": ["Generation", "Request", "RowUpdate"],
+        "sampling": ["GREEDY", "SamplingConfig", "Warping"],
+        "step": ["StepConfig", "Weights", "speculate_and_verify", "weights_for"],
+        "tree": ["TokenTree", "TreeConfig", "parse_tree"],
+    },
+)

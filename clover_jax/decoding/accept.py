@@ -54,9 +54,12 @@ def accept_typical(
 
     log_probability: log p of the base at its sampling temperature, at every slot.
     """
+    # The more certain the base is, the more probable a token must be.
     p = jnp.exp(log_probability)
     entropy = -jnp.sum(p * jnp.log(p + 1e-5), axis=-1)
     threshold = jnp.minimum(epsilon, delta * jnp.exp(-entropy))
+
+    # A node is judged at its parent, which predicts it.
     parent = jnp.maximum(tree.parent, 0)
     row = jnp.arange(tree.tokens.shape[0])[:, None]
     own = log_probability[row, parent, jnp.maximum(tree.tokens, 0)]
@@ -94,14 +97,19 @@ def _longest(
     depth: int,
 ) -> Accepted:
     """Accept the longest path of passing slots, the largest sum of scores among equals."""
+    # A slot is kept if it and all its ancestors pass.
     mask = ancestor_mask(tree.parent, depth)
     is_root = tree.parent < 0
     kept = jnp.all((passes | is_root)[:, None, :] | ~mask, axis=-1)
+
+    # The longest kept path of each row, by the score where several are as long.
     level = node_depth(mask)
     count = jnp.where(kept, level, 0).max(axis=-1)
     candidates = kept & (level == count[:, None])
     total = jnp.sum(jnp.where(mask & ~is_root[:, None, :], score[:, None, :], 0.0), axis=-1)
     end = jnp.argmax(jnp.where(candidates, total, -jnp.inf), axis=-1)[:, None]
+
+    # Its slots from the root down: the ancestor at each depth.
     on_path = jnp.take_along_axis(mask, end[..., None], axis=1)  # [B, 1, T]
     at_depth = on_path & (level[:, None, :] == jnp.arange(depth + 1)[:, None])
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)

@@ -73,6 +73,7 @@ def parse_adaptive(name: str) -> AdaptiveTree:
 
     Example: dynamic:3 is 3 levels of width 3; dynamic:25 has the defaults, 6 levels of width 8.
     """
+    # What is left out takes its default.
     rule, *numbers = name.split(":")
     if rule == "clover4" and not numbers:
         return AdaptiveTree(name, "clover4", nodes=4, depth=4, width=4)

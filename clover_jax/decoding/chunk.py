@@ -46,6 +46,7 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         state, record = speculate_and_verify(config, weights, state)
         return state, *placement.whole((record, state.finish == RUNNING))
 
+    # A loop on CPU, calls elsewhere: see `decoding.repeated`.
     if loops_on_device():
         program = compiled(loop)
         return lambda weights, state, filled: program(weights, state, placement.array(filled))

@@ -78,14 +78,19 @@ def draft(
         candidates = _to_target(head, choose(logits, int(level.rank.max()) + 1, depth))
         # A head whose proposal is the same for every branch returns a single one.
         candidates = _for_branches(candidates, width)
+        # Every node is its parent's child of the node's rank.
         tokens.append(candidates.ids[:, level.parent, level.rank])
         drafts.append(candidates.drafts)
+
+        # Go down from the nodes that have children; leaves need no state.
         width = level.expanded.size
         if width:
             parent = jnp.broadcast_to(level.parent[level.expanded], (batch, width))
             token = tokens[-1][:, level.expanded]
             arguments = (frozen, state, cache, parent, token, depth + 1)
             state = apply_head(head, params, "advance", *arguments)
+
+    # Slots lie level by level, as `TreeConfig.parents` numbers them.
     slots = jnp.concatenate(tokens, axis=1)
     parents = jnp.asarray(tree.parents())[None]  # one for all rows: what follows is folded
     # Levels without a distribution are None, which is an empty pytree: the result is then None.
@@ -107,11 +112,13 @@ def sample_children(
     tokens, renormalised, so that no [B, nodes, V] exists. Greedy rows take the most probable
     children; any q verifies them rightly.
     """
+    # Greedy rows divide by 1 and draw without noise: their children are the best ones.
     hot = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     noise = gumbel(rows, positions, CHILDREN, support)
     noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
     def choose(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children:
+        # Adding Gumbel noise and taking the k largest draws k tokens without replacement.
         values, ids = top_k(logits, support)
         warped = warp(values, rows.replace(temperature=hot), truncate)
         order = top_k(warped + noise[:, depth, None], k).ids

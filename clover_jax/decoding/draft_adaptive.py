@@ -19,7 +19,7 @@ from clover_jax.models.cache import Cache
 MASS, SHARE = 0.8, 0.25  # Clover: children up to this mass, and this share of the best sibling
 
 
-class _Brood(NamedTuple):
+class _Candidates(NamedTuple):
     """The children of one level's expanded nodes, flattened over (node, rank).
 
     token: [B, W * k]  parent: [B, W * k] index of the expanded node.
@@ -57,15 +57,19 @@ def _draft_dynamic(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
     expanded = jnp.full((root.shape[0], 1), -1)  # index in the pool, -1 for the root
     tokens, scores, parents, offset = [], [], [], 0
     for depth in range(tree.depth):
-        brood = grower.children(state, score, depth)
-        tokens.append(brood.token)
-        scores.append(brood.score)
-        parents.append(jnp.take_along_axis(expanded, brood.parent, axis=1))
+        # Add the children of all expanded nodes to the pool.
+        candidates = grower.children(state, score, depth)
+        tokens.append(candidates.token)
+        scores.append(candidates.score)
+        parents.append(jnp.take_along_axis(expanded, candidates.parent, axis=1))
+        # Expand the best of this level next.
         if depth + 1 < tree.depth:
-            best = top_k(brood.score, tree.width)
-            state = grower.advance(state, brood, best.ids, depth + 1)
+            best = top_k(candidates.score, tree.width)
+            state = grower.advance(state, candidates, best.ids, depth + 1)
             score, expanded = best.values, offset + best.ids
-        offset += brood.token.shape[1]
+        offset += candidates.token.shape[1]
+
+    # Rerank: of the whole pool keep the best nodes.
     pool_tokens, pool_scores, pool_parents = (
         jnp.concatenate(x, 1) for x in (tokens, scores, parents)
     )
@@ -92,20 +96,25 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
     used = jnp.zeros((batch, 1), jnp.int32)
     num_levels = tree.levels_within(grower.head.config.max_depth)
     for depth in range(num_levels):
-        brood = grower.children(state, score, depth)
-        before = jnp.cumsum(brood.share, axis=-1) - brood.share
-        wanted = (before < MASS) & (brood.share >= SHARE * brood.share[..., :1])
-        best = top_k(jnp.where(wanted.reshape(batch, -1), brood.score, -jnp.inf), tree.width)
+        candidates = grower.children(state, score, depth)
+        # Which children are worth a node, by the rule above.
+        before = jnp.cumsum(candidates.share, axis=-1) - candidates.share
+        wanted = (before < MASS) & (candidates.share >= SHARE * candidates.share[..., :1])
+        best = top_k(jnp.where(wanted.reshape(batch, -1), candidates.score, -jnp.inf), tree.width)
+
+        # The best of them take the next free slots, as long as there are any.
         place = used + jnp.arange(tree.width)
         kept = jnp.isfinite(best.values) & (place < tree.nodes)
         place = jnp.where(kept, place, tree.nodes)  # out of range: dropped
-        parent = jnp.take_along_axis(brood.parent, best.ids, axis=1)
-        token = jnp.take_along_axis(brood.token, best.ids, axis=1)
+        parent = jnp.take_along_axis(candidates.parent, best.ids, axis=1)
+        token = jnp.take_along_axis(candidates.token, best.ids, axis=1)
         tokens = tokens.at[rows, place].set(token, mode="drop")
         above = jnp.take_along_axis(slots, parent, axis=1)
         parents = parents.at[rows, place].set(above, mode="drop")
+
+        # Nodes that were not kept go on with a score of -inf, so nothing hangs on them.
         if depth + 1 < num_levels:
-            state = grower.advance(state, brood, best.ids, depth + 1)
+            state = grower.advance(state, candidates, best.ids, depth + 1)
         score = jnp.where(kept, best.values, -jnp.inf)
         slots = place + 1
         used += kept.sum(axis=1, keepdims=True)
@@ -121,8 +130,9 @@ class _Grower(NamedTuple):
     cache: Cache
     num_children: int
 
-    def children(self, state: Any, score: Float[Array, "B W"], depth: int) -> _Brood:
+    def children(self, state: Any, score: Float[Array, "B W"], depth: int) -> _Candidates:
         """Return the most probable children of every expanded node."""
+        # A child's score is its parent's plus its own log probability.
         logits = apply_head(self.head, self.params, "propose", self.frozen, state, depth)
         best = top_k(logits, self.num_children)
         log_share = best.values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
@@ -131,17 +141,19 @@ class _Grower(NamedTuple):
         of_nodes, flat = (*score.shape, best.ids.shape[-1]), (score.shape[0], -1)
         ids, log_share = (jnp.broadcast_to(x, of_nodes) for x in (best.ids, log_share))
         node = jnp.broadcast_to(jnp.arange(score.shape[1])[:, None], of_nodes)
-        return _Brood(
+        return _Candidates(
             token=target_ids(self.head, ids).reshape(flat),
             parent=node.reshape(flat),
             score=(score[..., None] + log_share).reshape(flat),
             share=jnp.exp(log_share),
         )
 
-    def advance(self, state: Any, brood: _Brood, chosen: Int[Array, "B W"], depth: int) -> Any:
+    def advance(
+        self, state: Any, candidates: _Candidates, chosen: Int[Array, "B W"], depth: int
+    ) -> Any:
         """Go one level down to the chosen children."""
-        parent = jnp.take_along_axis(brood.parent, chosen, axis=1)
-        token = jnp.take_along_axis(brood.token, chosen, axis=1)
+        parent = jnp.take_along_axis(candidates.parent, chosen, axis=1)
+        token = jnp.take_along_axis(candidates.token, chosen, axis=1)
         arguments = (self.frozen, state, self.cache, parent, token, depth)
         return apply_head(self.head, self.params, "advance", *arguments)
 

@@ -24,7 +24,7 @@ from clover_jax.decoding.chunk import Records, compile_chunk, read_records
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
-from clover_jax.decoding.requests import Generation, Progress, Request, check_request
+from clover_jax.decoding.requests import Generation, Request, RowUpdate, check_request
 from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig, check_seed
 from clover_jax.decoding.state import (
     EMPTY,
@@ -74,19 +74,25 @@ class Engine:
             and made more, so that each device has as many.
         Raises UserError when the tree does not suit the head (see StepConfig).
         """
+        # A CPU computes a chunk slowly, so a small one wastes less on short prompts.
         prefill_size = prefill_size or (64 if jax.default_backend() == "cpu" else 256)
+        # Buffers are whole cache chunks long: prefill must end exactly where they do.
         if CACHE_CHUNK % prefill_size:
             raise ValueError(f"prefill_size ({prefill_size}) must divide {CACHE_CHUNK}")
         try:
             self.config = StepConfig(base, head, tree, sampling)
         except ValueError as error:
             raise UserError(str(error)) from error
+
+        # A mesh splits rows over devices, so the batch grows until all have as many.
         self._placement = Placement(mesh)
         self.batch_size = self._placement.whole_rows(batch_size)
         self.max_eos = max_eos or max(8, len(base.eos_token_ids))
         check_seed(seed)
         self._seed = seed
         self._prefill_size = prefill_size
+
+        # States are donated, so that every program updates caches in place.
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
         empty = functools.partial(empty_state, base, head, tree)
         compiled = self._placement.compiled
@@ -122,7 +128,7 @@ class Engine:
 
     def stream(
         self, base_params: Params, draft_params: Params, requests: Iterable[Request | None]
-    ) -> Iterator[Progress]:
+    ) -> Iterator[RowUpdate]:
         """Decode requests as slots become free; yield every row's tokens as they come.
 
         requests: asked for the next one whenever a slot is free; None means none for now, as when
@@ -135,11 +141,14 @@ class Engine:
 
     def _stream(
         self, weights: Weights, source: Iterator[Request | None], compiling: CompileClock
-    ) -> Iterator[Progress]:
+    ) -> Iterator[RowUpdate]:
+        # What the host knows of each slot: its row, and when that began.
         slots: list[Generation | None] = [None] * self.batch_size
         started = [0.0] * self.batch_size
         state = None
         while True:
+            # Fill every free slot before the next steps; a source without a request may have one
+            # later.
             for slot in [i for i, row in enumerate(slots) if row is None]:
                 request = next(source, None)
                 if request is None:
@@ -149,10 +158,14 @@ class Engine:
                 slots[slot] = Generation(request.index, list(request.prompt_ids))
             if all(row is None for row in slots):
                 return
+
+            # Run steps on the device, then read once what they gave.
             filled = np.array([row is not None for row in slots])
             state, records = self._decode(weights, state, filled)
             after = self._look(state, records)
             now = time.perf_counter() - compiling.seconds
+
+            # Hand out the new tokens; an ended row leaves its slot to the next request.
             for slot, row in enumerate(slots):
                 if row is not None:
                     yield _collect(row, slot, after, now - started[slot])
@@ -214,11 +227,15 @@ class Engine:
         if size < self._limit(request) + self.config.tree.depth:
             # dynamic_update_slice would clamp, and overwrite live positions.
             raise ValueError(f"{size} positions are too few for {request}")
+
+        # The prompt and its EOS ids are padded to fixed shapes, so that nothing recompiles.
         prompt = np.zeros((1, size), np.int32)
         length = len(request.prompt_ids)
         prompt[0, :length] = request.prompt_ids
         eos = np.full((1, self.max_eos), -1, np.int32)
         eos[0, : len(request.eos_ids)] = request.eos_ids
+
+        # A batch of one with the prompt in place; prefill fills its caches chunk by chunk.
         row = self._empty(1, size, self.max_eos, like.cache[0].key.dtype).replace(
             tokens=self._placement.array(prompt),
             end=self._placement.array([length], np.int32),
@@ -231,10 +248,12 @@ class Engine:
         return row
 
     def _row_sampling(self, request: Request) -> RowSampling:
+        # A row without a seed still draws the same text in any batch: its index stands for it.
         if request.seed is None:
             key = jax.random.fold_in(jax.random.key(self._seed), request.index)
         else:
             key = jax.random.key(request.seed)
+        # A later turn may draw at positions of an earlier one.
         if request.turn:
             key = jax.random.fold_in(key, request.turn)
         top_k = min(request.top_k, self.config.base.vocab_size)
@@ -272,11 +291,14 @@ class _AfterChunk(NamedTuple):
     record: StepRecord
 
 
-def _collect(row: Generation, slot: int, after: _AfterChunk, seconds: float) -> Progress:
+def _collect(row: Generation, slot: int, after: _AfterChunk, seconds: float) -> RowUpdate:
     """Add to a row what a chunk of steps gave it, `seconds` after the row began."""
+    # The text: what lies between the tokens known so far and the row's end.
     first = len(row.prompt_ids) + len(row.output_ids)
     new_ids = after.tokens[slot, first : after.end[slot]].tolist()
     row.output_ids += new_ids
+
+    # The figures: only steps that emitted something ran for this row.
     steps = after.record.emitted[:, slot] > 0
     accepted = after.record.accepted[steps, slot].tolist()
     row.accepted += accepted
@@ -284,8 +306,10 @@ def _collect(row: Generation, slot: int, after: _AfterChunk, seconds: float) -> 
     ranks = after.record.ranks[steps, slot].tolist()
     row.ranks += [path[:count] for path, count in zip(ranks, accepted, strict=True)]
     row.seconds = seconds
+
+    # The end, as the device saw it.
     finish = int(after.finish[slot])
     done = finish not in (RUNNING, EMPTY)
     if done:
         row.finish_reason = "eos" if finish == EOS else "length"
-    return Progress(row, new_ids, done)
+    return RowUpdate(row, new_ids, done)

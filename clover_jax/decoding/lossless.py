@@ -1,12 +1,16 @@
-"""Lossless acceptance of sampled children: recursive rejection down the tree.
+"""Lossless acceptance: the text has the distribution that the base alone would give it.
 
-Children were drawn without replacement from the draft's distribution q. At each node reached, with
-p the base's warped distribution: accept child x with probability min(1, p(x) / q(x)); if rejected,
-first p <- norm(max(p - q, 0)) with this same q, then q(x) = 0 and q renormalised. When all are
-rejected the bonus token is drawn from what remains of p, at a leaf from p itself. (Removing x from
-q before subtracting, or never renormalising q, changes the distribution of the text.)
+A child that was chosen without a draw has a point mass as q. Testing such children one after
+another accepts child x with probability p(x) in all, and leaves the bonus the rest of p: that is a
+single draw from p (`accept_drawn`). If the drawn token is one of the node's children the walk goes
+on there, else it is the bonus.
 
-Deterministic children need none of this: see lossless_point_mass.py.
+Sampled children need recursive rejection (`accept_sampled`). They were drawn without replacement
+from the draft's distribution q. At each node reached, with p the base's warped distribution: accept
+child x with probability min(1, p(x) / q(x)); if rejected, first p <- norm(max(p - q, 0)) with this
+same q, then q(x) = 0 and q renormalised. When all are rejected the bonus token is drawn from what
+remains of p, at a leaf from p itself. (Removing x from q before subtracting, or never renormalising
+q, changes the distribution of the text.)
 """
 
 from __future__ import annotations
@@ -23,9 +27,50 @@ from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import keep_rows
 from clover_jax.decoding.draft import DraftDistributions
-from clover_jax.decoding.sampling import ACCEPT, TOKEN, RowSampling, gumbel, uniform, warp
+from clover_jax.decoding.sampling import ACCEPT, TOKEN, RowSampling, draw, gumbel, uniform, warp
 from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig
+
+
+@struct.dataclass
+class _Descent:
+    """Where a row stands: its slot, how many nodes it has accepted, whether it still descends."""
+
+    slot: Int[Array, " B"]
+    count: Int[Array, " B"]
+    descends: Bool[Array, " B"]
+    bonus: Int[Array, " B"]
+
+
+def accept_drawn(
+    tree: TokenTree,
+    logits: Float[Array, "B T V"],
+    rows: RowSampling,
+    length: Int[Array, " B"],
+    truncate: bool,
+    depth: int,
+) -> Accepted:
+    """Walk from the root, drawing the next token at each node that is reached.
+
+    logits: the base's, at every slot; only the depth + 1 visited ones of a row are warped, since
+        top-p sorts a vocabulary. length: position of the root. depth: bound of the tree's height.
+    """
+    batch = length.shape[0]
+    each, zeros = jnp.arange(batch), jnp.zeros(batch, jnp.int32)
+
+    def visit(walk: _Descent, level: Int[Array, ""]) -> tuple[_Descent, Int[Array, " B"]]:
+        warped = warp(logits[each, walk.slot][:, None], rows, truncate)[:, 0]
+        token = draw(warped, rows, length + 1 + level)
+        child = (tree.parent == walk.slot[:, None]) & (tree.tokens == token[:, None])
+        descends = walk.descends & child.any(axis=-1)
+        slot = jnp.where(descends, jnp.argmax(child, axis=-1).astype(jnp.int32), walk.slot)
+        bonus = jnp.where(walk.descends, token, walk.bonus)
+        return _Descent(slot, walk.count + descends, descends, bonus), jnp.where(descends, slot, 0)
+
+    start = _Descent(slot=zeros, count=zeros, descends=jnp.ones(batch, bool), bonus=zeros)
+    end, below = jax.lax.scan(visit, start, jnp.arange(depth + 1))
+    path = jnp.concatenate([zeros[:, None], below[:-1].T], axis=1)
+    return Accepted(path=path, count=end.count, bonus=end.bonus)
 
 
 @struct.dataclass
@@ -70,6 +115,7 @@ def accept_sampled(
     logits: the base's, at every slot; only visited ones are warped. length: position of the root.
     """
     children, expansion = child_slots(config), expansion_rows(config)
+
     batch = length.shape[0]
     each, zeros = jnp.arange(batch), jnp.zeros(batch, jnp.int32)
 
@@ -83,6 +129,8 @@ def accept_sampled(
         descends=jnp.ones(batch, bool),
         residual=probability(zeros),
     )
+
+    # One coin for every test that a row may make, from the row's own stream.
     positions = length[:, None] + 1 + jnp.arange(config.depth)
     coins = uniform(rows, positions, ACCEPT, children.shape[1])
 
@@ -107,11 +155,14 @@ def _descend(
     expansion: np.ndarray,
 ) -> _Walk:
     """Test the children of each row's node; go to the first accepted one, or stop."""
+    # The children of each row's node, and the q that they were drawn from.
     slots = jnp.asarray(children)[walk.slot]  # [B, C], -1 where there is none
     row = jnp.maximum(jnp.asarray(expansion)[walk.slot], 0)[:, None, None]
     ids = jnp.take_along_axis(drafts.ids, row, axis=1)[:, 0]
     q = jnp.take_along_axis(drafts.probability, row, axis=1)[:, 0]
     each = jnp.arange(walk.slot.shape[0])[:, None]
+
+    # p is kept dense and q on few tokens: a rejection changes p there, and scales the rest.
     left = _split(walk.residual, ids)
     found = jnp.full_like(walk.slot, -1)
     for order in range(children.shape[1]):
@@ -125,6 +176,8 @@ def _descend(
         rejected = tested & ~accepted
         left = jax.tree.map(functools.partial(keep_rows, rejected), _without_q(left, q), left)
         q = keep_rows(rejected, _without_token(q, taken), q)
+
+    # Where a child was accepted p is its own; else the rest of p draws the bonus.
     moved = found >= 0
     stays = (walk.residual * left.scale[:, None]).at[each, ids].set(left.on)
     return _Walk(

@@ -64,6 +64,7 @@ class Placement:
             return jax.jit(function, **options)
 
         def placed(*arguments: Any) -> Any:
+            # XLA may choose another layout for a result; the next call would then copy the caches.
             result = function(*arguments)
             states, *records = result if isinstance(result, tuple) else (result,)
             there = decode_state_shardings(states, self.mesh)

@@ -11,7 +11,7 @@ from clover_jax.decoding.sampling import draw, warp
 from clover_jax.decoding.state import EMPTY, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
 from clover_jax.decoding.top_k import argmax
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.cache import after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
 
@@ -29,10 +29,13 @@ def prefill_chunk(
     tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, size, axis=1)
     starts = jnp.broadcast_to(start, (batch,))
     positions = starts[:, None] + jnp.arange(size)
+
+    # Read this chunk of every row's prompt.
     output = Decoder(config.base).apply(
         {"params": weights.base}, tokens, positions, causal_mask(batch, size), state.cache, starts
     )
     features = tree_features(config, output.hidden)
+    # The write waits for the read, or XLA would keep a copy of the cache.
     write_at = after(starts, output.hidden["post_norm"])
     state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
     if config.head is not None:
@@ -45,16 +48,15 @@ def _absorb(
 ) -> DecodeState:
     """Let the head take in all prompt positions but the last, whose next token is not known yet."""
     size = features.shape[1]
+    # The token after the last position of a chunk lies in the next chunk.
     padded = jnp.pad(state.tokens, ((0, 0), (0, 1)))
     next_tokens = jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
     starts = jnp.broadcast_to(start, state.end.shape)
+    count = jnp.clip(state.end - 1 - start, 0, size)
     _, draft_cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
-        features,
-        next_tokens,
-        starts,
-        jnp.clip(state.end - 1 - start, 0, size),
+        AcceptedPositions(features, next_tokens, starts, count),
         state.draft_cache,
         method="absorb",
     )
@@ -86,6 +88,8 @@ def _emit_first(
     # Only a prompt's last chunk asks for a token: the others spare lm_head, and top-p's sort.
     first = jax.lax.cond(here.any(), choose, lambda: jnp.zeros_like(state.end)[:, None])
     emission = cut(first, jnp.ones_like(state.end), state.limit - state.end, state.eos)
+
+    # The new token becomes the root; its features wait for the head.
     write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     pending = jnp.pad(
         jnp.take_along_axis(features, index, axis=1),

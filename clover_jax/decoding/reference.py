@@ -13,7 +13,12 @@ import numpy as np
 from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TreeConfig
-from clover_jax.drafters.drafter import frozen_from_base, select_features, with_draft_rows
+from clover_jax.drafters.drafter import (
+    AcceptedPositions,
+    frozen_from_base,
+    select_features,
+    with_draft_rows,
+)
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask, project
@@ -61,10 +66,14 @@ def draft_tokens(
     def apply(method: str, *arguments: Any, static: tuple = ()) -> Any:
         return _head_method(head, method, static)(draft_params, *arguments)
 
+    # Read the whole text at once, as if nothing had been committed before.
     cache = head.module.init_cache(1, padded.shape[1], features.dtype)
     count = jnp.asarray([len(context)])
-    start, cache = apply("absorb", frozen, features, next_tokens, zero, count, cache)
+    accepted = AcceptedPositions(features, next_tokens, zero, count)
+    start, cache = apply("absorb", frozen, accepted, cache)
     states, tokens = {(): start}, {}
+
+    # Parents come before children, so each path goes on from its parent's state.
     for path in tree.paths:
         depth, above = len(path) - 1, states[path[:-1]]
         logits = np.asarray(apply("propose", frozen, above, static=(depth,)))[0, 0]

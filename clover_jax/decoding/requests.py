@@ -65,7 +65,7 @@ class Generation:
 
 
 @dataclasses.dataclass(frozen=True)
-class Progress:
+class RowUpdate:
     """New tokens of one row after a chunk of steps, perhaps none; `row` is complete if done."""
 
     row: Generation
@@ -88,6 +88,7 @@ def check_request(
     max_eos: EOS tokens that there is room for.
     """
     context, vocabulary = base.max_position_embeddings, base.vocab_size
+    # The prompt must be there, leave room for a token, and hold ids of the vocabulary.
     if not request.prompt_ids:
         raise UserError("the prompt has no tokens; give at least one")
     if len(request.prompt_ids) >= context:
@@ -97,10 +98,13 @@ def check_request(
         )
     if not 0 <= min(request.prompt_ids) <= max(request.prompt_ids) < vocabulary:
         raise UserError(f"prompt ids must lie in 0 .. {vocabulary - 1}")
+
+    # What may end the text must fit the compiled shapes.
     if request.max_new_tokens < 1:
         raise UserError(f"max_new_tokens ({request.max_new_tokens}) must be at least 1")
     if len(request.eos_ids) > max_eos:
         raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {max_eos} fit")
+
     _check_sampling(request, sampling)
 
 
@@ -108,6 +112,7 @@ def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
     check_warping(request.temperature, request.top_k, request.top_p)
     if request.seed is not None:
         check_seed(request.seed)
+    # The compiled step has one rule: a row cannot ask for more than it does.
     if request.temperature > 0 and sampling.verify == "greedy":
         raise UserError(
             f"temperature {request.temperature} needs --verify=lossless or typical; greedy "

@@ -145,14 +145,18 @@ def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, 
     vocabulary = logits.shape[-1]
     descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocabulary), vocabulary)
+    # Top-k: the k-th largest logit is the least that stays.
     at_k = (wanted - 1)[:, None, None]
     least = jnp.take_along_axis(descending, jnp.broadcast_to(at_k, (*logits.shape[:2], 1)), -1)
     descending = jnp.where(descending >= least, descending, -jnp.inf)
+
+    # Top-p, among what top-k has left.
     probability = jax.nn.softmax(descending, axis=-1)
     before = jnp.cumsum(probability, axis=-1) - probability
     top_p = rows.top_p[:, None, None]
     # The first token stays, be top_p as small as it may: none has any mass before it.
     kept = (before < top_p) | (before <= 0) | (top_p >= 1)
+    # One bound for both, so that equal tokens stay together.
     least = jnp.maximum(least, jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True))
     return jnp.where(logits >= least, logits, -jnp.inf)
 

@@ -68,6 +68,7 @@ def empty_state(
     def zeros(*shape: int) -> Array:  # a buffer of its own each time, so that all can be donated
         return jnp.zeros((batch, *shape), jnp.int32)
 
+    # Length S leads every per-row buffer, so that a slot is one index of each leaf.
     return DecodeState(
         tokens=zeros(size),
         length=zeros(),
@@ -106,6 +107,7 @@ def grow(state: DecodeState, size: int) -> DecodeState:
     def longer(cache: Cache) -> Cache:
         return jax.tree.map(lambda x: pad(x, 2), cache)
 
+    # Only what has an axis of positions grows.
     return state.replace(
         tokens=pad(state.tokens, 1),
         cache=longer(state.cache),

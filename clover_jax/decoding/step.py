@@ -25,13 +25,17 @@ from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
 from clover_jax.decoding.draft_adaptive import draft_adaptive
-from clover_jax.decoding.lossless import accept_sampled
-from clover_jax.decoding.lossless_point_mass import accept_drawn
+from clover_jax.decoding.lossless import accept_drawn, accept_sampled
 from clover_jax.decoding.sampling import GREEDY, SamplingConfig, warp
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.decoding.verify import tree_choices, tree_logits, verify
-from clover_jax.drafters.drafter import frozen_from_base, select_features, with_draft_rows
+from clover_jax.drafters.drafter import (
+    AcceptedPositions,
+    frozen_from_base,
+    select_features,
+    with_draft_rows,
+)
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache
@@ -182,10 +186,7 @@ def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> 
     root, cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
-        state.features,
-        state.next_tokens,
-        start,
-        state.count,
+        AcceptedPositions(state.features, state.next_tokens, start, state.count),
         state.draft_cache,
         method="absorb",
     )

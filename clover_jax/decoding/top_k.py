@@ -42,6 +42,7 @@ def _over_shards(find: Callable[[Array], TopK], logits: Float[Array, "*b V"], k:
     """
     rows = logits.reshape(-1, logits.shape[-1])
     # Small axes are no vocabulary, and every shard must have k to give.
+    # A vocabulary that lies whole on every device needs no merging.
     spec = logits_spec(logits.shape, least=max(CHUNK, k * CHUNK // 16))
     if spec is None:
         found = find(rows)
@@ -82,12 +83,14 @@ def _one_stage(rows: Float[Array, "R V"], k: int) -> TopK:
 
 
 def _two_stages(rows: Float[Array, "R V"], k: int) -> TopK:
+    # First stage: the best k of each chunk.
     chunk = _chunk_of(rows.shape[1])
     rows = jnp.pad(rows, ((0, 0), (0, -rows.shape[1] % chunk)), constant_values=-jnp.inf)
     num_chunks = rows.shape[1] // chunk
     values, ids = jax.lax.top_k(rows.reshape(-1, chunk), k)
     offset = chunk * (jnp.arange(len(ids)) % num_chunks)
     ids = (ids + offset[:, None]).reshape(-1, num_chunks * k)
+    # Second stage: the best k of these candidates.
     best, where = jax.lax.top_k(values.reshape(-1, num_chunks * k), k)
     return TopK(best, jnp.take_along_axis(ids, where, axis=-1))
 

@@ -101,6 +101,7 @@ class TreeConfig(JsonConfig):
 
     def levels(self) -> list[Level]:
         """Return the levels below the root, nearest first."""
+        # Only nodes with children cost a recurrent step, so levels index those.
         levels, expanded_above = [], [()]
         parents = {path[:-1] for path in self.paths}
         for depth in range(1, self.depth + 1):
@@ -148,16 +149,21 @@ def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
     Raises UserError for an unknown name, unusable paths or an unusable file.
     """
     kind, _, argument = name.partition(":")
+    # Trees with a fixed name.
     if name == "none":
         return TreeConfig.root_only()
     if name == "paper25":
         return TreeConfig(name, tuple(tuple(map(int, path)) for path in PAPER25.split()))
+
+    # Trees that are spelt out.
     if kind == "chain" and argument.isdecimal() and int(argument) > 0:
         return TreeConfig(name, tuple((0,) * d for d in range(1, int(argument) + 1)))
     if kind == "file" and argument:
         return _read_tree(name, Path(argument))
     if kind == "paths":
         return _spelt_tree(name, argument)
+
+    # Rules that choose a tree at each step.
     if kind in ("dynamic", "clover4"):
         return parse_adaptive(name)
     raise UserError(
@@ -215,6 +221,7 @@ def ancestor_mask(parent: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]
 
     Example: parent [[-1, 0, 1, 0]] gives rows [T,F,F,F], [T,T,F,F], [T,T,T,F], [T,F,F,T].
     """
+    # Begin with each slot itself, then climb one level at a time.
     slots = jnp.arange(parent.shape[1])
     mask = jnp.broadcast_to(slots[:, None] == slots, (*parent.shape, parent.shape[1]))
     above = parent

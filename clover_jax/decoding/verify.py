@@ -65,6 +65,7 @@ def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) 
     A GPU writes logits to memory before it compares them: for 16 rows of 26 slots and a vocabulary
     of 128k they are 203 MiB. Slices with constant bounds are read in place, those of a loop copied.
     """
+    # Keep the best of the parts seen so far.
     shape, vocabulary = hidden.shape[:-1], matrix.shape[0]
     size = _part_of(vocabulary, hidden.size // hidden.shape[-1])
     best, ids = jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32)

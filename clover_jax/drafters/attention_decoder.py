@@ -85,6 +85,7 @@ def split_width(config: LayerConfig, num_heads: int = 0) -> tuple[int, int]:
         bases whose attention is wider than they are: Qwen3-0.6B has 16 heads of 128 over a width of
         1024, which makes 8 here.
     """
+    # A decoder weighs a token once a head, so the heads must fill the width.
     num_heads = num_heads or config.hidden_size // config.head_dim
     return num_heads, config.hidden_size // num_heads
 

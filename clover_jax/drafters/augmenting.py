@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import Cache, after, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask
 
@@ -21,6 +22,7 @@ def augment(
     length: Int[Array, " B"] | None,
 ) -> tuple[Float[Array, "B A D"], Cache]:
     """Run the layers one after another; return their output and their fresh keys and values."""
+    # Later layers read the cache of their own depth.
     fresh = []
     for index, layer in enumerate(layers):
         x, rows = layer(x, positions, mask, None if cache is None else cache[index], length)
@@ -44,34 +46,32 @@ def take_last(x: Float[Array, "B A D"], count: Int[Array, " B"]) -> Float[Array,
     return jnp.take_along_axis(x, last, axis=1)
 
 
-class Absorbed(NamedTuple):
-    """What a trunk made of accepted positions: z at the last one, [B, 1, D], and its cache."""
+class TrunkOutput(NamedTuple):
+    """The trunk's z at the last accepted position, [B, 1, D], and its cache."""
 
     last: Array
     cache: Cache
 
 
 def absorb_positions(
-    trunk: Callable[..., tuple[Array, Cache]],
-    size: int,
-    start: Int[Array, " B"],
-    count: Int[Array, " B"],
-    cache: Cache,
-) -> Absorbed:
-    """Run a trunk over `size` positions from start[b] on, of which the first count[b] are accepted.
+    trunk: Callable[..., tuple[Array, Cache]], accepted: AcceptedPositions, cache: Cache
+) -> TrunkOutput:
+    """Run a trunk over accepted positions and commit its keys and values.
 
     trunk: (positions [B, A], mask [B, A, A], cache, length [B]) -> z [B, A, D] and its fresh keys
         and values.
     """
+    start, (batch, size) = accepted.start, accepted.next_tokens.shape
     positions = start[:, None] + jnp.arange(size)
     # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
-    z, fresh = trunk(positions, causal_mask(len(start), size), cache, start)
-    last = take_last(z, count)
-    return Absorbed(last, write_rows(cache, fresh, after(start, last)))
+    z, fresh = trunk(positions, causal_mask(batch, size), cache, start)
+    last = take_last(z, accepted.count)
+    return TrunkOutput(last, write_rows(cache, fresh, after(start, last)))
 
 
 def from_last_layer(base_params: Params, num_layers: int) -> Params:
     """Return augmenting_0 .. as copies of the base's last layer."""
+    # The deepest layer is nearest to what the head predicts.
     layers = [name for name in base_params if name.startswith("layers_")]
     last = max(int(name.removeprefix("layers_")) for name in layers)
     return {f"augmenting_{i}": base_params[f"layers_{last}"] for i in range(num_layers)}

@@ -35,9 +35,10 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import Frozen, output_matrix
+from clover_jax.drafters.drafter import AcceptedPositions, Frozen, output_matrix
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm, matrix_init, rms_norm
@@ -142,20 +143,16 @@ class Clover(nn.Module):
         )
 
     def absorb(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B A F"],
-        next_tokens: Int[Array, "B A"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
-        cache: Cache,
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[CloverState, Cache]:
         """Run the Augmenting Block over accepted positions; see the contract."""
-        trunk = functools.partial(augment, self.augmenting, features)
-        last, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
+        trunk = functools.partial(augment, self.augmenting, accepted.features)
+        last, cache = absorb_positions(trunk, accepted, cache)
         if self.regressive is None:
             return CloverState(last), cache
-        token = jnp.take_along_axis(next_tokens, jnp.maximum(count - 1, 0)[:, None], axis=1)
+        # The root of the next tree is the token after the last accepted position.
+        index = jnp.maximum(accepted.count - 1, 0)[:, None]
+        token = jnp.take_along_axis(accepted.next_tokens, index, axis=1)
         return CloverState(self._follow(frozen, last, token)), cache
 
     def propose(self, frozen: Frozen, state: CloverState, depth: int) -> Float[Array, "B W Vd"]:
@@ -181,18 +178,17 @@ class Clover(nn.Module):
         self,
         frozen: Frozen,
         features: Float[Array, "B S F"],
-        tokens: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
+        batch: Batch,
         rng: Array | None = None,
     ) -> Float[Array, "P B S D"]:
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
-        mask = packed_mask(segment_ids)
-        state, _ = augment(self.augmenting, features, positions, mask, None, None)
-        count, size = self.config.num_positions, tokens.shape[1]
+        mask = packed_mask(batch.segment_ids)
+        # z of every text position at once.
+        state, _ = augment(self.augmenting, features, batch.positions, mask, None, None)
+        count, size = self.config.num_positions, batch.tokens.shape[1]
         if self.regressive is not None:
             # It depends on the token alone: computed once, shifted further at every position.
-            read = self._read(frozen, extend(tokens, count))
+            read = self._read(frozen, extend(batch.tokens, count))
         outputs = []
         for depth in range(count):
             if self.regressive is not None:
@@ -210,6 +206,7 @@ class Clover(nn.Module):
         return self.regressive.mix(state, self._read(frozen, token))
 
     def _read(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Array:
+        # A row's length says how frequent its token is, which the state need not be told.
         rows = embed(frozen, tokens)
         direction = unit(rows.astype(jnp.float32), self.config.layer.rms_norm_eps)
         return self.regressive.read(direction.astype(rows.dtype))
@@ -255,6 +252,7 @@ def init_from_base(config: CloverConfig, params: Params, base_params: Params, rn
     Queries and keys are the identity plus Gaussian noise, values zero. Residual blocks start at
     zero, the one in the decoder's place as well.
     """
+    # The residual blocks add nothing at first, so that the head is its Augmenting Block.
     new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers)
     new["heads"] = jax.tree.map(jnp.zeros_like, params["heads"])
     if config.regressive_block == "attention_decoder":

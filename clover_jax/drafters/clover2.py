@@ -27,8 +27,9 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import Frozen, output_matrix
+from clover_jax.drafters.drafter import AcceptedPositions, Frozen, output_matrix
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.layers import RMSNorm
@@ -99,17 +100,11 @@ class Clover2(nn.Module):
         )
 
     def absorb(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B A F"],
-        next_tokens: Int[Array, "B A"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
-        cache: Cache,
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[Clover2State, Cache]:
         """Run the trunk over accepted positions; see the contract."""
-        trunk = functools.partial(self._trunk, frozen, features, next_tokens)
-        root, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
+        trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
+        root, cache = absorb_positions(trunk, accepted, cache)
         return Clover2State(state=root, embedded=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:
@@ -136,20 +131,22 @@ class Clover2(nn.Module):
         self,
         frozen: Frozen,
         features: Float[Array, "B S F"],
-        tokens: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
+        batch: Batch,
         rng: Array | None = None,
     ) -> Float[Array, "P B S D"]:
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
-        mask = packed_mask(segment_ids)
-        z, _ = self._trunk(frozen, features, shift_left(tokens, 1), positions, mask, None, None)
+        # s^0 of every text position at once.
+        tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
+        following = shift_left(tokens, 1)
+        z, _ = self._trunk(frozen, features, following, batch.positions, mask, None, None)
         # One position trains no regressive connection, but a deeper tree needs its params.
         count = max(self.num_positions, 2) if self.is_initializing() else self.num_positions
         # What depends on the token alone is computed once; every position shifts it further.
         embedded = embed(frozen, extend(tokens, count))
         key_value = self.attention_decoder_2.read(embedded)
         projected = self._project_token(embedded)
+
+        # Teacher forcing: position i follows the text's token, not its own proposal.
         state, outputs = z, [self._first_output(z)]
         for depth in range(1, count):
             following = functools.partial(window, start=depth + 1, size=tokens.shape[1])
@@ -170,6 +167,7 @@ class Clover2(nn.Module):
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
         """Return s^0 and the Augmenting Block's fresh keys and values."""
+        # The order is the paper's main change: early, the token reaches every augmenting layer.
         embedded, layers = embed(frozen, next_tokens), self.augmenting
         if self.config.order == "decoder_first":
             a = self.attention_decoder_1(features, embedded)
@@ -221,6 +219,7 @@ def make_config(
 
     The loss defaults to the method's: 10 x regression + soft cross-entropy, weighted 0.7^i.
     """
+    # Augmenting layers have the base's shape, because they start as its last layer.
     layer = dataclasses.replace(base.layer, rope=rope or base.rope)
     return Clover2Config(
         layer=layer,
@@ -242,6 +241,7 @@ def init_from_base(
     Norms before the outputs take the base's final norm; queries, keys and projectors start as
     the identity, values at zero, all plus U(0, 0.01); biases start at 0.
     """
+    # A decoder whose query and key are the identity and whose value is zero passes its input on.
     identity = jnp.eye(config.layer.hidden_size)
     final_norm = base_params["final_norm"]
     keys = iter(jax.random.split(rng, 6))
@@ -254,6 +254,7 @@ def init_from_base(
         query = noisy(identity)
         key_value = noisy(jnp.stack([identity, jnp.zeros_like(identity)], axis=1))
         new[name] = with_matrices(params[name], query, key_value)
+    # lm_head expects what the base's final norm gives.
     new |= {"trunk_norm": final_norm, "head_norm": final_norm}
     if config.output_projector:
         new["projector_0"] = noisy(identity)

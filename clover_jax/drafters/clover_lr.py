@@ -35,6 +35,7 @@ targets, and keep the text's tokens; the states here are the head's own in any c
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from typing import Any
 
@@ -44,21 +45,66 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.drafters.attention_decoder import AttentionDecoder, unit, with_matrices
-from clover_jax.drafters.augmenting import absorb_positions, augment, from_last_layer
-from clover_jax.drafters.clover_lr_config import CloverLRConfig, make_config
+from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
+from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafted_tokens import most_probable_tokens, some_replaced
-from clover_jax.drafters.drafter import Frozen, frozen_from_base, output_matrix, with_draft_rows
+from clover_jax.drafters.drafter import (
+    AcceptedPositions,
+    Frozen,
+    frozen_from_base,
+    output_matrix,
+    with_draft_rows,
+)
 from clover_jax.drafters.recurrence import GatedRecurrence
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.int8 import contract
 from clover_jax.models.layers import RMSNorm
 
-__all__ = ["CloverLR", "CloverLRConfig", "init_from_base", "make_config"]  # the registry's
-
 NOISE = 0.01  # of the initialisation, as Clover-2's
+DEFAULT_RANK = 256
+DEFAULT_FEATURES = 3
+METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class CloverLRConfig(DrafterConfig):
+    """A Clover-LR head.
+
+    rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
+    num_augmenting_layers: depth of the Augmenting Block.
+    unit_inputs: whether states and tokens are scaled to a mean square of 1 before the head.
+    drafted_share: of the tokens fed back in training, those of its own at the end of the run.
+    """
+
+    kind: str = "clover_lr"
+    rank: int = DEFAULT_RANK
+    num_augmenting_layers: int = 2
+    unit_inputs: bool = True
+    drafted_share: float = 0.0
+
+    def __post_init__(self):
+        super().__post_init__()
+        check_depth(self.num_positions, self.num_augmenting_layers)
+        if not 0 <= self.rank <= self.layer.hidden_size:
+            raise ValueError(
+                f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"
+            )
+        if not 0 <= self.drafted_share <= 1:
+            raise ValueError(f"drafted_share ({self.drafted_share}) must lie between 0 and 1")
+        if self.drafted_share and not self.rank:
+            raise ValueError("rank 0 feeds no token back: drafted_share must be 0")
+        if self.features[-1] != "pre_norm":
+            raise ValueError(f"the last of the features {self.features} must be pre_norm")
+        if self.max_depth != self.num_positions:
+            raise ValueError(
+                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
+                "block proposes no more"
+            )
+        check_heads(self.layer)
 
 
 @struct.dataclass
@@ -85,6 +131,7 @@ class CloverLR(nn.Module):
         return ("correction_out",) if self.config.rank else ()
 
     def setup(self):
+        # The trunk, as in Clover-2.
         cfg = self.config
         width, rank, num_features = cfg.layer.hidden_size, cfg.rank, len(cfg.features)
         matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
@@ -97,6 +144,7 @@ class CloverLR(nn.Module):
         self.block = self.param("block", matrix, (width, cfg.num_positions, width))
         self.block_bias = self.param("block_bias", zeros, (cfg.num_positions, width))
         self.head_norm = RMSNorm(cfg.layer.rms_norm_eps)
+        # The correction, none of it wider than r.
         if rank:
             self.correction_out = self.param("correction_out", zeros, (cfg.draft_vocab_size, rank))
             self.state_in = self.param("state_in", matrix, (width, rank))
@@ -110,17 +158,12 @@ class CloverLR(nn.Module):
         return init_cache(self.config.layer, layers, batch, length, dtype)
 
     def absorb(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B A F"],
-        next_tokens: Int[Array, "B A"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
-        cache: Cache,
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[CloverLRState, Cache]:
         """Run the trunk over accepted positions, and the one pass over lm_head at the last."""
-        trunk = functools.partial(self._trunk, frozen, features, next_tokens)
-        root, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
+        trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
+        root, cache = absorb_positions(trunk, accepted, cache)
+        # The one pass over the vocabulary of this step: every level reads its own part.
         block = project(output_matrix(self.config, frozen), self._block(root[:, 0]))
         return CloverLRState(block=block, state=self._first(root)), cache
 
@@ -143,6 +186,7 @@ class CloverLR(nn.Module):
         """Feed a drafted token back."""
         if not self.config.rank:
             return state
+        # Rank r, not D: this is all that a drafted token costs.
         above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
         following = self.recurrence(above, self._embed(frozen, token) @ self.token_in)
         return CloverLRState(block=state.block, state=following)
@@ -151,9 +195,7 @@ class CloverLR(nn.Module):
         self,
         frozen: Frozen,
         features: Float[Array, "B S F"],
-        tokens: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
+        batch: Batch,
         rng: Array | None = None,
         progress: Float[Array, ""] | float = 0.0,
     ) -> Float[Array, "P B S D+r"]:
@@ -161,19 +203,24 @@ class CloverLR(nn.Module):
 
         Teacher forced, but for the share of drafted tokens where `rng` chooses them.
         """
-        mask = packed_mask(segment_ids)
-        z, _ = self._trunk(frozen, features, shift_left(tokens, 1), positions, mask, None, None)
+        # The block of every text position at once.
+        tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
+        following = shift_left(tokens, 1)
+        z, _ = self._trunk(frozen, features, following, batch.positions, mask, None, None)
         block = jnp.moveaxis(self._block(z), -2, 0)
         if not self.config.rank:
             return block
         if self.is_initializing():  # one position trains no feedback, but all params are made
             self.recurrence(self._first(z), self._first(z))
+
+        # Then the recurrence, one position after another.
         state = self._first(z)
         corrections = [jnp.zeros_like(state)]
         # What depends on a token alone is computed once; every position shifts it further.
         embedded = self._embed(frozen, extend(tokens, len(block))) @ self.token_in
         for depth in range(1, len(block)):
             following = window(embedded, depth + 1, tokens.shape[1])
+            # Some tokens are the head's own, as they will be when it drafts.
             if rng is not None and self.config.drafted_share:
                 above = jnp.concatenate([block[depth - 1], corrections[-1]], axis=-1)
                 drafted = self._drafted(frozen, above, depth - 1)
@@ -210,6 +257,7 @@ class CloverLR(nn.Module):
     def _fused(self, features: Float[Array, "B S F"]) -> Float[Array, "B S D"]:
         if len(self.config.features) == 1:
             return features
+        # The last state passes untouched: W_f starts at zero, so the others only add.
         each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
         return each[..., -1, :] + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
 
@@ -230,6 +278,43 @@ class CloverLR(nn.Module):
         return jnp.tanh(z @ self.state_in) if self.config.rank else z[..., :0]
 
 
+def make_config(
+    base: BaseConfig,
+    num_positions: int = 5,
+    num_augmenting_layers: int = 2,
+    rank: int | None = None,
+    num_features: int | None = None,
+    unit_inputs: bool = True,
+    drafted_share: float = 0.0,
+    rope: RopeConfig | None = None,
+    loss: LossSpec | None = None,
+) -> CloverLRConfig:
+    """Return the head's config for a base.
+
+    rank: 256, or half the base's width where that is less.
+    num_features: 1 reads the base's last state only, more add states entering evenly spaced layers;
+        by default 3, or as many as the base has layers.
+    Raises ValueError for what no such head can be.
+    """
+    depth = base.num_layers
+    count = min(DEFAULT_FEATURES, depth) if num_features is None else num_features
+    if not 1 <= count <= depth:
+        raise ValueError(f"num_features ({count}) must lie between 1 and the base's {depth} layers")
+    layers = tuple(f"layer_{depth * j // count}" for j in range(1, count))
+    return CloverLRConfig(
+        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        vocab_size=base.vocab_size,
+        num_positions=num_positions,
+        max_depth=num_positions,
+        features=(*layers, "pre_norm"),
+        rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
+        num_augmenting_layers=num_augmenting_layers,
+        unit_inputs=unit_inputs,
+        drafted_share=drafted_share,
+        loss=loss or METHOD_LOSS,
+    )
+
+
 def init_from_base(
     config: CloverLRConfig, params: Params, base_params: Params, rng: Array
 ) -> Params:
@@ -245,6 +330,7 @@ def init_from_base(
     def noisy(matrix: Array) -> Array:
         return matrix + jax.random.uniform(next(keys), matrix.shape, maxval=NOISE)
 
+    # As in Clover-2, the decoder starts by passing its input on.
     query, key_value = noisy(identity), noisy(jnp.stack([identity, jnp.zeros_like(identity)], 1))
     lm_head = base_params.get("lm_head", base_params["embedding"])
     name = "attention_decoder_1"
@@ -254,6 +340,8 @@ def init_from_base(
         "head_norm": final_norm,
         "block": noisy(jnp.broadcast_to(identity[:, None], params["block"].shape)),
     }
+
+    # The correction starts at nothing, along the directions that tell tokens apart best.
     if config.rank:
         random = jax.random.normal(next(keys), (width, width))
         directions = principal_directions(lm_head, config.rank)

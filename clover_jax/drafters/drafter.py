@@ -14,6 +14,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache
 from clover_jax.models.int8 import Matrix, take_rows
 
@@ -38,6 +39,24 @@ class Frozen:
     draft_lm_head: Matrix | None = None
 
 
+@struct.dataclass
+class AcceptedPositions:
+    """Positions that the base has accepted and the head has not read yet.
+
+    The first count[b] of A positions of a row are valid, the rest is ignored.
+
+    features:    [B, A, F] the base's activations at each position.
+    next_tokens: [B, A]    the token that follows it.
+    start:       [B]       where the first one lies in the text.
+    count:       [B]       valid positions.
+    """
+
+    features: Float[Array, "B A F"]
+    next_tokens: Int[Array, "B A"]
+    start: Int[Array, " B"]
+    count: Int[Array, " B"]
+
+
 class Drafter(Protocol):
     """What a draft head's linen module implements; called through `apply(..., method=name)`."""
 
@@ -48,18 +67,10 @@ class Drafter(Protocol):
         ...
 
     def absorb(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B A F"],
-        next_tokens: Int[Array, "B A"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
-        cache: Cache,
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[State, Cache]:
-        """Take in positions start[b] .. start[b] + count[b] - 1 and return the state at the last.
+        """Read the accepted positions and return the state at the last one of each row.
 
-        features, next_tokens: base features at each position and the token that follows it; the
-            first count[b] of a row are valid, the rest is ignored.
         cache: holds start[b] committed positions; the result holds start[b] + count[b].
         Returns the root state, that of a single branch, and the cache.
         """
@@ -89,13 +100,7 @@ class Drafter(Protocol):
         ...
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        tokens: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
-        rng: Array | None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
         """Return hidden[i, b, t], from which position i proposes x_{t+2+i}, teacher forced.
 
@@ -132,6 +137,7 @@ def frozen_from_base(base_params: Params) -> Frozen:
 
     base_params: of the base, or what `with_draft_rows` made of them.
     """
+    # A tied base has one matrix for both.
     embedding = base_params["embedding"]
     return Frozen(
         lm_head=base_params.get("lm_head", embedding),
@@ -147,6 +153,7 @@ def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
     Steps are handed these: within a step the rows would be gathered again each time, which costs
     more than the smaller matrix saves.
     """
+    # A quantized copy of the whole lm_head may lie there already; the rows are then its own.
     frozen = frozen_from_base(base_params)
     given = frozen.draft_lm_head
     is_done = given is not None and given.shape[0] == config.draft_vocab_size
@@ -161,6 +168,7 @@ def output_matrix(config: DrafterConfig, frozen: Frozen) -> Matrix:
 
     Raises ValueError for a reduced vocabulary whose rows nobody gathered.
     """
+    # Without a reduced vocabulary a copy that lies there is the quantized lm_head.
     rows = frozen.draft_lm_head
     if config.draft_to_target is None:
         return frozen.lm_head if rows is None else rows

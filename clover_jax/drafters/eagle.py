@@ -23,6 +23,7 @@ from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.drafter import Frozen, output_matrix
 from clover_jax.drafters.layer_drafter import LayerDrafter, embed, layer_for
 from clover_jax.drafters.tokens import shift_left
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask, project
 
@@ -70,16 +71,15 @@ class Eagle(LayerDrafter):
         self,
         frozen: Frozen,
         features: Float[Array, "B S F"],
-        tokens: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
+        batch: Batch,
         rng: Array | None = None,
     ) -> Float[Array, "1 B S D"]:
         """Return o_t from the base's true states; with `rng` these are noisy."""
         if rng is not None and self.config.feature_noise:
-            features = features + noise_like(features, segment_ids, rng, self.config.feature_noise)
-        embedded = embed(frozen, shift_left(tokens, 1))
-        hidden, _ = self.run(embedded, features, positions, packed_mask(segment_ids))
+            noise = self.config.feature_noise
+            features = features + noise_like(features, batch.segment_ids, rng, noise)
+        embedded = embed(frozen, shift_left(batch.tokens, 1))
+        hidden, _ = self.run(embedded, features, batch.positions, packed_mask(batch.segment_ids))
         return hidden[None]
 
     def logits(
@@ -103,6 +103,7 @@ class Eagle(LayerDrafter):
         attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return o and the layer's fresh keys and values."""
+        # Two products instead of one over a concatenation, which would be stored first.
         x = embedded @ self.fc[0] + state @ self.fc[1]
         if self.config.fc_bias:
             x = x + self.fc_bias
@@ -113,6 +114,7 @@ def noise_like(
     features: Float[Array, "B S F"], segment_ids: Int[Array, "B S"], rng: Array, width: float
 ) -> Float[Array, "B S F"]:
     """Return U(-width, width) x 512 / S, with S the length of each position's own sequence."""
+    # Documents are packed, so a row's length is not the document's.
     together = segment_ids[:, :, None] == segment_ids[:, None, :]
     scale = NOISE_LENGTH / together.sum(axis=-1)
     noise = jax.random.uniform(rng, features.shape, jnp.float32, -width, width)

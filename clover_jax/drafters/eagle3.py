@@ -34,6 +34,7 @@ from clover_jax.drafters.layer_drafter import (
     layer_for,
 )
 from clover_jax.drafters.tokens import shift_left
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, SelfAttention, attend, packed_mask, project
 from clover_jax.models.int8 import contract
@@ -84,17 +85,18 @@ class Eagle3(LayerDrafter):
         self,
         frozen: Frozen,
         features: Float[Array, "B S F"],
-        tokens: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
+        batch: Batch,
         rng: Array | None = None,
     ) -> Float[Array, "P B S D"]:
         """Return the output of every step; a segment's last j + 1 positions have no pair at j."""
-        mask = packed_mask(segment_ids)
+        tokens, positions, mask = batch.tokens, batch.positions, packed_mask(batch.segment_ids)
+        # Step 0 reads the base's states.
         embedded = embed(frozen, shift_left(tokens, 1))
         hidden, rows = self.run(embedded, self.fuse(features), positions, mask)
         outputs, prefix = [hidden], Prefix(rows, mask, positions)
         path = empty_path(self.config.layer, *tokens.shape, hidden.dtype)
+
+        # Later steps read their own output, and attend along their own path only.
         for step in range(1, self.num_positions):
             embedded = embed(frozen, shift_left(tokens, step + 1))
             own = functools.partial(attend_path, path=path, prefix=prefix)
@@ -113,6 +115,7 @@ class Eagle3(LayerDrafter):
 
     def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
         """Mix the states of the three layers."""
+        # Split along the features, so that a mesh need not cut one of them.
         split = features.reshape(*features.shape[:-1], NUM_FEATURES, -1)
         return contract("bacd,cde->bae", split, self.fc)
 
@@ -174,9 +177,7 @@ def init_from_base(config: Eagle3Config, params: Params, base_params: Params, rn
 
     (The repository starts them at random; the rest is random here as well.)
     """
+    # The head starts as the base's own vocabulary, so that early steps propose words.
     frozen = frozen_from_base(with_draft_rows(base_params, config))
-    new = {
-        "lm_head": output_matrix(config, frozen),
-        "output_norm": {"scale": frozen.final_norm},
-    }
+    new = {"lm_head": output_matrix(config, frozen), "output_norm": {"scale": frozen.final_norm}}
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})

@@ -21,11 +21,11 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
 from clover_jax.drafters.augmenting import absorb_positions
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import AcceptedPositions, Frozen
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, init_cache
 from clover_jax.models.decoder import Attend, attend
-from clover_jax.models.position_bias import Distance
+from clover_jax.models.position_bias import PositionBias
 
 
 def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> LayerConfig:
@@ -35,6 +35,7 @@ def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> L
     llama_layer: without what Llama's layers do not have (biases, norms of queries and keys,
         ALiBi), which the readers of other programs do not expect.
     """
+    # A head attends over the same text as the base, so it takes its rotary base.
     layer = dataclasses.replace(base.layer, rope=rope or base.rope)
     if not llama_layer:
         return layer
@@ -102,24 +103,18 @@ class LayerDrafter(nn.Module, abc.ABC):
         return init_cache(self.config.layer, 1, batch, length, dtype)
 
     def absorb(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B A F"],
-        next_tokens: Int[Array, "B A"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
-        cache: Cache,
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[BranchState, Cache]:
         """Run the layer over accepted positions, from the base's own states; see the contract."""
-        embedded, states = embed(frozen, next_tokens), self.fuse(features)
+        embedded, states = embed(frozen, accepted.next_tokens), self.fuse(accepted.features)
 
         def trunk(positions, mask, cache, length):
             hidden, fresh = self.run(embedded, states, positions, mask, cache[0], length)
             return hidden, (fresh,)
 
-        root, cache = absorb_positions(trunk, next_tokens.shape[1], start, count, cache)
+        root, cache = absorb_positions(trunk, accepted, cache)
         path = empty_path(self.config.layer, len(root), 1, root.dtype)
-        return BranchState(root, path, (start + count)[:, None]), cache
+        return BranchState(root, path, (accepted.start + accepted.count)[:, None]), cache
 
     def propose(self, frozen: Frozen, state: BranchState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the logits of the tokens after each branch."""
@@ -135,6 +130,7 @@ class LayerDrafter(nn.Module, abc.ABC):
         depth: int,
     ) -> BranchState:
         """Feed a drafted token and its parent's output to the layer."""
+        # Each branch goes on from its own parent: state, path and length.
         above = jax.tree.map(functools.partial(_take_branches, index=parent), state)
         hidden, fresh = self.run(
             embed(frozen, token),
@@ -193,7 +189,7 @@ def attend_path(
     _: None,
     cache: KeyValue | None,
     length: Int[Array, " B"] | None,
-    distance: Distance | None,
+    bias: PositionBias | None,
     *,
     path: Path,
     prefix: Prefix | None = None,
@@ -203,12 +199,13 @@ def attend_path(
     cache, length: the committed positions, when drafting.
     prefix: the positions of the text, in training.
     """
+    # The branch's own tokens, itself included, as one small softmax of its own.
     own = path.extended(fresh)
     scores = jnp.einsum("bkgth,btjkh->bkgtj", query, own.key, preferred_element_type=jnp.float32)
     scores *= query.shape[-1] ** -0.5
-    if distance is not None:  # ALiBi: heads have no window
+    if bias is not None:  # ALiBi: heads have no window
         back = jnp.arange(own.key.shape[2])[::-1]
-        scores -= distance.slopes[:, :, None, None] * back
+        scores -= bias.slopes[:, :, None, None] * back
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
     mixed = jnp.einsum(
@@ -218,11 +215,13 @@ def attend_path(
         preferred_element_type=jnp.float32,
     )
     softmax = RunningSoftmax(peak, weight.sum(axis=-1), mixed)
+
+    # What all branches share goes on from there: the text in training, the cache in drafting.
     if prefix is not None:
         mask = prefix.mask[:, None, None]
-        softmax = absorb_rows(query, prefix.rows, mask, softmax, distance, prefix.positions)
+        softmax = absorb_rows(query, prefix.rows, mask, softmax, bias, prefix.positions)
     if cache is not None:
-        softmax = absorb_cache(query, cache, length, softmax, distance)
+        softmax = absorb_cache(query, cache, length, softmax, bias)
     return finish(softmax, query.dtype)
 
 

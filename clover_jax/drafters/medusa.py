@@ -21,8 +21,15 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec
 from clover_jax.drafters.augmenting import take_last
-from clover_jax.drafters.drafter import Frozen, frozen_from_base, output_matrix, with_draft_rows
+from clover_jax.drafters.drafter import (
+    AcceptedPositions,
+    Frozen,
+    frozen_from_base,
+    output_matrix,
+    with_draft_rows,
+)
 from clover_jax.drafters.residual_heads import ResidualHeads
+from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import project
 
@@ -78,16 +85,10 @@ class Medusa(nn.Module):
         return ()
 
     def absorb(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B A F"],
-        next_tokens: Int[Array, "B A"],
-        start: Int[Array, " B"],
-        count: Int[Array, " B"],
-        cache: Cache,
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[MedusaState, Cache]:
         """Keep the last position's features."""
-        return MedusaState(take_last(features, count)), cache
+        return MedusaState(take_last(accepted.features, accepted.count)), cache
 
     @property
     def reads_lm_head(self) -> bool:
@@ -114,9 +115,7 @@ class Medusa(nn.Module):
         self,
         frozen: Frozen,
         features: Float[Array, "B S F"],
-        tokens: Int[Array, "B S"],
-        segment_ids: Int[Array, "B S"],
-        positions: Int[Array, "B S"],
+        batch: Batch,
         rng: Array | None = None,
     ) -> Float[Array, "P B S D"]:
         """Return u^i of every position of the text."""
@@ -126,15 +125,13 @@ class Medusa(nn.Module):
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
         """Return lm_head_i u^i."""
+        # A head of its own for each position, or the base's for all.
         own = self.matrices[position] if self.matrices else None
         return project(output_matrix(self.config, frozen) if own is None else own, hidden)
 
 
 def make_config(
-    base: BaseConfig,
-    num_positions: int = 5,
-    own_output: bool = True,
-    loss: LossSpec | None = None,
+    base: BaseConfig, num_positions: int = 5, own_output: bool = True, loss: LossSpec | None = None
 ) -> MedusaConfig:
     """Return the config of heads for a base; the loss defaults to cross-entropy to the text."""
     return MedusaConfig(

@@ -16,6 +16,7 @@ from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.drafters.drafter import Drafter, frozen_from_base
 from clover_jax.errors import UserError
+from clover_jax.models.batch import Batch
 
 # name -> (file of this package, config class, module class)
 DRAFTERS = {
@@ -47,6 +48,7 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
 
     Raises UserError for an option that the kind does not have, ValueError for a bad value.
     """
+    # The signature is the list of options: a method adds one by adding a parameter.
     make_config = _module_of(kind).make_config
     _, *known = inspect.signature(make_config).parameters
     for name in options:
@@ -64,12 +66,14 @@ def plain_options(kind: str) -> dict[str, type]:
 
 def _without_none(hint: Any) -> Any:
     """Return int for `int | None`, and everything else as it is."""
+    # Only a single type beside None can be read from a string.
     arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     return arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
 
 
 def config_from_dict(values: dict[str, Any]) -> DrafterConfig:
     """Rebuild a config written by `DrafterConfig.to_dict`."""
+    # An unknown kind is named by the error.
     file = _module_of(values.get("kind", "missing"))
     return getattr(file, DRAFTERS[values["kind"]][1]).from_dict(values)
 
@@ -93,9 +97,10 @@ def init_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
 
 
 def _random_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
+    # Two tokens more than positions: the root and the last target.
     width = draft.config.layer.hidden_size * len(draft.config.features)
     ids = jnp.zeros((1, draft.config.num_positions + 2), jnp.int32)
     features = jnp.zeros((*ids.shape, width))
     frozen = frozen_from_base(base_params)
-    arguments = (frozen, features, ids, ids, ids, None)
-    return draft.module.init(rng, *arguments, method="train_forward")["params"]
+    batch = Batch(ids, ids, ids, ids > 0)
+    return draft.module.init(rng, frozen, features, batch, None, method="train_forward")["params"]

@@ -11,6 +11,8 @@ from clover_jax.models.int8 import take_rows, widen
 
 def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     """Return the tokens' rows of lm_head, the token embedding of the Clover heads."""
+    # Rows of lm_head, not of the embedding: the paper's heads read the matrix that they propose
+    # with.
     return widen(take_rows(frozen.lm_head, tokens), frozen.embedding.dtype)
 
 

@@ -17,13 +17,13 @@ import numpy as np
 
 from clover_jax.array_types import Array, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.data.batch import Batch
 from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.top_k import argmax, top_k
 from clover_jax.drafters.drafter import Frozen, frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.evaluation.methods import Method
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 from clover_jax.training.teacher import teach
 
@@ -121,9 +121,7 @@ def count_hits(
         {"params": params},
         frozen,
         teacher.features,
-        batch.tokens,
-        batch.segment_ids,
-        batch.positions,
+        batch,
         None,
         method="train_forward",
     )

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt
-from clover_jax.decoding.requests import Generation, Progress, Request
+from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.errors import UserError
 from clover_jax.generation.answer_text import AnswerText, StopCut
 from clover_jax.generation.overflow import fit_context
@@ -115,7 +115,7 @@ class RowState:
             turn=len(self._turns),
         )
 
-    def take(self, progress: Progress) -> TurnProgress:
+    def take(self, progress: RowUpdate) -> TurnProgress:
         """Take in new tokens of the current turn; stop it at a stop string."""
         row = progress.row
         pieces, cut = self._watch(row) if self._is_watched else ([], None)

@@ -11,7 +11,7 @@ from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.requests import Progress, Request
+from clover_jax.decoding.requests import Request, RowUpdate
 from clover_jax.errors import UserError
 from clover_jax.generation.overflow import Skipped
 from clover_jax.generation.row_state import RowState, TurnProgress
@@ -129,7 +129,7 @@ class RowStream:
         if self._failure is not None:
             raise self._failure
 
-    def _stream(self, requests: Iterator[Request | None]) -> Iterator[Progress]:
+    def _stream(self, requests: Iterator[Request | None]) -> Iterator[RowUpdate]:
         params = self._models.base.params
         steps = self._engine.stream(params, self._models.draft_params, requests)
         while True:

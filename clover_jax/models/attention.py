@@ -17,15 +17,15 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.position_bias import Distance
+from clover_jax.models.position_bias import PositionBias
 
-CACHE_CHUNK = 256  # of which a cache has a whole number
+CACHE_CHUNK = 256  # a cache's length is a multiple of this
 MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
 
 
 @dataclasses.dataclass(frozen=True)
-class Reading:
-    """How a platform's compiler does best with the committed cache.
+class CacheReadPolicy:
+    """How a platform reads the committed cache: what its compiler does best with.
 
     most_scores: bytes of float32 scores at a time, at most, which bounds a chunk of the cache; None
         takes chunks of CACHE_CHUNK.
@@ -73,12 +73,12 @@ class Reading:
 # On TPU every chunk has its overhead, and scores that do not fit in the core's memory are spilled.
 # By the compiler's estimate for a v6e, Llama 3, 26 slots and 2048 positions, a layer takes 42
 # instead of 106 microseconds at batch 1 and 359 instead of 548 at batch 16.
-_GPU = Reading(most_scores=2**27, stops_early=False, keeps_query=True, rows_scores=2**25)
-READINGS = {
-    "cpu": Reading(),
+_GPU = CacheReadPolicy(most_scores=2**27, stops_early=False, keeps_query=True, rows_scores=2**25)
+READ_POLICIES = {
+    "cpu": CacheReadPolicy(),
     "cuda": _GPU,
     "rocm": _GPU,
-    "tpu": Reading(most_scores=2**25, stores_weights=True),
+    "tpu": CacheReadPolicy(most_scores=2**25, stores_weights=True),
 }
 
 
@@ -101,7 +101,7 @@ def attend(
     fresh_mask: Bool[Array, "B T T"],
     cache: KeyValue | None = None,
     length: Int[Array, " B"] | None = None,
-    distance: Distance | None = None,
+    bias: PositionBias | None = None,
 ) -> Float[Array, "B K G T H"]:
     """Attend from each fresh position to the allowed fresh positions and the committed cache.
 
@@ -109,20 +109,23 @@ def attend(
     fresh: [B, K, T, H] keys and values of the fresh positions.
     fresh_mask: [b, t, s] True where t may attend to s; each t must allow at least itself.
     cache, length: [B, K, S, H] committed keys and values, of which the first length[b] are live.
-    distance: a sliding window or ALiBi; None where scores do not look at the distance.
+    bias: a sliding window or ALiBi; None where scores do not depend on the distance.
     """
+    # First the fresh rows, under their own mask.
     size, num_cached = query.shape[3], 0 if cache is None else cache.key.shape[2]
     # Fresh rows lie less than T apart, so a window of T or more hides none of them.
-    near = distance and distance.within(size)
+    near = bias and bias.within(size)
     scores = _scores(query, fresh.key, fresh_mask[:, None, None])
     if near is not None:
-        scores = _apply_distance(near, scores, near.positions)
+        scores = _apply_bias(near, scores, near.positions)
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
     softmax = RunningSoftmax(peak, weight.sum(axis=-1), _mix(weight, fresh.value))
+
+    # Then the committed cache, in chunks.
     if cache is not None:
-        distance = distance and distance.within(num_cached + size)
-        softmax = absorb_cache(query, cache, length, softmax, distance)
+        bias = bias and bias.within(num_cached + size)
+        softmax = absorb_cache(query, cache, length, softmax, bias)
     return finish(softmax, query.dtype)
 
 
@@ -136,7 +139,7 @@ def absorb_rows(
     rows: KeyValue,
     mask: Bool[Array, "*b S"],
     old: RunningSoftmax,
-    distance: Distance | None = None,
+    bias: PositionBias | None = None,
     positions: Int[Array, "*c S"] | None = None,
     *,
     stores_weights: bool = False,
@@ -144,12 +147,13 @@ def absorb_rows(
     """Go on over [B, K, S, H] further keys and values, where the mask allows.
 
     mask: broadcast against [B, K, G, T, S].
-    positions: where the rows lie, which `distance` needs.
-    stores_weights: as `Reading` has it.
+    positions: where the rows lie, which `bias` needs.
+    stores_weights: as `CacheReadPolicy` has it.
     """
+    # Rescale what was summed so far to the new peak, then add these rows.
     scores = _scores(query, rows.key, mask)
-    if distance is not None:
-        scores = _apply_distance(distance, scores, positions)
+    if bias is not None:
+        scores = _apply_bias(bias, scores, positions)
     peak = jnp.maximum(old.peak, scores.max(axis=-1))
     shrink = jnp.exp(old.peak - peak)
     weight = jnp.exp(scores - peak[..., None])
@@ -168,14 +172,15 @@ def absorb_cache(
     cache: KeyValue,
     length: Int[Array, " B"],
     softmax: RunningSoftmax,
-    distance: Distance | None = None,
+    bias: PositionBias | None = None,
 ) -> RunningSoftmax:
     """Go on over the first length[b] rows of a committed cache, in chunks."""
 
-    def read(softmax: RunningSoftmax, reading: Reading) -> RunningSoftmax:
-        return _read_rows(query, cache, length, softmax, distance, reading)
+    def read(softmax: RunningSoftmax, policy: CacheReadPolicy) -> RunningSoftmax:
+        return _read_rows(query, cache, length, softmax, bias, policy)
 
-    paths = {name: functools.partial(read, reading=READINGS[name]) for name in READINGS}
+    # All platforms are traced; the compiler keeps its own.
+    paths = {name: functools.partial(read, policy=READ_POLICIES[name]) for name in READ_POLICIES}
     return jax.lax.platform_dependent(softmax, default=paths.pop("cpu"), **paths)
 
 
@@ -184,17 +189,17 @@ def _read_rows(
     cache: KeyValue,
     length: Array,
     softmax: RunningSoftmax,
-    distance: Distance | None,
-    reading: Reading,
+    bias: PositionBias | None,
+    policy: CacheReadPolicy,
 ) -> RunningSoftmax:
     """Read one group of rows after the other."""
-    if reading.keeps_query:
+    if policy.keeps_query:
         query = jax.lax.optimization_barrier(query)
     batch, scores = query.shape[0], math.prod(query.shape[1:-1]) * cache.key.shape[2]
-    at_once = reading.rows_at_once(batch, scores)
+    at_once = policy.rows_at_once(batch, scores)
     on_mesh = jax.sharding.get_abstract_mesh().size > 1  # which splits rows and heads as it is
     if at_once == batch or on_mesh:
-        return _read(query, cache, length, softmax, distance, reading)
+        return _read(query, cache, length, softmax, bias, policy)
 
     groups: list[RunningSoftmax] = []
     for start in range(0, batch, at_once):
@@ -203,7 +208,7 @@ def _read_rows(
         if groups:  # one after the other: they would be fused, and their scores stored side by side
             part, groups[-1] = jax.lax.optimization_barrier((part, groups[-1]))
         others = jax.tree.map(lambda x, rows=rows: x[rows], (cache, length, softmax))
-        groups.append(_read(part, *others, distance and distance.of_rows(rows), reading))
+        groups.append(_read(part, *others, bias and bias.of_rows(rows), policy))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
 
 
@@ -212,24 +217,27 @@ def _read(
     cache: KeyValue,
     length: Array,
     softmax: RunningSoftmax,
-    distance: Distance | None,
-    reading: Reading,
+    bias: PositionBias | None,
+    policy: CacheReadPolicy,
 ) -> RunningSoftmax:
+    # A chunk bounds the scores that exist at a time.
     size = cache.key.shape[2]
-    chunk = reading.chunk_of(size, num_queries=math.prod(query.shape[:-1]))
+    chunk = policy.chunk_of(size, num_queries=math.prod(query.shape[:-1]))
     if size % chunk:
         raise ValueError(f"cache length ({size}) must be a multiple of {chunk}")
     if size == chunk:
-        return _absorb_chunk(query, cache, 0, length, softmax, distance, reading)
+        return _absorb_chunk(query, cache, 0, length, softmax, bias, policy)
 
     def body(index: Array, softmax: RunningSoftmax) -> RunningSoftmax:
         start = index * chunk
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=2), cache)
-        return _absorb_chunk(query, rows, start, length, softmax, distance, reading)
+        return _absorb_chunk(query, rows, start, length, softmax, bias, policy)
 
-    if not reading.stops_early:
+    # A constant number of chunks reads padding, but the host need not wait to know how many.
+    if not policy.stops_early:
         return jax.lax.fori_loop(0, size // chunk, body, softmax)
-    first = 0 if distance is None else distance.first_needed(length) // chunk
+    # The longest row decides how far all are read; a window, from where.
+    first = 0 if bias is None else bias.first_needed(length) // chunk
     num_chunks = (jnp.max(length) + chunk - 1) // chunk
     return jax.lax.fori_loop(first, num_chunks, body, softmax)
 
@@ -240,13 +248,14 @@ def _absorb_chunk(
     start: Array | int,
     length: Array,
     old: RunningSoftmax,
-    distance: Distance | None,
-    reading: Reading,
+    bias: PositionBias | None,
+    policy: CacheReadPolicy,
 ) -> RunningSoftmax:
+    # What lies beyond a row's length is garbage.
     position = start + jnp.arange(rows.key.shape[2])
     live = position < length[:, None]
-    mask, stores = live[:, None, None, None], reading.stores_weights
-    return absorb_rows(query, rows, mask, old, distance, position, stores_weights=stores)
+    mask, stores = live[:, None, None, None], policy.stores_weights
+    return absorb_rows(query, rows, mask, old, bias, position, stores_weights=stores)
 
 
 def _scores(query: Array, key: Array, mask: Array) -> Array:
@@ -254,11 +263,11 @@ def _scores(query: Array, key: Array, mask: Array) -> Array:
     return jnp.where(mask, scores * query.shape[-1] ** -0.5, MASKED)
 
 
-def _apply_distance(distance: Distance, scores: Array, key_positions: Array) -> Array:
-    if distance.slopes is not None:
-        scores = scores + distance.bias(key_positions)
-    if distance.window is not None:
-        scores = jnp.where(distance.mask(key_positions), scores, MASKED)
+def _apply_bias(bias: PositionBias, scores: Array, key_positions: Array) -> Array:
+    if bias.slopes is not None:
+        scores = scores + bias.bias(key_positions)
+    if bias.window is not None:
+        scores = jnp.where(bias.mask(key_positions), scores, MASKED)
     return scores
 
 

@@ -39,6 +39,7 @@ def init_cache(
 
     Keys and values are separate buffers, so that both can be donated.
     """
+    # Heads before positions, so that a row's new positions are contiguous.
     shape = (batch, config.num_kv_heads, length, config.head_dim)
     return tuple(
         KeyValue(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
@@ -84,6 +85,7 @@ def write_rows(cache: Cache, rows: Cache, start: Int[Array, " B"]) -> Cache:
     """
 
     def write(buffer: Array, new: Array) -> Array:
+        # The loop over rows is only worth its tracing where the batch is small.
         arguments = (buffer, new.astype(buffer.dtype), start)
         if start.shape[0] == 1 or start.shape[0] > MOST_ROWS_ONE_BY_ONE:
             return _write_at_once(*arguments)

@@ -19,9 +19,9 @@ from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
-from clover_jax.models.position_bias import Distance
+from clover_jax.models.position_bias import PositionBias
 
-# (query, fresh, fresh_mask, cache, length, distance) -> mixed values, as `attend` does it
+# (query, fresh, fresh_mask, cache, length, bias) -> mixed values, as `attend` does it
 Attend = Callable[..., Array]
 
 
@@ -57,6 +57,7 @@ class SelfAttention(nn.Module):
 
         x: [B, T, D]; a head that reads more beside its state gives more than D columns.
         """
+        # One product gives queries, keys and values; heads stay whole on every shard of K.
         cfg = self.config
         width, groups = cfg.hidden_size, cfg.num_groups
         heads = (cfg.num_kv_heads, groups + 2, cfg.head_dim)
@@ -70,14 +71,18 @@ class SelfAttention(nn.Module):
         if cfg.qkv_bias:
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
             fused = fused + bias[:, :, None]
+
+        # Queries and keys are normed and rotated together, as one array.
         query_key = fused[:, :, : groups + 1]
         if cfg.query_key_norm:
             query_key = self._norm_heads(query_key)
         if not cfg.alibi:
             query_key = apply_rope(query_key, positions, cfg.rope)
+
+        # The new keys and values stay outside of the cache until they are accepted.
         fresh = KeyValue(key=query_key[:, :, groups], value=fused[:, :, groups + 1])
-        distance = Distance.of(cfg, positions)
-        mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, distance)
+        bias = PositionBias.of(cfg, positions)
+        mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, bias)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
         heads_last = jnp.moveaxis(mixed, 3, 1).reshape(*x.shape[:2], -1)
         result = contract("btn,nd->btd", heads_last, out.reshape(-1, width))
@@ -172,7 +177,9 @@ class Decoder(nn.Module):
         mask: [b, t, s] True where t may attend to the fresh position s (itself included).
         cache, length: the committed keys and values; None when there are none.
         """
+        # Ids of padding slots are out of range; they are masked later.
         x = jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        # Every layer's input is named: heads choose what they read, jit drops the rest.
         hidden, fresh = {}, []
         for index, layer in enumerate(self.layers):
             hidden[f"layer_{index}"] = x
@@ -217,6 +224,7 @@ def _row_logits_forward(matrix: Array, rows: Array) -> tuple[Array, tuple[Array,
 
 
 def _row_logits_backward(operands: tuple[Array, Array], gradient: Array) -> tuple[Array, Array]:
+    # Both products in the operands' dtype, with float32 sums.
     matrix, rows = operands
     gradient = gradient.astype(rows.dtype)
     accumulate = {"preferred_element_type": jnp.float32}

@@ -56,6 +56,7 @@ def quantize(matrix: Float[Array, "..."], inputs: tuple[int, ...]) -> Int8Matrix
 
     inputs: the axes that products sum over; whatever lies along the others has a step of its own.
     """
+    # One step per output channel, so that a product is scaled once, after its sum.
     wide = matrix.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True)
     step = jnp.where(largest > 0, largest / LARGEST, 1.0)
@@ -72,6 +73,8 @@ def contract(
     if not isinstance(matrix, Int8Matrix):
         return jnp.einsum(spec, x, matrix, preferred_element_type=dtype)
     product = jnp.einsum(spec, x, matrix.values.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    # The step has the matrix's letters; bring it to the letters of the result.
     operands, result = spec.split("->")
     letters = operands.split(",")[1]
     sizes = dict(zip(letters, matrix.step.shape, strict=True))

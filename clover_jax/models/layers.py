@@ -28,6 +28,7 @@ def rms_norm(
     x: Float[Array, "*b D"], scale: Float[Array, "*c D"], eps: float
 ) -> Float[Array, "*b D"]:
     """Normalise the last axis of x to unit mean square, then scale (broadcast against x)."""
+    # A sum of squares overflows bfloat16.
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return scale * (wide * inverse).astype(x.dtype)
@@ -42,6 +43,7 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     if rope.kind == "linear":
         frequency = frequency / rope.factor
     elif rope.kind == "llama3":
+        # Slow frequencies are stretched, fast ones kept, those between blended.
         turns = rope.original_max_position_embeddings * frequency / (2 * np.pi)
         smooth = (turns - rope.low_freq_factor) / (rope.high_freq_factor - rope.low_freq_factor)
         smooth = np.clip(smooth, 0.0, 1.0)
@@ -74,6 +76,7 @@ class GatedMLP(nn.Module):
         width, inner = cfg.hidden_size, cfg.intermediate_size
         gate_up = self.param("gate_up", matrix_init(width), (width, 2, inner))
         down = self.param("down", matrix_init(inner), (inner, width))
+        # Gate and up in one product, which reads x once.
         both = contract("btd,dcf->btcf", x, gate_up)
         if cfg.mlp_bias:
             both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))

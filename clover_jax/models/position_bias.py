@@ -16,7 +16,7 @@ from clover_jax.config import LayerConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Distance:
+class PositionBias:
     """The rules of one layer, and the positions of the rows that ask.
 
     positions: [B, T] absolute positions of the queries.
@@ -29,8 +29,9 @@ class Distance:
     slopes: np.ndarray | None = None
 
     @classmethod
-    def of(cls, config: LayerConfig, positions: Int[Array, "B T"]) -> Distance | None:
+    def of(cls, config: LayerConfig, positions: Int[Array, "B T"]) -> PositionBias | None:
         """Return the rules of a layer; None where it has none."""
+        # Most models have neither rule: None leaves no trace in their programs.
         slopes = None
         if config.alibi:
             slopes = alibi_slopes(config.num_heads).reshape(config.num_kv_heads, -1)
@@ -38,14 +39,15 @@ class Distance:
             return None
         return cls(positions, config.sliding_window, slopes)
 
-    def within(self, span: int) -> Distance | None:
+    def within(self, span: int) -> PositionBias | None:
         """Return what is left of the rules where no two positions lie `span` or more apart."""
+        # A window that hides nothing need not be tested.
         window = None if self.window is None or self.window >= span else self.window
         if window is None and self.slopes is None:
             return None
         return dataclasses.replace(self, window=window)
 
-    def of_rows(self, rows: slice) -> Distance:
+    def of_rows(self, rows: slice) -> PositionBias:
         """Return the rules for some rows of the batch."""
         return dataclasses.replace(self, positions=self.positions[rows])
 
@@ -78,6 +80,7 @@ def alibi_slopes(num_heads: int) -> np.ndarray:
 
     Example: 4 heads have 1/4, 1/16, 1/64, 1/256; of 6 heads the last two have 1/2 and 1/8.
     """
+    # The power of two below the count, then every other slope of the one above.
     below = 2 ** int(np.log2(num_heads))
     steps = np.arange(1, below + 1) * 8 / below
     further = np.arange(1, 2 * (num_heads - below), 2) * 4 / below

@@ -26,6 +26,7 @@ def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
     Its matrices over the vocabulary, which stay for the whole step, and two layers: one at work
     and the next on its way.
     """
+    # Nothing is split over fsdp, so nothing is gathered.
     if mesh.shape["fsdp"] == 1:
         return 0
     vocabulary = {name: base[name] for name in ("embedding", "lm_head") if name in base}

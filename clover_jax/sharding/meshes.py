@@ -54,6 +54,8 @@ def parse_mesh(text: str, num_devices: int | None) -> MeshShape:
     sizes = _read_sizes(text)
     open_axes = [name for name, size in sizes.items() if size == -1]
     given = math.prod(size for size in sizes.values() if size != -1)
+
+    # -1 takes what the other axes leave.
     if open_axes:
         if len(open_axes) > 1 or num_devices is None:
             rest = "no count of devices to take the rest of" if len(open_axes) == 1 else "two -1"
@@ -64,6 +66,7 @@ def parse_mesh(text: str, num_devices: int | None) -> MeshShape:
                 f"of the other axes, to find {open_axes[0]}"
             )
         sizes[open_axes[0]] = num_devices // given
+
     shape = MeshShape(**sizes)
     if num_devices is not None and shape.size > num_devices:
         raise UserError(
@@ -77,6 +80,7 @@ def _read_sizes(text: str) -> dict[str, int]:
     sizes: dict[str, int] = {}
     for part in text.split(","):
         name, _, size = (word.strip() for word in part.partition("="))
+        # An axis twice would silently take the later size.
         is_size = size == "-1" or (size.isdecimal() and int(size) > 0)
         if name not in AXES or name in sizes or not is_size:
             raise UserError(

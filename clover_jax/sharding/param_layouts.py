@@ -87,6 +87,7 @@ def param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSp
     """
     if not shape:
         return PartitionSpec()
+    # The two parts of an int8 matrix are split as the matrix is.
     if path[-1] in _FIELDS:
         path = path[:-1]
     layout = _layout_of(path, len(shape))
@@ -105,7 +106,7 @@ def _layout_of(path: Path, rank: int) -> list[str]:
             return layout.split()
     raise UserError(
         f"parameter {'/'.join(path)} with {rank} dimensions has no rule for a mesh; "
-        "add its layout to LAYOUTS in clover_jax/param_layouts.py"
+        "add its layout to LAYOUTS in clover_jax/sharding/param_layouts.py"
     )
 
 
@@ -113,6 +114,7 @@ def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
     axis = _AXIS[letter]
     if size % mesh.shape[axis] == 0:
         return axis
+    # A whole copy costs memory only; half a head would be wrong.
     if letter in _WHOLE_IF_INDIVISIBLE or size == 1:
         return None
     raise UserError(

@@ -74,6 +74,7 @@ def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
         return params
 
     def gather(path: tuple, leaf: Array) -> Array:
+        # Only fsdp is undone: tensor splits the products themselves.
         spec = param_spec(leaf_path(path), leaf.shape, mesh)
         whole = PartitionSpec(*(None if axis == "fsdp" else axis for axis in spec))
         return _gather(NamedSharding(mesh, whole), NamedSharding(mesh, spec), leaf)
@@ -172,6 +173,7 @@ def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
         rows = ROWS if leaf.shape[0] % shape.num_row_shards == 0 else None
         if leaf.ndim != 4:
             return NamedSharding(mesh, PartitionSpec(rows))
+        # Axis 1 of a cache is K, the key heads.
         heads = "tensor" if leaf.shape[1] % shape.tensor == 0 else None
         return NamedSharding(mesh, PartitionSpec(rows, heads))
 
@@ -187,6 +189,7 @@ def logits_spec(shape: tuple[int, ...], least: int) -> PartitionSpec | None:
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or set(AXES) - set(mesh.axis_names) or len(shape) < 2:
         return None
+    # A batch that does not divide lies whole on every device.
     sizes = shape_of(mesh)
     rows = ROWS if shape[0] % sizes.num_row_shards == 0 else None
     is_split = sizes.tensor > 1 and shape[-1] >= least and shape[-1] % sizes.tensor == 0

@@ -40,9 +40,9 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import LossSpec
-from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.batch import Batch
 from clover_jax.training.loss_chunks import (
     GROUP_AXES,
     Chunk,

@@ -9,9 +9,9 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
-from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.batch import Batch
 
 
 def plain_loss(

@@ -14,10 +14,10 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.models.batch import Batch
 from clover_jax.sharding.meshes import AnyMesh, shape_of
 from clover_jax.sharding.placement import (
     gathered,
@@ -133,9 +133,7 @@ def head_loss(
             {"params": params},
             frozen,
             teacher.features,
-            batch.tokens,
-            batch.segment_ids,
-            batch.positions,
+            batch,
             key,
             **({"progress": progress} if follows else {}),
         )

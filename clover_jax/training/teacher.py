@@ -7,8 +7,8 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import select_features
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, packed_mask
 from clover_jax.models.layers import RMSNorm
 

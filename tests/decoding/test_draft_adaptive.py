@@ -11,7 +11,7 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import PAD_TOKEN, TreeConfig, parse_tree
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
@@ -31,7 +31,7 @@ class SlowHead:
         zero, cache = jnp.zeros(1, jnp.int32), self.head.module.init_cache(1, 64, jnp.float32)
         self.root = 81
         self.state, self.cache = self.apply(
-            "absorb", features, next_tokens, zero, jnp.array([4]), cache
+            "absorb", AcceptedPositions(features, next_tokens, zero, jnp.array([4])), cache
         )
 
     def apply(self, method, *arguments, depth=()):

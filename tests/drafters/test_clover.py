@@ -12,6 +12,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.attention_decoder import AttentionDecoder
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.tokens import extend, shift_left, window
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import DecoderLayer, causal_mask
 from clover_jax.models.layers import rms_norm
 from tests.tiny_models import TINY, lively_params, random_base, random_head
@@ -23,9 +24,11 @@ def train_forward(name, params, features, tokens, **changed):
     config = dataclasses.replace(random_head(name=name)[0].config, **changed)
     head = registry.head(config)
     positions = jnp.broadcast_to(jnp.arange(SIZE), tokens.shape)
-    arguments = (frozen_from_base(random_base()), features, tokens)
-    arguments += (jnp.ones_like(tokens), positions, None)
-    return head.module.apply({"params": params}, *arguments, method="train_forward")
+    frozen, ones = frozen_from_base(random_base()), jnp.ones_like(tokens)
+    batch = Batch(tokens, ones, positions, ones > 0)
+    return head.module.apply(
+        {"params": params}, frozen, features, batch, None, method="train_forward"
+    )
 
 
 def random_text(seed=0):
@@ -90,9 +93,7 @@ def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final
             {"params": _five(params)},
             None,
             features,
-            tokens,
-            tokens,
-            tokens,
+            Batch(tokens, tokens, tokens, tokens > 0),
             method="train_forward",
         )[i]
         for i in range(3)
@@ -112,7 +113,11 @@ def test_medusa_starts_as_the_base_itself():
     head, params = random_head(name="medusa")
     features, tokens = random_text()
     hidden = head.module.apply(
-        {"params": params}, None, features, tokens, tokens, tokens, method="train_forward"
+        {"params": params},
+        None,
+        features,
+        Batch(tokens, tokens, tokens, tokens > 0),
+        method="train_forward",
     )
     frozen = frozen_from_base(random_base())
     np.testing.assert_array_equal(hidden, jnp.broadcast_to(features, hidden.shape))

@@ -7,6 +7,7 @@ import pytest
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.interchange.directory import load_draft
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.pretrained.loading import load_base
 
@@ -50,7 +51,7 @@ def features(base, draft, ids, positions):
 def states(base, draft, features, ids, positions):
     """u^i at every position, [P, B, S, D]."""
     frozen, segments = frozen_from_base(base.params), jnp.ones_like(ids)
-    arguments = (frozen, features, ids, segments, positions, None)
+    arguments = (frozen, features, Batch(ids, segments, positions, segments > 0), None)
     return draft.head.module.apply({"params": draft.params}, *arguments, method="train_forward")
 
 

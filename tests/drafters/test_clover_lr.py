@@ -30,7 +30,7 @@ def hidden_states(head, params, batch, **arguments):
     base_params = with_draft_rows(random_base(), head.config)
     teacher = teach(TINY, base_params, head.config.features, batch)
     frozen = frozen_from_base(base_params)
-    inputs = (frozen, teacher.features, batch.tokens, batch.segment_ids, batch.positions)
+    inputs = (frozen, teacher.features, batch)
     apply = functools.partial(head.module.apply, {"params": params}, method="train_forward")
     return apply(*inputs, **arguments), frozen
 
@@ -55,9 +55,8 @@ def test_the_size_of_states_and_rows_means_nothing_where_inputs_are_scaled(unit_
     frozen = frozen_from_base(random_base())
 
     def hidden(features, lm_head):
-        inputs = (features, batch.tokens, batch.segment_ids, batch.positions)
         module, weights = head.module, frozen.replace(lm_head=lm_head)
-        return module.apply({"params": params}, weights, *inputs, method="train_forward")
+        return module.apply({"params": params}, weights, features, batch, method="train_forward")
 
     found = hidden(teacher.features, frozen.lm_head)
     for other in (

@@ -13,6 +13,7 @@ from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.eagle import noise_like
 from clover_jax.errors import UserError
 from clover_jax.interchange.directory import load_draft
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.pretrained.loading import load_base
 from clover_jax.training.heads import make_head
@@ -39,7 +40,8 @@ def test_states_are_those_of_the_release(fixtures_dir):
         .hidden
     )
     features = select_features(hidden, draft.head.config.features)
-    arguments = (frozen_from_base(base.params), features, ids, jnp.ones_like(ids), positions, None)
+    batch = Batch(ids, jnp.ones_like(ids), positions, ids >= 0)
+    arguments = (frozen_from_base(base.params), features, batch, None)
     states = draft.head.module.apply({"params": draft.params}, *arguments, method="train_forward")
     np.testing.assert_allclose(states[0], expected["eagle1_states"], atol=1e-4, rtol=0)
 

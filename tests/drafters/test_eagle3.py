@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.data.batch import Batch
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.drafters.eagle3 import feature_layers
 from clover_jax.interchange.directory import load_draft
+from clover_jax.models.batch import Batch
 from clover_jax.pretrained.loading import load_base
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss
@@ -56,7 +56,7 @@ def test_features_are_those_of_the_reference(reference, teacher):
 def test_states_and_logits_of_every_step(reference, teacher):
     base, head, params, batch, expected = reference
     frozen, variables = frozen_from_base(base.params), {"params": params}
-    arguments = (frozen, teacher.features, batch.tokens, batch.segment_ids, batch.positions, None)
+    arguments = (frozen, teacher.features, batch, None)
     hidden = head.module.apply(variables, *arguments, method="train_forward")
     np.testing.assert_allclose(hidden, expected["draft_hidden"], **CLOSE)
     for step in range(STEPS):
@@ -107,7 +107,7 @@ def test_documents_packed_in_a_row_do_not_see_each_other():
 
     @jax.jit
     def hidden(features, tokens, segment_ids, positions):
-        arguments = (frozen, features, tokens, segment_ids, positions, None)
+        arguments = (frozen, features, Batch(tokens, segment_ids, positions, tokens >= 0), None)
         return head.module.apply({"params": params}, *arguments, method="train_forward")
 
     packed = hidden(features, batch.tokens, batch.segment_ids, batch.positions)

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 
 from clover_jax.config import LossSpec
-from clover_jax.data.batch import Batch
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import default_tree, parse_tree
 from clover_jax.drafters import registry
-from clover_jax.drafters.drafter import frozen_from_base, select_features
+from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base, select_features
 from clover_jax.errors import UserError
 from clover_jax.interchange.directory import load_draft, save_draft
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import fingerprint
@@ -63,7 +63,8 @@ def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
     def trained(params, tokens, features):
         apply = functools.partial(head.module.apply, {"params": params}, frozen)
         ones, positions = jnp.ones_like(tokens), jnp.arange(SIZE)[None]
-        states = apply(features, tokens, ones, positions, None, method="train_forward")
+        batch = Batch(tokens, ones, positions, ones > 0)
+        states = apply(features, batch, None, method="train_forward")
         return [apply(u[:, last], i, method="logits") for i, u in enumerate(states)]
 
     @jax.jit
@@ -75,9 +76,8 @@ def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
             read, following = (
                 x[:, i : i + size] for x, i in ((features, begin), (tokens, begin + 1))
             )
-            state, cache = apply(
-                read, following, start + begin, start + valid, cache, method="absorb"
-            )
+            accepted = AcceptedPositions(read, following, start + begin, start + valid)
+            state, cache = apply(accepted, cache, method="absorb")
         proposals = []
         for depth in range(head.config.num_positions):
             proposals.append(apply(state, depth, method="propose")[:, 0])

@@ -11,7 +11,7 @@ import pytest
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.reference import speculative_greedy
 from clover_jax.decoding.tree import TreeConfig, parse_tree
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.decoder import causal_mask
 from tests.layer_heads import KINDS, lively_head
 from tests.tiny_models import TINY, random_base, random_prompts
@@ -80,10 +80,10 @@ def test_states_of_a_drafted_tree_equal_a_full_recomputation_along_each_path(any
     first, rest = jnp.array([3, 3]), jnp.array(CONTEXT) - 3
     zero = jnp.zeros(2, jnp.int32)
     features, tokens = committed
-    _, cache = apply(any_head, "absorb", frozen, features[:, :3], tokens[:, :3], zero, first, cache)
-    state, cache = apply(
-        any_head, "absorb", frozen, features[:, 3:], tokens[:, 3:], first, rest, cache
-    )
+    begun = AcceptedPositions(features[:, :3], tokens[:, :3], zero, first)
+    _, cache = apply(any_head, "absorb", frozen, begun, cache)
+    others = AcceptedPositions(features[:, 3:], tokens[:, 3:], first, rest)
+    state, cache = apply(any_head, "absorb", frozen, others, cache)
     # Every row chooses parents of its own, out of order, as an adaptive tree does.
     levels = [
         ([[0, 0, 0]] * 2, [[7, 8, 9], [17, 18, 19]]),

@@ -12,6 +12,7 @@ from clover_jax.evaluation.accuracy import TOP, Text
 from clover_jax.evaluation.methods import Method
 from clover_jax.interchange.directory import Draft
 from clover_jax.loading.models import Models
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.pretrained.base import BaseModel
 from tests.tiny_models import TINY, random_base, random_head
@@ -58,7 +59,8 @@ def _forward(tokens):
     )
     frozen = frozen_from_base(random_base())
     best = jnp.argmax(project(frozen.lm_head, output.hidden["post_norm"])[0], axis=-1)
-    arguments = (frozen, output.hidden["pre_norm"], tokens, jnp.ones_like(tokens), positions, None)
+    batch = Batch(tokens, jnp.ones_like(tokens), positions, tokens >= 0)
+    arguments = (frozen, output.hidden["pre_norm"], batch, None)
     hidden = head.module.apply({"params": params}, *arguments, method="train_forward")
     logits = [
         head.module.apply({"params": params}, frozen, hidden[i, 0], i, method="logits")

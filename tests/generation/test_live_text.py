@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from clover_jax.data.prompts import parse_prompt
-from clover_jax.decoding.requests import Generation, Progress
+from clover_jax.decoding.requests import Generation, RowUpdate
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.row_state import RowState, forward_groups
 from clover_jax.generation.row_stream import RowEvent
@@ -52,7 +52,7 @@ def show(file, tokenizer, row, ids, accepted, stop=(), at_once=False):
         if turn is None:
             turn = Generation(0, list(state.next_request().prompt_ids))
         turn.output_ids, turn.accepted = ids[:end], accepted[:number]
-        progress = state.take(Progress(turn, [], done=number == len(accepted)))
+        progress = state.take(RowUpdate(turn, [], done=number == len(accepted)))
         row = state.output_row() if state.is_finished else None
         screen.take(RowEvent(prompt, progress, row))
         if progress.ended:
@@ -127,7 +127,7 @@ def test_every_turn_shows_its_question(tokenizer):
     screen = LiveText(file, tokenizer)
     while not state.is_finished:
         turn = Generation(0, list(state.next_request().prompt_ids), ids, [1])
-        progress = state.take(Progress(turn, [], done=True))
+        progress = state.take(RowUpdate(turn, [], done=True))
         row = state.output_row() if state.is_finished else None
         screen.take(RowEvent(prompt, progress, row))
     assert file.getvalue() == "one\nyes\ntwo\nyes\n"

@@ -1,4 +1,4 @@
-"""Attention over a cache: every platform's way of reading it gives the same."""
+"""Attention over a cache: every platform's way of policy it gives the same."""
 
 import dataclasses
 
@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.models.attention import CACHE_CHUNK, READINGS, Reading, attend
+from clover_jax.models.attention import CACHE_CHUNK, READ_POLICIES, CacheReadPolicy, attend
 from clover_jax.models.cache import KeyValue
 
 FEW_SCORES = {
-    f"{name}, few scores": dataclasses.replace(READINGS[name], most_scores=2**17)
+    f"{name}, few scores": dataclasses.replace(READ_POLICIES[name], most_scores=2**17)
     for name in ("cuda", "tpu")
 }
-ROW_BY_ROW = {"cuda, row by row": dataclasses.replace(READINGS["cuda"], rows_scores=1)}
-EVERY = READINGS | FEW_SCORES | ROW_BY_ROW
+ROW_BY_ROW = {"cuda, row by row": dataclasses.replace(READ_POLICIES["cuda"], rows_scores=1)}
+EVERY = READ_POLICIES | FEW_SCORES | ROW_BY_ROW
 
 
 def plain(query, fresh, mask, cache, length):
@@ -28,9 +28,9 @@ def plain(query, fresh, mask, cache, length):
     return jnp.einsum("bkgts,bksh->bkgth", weight, value)
 
 
-@pytest.mark.parametrize("reading", EVERY.values(), ids=EVERY)
-def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, reading):
-    monkeypatch.setitem(READINGS, "cpu", reading)
+@pytest.mark.parametrize("policy", EVERY.values(), ids=EVERY)
+def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, policy):
+    monkeypatch.setitem(READ_POLICIES, "cpu", policy)
     keys = iter(jax.random.split(jax.random.key(0), 5))
     query = jax.random.normal(next(keys), (3, 2, 3, 4, 8))
     fresh = [jax.random.normal(next(keys), (3, 2, 4, 8)) for _ in range(2)]
@@ -42,29 +42,30 @@ def test_every_reading_of_a_cache_gives_one_softmax(monkeypatch, reading):
 
 
 def test_a_reading_takes_what_its_scores_allow():
-    reading = Reading(most_scores=4 * 100 * 1024, stops_early=False)
-    assert reading.chunk_of(1024, num_queries=100) == 1024
-    assert reading.chunk_of(1024, num_queries=101) == 512
-    assert reading.chunk_of(4096, num_queries=10**6) == CACHE_CHUNK
-    assert Reading(most_scores=2**30).chunk_of(1024, num_queries=1) == 512
-    assert Reading(most_scores=2**30).chunk_of(256, num_queries=1) == 256
-    assert Reading().chunk_of(4096, num_queries=1) == CACHE_CHUNK
+    policy = CacheReadPolicy(most_scores=4 * 100 * 1024, stops_early=False)
+    assert policy.chunk_of(1024, num_queries=100) == 1024
+    assert policy.chunk_of(1024, num_queries=101) == 512
+    assert policy.chunk_of(4096, num_queries=10**6) == CACHE_CHUNK
+    assert CacheReadPolicy(most_scores=2**30).chunk_of(1024, num_queries=1) == 512
+    assert CacheReadPolicy(most_scores=2**30).chunk_of(256, num_queries=1) == 256
+    assert CacheReadPolicy().chunk_of(4096, num_queries=1) == CACHE_CHUNK
     # Five quarters of a power of two have other parts than halves.
     chunks = [
-        Reading(most_scores=4 * most).chunk_of(10240, num_queries=1) for most in (10**6, 4096)
+        CacheReadPolicy(most_scores=4 * most).chunk_of(10240, num_queries=1)
+        for most in (10**6, 4096)
     ]
     assert chunks == [5120, 2560]
-    assert READINGS["tpu"].chunk_of(10240, num_queries=16 * 32 * 26) == 512
-    assert READINGS["tpu"].chunk_of(1280, num_queries=1) == CACHE_CHUNK
-    assert Reading().chunk_of(100, num_queries=1) == 100
+    assert READ_POLICIES["tpu"].chunk_of(10240, num_queries=16 * 32 * 26) == 512
+    assert READ_POLICIES["tpu"].chunk_of(1280, num_queries=1) == CACHE_CHUNK
+    assert CacheReadPolicy().chunk_of(100, num_queries=1) == 100
 
 
 def test_rows_are_read_in_groups_as_large_as_their_scores_allow():
-    reading = Reading(rows_scores=4 * 100 * 5)
-    assert reading.rows_at_once(batch=16, scores_of_row=100) == 5
-    assert reading.rows_at_once(batch=3, scores_of_row=100) == 3
-    assert reading.rows_at_once(batch=16, scores_of_row=10**6) == 1
-    assert Reading().rows_at_once(batch=16, scores_of_row=10**6) == 16
+    policy = CacheReadPolicy(rows_scores=4 * 100 * 5)
+    assert policy.rows_at_once(batch=16, scores_of_row=100) == 5
+    assert policy.rows_at_once(batch=3, scores_of_row=100) == 3
+    assert policy.rows_at_once(batch=16, scores_of_row=10**6) == 1
+    assert CacheReadPolicy().rows_at_once(batch=16, scores_of_row=10**6) == 16
 
 
 def test_a_cache_of_no_whole_chunks_is_refused():

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.data.batch import Batch
 from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 
 

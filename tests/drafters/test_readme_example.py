@@ -1,0 +1,78 @@
+"""The head of drafters/README.md, saved and registered as the page says, trains and decodes."""
+
+import re
+import sys
+import types
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.tree import parse_tree
+from clover_jax.drafters import registry
+from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
+from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
+from tests.conftest import REPOSITORY
+from tests.tiny_models import TINY, random_base, random_prompts
+from tests.training.training_data import random_batch
+
+PAGE = REPOSITORY / "clover_jax" / "drafters" / "README.md"
+NAME = "clover_jax.drafters.bigram"
+
+
+@pytest.fixture
+def head(monkeypatch):
+    """The page's head, made by name."""
+    source = re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1]
+    module = types.ModuleType(NAME)
+    monkeypatch.setitem(sys.modules, NAME, module)
+    exec(compile(source, str(PAGE), "exec"), module.__dict__)
+    monkeypatch.setitem(registry.DRAFTERS, "bigram", ("bigram", "BigramConfig", "Bigram"))
+    return registry.head(registry.config_for_base("bigram", TINY, num_positions=3, gain=2.0))
+
+
+def test_it_has_the_options_of_its_config(head):
+    assert registry.plain_options("bigram") == {"num_positions": int, "gain": float}
+    assert head.config.gain == 2.0
+
+
+def test_it_drafts_what_it_was_trained_to_draft(head):
+    params = registry.init_params(head, random_base(), jax.random.key(0))
+    frozen, batch = frozen_from_base(random_base()), random_batch()
+    features = jax.random.normal(jax.random.key(1), (*batch.tokens.shape, TINY.hidden_size))
+
+    def apply(method, *arguments):
+        return head.module.apply({"params": params}, frozen, *arguments, method=method)
+
+    trained = apply("train_forward", features, batch)
+    at = jnp.full(len(batch.tokens), 4)
+    next_tokens = jnp.roll(batch.tokens, -1, axis=1)
+    state, cache = apply("absorb", AcceptedPositions(features, next_tokens, 0 * at, at), ())
+    for i in range(3):
+        expected = apply("logits", trained[i, :, 3], i)
+        np.testing.assert_allclose(apply("propose", state, i)[:, 0], expected, atol=1e-5)
+        token, parent = batch.tokens[:, 5 + i, None], jnp.zeros((len(at), 1), int)
+        state = apply("advance", state, cache, parent, token, i + 1)
+
+
+def test_a_training_step_lowers_its_loss(head):
+    config = TrainStepConfig(TINY, head, OptimizerConfig(10, 5e-3, 0))
+    state, step = init_state(config, random_base(), seed=0), make_train_step(config)
+    losses = []
+    for _ in range(4):
+        state, metrics = step(state, random_base(), random_batch())
+        losses.append(float(metrics.loss))
+    assert losses[-1] < losses[0]
+
+
+def test_its_text_is_plain_decoding_s(head):
+    params = registry.init_params(head, random_base(), jax.random.key(0))
+    prompts = random_prompts(2)
+    tree = parse_tree("paths:0/1/0.0/1.0")
+    drafted = Engine(TINY, head, tree, batch_size=2).generate(random_base(), params, prompts, 12)
+    plain = Engine(TINY, None, parse_tree("none"), batch_size=2)
+    expected = plain.generate(random_base(), None, prompts, 12)
+    assert [row.output_ids for row in drafted] == [row.output_ids for row in expected]
