@@ -17,6 +17,7 @@ def use_compilation_cache(environment: MutableMapping[str, str] = os.environ) ->
     """
     if "JAX_COMPILATION_CACHE_DIR" in environment:
         return
+    # Of each user, where the system keeps what may be deleted.
     root = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root, "clover_jax", "programs", platform.node() or "host")
     environment["JAX_COMPILATION_CACHE_DIR"] = str(folder)

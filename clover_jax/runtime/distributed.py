@@ -35,6 +35,7 @@ def joined_processes() -> Iterator[None]:
     Where another process ends before this one, says so and ends with STATUS_LOST. Raises UserError
     for an incomplete environment.
     """
+    # Without it this is one process, whatever else the environment says.
     coordinator = os.environ.get(COORDINATOR)
     if coordinator is None:
         yield

@@ -15,6 +15,7 @@ def resolve_dtype(name: str) -> jnp.dtype:
     """
     if name not in ("auto", "float32", "bfloat16"):
         raise UserError(f"dtype {name!r} is unknown; use auto, float32 or bfloat16")
+    # On most CPUs bfloat16 gains nothing.
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
@@ -22,6 +23,7 @@ def resolve_dtype(name: str) -> jnp.dtype:
 
 def exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
     """Return a context in which float32 means float32, on accelerators too."""
+    # Accelerators multiply float32 in fewer bits unless they are told otherwise.
     if dtype == "float32":
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

@@ -39,6 +39,7 @@ def git_revision() -> str | None:
 
     An installed copy in the checkout of another project (in its .venv) is outside of one.
     """
+    # Asked of this very file, since a folder further up may be another project's checkout.
     folder = Path(clover_jax.__file__).parent
     try:
         _git(folder, "ls-files", "--error-unmatch", "__init__.py")

@@ -269,6 +269,7 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
 
 def disk_reason(error: BaseException | None) -> str | None:
     """Return what a chain of exceptions says about a full or closed disk; None for all else."""
+    # Orbax wraps what its threads met several times over.
     while error is not None:
         number = getattr(error, "errno", None)
         if isinstance(error, OSError) and number in _DISK_ERRORS:
@@ -284,6 +285,7 @@ def disk_reason(error: BaseException | None) -> str | None:
 def _hash_files(folder: Path) -> dict[str, str]:
     """Hash a checkpoint's files but for those at the top, which the renaming touches."""
     hashes = {}
+    # Sorted, so that the file that is named as damaged does not depend on the file system.
     for path in sorted(folder.rglob("*")):
         if path.is_file() and path.parent != folder:
             with path.open("rb") as file:

@@ -58,7 +58,7 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     if not os.path.lexists(path) and os.path.lexists(_replaced(path)):
         os.rename(_replaced(path), path)  # killed between two renames
     unfinished = _unfinished(path)
-    _remove(unfinished)
+    _remove(unfinished)  # of a killed run
     unfinished.mkdir(parents=True)
     try:
         with naming(path):
@@ -96,6 +96,7 @@ def place_for(path: str | os.PathLike, flag: str) -> Path:
 
     Raises UserError, naming the flag, where no file can be.
     """
+    # Found out before the work: afterwards the result would be lost.
     place = Path(path).expanduser()
     if place.is_dir() or not place.parent.is_dir():
         raise UserError(f"{flag}={path} must be a file in a folder that exists")

@@ -145,16 +145,18 @@ class RowWriter:
         # Opened for appending, the file stands at its end: 0 is an empty one, anybody's.
         if self._file.tell() == 0:
             return
+        # Rows of an unknown origin are never appended to, and never deleted unasked.
         if not self.manifest_path.is_file():
             raise UserError(
                 f"{self.path} exists and has no manifest to resume from; "
                 "give another --output, or --overwrite to start anew"
             )
         try:
-            found = read_json_object(self.manifest_path)
+            before = read_json_object(self.manifest_path)
         except UserError as error:
             raise UserError(f"{error}; --overwrite starts anew") from error
-        difference = _first_difference(found, manifest)
+
+        difference = _first_difference(before, manifest)
         if difference:
             raise UserError(
                 f"{self.path} was written with {difference}; "
@@ -195,6 +197,7 @@ def _check_index(line: bytes, expected: int, path: Path) -> None:
         index = json.loads(line)["index"]
     except (ValueError, KeyError, TypeError):
         index = None
+    # Rows are in input order without a gap, so each index is known.
     if index != expected:
         raise UserError(
             f"{path}:{expected + 1}: expected the row with index {expected}, found "
@@ -202,16 +205,19 @@ def _check_index(line: bytes, expected: int, path: Path) -> None:
         )
 
 
-def _first_difference(found: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+def _first_difference(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
     """Say where two manifests differ, as "seed 0, not 1"; None where they agree."""
-    if found.get("format") != wanted["format"]:
-        return f"manifest format {found.get('format')}, not {wanted['format']}"
-    if not found.keys() >= wanted.keys():
+    # Another format may mean anything, so nothing else of it is read.
+    if there.get("format") != wanted["format"]:
+        return f"manifest format {there.get('format')}, not {wanted['format']}"
+    if not there.keys() >= wanted.keys():
         return "a manifest that lacks settings"
-    before, now = found["settings"], wanted["settings"]
+
+    # Settings first: other flags often mean other prompts too, and a flag can be named.
+    before, now = there["settings"], wanted["settings"]
     for name in sorted({*before, *now}):
         if before.get(name) != now.get(name):
             return f"{name} {before.get(name)!r}, not {now.get(name)!r}"
-    if found["prompts_hash"] != wanted["prompts_hash"]:
+    if there["prompts_hash"] != wanted["prompts_hash"]:
         return "other prompts"
     return None

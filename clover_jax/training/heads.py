@@ -36,6 +36,7 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
     if settings.draft_rope_theta is not None:
         options["rope"] = RopeConfig(theta=settings.draft_rope_theta)
 
+    # A wrong value is found by the config, which knows no flags: say which one it belongs to.
     try:
         config = registry.config_for_base(settings.drafter, base.config, **options)
         config = dataclasses.replace(config, loss=settings.loss(config.loss))
@@ -112,5 +113,6 @@ def reduce_vocabulary(
         f"draft vocabulary: {size} of {vocab_size} tokens, {vocabulary.coverage:.2%} of the "
         "training data's"
     )
+    # The ids fix the shapes of every program of the head, so they are part of its config.
     config = dataclasses.replace(head.config, draft_to_target=vocabulary.ids)
     return ReducedHead(registry.head(config), vocabulary.coverage)

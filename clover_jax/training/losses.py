@@ -142,8 +142,9 @@ def distillation_loss(
     divisors = _divisors(head.config.loss, whole)
     decay = head.config.loss.decay ** jnp.arange(num_positions)
 
-    # Rows go into groups here and nowhere else: [B, S] becomes [R, n].
+    # What has a gradient of its own stays outside of the operands, which have none.
     owned, others = split_output_params(head, params)
+    # Rows go into groups here and nowhere else: [B, S] becomes [R, n].
     operands = Operands(
         params=others,
         frozen=frozen,
@@ -157,6 +158,7 @@ def distillation_loss(
     static = _Static(head, min(chunk, rows * size // groups))
     loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
 
+    # Unweighted, so that terms compare between runs of other weights.
     means = jax.tree.map(jnp.divide, sums.terms, divisors)
     # A part without a single pair has an accuracy of 0 rather than NaN.
     accuracy = sums.hits / jnp.maximum(whole.pairs, 1)
@@ -185,6 +187,7 @@ def counted_pairs(
 
 
 def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
+    # EAGLE-3 divides all terms alike; else each divides by the pairs that it counts.
     if spec.divisor == "positions":
         counted = Terms(*[jnp.broadcast_to(counts.positions, counts.pairs.shape)] * 4)
     else:
@@ -194,6 +197,7 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
 
 def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params]:
     """Split params in those that the head's `logits` reads (`output_params`) and the others."""
+    # Most heads decode through the base's lm_head and own no output matrix.
     names = getattr(head.module, "output_params", ())
     owned = {name: params[name] for name in names}
     return owned, {name: leaf for name, leaf in params.items() if name not in names}
@@ -296,6 +300,7 @@ def _position_loss(
     hits = jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top
     sums = _Sums(terms, _masked_sum(in_reach, hits))
 
+    # Scaled here and not at the end: gradients of all positions add up in the chunk's loop.
     scale = jax.tree.map(lambda of_all: of_all[position], operands.scale)
     return _weigh(head, scale, terms), jax.lax.stop_gradient(sums)
 
@@ -319,5 +324,6 @@ def _regression(u: Float[Array, "*b D+"], states: Float[Array, "*b D"]) -> Float
 
 def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"]:
     """Return Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2, in float32."""
+    # Squares of states in bfloat16 would lose the small distances.
     distance = jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32))
     return jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5)

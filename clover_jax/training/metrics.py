@@ -39,6 +39,7 @@ class MetricsLog:
 
     def write(self, kind: str, row: dict[str, Any]) -> None:
         """Append a row, which has a "step"; kind: "train" or "eval"."""
+        # Every process decides by these rows, so each of them keeps them.
         if kind == "eval":
             self._evaluated.append(row)
         if self._board is None:
@@ -75,6 +76,7 @@ def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """
     if not rows:
         return []
+    # From the newest row backwards, as far as nothing changed.
     wanted = rows[-1].get("measured_with")
     newest = itertools.takewhile(lambda row: row.get("measured_with") == wanted, reversed(rows))
     return list(newest)[::-1]

@@ -64,6 +64,7 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
 
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Return clipping by value followed by AdamW; weight decay acts on every parameter."""
+    # Values, not the norm, as the release does.
     clip = optax.clip(config.clip_value) if config.clip_value else optax.identity()
     return optax.chain(
         clip,

@@ -30,6 +30,7 @@ class DraftWriter:
     def __init__(self, workdir: Path, settings: TrainSettings, inputs: TrainInputs):
         """Take what is the same for every step of a run."""
         self._workdir, self._inputs = workdir, inputs
+        # Read once: a checkout may change under a run that takes days.
         self._provenance = {
             "command": "train",
             "flags": settings.to_dict(),

@@ -94,6 +94,7 @@ def likely_next(
     def of_group(positions: tuple[Array, Array]) -> Array:
         return jax.lax.map(one, positions, batch_size=chunk)
 
+    # Each group by itself, so that no state leaves its device.
     flat = (states.reshape(groups, -1, states.shape[-1]), following.reshape(groups, -1))
     return jax.vmap(of_group)(flat).reshape(tokens.shape)
 
@@ -156,6 +157,7 @@ def compact_targets(mask: Bool[Array, "P B S"], groups: int = 1) -> CompactTarge
 
     Example: mask[0] = [[F, T, F, T]] gives index [[1, 3, 0, 0]], rank [[-1, 0, 0, 1]], count [2].
     """
+    # A later position asks for more of the same document, so it never adds a target.
     used = mask[0].reshape(groups, -1)
     rank = jnp.cumsum(used, axis=1) - 1
     index = jax.vmap(lambda row: jnp.nonzero(row, size=row.size, fill_value=0)[0])(used)

@@ -29,6 +29,7 @@ def plain_loss(
     terms: dict[str, list] = {name: [] for name in names}
     total = jnp.zeros(())
     for i in range(num_positions):
+        # The pairs (t, t + 1 + i), in the order of t.
         source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
         segment = batch.segment_ids
         together = (segment[:, source] == segment[:, target]) & (segment[:, source] > 0)
@@ -38,12 +39,16 @@ def plain_loss(
             for j in range(i + 1):
                 valid &= likely[:, j : size - 1 - i + j]
         mask = valid.astype(jnp.float32)
+
+        # Both distributions, the base's restricted to what the head can propose.
         u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
         logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
         log_q = jax.nn.log_softmax(logits)
         full = jnp.einsum("btd,vd->btv", g, frozen.lm_head)
         table = jnp.asarray(head.config.draft_to_target or range(head.config.vocab_size))
         p = jax.nn.softmax(full[..., table])
+
+        # R, S, H and V of each pair.
         reachable = (full.argmax(axis=-1)[..., None] == table).any(axis=-1)
         is_next = jnp.roll(batch.tokens, -1, axis=1)[:, target, None] == table
         distance = jnp.abs(u - g)
@@ -54,13 +59,16 @@ def plain_loss(
             "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
             "total_variation": 0.5 * jnp.abs(p - jnp.exp(log_q)).sum(axis=-1) * reachable,
         }
-        after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]  # of the token to be told
+
+        # H counts only where the token to be told is of the target's document.
+        after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]
         labelled = mask * (after == segment[:, target])
         for name, values in per_pair.items():
             weights = labelled if name == "hard_ce" else mask
             counted = weights.sum() if spec.divisor == "pairs" else batch.tokens.size
             terms[name].append((values * weights).sum() / (counted + spec.divisor_offset))
             total += spec.decay**i * getattr(spec, name) * terms[name][-1]
+
         hits = (table[logits.argmax(axis=-1)] == full.argmax(axis=-1)) * mask
         terms["accuracy"].append(hits.sum() / jnp.maximum(mask.sum(), 1))
         terms["pairs"].append(mask.sum())
@@ -73,6 +81,7 @@ def plain_likely(
     """Return [b, s] whether x_{s+1} lies in A_s, from the whole distribution, sorted."""
     p = jax.nn.softmax(jnp.einsum("btd,vd->btv", states, lm_head))
     order = jnp.argsort(-p, axis=-1)
+    # The mass before a token is what all more probable ones have together.
     descending = jnp.take_along_axis(p, order, axis=-1)
     preceding = jnp.cumsum(descending, axis=-1) - descending
     is_next = order == jnp.roll(tokens, -1, axis=1)[..., None]

@@ -97,6 +97,7 @@ def _train(
 
     before: the settings that the run had when it was stopped, if it was begun.
     """
+    # Of activations a process reads its own rows only; None is all of them.
     mesh = inputs.step.mesh
     rows = rows_of_process(inputs.pipeline.batch_size, mesh) if mesh else None
     dataset = make_pipeline(inputs.data.samples, inputs.pipeline, rows)
@@ -169,6 +170,7 @@ def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> st
 
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:
     """Return the report of a run that has done all its steps."""
+    # A finished run with more steps than are asked for has done these too.
     path = workdir / RESULT
     report = read_json_object(path) if path.exists() else None
     if report is None or report["steps"] < settings.steps:

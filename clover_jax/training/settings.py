@@ -20,6 +20,7 @@ from clover_jax.storage.json_files import read_json_object
 
 SETTINGS = "settings.json"
 
+# One for each heading of `--help`. What is measured may change when a run goes on.
 _data = functools.partial(setting, group="data")
 _head = functools.partial(setting, group="head")
 _optimiser = functools.partial(setting, group="optimiser")
@@ -116,6 +117,7 @@ class TrainSettings(ChatSettings, CommonSettings):
 
     def loss(self, default: LossSpec) -> LossSpec:
         """Return the method's loss with the weights that were given."""
+        # label_mask can be switched on and not off: a method that has it by default keeps it.
         given = {
             "regression": self.regression_weight,
             "soft_ce": self.soft_ce_weight,
