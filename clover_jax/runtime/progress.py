@@ -1,10 +1,11 @@
 """Progress on stderr: a bar on a terminal, an occasional plain line everywhere else."""
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Protocol, TextIO
+from typing import TYPE_CHECKING, TextIO
 
 from clover_jax.errors import UserError
 
@@ -14,8 +15,19 @@ if TYPE_CHECKING:  # it loads JAX, which commands need not have done yet
 _SECONDS_BETWEEN_LINES = 10.0
 
 
-class Progress(Protocol):
-    """What `progress_bar` returns; also a context manager that closes itself."""
+@dataclasses.dataclass
+class Progress:
+    """A display of progress, as `progress_bar` makes it; a context manager that closes itself."""
+
+    total: int | None
+    desc: str
+    unit: str
+    initial: int
+    file: TextIO
+    compiling: "CompileClock | None"
+
+    def __post_init__(self):
+        self._compiled = self.compiling.seconds if self.compiling else 0.0
 
     def update(self, amount: int = 1) -> None:
         """Count `amount` more units as done."""
@@ -29,9 +41,18 @@ class Progress(Protocol):
     def close(self) -> None:
         """Finish the bar; what comes after it starts on a new line."""
 
-    def __enter__(self) -> "Progress": ...
+    def __enter__(self) -> "Progress":
+        return self
 
-    def __exit__(self, *exception: object) -> None: ...
+    def __exit__(self, *exception: object) -> None:
+        self.close()
+
+    def _newly_compiled(self) -> float:
+        """Return the seconds of compilation since the last call."""
+        if self.compiling is None:
+            return 0.0
+        before, self._compiled = self._compiled, self.compiling.seconds
+        return self._compiled - before
 
 
 def progress_bar(
@@ -54,53 +75,23 @@ def progress_bar(
       compiling: a clock whose seconds count neither for the rate nor for the time left.
     """
     file = sys.stderr if file is None else file
-    if file.isatty():
-        return _Bar(total, desc, unit, initial, file, compiling)
-    return _Lines(total, desc, unit, initial, file, compiling)
+    display = _Bar if file.isatty() else _Lines
+    return display(total, desc, unit, initial, file, compiling)
 
 
-class _Timed:
-    """What both displays share: they close themselves, and leave compilation out of their time."""
-
-    def __init__(self, compiling: "CompileClock | None"):
-        self._compiling = compiling
-        self._compiled = compiling.seconds if compiling else 0.0
-
-    def _newly_compiled(self) -> float:
-        """Return the seconds of compilation since the last call."""
-        if self._compiling is None:
-            return 0.0
-        before, self._compiled = self._compiled, self._compiling.seconds
-        return self._compiled - before
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self.close()
-
-
-class _Bar(_Timed):
-    def __init__(
-        self,
-        total: int | None,
-        desc: str,
-        unit: str,
-        initial: int,
-        file: TextIO,
-        compiling: "CompileClock | None",
-    ):
+class _Bar(Progress):
+    def __post_init__(self):
+        super().__post_init__()
         from tqdm import tqdm  # only terminals pay for the import
 
-        super().__init__(compiling)
         # No monitor thread: it would outlive the bar and warn at fork.
         tqdm.monitor_interval = 0
         self._bar = tqdm(
-            total=total,
-            desc=desc,
-            unit=f" {unit}",
-            initial=initial,
-            file=file,
+            total=self.total,
+            desc=self.desc,
+            unit=f" {self.unit}",
+            initial=self.initial,
+            file=self.file,
             dynamic_ncols=True,
             mininterval=0.2,
         )
@@ -122,20 +113,10 @@ class _Bar(_Timed):
         self._bar.close()
 
 
-class _Lines(_Timed):
-    def __init__(
-        self,
-        total: int | None,
-        desc: str,
-        unit: str,
-        initial: int,
-        file: TextIO,
-        compiling: "CompileClock | None",
-    ):
-        super().__init__(compiling)
-        self._total, self._desc, self._unit, self._file = total, desc, unit, file
-        self._initial = self._done = initial
-        self._figures = ""
+class _Lines(Progress):
+    def __post_init__(self):
+        super().__post_init__()
+        self._done, self._figures = self.initial, ""
         self._started = self._last_line = time.monotonic()
         self._printed: int | None = None
 
@@ -148,7 +129,7 @@ class _Lines(_Timed):
         self._figures = figures
 
     def write(self, line: str) -> None:
-        print(line, file=self._file, flush=True)
+        print(line, file=self.file, flush=True)
 
     def close(self) -> None:
         if self._printed != self._done:
@@ -163,7 +144,7 @@ class _Lines(_Timed):
         self._started += self._newly_compiled()
         elapsed = self._last_line - self._started
         self.write(
-            format_progress(self._desc, self._unit, self._done, self._total, self._initial, elapsed)
+            format_progress(self.desc, self.unit, self._done, self.total, self.initial, elapsed)
             + (f", {self._figures}" if self._figures else "")
         )
 

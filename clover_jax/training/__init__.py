@@ -10,7 +10,6 @@ __getattr__, __dir__, __all__ = lazy.attach(
         "losses": ["LossMetrics", "distillation_loss"],
         "optimizer": ["OptimizerConfig", "make_optimizer", "make_schedule"],
         "pairs": ["CompactTargets", "PairCounts", "compact_targets", "pair_mask"],
-        "reference": ["plain_loss"],
         "run": ["run_training"],
         "settings": ["TrainSettings", "recorded_settings"],
         "setup": ["TrainInputs", "load_inputs"],

@@ -9,9 +9,9 @@ import pytest
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.pairs import among_likely, likely_next, pair_mask
-from clover_jax.training.reference import plain_loss
 from clover_jax.training.settings import TrainSettings
 from tests.tiny_models import TINY, random_base, random_head
+from tests.training.reference import plain_loss
 from tests.training.training_data import random_batch, random_states
 
 POSITIONS = 3

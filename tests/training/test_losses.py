@@ -13,11 +13,11 @@ from clover_jax.models.batch import Batch
 from clover_jax.pretrained.loading import load_base
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.reference import plain_loss
 from clover_jax.training.step import TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
 from tests.foreign_heads import read_layout
 from tests.tiny_models import TINY, random_base, random_head
+from tests.training.reference import plain_loss
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
 ALL_TERMS = LossSpec(

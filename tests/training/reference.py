@@ -1,6 +1,6 @@
 """The distillation loss as the method states it: every logit at once, plain autodiff.
 
-Slow and obvious; it judges `losses.distillation_loss` in tests and is used nowhere else.
+Slow and obvious; it judges `losses.distillation_loss`, value and gradient.
 """
 
 from __future__ import annotations
