@@ -3,46 +3,55 @@
     python -m clover_jax.bench --base=shape:llama-100m --force_accept=2
     python -m clover_jax.bench --base=shape:llama3-8b --target=tpu-v6e:2x2 --dtype=bfloat16
 
-Without --target every part of a step is timed on this machine, beside its floor: the bytes it must
-read at the measured bandwidth, or its products at the measured matrix rate. Random weights will do
-(shape:NAME, random:KIND): only shapes matter. With --sweep batch sizes and trees of several sizes
-are timed, for the table of costs and the accepted length at which speculation breaks even.
+Without --target every part of a step is timed on this machine, beside its floor: its bytes at the
+measured bandwidth, or its products at the measured matrix rate. Random weights will do (shape:NAME,
+random:KIND). --sweep times batch sizes and trees of several sizes: at which accepted length does
+speculation break even?
 
 With --target the step is compiled for hardware that is not here, and the compiled program is read:
 memory, bytes moved against the floor, copies of caches and weights, collectives.
 """
 
+import dataclasses
+import os
 import sys
 
 from clover_jax import cli
+from clover_jax.cli.command_flags import define_settings
 from clover_jax.cli.decoding_flags import define_int8_flag, model_spec
 from clover_jax.errors import UserError
+from clover_jax.field_types import setting
+
+
+@dataclasses.dataclass(frozen=True)
+class BenchSettings:
+    """The flags of `bench` beside those that it shares with other commands."""
+
+    draft: str = setting("random:clover2", "a draft, random:KIND for random weights, or none")
+    tree: str | None = setting(
+        None, "drafted tree, as in generate [the one the draft was measured with]"
+    )
+    batch_size: int = setting(1, "rows decoded at once", least=1)
+    context: int | None = setting(
+        None, "positions already committed in every row [1024, or what fits]", least=1
+    )
+    rounds: int = setting(15, "turns of which the median is taken", least=3)
+    force_accept: int | None = setting(
+        None, "accept exactly this many drafted tokens; for timing only"
+    )
+    sweep: bool = setting(False, "time --batch_sizes and --nodes as well")
+    batch_sizes: tuple[str, ...] = setting(("1", "4", "16"), "of --sweep")
+    nodes: tuple[str, ...] = setting(("4", "8", "16", "24", "64"), "of --sweep")
+    output: str | None = setting(None, "folder for the table and the figure of --sweep")
+    target: str | None = setting(
+        None, "compile for this instead: tpu-v6e:2x2, tpu-v5e:4x4, gpu-h200"
+    )
+    program: str | None = setting(None, "file for the compiled program's text, with --target")
 
 
 def define_flags(flags):
     """Define this command's flags."""
-    from absl import flags as absl_flags
-
-    def text(name, default, meaning):
-        absl_flags.DEFINE_string(name, default, meaning, flag_values=flags)
-
-    def whole(name, default, meaning, least):
-        absl_flags.DEFINE_integer(name, default, meaning, lower_bound=least, flag_values=flags)
-
-    text("draft", "random:clover2", "a draft, random:KIND for random weights, or none")
-    text("tree", None, "drafted tree, as in generate [the one the draft was measured with]")
-    whole("batch_size", 1, "rows decoded at once", 1)
-    whole("context", None, "positions already committed in every row [1024, or what fits]", 1)
-    whole("rounds", 15, "turns of which the median is taken", 3)
-    whole("force_accept", None, "accept exactly this many drafted tokens; for timing only", 0)
-    absl_flags.DEFINE_bool(
-        "sweep", False, "time --batch_sizes and --nodes as well", flag_values=flags
-    )
-    absl_flags.DEFINE_list("batch_sizes", ["1", "4", "16"], "of --sweep", flag_values=flags)
-    absl_flags.DEFINE_list("nodes", ["4", "8", "16", "24", "64"], "of --sweep", flag_values=flags)
-    text("output", None, "folder for the table and the figure of --sweep")
-    text("target", None, "compile for this instead: tpu-v6e:2x2, tpu-v5e:4x4, gpu-h200")
-    text("program", None, "file for the compiled program's text, with --target")
+    define_settings(flags, BenchSettings)
     define_int8_flag(flags)
     cli.define_common_flags(flags)
 
@@ -50,18 +59,7 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     _refuse_idle_flags(flags)
-    if flags.target is not None:
-        cli.report(_compile(flags))
-        return cli.STATUS_OK
-
-    if flags.mesh is not None:
-        raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
-    from clover_jax.runtime.device_memory import advise_on_memory
-
-    sizes = "--batch_sizes" if flags.sweep else "--batch_size"
-    advice = f"give smaller {sizes}, --context or --tree, --dtype=bfloat16 or --int8=base,draft"
-    with advise_on_memory("time this", advice):
-        cli.report(_measure(flags))
+    cli.report(_measure(flags) if flags.target is None else _compile(flags))
     return cli.STATUS_OK
 
 
@@ -89,29 +87,26 @@ def _refuse_idle_flags(flags) -> None:
 
 
 def _measure(flags) -> dict:
+    if flags.mesh is not None:
+        raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
     from clover_jax import benchmark
+    from clover_jax.runtime.device_memory import advise_on_memory
 
     # Random weights are of a base that no head was trained for.
     is_random = flags.base.startswith("shape:")
     spec = model_spec(flags, allow_base_mismatch=is_random, tokenizer=False)
-    values = {"context": flags.context, "rounds": flags.rounds}
-    if not flags.sweep:
-        accepted = flags.force_accept
-        return benchmark.measure_and_describe(
-            spec, **values, batch=flags.batch_size, force_accept=accepted
-        )
-    return benchmark.sweep_and_describe(
-        spec,
-        **values,
-        batch_sizes=_numbers("batch_sizes", flags.batch_sizes),
-        nodes=_numbers("nodes", flags.nodes),
-        output=flags.output,
-    )
+    shared = {"context": flags.context, "rounds": flags.rounds}
+    sizes = "--batch_sizes" if flags.sweep else "--batch_size"
+    advice = f"give smaller {sizes}, --context or --tree, --dtype=bfloat16 or --int8=base,draft"
+    with advise_on_memory("time this", advice):
+        if not flags.sweep:
+            forced = {"batch": flags.batch_size, "force_accept": flags.force_accept}
+            return benchmark.measure_and_describe(spec, **shared, **forced)
+        counts = {name: _numbers(name, flags[name].value) for name in ("batch_sizes", "nodes")}
+        return benchmark.sweep_and_describe(spec, **shared, **counts, output=flags.output)
 
 
 def _compile(flags) -> dict:
-    import os
-
     from clover_jax.xla.targets import parse_target, prepare_environment
 
     target = parse_target(flags.target)

@@ -1,14 +1,14 @@
-"""What this machine can do at best: the floors that a step is compared with."""
+"""Measure this machine's limits, for the floors that a step is compared with."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Array
 from clover_jax.timing.turns import time_in_turns
 
 READ_BYTES = 256 * 2**20  # far beyond any cache
@@ -18,11 +18,10 @@ ROUNDS = 7
 
 @dataclasses.dataclass(frozen=True)
 class Ceilings:
-    """Measured limits.
+    """Measured limits: bytes a second, and operations a second of a large product.
 
-    bandwidth: bytes a second: on CPU what one thread reads, since a one-token forward is one
-        thread's work there; elsewhere read and written by a copy on the device.
-    matrix_rate: floating point operations a second of a large product in the run's dtype.
+    bandwidth: on CPU of one thread that reads, because a one-token forward is one thread's work
+        there; elsewhere of a copy on the device, read and written.
     """
 
     bandwidth: float
@@ -41,14 +40,11 @@ def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
 
 
 def _read_bandwidth() -> float:
-    """Return the best of several reductions by numpy, which uses one thread for each of them."""
+    """Return the best of several reductions by numpy, each in one thread."""
+    # Which of them keeps up with the memory differs from machine to machine.
     floats = np.ones(READ_BYTES // 4, np.float32)
     words = floats.view(np.uint64)
-    runs = {
-        "max": floats.max,
-        "or": lambda: np.bitwise_or.reduce(words),
-        "sum": words.sum,
-    }
+    runs = {"max": floats.max, "or": lambda: np.bitwise_or.reduce(words), "sum": words.sum}
     return READ_BYTES / min(time_in_turns(runs, ROUNDS).values())
 
 
@@ -60,10 +56,8 @@ def _copy_bandwidth() -> float:
 
 
 def _matrix_rate(dtype: jnp.dtype, size: int) -> float:
-    def product(a: Array, b: Array) -> Array:
-        return jnp.dot(a, b, preferred_element_type=jnp.float32)
-
     a = jnp.ones((size, size), dtype)
-    multiply = jax.jit(product)
+    # Sums in float32, as the step's products have them.
+    multiply = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
     (seconds,) = time_in_turns({"product": lambda: multiply(a, a)}, ROUNDS).values()
     return 2 * size**3 / seconds

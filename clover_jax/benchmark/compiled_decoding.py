@@ -89,6 +89,7 @@ class CompiledStep:
 
     def lines(self, chip: Chip) -> list[str]:
         """Return the figures for a reader."""
+        # The new state takes the place of the old one, where they are aliased.
         resident = (
             self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
         )
@@ -167,24 +168,24 @@ def compile_and_describe(
     Raises UserError as `compile_step` does, and before compiling where there is no such folder.
     """
     path = None if program is None else place_for(program, "--program")
-    subject = load_shapes(spec)
-    context = context or fitting_context(subject, room=0)
+    models = load_shapes(spec)
+    context = context or fitting_context(models, room=0)
     with passing_note(f"compiling for {target.name}"):
-        step, text = compile_step(subject, target, spec.mesh, batch, context)
+        step, text = compile_step(models, target, spec.mesh, batch, context)
 
     if step.rows != batch:
         print(f"--batch_size={batch} is made {step.rows} rows, so that each device has as many")
     print("\n".join(step.lines(target.chip)))
-    # The report is printed by now, even if the disk refuses the program.
+    # Printed by now, so that a full disk costs the program's text alone.
     if path is not None:
         path.write_text(text)
 
     settings = {
         "base": spec.base,
         "draft": spec.draft,
-        "tree": subject.tree.name,
+        "tree": models.tree.name,
         "dtype": spec.dtype,
-        "int8": list(subject.int8),
+        "int8": list(models.int8),
         "mesh": spec.mesh,
         "batch_size": batch,
         "context": context,
@@ -193,7 +194,7 @@ def compile_and_describe(
 
 
 def compile_step(
-    subject: Models, target: Target, mesh: str | None, batch: int, context: int
+    models: Models, target: Target, mesh: str | None, batch: int, context: int
 ) -> tuple[CompiledStep, str]:
     """Compile one step of `batch` rows with `context` committed positions; return also its text.
 
@@ -201,6 +202,7 @@ def compile_step(
     mesh: as `--mesh`; None is one device.
     Raises UserError where the compiler is missing, or the mesh does not fit or has fsdp.
     """
+    # One device where no mesh is given: a topology has several.
     devices = find_devices(target)
     shape = MeshShape() if mesh is None else parse_mesh(mesh, len(devices))
     if shape.fsdp > 1:
@@ -212,15 +214,16 @@ def compile_step(
 
     # The arguments, as the engine lays them out.
     batch = Placement(device_mesh).whole_rows(batch)
-    size = cache_size(subject, context, room=0)
-    states = state_shapes(subject, batch, size)
-    weight_places = param_shardings(subject.weights, device_mesh)
+    size = cache_size(models, context, room=0)
+    states = state_shapes(models, batch, size)
+    weight_places = param_shardings(models.weights, device_mesh)
     state_places = decode_state_shardings(states, device_mesh)
-    weights = with_shardings(subject.weights, weight_places)
+    weights = with_shardings(models.weights, weight_places)
 
-    function = functools.partial(speculate_and_verify, subject.step())
+    # Compiled with the engine's precision and options, or another program would be read.
+    function = functools.partial(speculate_and_verify, models.step())
     step = jax.jit(function, donate_argnums=1)
-    with jax.set_mesh(device_mesh), exact_matmuls(str(subject.dtype)):
+    with jax.set_mesh(device_mesh), exact_matmuls(str(models.dtype)):
         lowered = step.trace(weights, with_shardings(states, state_places)).lower()
         compiled = compile_with_buffers(lowered, options_for(target.platform))
 
@@ -232,7 +235,7 @@ def compile_step(
     draft_cache_bytes = bytes_per_device(caches[1], cache_places[1])
     live = context / size
     floor_bytes = work.weight_bytes / shape.tensor + live * cache_bytes
-    draft_weight_bytes = _draft_weight_bytes(subject, weights, states) / shape.tensor
+    draft_weight_bytes = _draft_weight_bytes(models, weights, states) / shape.tensor
 
     # A program does not say how often it goes through the live part of a cache.
     text = compiled.program.as_text()
@@ -252,7 +255,7 @@ def compile_step(
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=compiled.temporaries.allocated,
         temporary_value_bytes=compiled.temporaries.filled,
-        weight_bytes=bytes_per_device(subject.weights, weight_places),
+        weight_bytes=bytes_per_device(models.weights, weight_places),
         cache_bytes=cache_bytes,
         floor_bytes=floor_bytes,
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
@@ -263,19 +266,19 @@ def compile_step(
         seconds_by_part=estimate,
         draft_floor_bytes=draft_weight_bytes + live * draft_cache_bytes,
         cache_copies=program_costs.written_anew(program, caches, cache_places),
-        weight_copies=program_costs.written_anew(program, subject.weights, weight_places),
+        weight_copies=program_costs.written_anew(program, models.weights, weight_places),
         collectives=program_costs.listed(program.collectives()),
         costly=program_costs.costly(program, target.chip, trips),
         largest=program_costs.largest(program),
     ), text
 
 
-def _draft_weight_bytes(subject: Models, weights: PyTree, states: DecodeState) -> float:
+def _draft_weight_bytes(models: Models, weights: PyTree, states: DecodeState) -> float:
     """Return the bytes of weights that the head's products read."""
-    if subject.head is None:
+    if models.head is None:
         return 0.0
 
     def drafting(weights: PyTree, state: DecodeState) -> Any:
-        return absorb_and_draft(subject.step(), weights, state, roots(state))
+        return absorb_and_draft(models.step(), weights, state, roots(state))
 
     return count_work(drafting, weights, states).weight_bytes

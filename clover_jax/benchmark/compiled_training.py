@@ -104,6 +104,8 @@ def compile_training_step(
     """
     devices = make_mesh(mesh, find_devices(target, mesh.size))
     config = dataclasses.replace(step.config, mesh=devices)
+
+    # The arguments, as the trainer lays them out.
     state_places = param_shardings(step.state, devices)
     base_places = param_shardings(step.base, devices)
     batch_places = row_shardings(step.batch, devices)
@@ -112,6 +114,8 @@ def compile_training_step(
         with_shardings(step.base, base_places),
         with_shardings(step.batch, batch_places),
     )
+
+    # XLA itself refuses a program that is far too large.
     try:
         compiled = compile_with_buffers(make_train_step(config).trace(*arguments).lower())
     except jax.errors.JaxRuntimeError as error:

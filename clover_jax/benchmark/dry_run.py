@@ -76,6 +76,7 @@ class DryRun:
         if self.device_memory is None or needed <= self.device_memory:
             return
 
+        # Advice follows the kind that takes most.
         largest = max(parts, key=lambda kind: parts[kind])
         advice = {
             "base": "split the base over more devices by fsdp or tensor",
@@ -126,10 +127,12 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
         devices of this process.
     Raises UserError for settings that cannot work.
     """
+    # Settings that cannot work are refused before anything is traced.
     shape = _mesh_shape(mesh, target)
     placed = make_abstract_mesh(shape)
     check_rows(settings, placed)
     step = step_shapes(settings, _dtype(settings, target))
+
     flops = count_flops(
         functools.partial(train_step, step.config),
         step.state,
@@ -202,6 +205,7 @@ def _mesh_shape(mesh: str | None, target: Target | None) -> MeshShape:
         # More devices than are here may be named, but the rest (-1) is of those that are.
         count = len(jax.devices()) if mesh and "-1" in mesh else None
         return parse_mesh(mesh, count) if mesh else MeshShape()
+    # A TPU's topology has all of its chips; by default fsdp takes them.
     chips = math.prod(int(n) for n in target.topology.partition(":")[2].split("x"))
     return parse_mesh(mesh or "fsdp=-1", chips)
 

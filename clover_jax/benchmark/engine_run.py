@@ -1,4 +1,4 @@
-"""The engine's own loop as something to time: one call is one chunk of steps of all rows."""
+"""Run the engine's own loop, to be timed: one call is one chunk of steps of all rows."""
 
 from __future__ import annotations
 
@@ -15,34 +15,33 @@ from clover_jax.timing.turns import WARM_UP, Run
 class EngineRun:
     """An engine with full slots, whose rows go on from call to call."""
 
-    def __init__(self, subject: Models, sampling: SamplingConfig, batch: int, steps: int):
+    def __init__(self, models: Models, sampling: SamplingConfig, batch: int, steps: int):
         """Prepare an engine of `batch` slots that runs `steps` steps a call."""
-        self._subject, self._batch, self._steps = subject, batch, steps
+        self._models, self._batch, self._steps = models, batch, steps
         self._engine = Engine(
-            subject.base.config,
-            subject.head,
-            subject.tree,
+            models.base.config,
+            models.head,
+            models.tree,
             sampling,
             batch_size=batch,
             steps_per_chunk=steps,
         )
 
     def chunks(self, context: int, end: int, rounds: int, pace: float | None) -> Run:
-        """Return a function that runs the next chunk, for `time_in_turns` with so many rounds.
+        """Return a function that runs the next chunk, for `time_in_turns` with `rounds` rounds.
 
-        Prompts are so much shorter than `context` that the round in the middle begins there, or of
-        one token where that is too long.
-        end: positions at which rows would end. The caller sees to it that none does while chunks
-            are timed; buffers are as long as `cache_size` gives for so many.
+        end: positions at which rows would end. The caller makes sure that none does while chunks
+            are timed; buffers are as long as `cache_size` gives for `end` positions.
         pace: tokens that a row emits in a step; None measures it.
         """
+        # Prompts are shorter than `context`, so that the round in the middle begins there.
         pace = self.pace(context, end) if pace is None else pace
         before = round((WARM_UP + rounds // 2) * self._steps * pace)
         stream = self._stream(max(context - before, 1), end)
         return lambda: self._take(stream)
 
     def pace(self, context: int, end: int) -> float:
-        """Return how many tokens a row emits in a step, from `context` on, in WARM_UP chunks."""
+        """Return the tokens that a row emits in a step, from `context` on, in WARM_UP chunks."""
         stream = self._stream(context, end)
         for _ in range(WARM_UP):
             rows = self._take(stream)
@@ -50,11 +49,11 @@ class EngineRun:
         return 1 + statistics.mean(count for row in rows for count in row.accepted)
 
     def _stream(self, length: int, end: int) -> Iterator[RowUpdate]:
-        prompt = [index % self._subject.base.config.vocab_size for index in range(1, length + 1)]
+        prompt = [index % self._models.base.config.vocab_size for index in range(1, length + 1)]
         requests = [Request(index, prompt, end - length) for index in range(self._batch)]
-        weights = self._subject.weights
+        weights = self._models.weights
         return self._engine.stream(weights.base, weights.draft, requests)
 
     def _take(self, stream: Iterator[RowUpdate]) -> list[Generation]:
-        """Return every row after the next chunk, whose tokens are on the host by then."""
+        """Return every row after the next chunk; its tokens are on the host by then."""
         return [next(stream).row for _ in range(self._batch)]

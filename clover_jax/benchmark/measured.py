@@ -118,6 +118,7 @@ class TimedStep:
             }
             for name, part in self.parts.items()
         }
+
         return {
             "bandwidth_gb_s": round(self.ceilings.bandwidth / 1e9, 2),
             "matrix_gflop_s": round(self.ceilings.matrix_rate / 1e9, 1),
@@ -146,16 +147,17 @@ def measure_and_describe(
     Raises UserError as `load` and `measure` do.
     """
     with passing_note(f"loading {spec.base}"):
-        subject = load(spec)
-    if force_accept is not None and force_accept > subject.levels:
+        models = load(spec)
+    if force_accept is not None and force_accept > models.levels:
         raise UserError(
-            f"--force_accept={force_accept}: no path of the tree {subject.tree.name} has more than "
-            f"{subject.levels} nodes"
+            f"--force_accept={force_accept}: no path of the tree {models.tree.name} has more than "
+            f"{models.levels} nodes"
         )
 
-    context = context or fitting_context(subject, room_for(subject, rounds, force_accept))
-    with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
-        timed = measure(subject, batch, context, rounds, force_accept)
+    # The engine's rows go on while they are timed, so they need room behind the context.
+    context = context or fitting_context(models, room_for(models, rounds, force_accept))
+    with passing_note("measuring"), exact_matmuls(str(models.dtype)):
+        timed = measure(models, batch, context, rounds, force_accept)
     print("\n".join(timed.lines(force_accept)))
     settings = {
         "batch_size": batch,
@@ -163,21 +165,21 @@ def measure_and_describe(
         "rounds": rounds,
         "force_accept": force_accept,
     }
-    return describe_run(subject, spec) | settings | timed.to_row()
+    return describe_run(models, spec) | settings | timed.to_row()
 
 
-def describe_run(subject: Models, spec: ModelSpec) -> dict[str, Any]:
-    """Return what was measured, by the names of the command's flags, how large it is, and where."""
+def describe_run(models: Models, spec: ModelSpec) -> dict[str, Any]:
+    """Return the measured models by the names of the command's flags, their sizes, the device."""
     device = jax.devices()[0]
     is_cpu = device.platform == "cpu"
     return {
         "base": spec.base,
         "draft": spec.draft,
-        "tree": subject.tree.name,
-        "dtype": str(subject.dtype),
-        "int8": list(subject.int8),
-        "base_parameters": _size(subject.weights.base),
-        "draft_parameters": _size(subject.weights.draft),
+        "tree": models.tree.name,
+        "dtype": str(models.dtype),
+        "int8": list(models.int8),
+        "base_parameters": _size(models.weights.base),
+        "draft_parameters": _size(models.weights.draft),
         "device": f"cpu ({jax.device_count()} device)" if is_cpu else device.device_kind,
         "versions": compiler_versions(),
     }
@@ -188,49 +190,49 @@ def _size(params: PyTree) -> int:
 
 
 def measure(
-    subject: Models, batch: int, context: int, rounds: int, force_accept: int | None
+    models: Models, batch: int, context: int, rounds: int, force_accept: int | None
 ) -> TimedStep:
     """Time everything; force_accept: drafted tokens that every step accepts, None for no force.
 
     Raises UserError where the tree does not suit the head, or the context the base.
     """
     sampling = SamplingConfig(force_accept=force_accept)
-    pace = known_pace(subject, force_accept)
-    room = room_for(subject, rounds, force_accept)
-    size = cache_size(subject, context, room)
+    pace = known_pace(models, force_accept)
+    room = room_for(models, rounds, force_accept)
+    size = cache_size(models, context, room)
 
     # A plain step beside a step, its stages, a chunk of steps and the engine's own loop.
-    def prepare(subject: Models) -> Bench:
-        return Bench(subject, running_state(subject, batch, size, context), context)
+    def prepare(models: Models) -> Bench:
+        return Bench(models, running_state(models, batch, size, context), context)
 
-    speculative = prepare(subject)
-    parts = {"plain step": step_part(prepare(subject.plain()))}
-    if subject.head is not None:
+    speculative = prepare(models)
+    parts = {"plain step": step_part(prepare(models.plain()))}
+    if models.head is not None:
         parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
     runs = {name: part.run for name, part in parts.items()}
     runs["chunk"] = chunk_run(speculative, sampling)
-    engine = EngineRun(subject, sampling, batch, STEPS)
+    engine = EngineRun(models, sampling, batch, STEPS)
     runs["engine"] = engine.chunks(context, context + room, rounds, pace)
-    seconds = time_in_turns(runs, rounds, single=["engine"])
+    seconds = time_in_turns(runs, rounds, single=["engine"])  # its calls go on in the text
 
-    ceilings = measure_ceilings(subject.dtype)
+    ceilings = measure_ceilings(models.dtype)
     timed = {name: _timed(part, seconds[name], ceilings) for name, part in parts.items()}
-    if subject.head is None:
+    if models.head is None:  # a step is a plain step, and verifies its root alone
         timed["step"] = timed["verify"] = timed["plain step"]
     else:
-        timed |= _levels(timed, subject.levels)
+        timed |= _levels(timed, models.levels)
     return TimedStep(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
 
 
-def room_for(subject: Models, rounds: int, force_accept: int | None) -> int:
+def room_for(models: Models, rounds: int, force_accept: int | None) -> int:
     """Return the positions that the engine's rows take while they are timed; none may end."""
-    pace = known_pace(subject, force_accept) or subject.tree.depth + 1
+    pace = known_pace(models, force_accept) or models.tree.depth + 1
     return (rounds + WARM_UP + 1) * STEPS * pace
 
 
-def known_pace(subject: Models, force_accept: int | None) -> int | None:
+def known_pace(models: Models, force_accept: int | None) -> int | None:
     """Return the most tokens that a row emits in a step; None where drafts decide."""
-    accepted = force_accept if subject.tree.num_nodes else 0
+    accepted = force_accept if models.tree.num_nodes else 0
     return None if accepted is None else accepted + 1
 
 
@@ -242,7 +244,7 @@ def _timed(part: Part, seconds: float, ceilings: Ceilings) -> TimedPart:
 def _levels(timed: Mapping[str, TimedPart], depth: int) -> dict[str, TimedPart]:
     """Return the whole draft under its own name, and the difference that each level makes."""
     whole = [timed[f"draft to level {level}"] for level in range(1, depth + 1)]
-    below = [TimedPart(0.0, 0.0), *whole]
+    below = [TimedPart(0.0, 0.0), *whole]  # the draft without the level
     levels = {
         f"draft level {index}": TimedPart(part.seconds - less.seconds, part.floor - less.floor)
         for index, (part, less) in enumerate(zip(whole, below, strict=False), start=1)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
@@ -16,9 +15,8 @@ from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.batch import Batch
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.families import read_base_config
-from clover_jax.pretrained.shapes import base_shapes, is_shape, shape_config
-from clover_jax.pretrained.sources import find_directory
+from clover_jax.pretrained.loading import describe_base
+from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.sharding.meshes import MeshShape
 from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
@@ -49,11 +47,6 @@ class StepShapes(NamedTuple):
     def activation_bytes(self, mesh: MeshShape) -> int:
         """Estimate the bytes of a device's activations at their largest.
 
-        The teacher keeps only what the head reads, so one of its layers counts. The head's layers
-        keep everything for the way back: scores and weights of the attention in float32, the MLP's
-        inner states, and some states of width D for each position; with `remat` scores and weights
-        of one layer at a time. The loss holds a few chunks of logits.
-
         Where the compilers for TPU were asked, a dry run of an 8B base said 1 to 1.3 times their
         total. The one for CPU took 1.5 times these activations for Clover-2 (1.76 GB, snakes5m,
         16 x 512), 1.6 times on builtin:tiny (8 x 512), 0.9 times for Medusa (snakes5m).
@@ -71,17 +64,21 @@ class StepShapes(NamedTuple):
         state = size * tokens * layer.hidden_size
         logits = FLOAT32 * min(config.loss_chunk, tokens) * layer.vocab_size / mesh.tensor
 
+        # The teacher keeps only the states that the head reads, so one of its layers counts.
         teacher = 2 * scores + inner + 6 * state
         kept = (len(config.head.config.features) + 1) * state
 
-        # Every layer of a head has one leaf `qkv`, whatever the method.
+        # The head's layers keep everything for the way back: the attention's scores and weights,
+        # the MLP's inner states, some states of width D; with `remat` the scores of one layer at a
+        # time. Every layer of a head has one leaf `qkv`, whatever the method.
         leaves = jax.tree_util.tree_leaves_with_path(self.state.params)
         num_layers = sum(path[-1].key == "qkv" for path, _ in leaves)
         positions = config.head.config.num_positions
         with_scores = min(num_layers, 1) if config.remat else num_layers
         head = with_scores * 2 * scores + num_layers * (inner + 6 * state) + positions * 6 * state
-        loss = 4 * logits + 2 * positions * state
 
+        # A few chunks of logits live together, and two states of each position.
+        loss = 4 * logits + 2 * positions * state
         return int(kept + max(teacher, head + loss))
 
 
@@ -90,7 +87,8 @@ def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
 
     Raises UserError for settings that cannot work.
     """
-    base = _described_base(settings.base)
+    described = describe_base(settings.base)
+    base = BaseModel(described.config, {}, described.directory, settings.base)
     head = make_head(settings, base)
     pipeline_config(settings, base, head)  # raises for rows that cannot be
     if settings.draft_vocab is not None:  # any tokens will do: the shapes are the same
@@ -98,6 +96,7 @@ def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
         head = registry.head(dataclasses.replace(head.config, draft_to_target=ids))
 
     config = step_config(settings, base.config, head)
+    # The base's weights are traced as shapes, so none are read or allocated.
     params = base_shapes(base.config, dtype)
     return StepShapes(
         config=config,
@@ -107,18 +106,10 @@ def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
     )
 
 
-def _described_base(source: str) -> BaseModel:
-    """Return a base without params: shapes need its config alone."""
-    if is_shape(source):
-        return BaseModel(shape_config(source), {}, Path(source), source)
-    directory = find_directory(source)
-    return BaseModel(read_base_config(directory), {}, directory, source)
-
-
 def _batch_shapes(settings: TrainSettings, head: DraftHead, dtype: jnp.dtype) -> Batch:
     shape = settings.batch_size, settings.seq_len
     ids = jax.ShapeDtypeStruct(shape, jnp.int32)
-    hidden = None
+    hidden = None  # the teacher runs within the step
     if settings.teacher == "cached":
         states = jax.ShapeDtypeStruct((*shape, head.config.layer.hidden_size), dtype)
         hidden = dict.fromkeys(stored_names(head.config.features), states)

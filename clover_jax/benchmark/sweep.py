@@ -1,4 +1,4 @@
-"""`bench --sweep`: what verification costs by batch size and nodes, and when speculation pays."""
+"""`bench --sweep`: the cost of verification by batch size and nodes, and when speculation pays."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ FIGURE = "costs.png"
 class Cell:
     """One batch size and tree size, times in milliseconds.
 
-    break_even: drafted tokens that a step must accept to be as fast as plain decoding, where the
-        draft costs what it costs for the measured tree.
+    break_even: drafted tokens that a step must accept to be as fast as plain decoding, at the cost
+        of the measured tree's draft.
     """
 
     batch_size: int
@@ -52,13 +52,13 @@ def sweep_and_describe(
     Raises UserError as `load` and `sweep` do.
     """
     with passing_note(f"loading {spec.base}"):
-        subject = load(spec)
-    context = context or fitting_context(subject, room=0)
-    with passing_note("measuring"), exact_matmuls(str(subject.dtype)):
-        cells = sweep(subject, batch_sizes, nodes, context, rounds)
-    print("\n".join(describe(cells, subject.tree.name)))
+        models = load(spec)
+    context = context or fitting_context(models, room=0)
+    with passing_note("measuring"), exact_matmuls(str(models.dtype)):
+        cells = sweep(models, batch_sizes, nodes, context, rounds)
+    print("\n".join(describe(cells, models.tree.name)))
 
-    report = describe_run(subject, spec) | {
+    report = describe_run(models, spec) | {
         "context": context,
         "rounds": rounds,
         "cells": [dataclasses.asdict(cell) for cell in cells],
@@ -69,43 +69,44 @@ def sweep_and_describe(
 
 
 def sweep(
-    subject: Models, batch_sizes: Sequence[int], nodes: Sequence[int], context: int, rounds: int
+    models: Models, batch_sizes: Sequence[int], nodes: Sequence[int], context: int, rounds: int
 ) -> list[Cell]:
     """Time every batch size with every number of nodes.
 
     Raises UserError for a base alone: there is nothing to verify.
     """
-    if subject.head is None:
+    if models.head is None:
         raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
 
-    widths = expanded_widths(subject)
+    widths = expanded_widths(models)
     cells = []
     for batch in batch_sizes:
         costs = measure_costs(
-            subject,
+            models,
             batch,
             context,
             rounds=rounds,
             slots=sorted({1, *(count + 1 for count in nodes)}),
             widths=sorted({*WIDTHS, *widths}),
-            depth=subject.levels,
+            depth=models.levels,
         )
         cells += [_cell(costs, batch, count, widths) for count in nodes]
     return cells
 
 
-def expanded_widths(subject: Models) -> list[int]:
+def expanded_widths(models: Models) -> list[int]:
     """Return the number of nodes that are expanded on each level below the root."""
-    tree = subject.tree
+    tree = models.tree
     if isinstance(tree, AdaptiveTree):
-        return [tree.width] * (subject.levels - 1)
+        return [tree.width] * (models.levels - 1)
     return [level.expanded.size for level in tree.levels() if level.expanded.size]
 
 
 def _cell(costs: CostTable, batch: int, nodes: int, widths: Sequence[int]) -> Cell:
-    verify = dict(costs.verify)[nodes + 1]
+    verify = dict(costs.verify)[nodes + 1]  # the root is a slot too
     draft = costs.first + sum(dict(costs.level)[width] for width in widths)
     step = draft + verify + costs.rest
+
     return Cell(
         batch_size=batch,
         nodes=nodes,
@@ -123,6 +124,7 @@ def describe(cells: Sequence[Cell], tree: str) -> list[str]:
         f"{'batch':>5}{'nodes':>7}{'plain ms':>10}{'verify ms':>11}{'x plain':>9}"
         f"{'draft ms':>10}{'break-even':>12}",
     ]
+
     for cell in cells:
         lines.append(
             f"{cell.batch_size:>5}{cell.nodes:>7}{cell.plain_ms:>10.3f}{cell.verify_ms:>11.3f}"

@@ -1,9 +1,8 @@
-"""Parts of a step as the engine runs them: in a loop on the device, or each by itself.
+"""Run parts of a step as the engine runs them: in a loop on the device, or each by itself.
 
 Where the engine's chunk is a loop on the device, a part is timed in one, each time on the result of
-the last: neither starting it from the host nor the compiler's hoisting falsifies its time. Where a
-step takes a millisecond, starting each part by itself would cost more than the part. Elsewhere a
-program runs its part once.
+the last, so that the compiler cannot hoist it out. A step of a millisecond would otherwise take
+less time than starting its parts from the host. Elsewhere a program runs its part once.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ STEPS = 8  # as in the engine's chunks
 
 
 def steps_at_once() -> int:
-    """Return how many steps one of the programs below runs here."""
+    """Return the number of steps that a program below runs on this platform."""
     return STEPS if loops_on_device() else 1
 
 
@@ -45,6 +44,8 @@ def step_loop(
     if not loops_on_device():
         state, record = speculate_and_verify(config, weights, state)
         return state, record.emitted.sum()
+
+    # Every slot holds a row, or the chunk would end at once.
     filled = jnp.ones_like(state.finish, bool)
     state, records = decode_chunk(config, STEPS, weights, state, filled)
     return state, records.emitted.sum()
@@ -53,17 +54,20 @@ def step_loop(
 def draft_loop(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, Int[Array, " B"]]:
-    """Absorb and draft, under the token drafted last.
+    """Absorb and draft, with the token drafted last as the next root.
 
-    All that the head reads hangs on all that it drafted. Else one that takes in no token (Medusa)
-    is computed once, before the loop, and of its levels only those that the next root is from.
+    Everything that the head reads depends on everything that it drafted in the turn before. A head
+    that takes in no token (Medusa) would otherwise be computed once, before the loop, and only on
+    the levels that give the next root.
     """
 
     def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
         state, root = carry
         state, drafted = absorb_and_draft(config, weights, state, root)
         tokens = drafted.tree.tokens
-        zero = jnp.minimum(tokens.max(axis=1), 0)  # the root is no less, which no compiler knows
+
+        # Token ids are 0 or more, so this adds 0, which no compiler knows.
+        zero = jnp.minimum(tokens.max(axis=1), 0)
         state = state.replace(
             features=state.features + zero[:, None, None].astype(state.features.dtype),
             next_tokens=state.next_tokens + zero[:, None],
@@ -76,7 +80,8 @@ def draft_loop(
 def verify_loop(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> Int[Array, "B T"]:
-    """Verify a tree, its slots filled with what the base found most probable."""
+    """Verify a tree, its slots filled with the base's most probable tokens of the turn before."""
+    # What is sampled is no part of verification, and greedy choices need no random keys.
     config = dataclasses.replace(config, sampling=GREEDY)
 
     def body(tokens: Array) -> Array:

@@ -1,8 +1,8 @@
-"""The parts of a step as things to time: the very functions that the step calls, jitted apart.
+"""Jit the functions that a step calls one by one, to be timed as its parts.
 
-Every part works on one shared state, at one length: what a part would change of the small arrays is
-handed back and dropped, so a part costs the same at every call. Buffers that a part writes to are
-donated, as in the engine.
+All parts work on one state, at one length: a part hands back its changes of small arrays, and they
+are dropped, so it costs the same at every call. Buffers that a part writes to are donated, as in
+the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from clover_jax.timing.loops import STEPS, step_loop, steps_at_once
 from clover_jax.timing.turns import Run
 from clover_jax.xla.work import Work, count_work
 
-_BUFFERS = ("tokens", "cache", "draft_cache")  # what a step updates in place
+_BUFFERS = ("tokens", "cache", "draft_cache")  # fields of the state that a step updates in place
 
 # (weights, state, ...) -> (state with its buffers updated, anything else to be consumed)
 Stage = Callable[..., tuple[DecodeState, Any]]
@@ -44,10 +44,7 @@ Stage = Callable[..., tuple[DecodeState, Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One thing to time.
-
-    work: what its products with weights need. cache_bytes: read of the caches, for all rows.
-    """
+    """A part to time. work: of its products with weights. cache_bytes: read, for all rows."""
 
     run: Run
     work: Work
@@ -57,15 +54,15 @@ class Part:
 class Bench:
     """A state and its weights, which parts take turns to use."""
 
-    def __init__(self, subject: Models, state: DecodeState, context: int):
+    def __init__(self, models: Models, state: DecodeState, context: int):
         """Take arrays; the state's buffers are donated by the parts and given back."""
-        self.subject, self._context = subject, context
+        self.models = models
         self._buffers = {name: getattr(state, name) for name in _BUFFERS}
         self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
         size = state.tokens.shape[1]
-        self._live = context / size  # the share of the caches that holds anything
-        self.base_cache_bytes = self._live * _num_bytes(state.cache)
-        self.draft_cache_bytes = self._live * _num_bytes(state.draft_cache)
+        live = context / size  # the share of the caches that holds anything
+        self.base_cache_bytes = live * _num_bytes(state.cache)
+        self.draft_cache_bytes = live * _num_bytes(state.draft_cache)
 
     @property
     def state(self) -> DecodeState:
@@ -75,8 +72,8 @@ class Bench:
     def updating(self, stage: Stage, *more: Any, cache_bytes: float = 0.0) -> Part:
         """Return a part that updates the buffers in place: stage(weights, state, *more).
 
-        Arrays that a stage closed over would be literals, and what it gathers of them be compiled
-        away: hand them in as `more`.
+        more: arrays that the stage reads. If it closed over them they would be literals, and the
+        compiler would compute what it gathers of them.
         """
 
         def apply(
@@ -88,37 +85,34 @@ class Bench:
 
         program = jax.jit(apply, donate_argnums=1, compiler_options=options_here())
 
+        # The buffers that are handed in are gone afterwards; the next run takes those handed back.
         def run() -> Any:
-            self._buffers, rest = program(self.subject.weights, self._buffers, self._small, *more)
+            self._buffers, rest = program(self.models.weights, self._buffers, self._small, *more)
             return rest
 
-        def rest_of(weights: Weights, *arguments: Any) -> Any:
-            return stage(weights, *arguments)[1]
-
-        return Part(run, self._count(rest_of, self.state, *more), cache_bytes)
+        work = count_work(lambda *given: stage(*given)[1], self.models.weights, self.state, *more)
+        return Part(run, work, cache_bytes)
 
     def reading(self, stage: Callable[..., Any], *more: Any, cache_bytes: float = 0.0) -> Part:
         """Return a part that changes nothing: stage(weights, state, *more)."""
         program = jax.jit(stage, compiler_options=options_here())
 
         def run() -> Any:
-            return program(self.subject.weights, self.state, *more)
+            return program(self.models.weights, self.state, *more)
 
-        return Part(run, self._count(stage, self.state, *more), cache_bytes)
-
-    def _count(self, stage: Callable[..., Any], *arguments: Any) -> Work:
-        return count_work(stage, self.subject.weights, *arguments)
+        work = count_work(stage, self.models.weights, self.state, *more)
+        return Part(run, work, cache_bytes)
 
 
 def step_part(bench: Bench, sampling: SamplingConfig = GREEDY) -> Part:
     """Return the whole step."""
-    stage = functools.partial(speculate_and_verify, bench.subject.step(sampling))
+    stage = functools.partial(speculate_and_verify, bench.models.step(sampling))
     return bench.updating(stage, cache_bytes=bench.base_cache_bytes + bench.draft_cache_bytes)
 
 
 def chunk_run(bench: Bench, sampling: SamplingConfig) -> Run:
     """Return STEPS steps as the engine runs them, without its looks at the text."""
-    part = bench.updating(functools.partial(step_loop, bench.subject.step(sampling)))
+    part = bench.updating(functools.partial(step_loop, bench.models.step(sampling)))
 
     def run() -> Any:
         for _ in range(STEPS // steps_at_once()):
@@ -133,17 +127,24 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
 
     "draft" is the last of "draft to level 1", "draft to level 2", ...
     """
-    config, levels = bench.subject.step(sampling), bench.subject.levels
+    config, levels = bench.models.step(sampling), bench.models.levels
 
+    # Each stage runs once here, for its result is what the next one reads.
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
         absorbed = absorb_pending(config, weights, state)
         return state.replace(draft_cache=absorbed.cache), absorbed.root
 
     parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
     root_state = parts["absorb"].run()[1]
+
+    def draft(config: StepConfig, weights: Weights, state: DecodeState, root_state: Any) -> Any:
+        return draft_tree(config, weights, state, roots(state), root_state)
+
+    # The draft cut to its first levels, so that differences are the time of a level.
     for depth in range(1, levels + 1):
         shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
-        parts[f"draft to level {depth}"] = bench.reading(drafting(shorter), root_state)
+        stage = functools.partial(draft, shorter)
+        parts[f"draft to level {depth}"] = bench.reading(stage, root_state)
     drafted = parts[f"draft to level {levels}"].run()
 
     def verify(weights: Weights, state: DecodeState, tree: Any) -> Any:
@@ -151,6 +152,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
 
     parts["verify"] = bench.reading(verify, drafted.tree, cache_bytes=bench.base_cache_bytes)
     verified = parts["verify"].run()
+
     parts["accept"] = bench.reading(
         lambda weights, state, drafted, verified: accept(config, state, drafted, verified),
         drafted,
@@ -167,20 +169,12 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     return parts
 
 
-def drafting(config: StepConfig) -> Callable[..., Any]:
-    """Return the draft stage as a function of the head's root state."""
-
-    def stage(weights: Weights, state: DecodeState, root_state: Any) -> Any:
-        return draft_tree(config, weights, state, roots(state), root_state)
-
-    return stage
-
-
 def cut_tree(tree: TreeConfig | AdaptiveTree, depth: int) -> TreeConfig | AdaptiveTree:
-    """Return the tree without what lies deeper."""
+    """Return the tree without its deeper levels."""
     if isinstance(tree, TreeConfig):
         kept = tuple(path for path in tree.paths if len(path) <= depth)
         return TreeConfig(f"{tree.name} to level {depth}", kept)
+    # A dynamic tree chooses its nodes among all that it drafts, and fewer levels draft fewer.
     shorter = tree.width + (depth - 1) * tree.width**2
     nodes = min(tree.nodes, shorter) if tree.rule == "dynamic" else tree.nodes
     return dataclasses.replace(tree, depth=depth, nodes=nodes)

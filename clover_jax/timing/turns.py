@@ -11,7 +11,7 @@ import jax
 
 Run = Callable[[], Any]  # one execution; its arrays may still be on their way
 
-ENOUGH = 0.005  # seconds that one turn should take, or the clock and the dispatch are timed
+ENOUGH = 0.005  # seconds of a turn; in less the clock and the dispatch would be timed
 MOST_CALLS = 64
 WARM_UP = 3
 
@@ -25,11 +25,13 @@ def time_in_turns(
     """Return the median seconds of one call of each.
 
     Every function is warmed up (and compiled) first, by WARM_UP calls. In each round every function
-    has its turn: as many calls as take a few milliseconds (one for those named in `single`), and
-    then a wait for all of their outputs.
+    has its turn: calls for a few milliseconds, or one if it is named in `single`, and then a wait
+    for their outputs.
     """
     calls = {name: _calls_per_turn(run, clock) for name, run in runs.items()}
     calls |= dict.fromkeys(single, 1)
+
+    # In turns, so that a slow moment of the machine hits all functions alike.
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     for _ in range(rounds):
         for name, run in runs.items():
@@ -38,7 +40,7 @@ def time_in_turns(
 
 
 def _calls_per_turn(run: Run, clock: Callable[[], float]) -> int:
-    jax.block_until_ready(run())
+    jax.block_until_ready(run())  # compiles
     once = min(_turn(run, 1, clock) for _ in range(WARM_UP - 1))
     return max(1, min(MOST_CALLS, round(ENOUGH / max(once, 1e-9))))
 

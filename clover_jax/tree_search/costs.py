@@ -79,7 +79,7 @@ def measure_costs(
 
 def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Part:
     """Return steps or their first half, from the same place in the text each time."""
-    models = bench.subject if tree is None else bench.subject.with_tree(tree)
+    models = bench.models if tree is None else bench.models.with_tree(tree)
     return bench.updating(functools.partial(loop, models.step()))
 
 
@@ -92,8 +92,8 @@ def _two_levels(width: int) -> TreeConfig:
 def _verifying(bench: Bench, batch: int, count: int) -> Part:
     """Return the base's forward over `count` slots: a root and its children."""
     tokens = jax.random.randint(
-        jax.random.key(3), (batch, count), 0, bench.subject.base.config.vocab_size, jnp.int32
+        jax.random.key(3), (batch, count), 0, bench.models.base.config.vocab_size, jnp.int32
     )
     parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
-    loop = functools.partial(verify_loop, bench.subject.step())
+    loop = functools.partial(verify_loop, bench.models.step())
     return bench.reading(loop, TokenTree(tokens, parent))

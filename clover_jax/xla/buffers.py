@@ -61,6 +61,7 @@ class CompiledProgram(NamedTuple):
 
 def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> CompiledProgram:
     """Compile, anew even where a cache has it, and read the sizes of its buffers."""
+    # A program from the cache has left no assignment in the folder.
     with tempfile.TemporaryDirectory() as folder, _without_cache():
         started = time.perf_counter()
         compiled = lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder})
@@ -75,7 +76,7 @@ def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> Co
 
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
-    """Keep a program out of the cache on disk: that of another target cannot be read again."""
+    """Leave the cache on disk alone: programs for another target cannot be read from it again."""
     before = jax.config.jax_enable_compilation_cache
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it is used
@@ -106,6 +107,7 @@ def _covered(spans: Iterable[tuple[int, int]]) -> int:
 
     Example: (0, 4), (2, 4) and (8, 1) cover 7.
     """
+    # By offset, so that only the furthest end so far can overlap the next span.
     covered = end = 0
     for offset, size in sorted(spans):
         covered += max(0, offset + size - max(end, offset))

@@ -24,7 +24,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-_CUTTING = {"dynamic-slice", "gather", "slice", "slice-start"}  # reads as much as it gives
+_CUTTING = {"dynamic-slice", "gather", "slice", "slice-start"}
 _UPDATING = ("dynamic-update-slice", "scatter")  # in place, where the buffer was donated
 
 # How often loops run that do not say it: one number, or a function of the body's name.
@@ -79,6 +79,7 @@ class Program:
         while pending:
             name = pending.pop()
             for instruction in self.computations[name].instructions.values():
+                # Reductions name a computation too, but it runs inside of them.
                 inner = list(instruction.runs) if instruction.opcode in CONTROL else []
                 if instruction.opcode.startswith("async-start") and instruction.calls:
                     inner.append(instruction.calls)
@@ -97,16 +98,15 @@ class Program:
         """Return a loop's known trips, else the only constant of its condition; None without."""
         if loop.trips is not None or loop.condition not in self.computations:
             return loop.trips
+        # A counting loop compares its index with one constant, and nothing else.
         condition = self.computations[loop.condition]
         constants = (i for i in condition.instructions.values() if i.opcode == "constant")
         numbers = [i.number for i in constants if i.number is not None]
         return numbers[0] if len(numbers) == 1 else None
 
     def instructions(self) -> Iterator[tuple[Computation, Instruction]]:
-        """Yield every executed instruction that does something, with where it is.
-
-        A copy for the next call is left out: that call lists it, beside its user.
-        """
+        """Yield every executed instruction that does something, with where it is."""
+        # A copy for the next call is left out: that call lists it, beside its user.
         for name in self.executed:
             computation = self.computations[name]
             for instruction in computation.instructions.values():
@@ -117,11 +117,9 @@ class Program:
 
     @functools.cached_property
     def _for_next_call(self) -> set[str]:
-        """Names of copies that fetch an operand into fast memory for the next call.
-
-        A TPU's program finds its first operand there. Where it has used the room for others since,
-        it ends with a second copy, whose result nothing in the program uses.
-        """
+        """Names of copies that fetch an operand into fast memory for the next call."""
+        # A TPU's program finds its first operand there. Where it has used the room for others
+        # since, it ends with a second copy, whose result nothing in the program uses.
         entry = self.computations[self.entry].instructions.values()
         prefetched = {i.operands[0] for i in entry if i.crosses_calls}
         used = {operand for i in entry for operand in i.operands}
@@ -147,10 +145,8 @@ class Program:
             if instruction.calls:
                 yield from self.slices(instruction.calls)
 
-    # Bytes in main memory: parts of buffers where only parts are used.
-
     def moved_bytes(self, computation: Computation, instruction: Instruction) -> int:
-        """Return the bytes that an instruction of a computation reads and writes.
+        """Return the bytes that an instruction reads from and writes to main memory.
 
         An operand counts as the part of it that is used (by a slice, or a look-up in a fusion), and
         so does a buffer that is updated in place.
@@ -159,7 +155,8 @@ class Program:
         return self._read_bytes(computation, instruction) + written
 
     def written_bytes(self, computation: Computation, instruction: Instruction) -> int:
-        """Return the bytes that an instruction of a computation writes."""
+        """Return the bytes that an instruction writes to main memory."""
+        # The rest of a buffer that is updated in place stays where it is.
         updates = self._updates(computation, instruction)
         whole = sum(buffer for buffer, _ in updates)
         return max(instruction.result_bytes - whole, 0) + sum(part for _, part in updates)
@@ -176,6 +173,7 @@ class Program:
             if operand is None or not operand.results:
                 continue
 
+            # A slice reads as much as it gives, and an update nothing of its buffer.
             size = operand.result_bytes
             if fused is not None:
                 size = min(size, self._used_bytes(fused, index, size))
@@ -199,6 +197,7 @@ class Program:
             if value.name not in user.operands:
                 continue
 
+            # Fusions lie in fusions, so a slice can be several levels below.
             inner = self.computations.get(user.calls or "")
             if user.opcode == "bitcast":
                 used += self._used_of(fused, user, whole)
@@ -216,7 +215,7 @@ class Program:
         """Return the bytes of each buffer that is updated in place, and of the part written."""
         fused = self.computations.get(instruction.calls or "")
         values = [instruction]
-        if fused is not None:
+        if fused is not None:  # its results are those of its root
             computation, root = fused, fused.root
             names = root.operands if root.opcode == "tuple" else (root.name,)
             values = [fused.instructions[name] for name in names if name in fused.instructions]
@@ -232,13 +231,12 @@ class Program:
                 updates.append((_num_bytes(value), _num_bytes(part)))
         return updates
 
-    # What is written anew, and what is sent.
-
     def made(self, dims: tuple[int, ...]) -> list[Instruction]:
         """Return the executed instructions that write a whole array of these sizes anew.
 
-        In any layout or transposition; an update in place and a prefetch into fast memory are none.
+        An update in place and a prefetch into fast memory are none.
         """
+        # Sorted, so that another layout or a transposition is found too.
         wanted = tuple(sorted(dim for dim in dims if dim > 1))
         return [
             instruction
@@ -259,9 +257,9 @@ class Program:
     def sent(self, trips: int) -> list[Sent]:
         """Return the collectives of a run by kind and size, the most bytes first.
 
-        trips: how often loops run that do not say it. A collective that runs beside other work is
-        spread over fusions; it counts once.
+        trips: how often loops run that do not say it.
         """
+        # A collective that runs beside other work is spread over fusions, which share its channel.
         by_channel = {}
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():
@@ -271,6 +269,7 @@ class Program:
                     channel = instruction.channel or instruction.name
                     by_channel.setdefault(channel, Sent(kind, runs, _num_bytes(instruction)))
 
+        # Layers send alike, so a model's collectives are of a few kinds and sizes.
         counts: collections.Counter[tuple[str, int]] = collections.Counter()
         for each in by_channel.values():
             counts[each.kind, each.num_bytes] += each.times

@@ -6,7 +6,7 @@ import dataclasses
 import math
 import re
 
-# Names without work of their own: their operands' memory under another name.
+# These do no work: their result is their operands' memory under another name.
 _ALIASES = {
     "add-dependency",
     "after-all",
@@ -19,8 +19,8 @@ _ALIASES = {
     "partition-id",
     "tuple",
 }
-CONTROL = {"call", "conditional", "while"}  # what they run is counted in its own place
-_ENDS = ("-done", "-update")  # of an operation that was counted when it started
+CONTROL = {"call", "conditional", "while"}  # the computations that they run are counted themselves
+_ENDS = ("-done", "-update")  # of operations that were counted when they started
 _BITS = {"f8e4m3fn": 8, "f8e5m2": 8}  # other names end in their bits
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
@@ -151,7 +151,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
 
 def short_source(source: str) -> str:
-    """Return the telling end of a path of scopes.
+    """Return a path of scopes without the jitted functions around and the operation at the end.
 
     Example: "jit(f)/verify/Decoder/layers_3/mlp/dot_general" gives "verify/Decoder/layers_3/mlp".
     """
@@ -214,7 +214,7 @@ def _split_shapes(text: str) -> tuple[str, str]:
 
 
 def _closing(text: str) -> int:
-    """Return where the parenthesis closes that was open before the text."""
+    """Return the index at which a parenthesis closes that was open before the text."""
     depth = 1
     for index, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -226,4 +226,5 @@ def _closing(text: str) -> int:
 def _array(match: re.Match) -> ArrayShape:
     dims = tuple(int(dim) for dim in match[2].split(",") if dim)
     layout = match[3] or ""
+    # A layout names the memory space, as in {1,0:T(8,128)S(1)}; main memory is 0 and not named.
     return ArrayShape(match[1], dims, in_memory=re.search(r"S\([1-9]", layout) is None)

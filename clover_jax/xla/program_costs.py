@@ -39,14 +39,13 @@ def sum_by_part(
 
 
 def part_of(program: Program, name: str, parts: Sequence[str] = STAGES) -> Mapping[str, str]:
-    """Return instruction -> part for one computation of the program.
-
-    The named scope of an instruction says its part. The compiler adds some without a scope, such as
-    prefetches and the second half of a divided product: they belong to the first part that uses
-    their result.
-    """
+    """Return instruction -> part for one computation of the program."""
     part_by_name: dict[str, str] = {}
 
+    # The named scope of an instruction says its part. The compiler adds some without a scope, such
+    # as prefetches and the second half of a divided product: they belong to the first part that
+    # uses their result.
+    #
     # Operands come first in the text, so in reverse every user comes before its operands, and the
     # earliest of several users has the last word.
     for instruction in reversed(program.computations[name].instructions.values()):
@@ -79,7 +78,7 @@ def moved_by_part(program: Program, trips: Trips) -> dict[str, float]:
 def estimated_seconds(
     program: Program, chip: Chip, trips: Trips, parts: Sequence[str] = STAGES
 ) -> dict[str, float] | None:
-    """Return the compiler's cycle estimates by part of the step; None where it gives none."""
+    """Return the compiler's time for each part of the step; None where it gives no cycles."""
     cycles = sum_by_part(
         program, lambda where, one: one.cycles * program.times(where, trips), parts
     )
@@ -89,10 +88,8 @@ def estimated_seconds(
 
 
 def cache_turns(program: Program, context: int, body: str) -> int:
-    """Return how often a loop over a cache of `context` live positions runs, by its body.
-
-    Each part of a step reads by chunks of its own size: the slices of [B, K, S, H] that it cuts.
-    """
+    """Return how often a loop over a cache of `context` live positions runs, by its body."""
+    # Each part of a step reads by chunks of its own size: the slices of [B, K, S, H] that it cuts.
     chunks = [cut.dims[2] for cut in program.slices(body) if len(cut.dims) == 4]
     return math.ceil(context / max(chunks)) if chunks else 1
 
@@ -107,11 +104,9 @@ def compilers_cost(compiled: Any, name: str) -> float | None:
 
 
 def written_anew(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
-    """Return the instructions whose results have the size of a shard of one of the arrays.
-
-    Small arrays are left out: a bias by heads has the size of many an activation. So are vectors: a
-    quantized lm_head's steps are prefetched whole.
-    """
+    """Return the instructions whose results have the size of a shard of one of the arrays."""
+    # Small arrays are left out: a bias by heads has the size of many an activation. So are vectors:
+    # a quantized lm_head's steps are prefetched whole.
     shards = {
         place.shard_shape(leaf.shape)
         for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
@@ -137,14 +132,12 @@ def titled_lines(groups: Mapping[str, Sequence[str]]) -> list[str]:
 
 
 def costly(program: Program, chip: Chip, trips: Trips) -> list[str]:
-    """Return the ops that cost most above the time that their bytes take.
-
-    Where the compiler estimates no cycles, those that write most to memory.
-    """
+    """Return the ops that cost most above the time that their bytes take."""
+    # Where the compiler estimates no cycles, the bytes written stand for the cost.
     above: collections.Counter[str] = collections.Counter()
     for computation, instruction in program.instructions():
         scope = short_source(instruction.source) or instruction.opcode
-        if chip.clock:
+        if chip.clock:  # bytes that must be moved are no excess
             moved = program.moved_bytes(computation, instruction)
             seconds = max(instruction.cycles / chip.clock - moved / chip.bandwidth, 0.0)
         else:

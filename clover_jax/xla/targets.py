@@ -1,4 +1,4 @@
-"""Hardware that is not here, but whose compiler is: XLA's ahead-of-time topologies.
+"""Find the devices of hardware that is not here, by XLA's ahead-of-time topologies.
 
 `prepare_environment` runs before JAX is imported, so nothing here imports it at the top.
 """
@@ -71,7 +71,7 @@ device_description_str: "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """What to compile for.
+    """Hardware to compile for.
 
     platform: "tpu" or "cuda". topology: the arrangement of chips in the compiler's words.
     """
@@ -111,24 +111,23 @@ def prepare_environment(target: Target, environment: MutableMapping[str, str]) -
 def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
     """Return the devices of a target that is not here.
 
-    count: GPUs of one machine; a TPU's topology says how many there are.
-
+    count: GPUs of one machine; a TPU's topology has a count of its own.
     Raises NoCompiler where its compiler is not installed, and UserError where that knows no such
     arrangement of chips.
     """
     import jax
     from jax.experimental import topologies
 
-    options = {}
-    if target.platform == "cuda":
-        options = {"target_config": _H200, "topology": f"1x1x{count}"}
-    name = "cuda" if target.platform == "cuda" else target.topology
+    name, options = target.topology, {}
+    if target.platform == "cuda":  # of one machine, which the config describes
+        name, options = "cuda", {"target_config": _H200, "topology": f"1x1x{count}"}
     try:
-        found = topologies.get_topology_desc(
+        topology = topologies.get_topology_desc(
             platform=target.platform, topology_name=name, **options
         )
-    except Exception as error:  # the plugins raise what they like
+    except Exception as error:  # plugins raise errors of every kind
         reason = reason_of(error)[:150]
+        # A TPU's compiler that is there says so when it knows no such arrangement.
         if target.platform == "tpu" and reason.startswith("INVALID_ARGUMENT"):
             raise UserError(
                 f"--target={target.name}: its chips cannot be arranged so ({reason}); give another "
@@ -139,4 +138,4 @@ def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
             f"--target={target.name}: no compiler for it ({reason}); "
             f'pip install "{package}=={jax.__version__}" in an environment of its own'
         ) from error
-    return list(found.devices)
+    return list(topology.devices)

@@ -48,6 +48,7 @@ class Work(NamedTuple):
 def count_work(function: Callable[..., Any], weights: Params, *arguments: Any) -> Work:
     """Return the work of `function(weights, *arguments)`; arrays or their shapes will do."""
     closed = jax.make_jaxpr(function)(weights, *arguments)
+    # The weights come first among the program's arguments.
     sizes = [np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(weights)]
     others = len(closed.jaxpr.invars) - len(sizes)
     return _visit(closed.jaxpr, sizes + [0] * others)[0]
@@ -64,9 +65,9 @@ def count_flops(function: Callable[..., Any], *arguments: Any, loop_trips: int =
 def _visit(jaxpr: core.Jaxpr, sizes: list[int]) -> tuple[Work, list[int]]:
     """Return the work, and of each result how many bytes its entries have at rest.
 
-    sizes: the same of each argument; 0 for one that is no (part of a) weight. Widening a weight for
-    a product does not make it larger at rest.
+    sizes: the same of each argument; 0 for one that is no (part of a) weight.
     """
+    # At rest, because widening a weight for a product does not make it larger in memory.
     at_rest = dict(zip(jaxpr.invars, sizes, strict=True))
     total = Work()
 
@@ -75,6 +76,7 @@ def _visit(jaxpr: core.Jaxpr, sizes: list[int]) -> tuple[Work, list[int]]:
         name = equation.primitive.name
         results = [0] * len(equation.outvars)
 
+        # Only products read weights; what passes one on without computing keeps its size at rest.
         if name == "dot_general":
             total = total.plus(_product(equation, given))
         elif name in _REARRANGING:
@@ -126,6 +128,7 @@ def _flops(jaxpr: core.Jaxpr, loop_trips: int) -> float:
 
 def _inner(equation: core.JaxprEqn) -> list[core.Jaxpr]:
     """Return the programs that an equation calls, such as a jitted function's; most call none."""
+    # A branch of several lies in a tuple.
     values = equation.params.values()
     listed = [item for v in values for item in (v if isinstance(v, tuple) else (v,))]
     # In jax 0.12 one class is both, so a closed one must not be counted as open again.
@@ -134,6 +137,7 @@ def _inner(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 
 
 def _product_flops(equation: core.JaxprEqn) -> float:
+    # Each entry of the result sums over the contracted axes.
     (contracted, _), _ = equation.params["dimension_numbers"]
     inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
     return 2.0 * math.prod(equation.outvars[0].aval.shape) * inner

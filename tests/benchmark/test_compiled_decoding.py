@@ -30,9 +30,9 @@ def is_installed(module):
 
 def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
     monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices()[:1])
-    subject = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
+    models = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
     with jax.default_matmul_precision("default"):
-        _, text = compiled_decoding.compile_step(subject, HERE, None, batch=1, context=10)
+        _, text = compiled_decoding.compile_step(models, HERE, None, batch=1, context=10)
     products = [line for line in text.splitlines() if " dot(" in line]
     assert products
     assert all("operand_precision={highest,highest}" in line for line in products)
@@ -40,9 +40,9 @@ def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
 
 def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
     monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices() * 4)
-    subject = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
+    models = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
     with pytest.raises(UserError, match=r"--mesh=fsdp=-1: fsdp=4 is for training; .* tensor"):
-        compiled_decoding.compile_step(subject, HERE, "fsdp=-1", batch=4, context=10)
+        compiled_decoding.compile_step(models, HERE, "fsdp=-1", batch=4, context=10)
 
 
 # Prints the report of a batch on a mesh of these devices, its words first.

@@ -12,13 +12,13 @@ CONTEXT, ROUNDS, BATCH = 200, 3, 2
 
 
 @pytest.fixture(scope="module")
-def subject():
+def models():
     return load(ModelSpec("shape:64x1x96", "random:clover2", "chain:2", "float32"))
 
 
 @pytest.mark.parametrize("pace", [2, None])
-def test_the_round_in_the_middle_begins_at_the_context(subject, pace):
-    engine = EngineRun(subject, SamplingConfig(force_accept=1), BATCH, STEPS)
+def test_the_round_in_the_middle_begins_at_the_context(models, pace):
+    engine = EngineRun(models, SamplingConfig(force_accept=1), BATCH, STEPS)
     run = engine.chunks(CONTEXT, CONTEXT + 160, ROUNDS, pace)
     for _ in range(WARM_UP + ROUNDS // 2):
         rows = run()

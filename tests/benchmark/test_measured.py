@@ -11,19 +11,19 @@ from clover_jax.loading.models import ModelSpec, load
 def measure(monkeypatch):
     """Measure where every part takes a second."""
 
-    def run(subject, limits):
+    def run(models, limits):
         monkeypatch.setattr(
             measured, "time_in_turns", lambda runs, *_, **__: dict.fromkeys(runs, 1.0)
         )
         monkeypatch.setattr(measured, "measure_ceilings", lambda dtype: limits)
-        return measured.measure(subject, batch=1, context=100, rounds=3, force_accept=0)
+        return measured.measure(models, batch=1, context=100, rounds=3, force_accept=0)
 
     return run
 
 
 def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(measure):
-    subject = load(ModelSpec("shape:64x1x96", "none", None, "float32"))
-    found = measure(subject, Ceilings(bandwidth=1e6, matrix_rate=1e3))
+    models = load(ModelSpec("shape:64x1x96", "none", None, "float32"))
+    found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
     weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
     keys = 2 * 4 * 64 * 100
     assert found.parts["plain step"].floor == pytest.approx(2 * weights / 4 / 1e3)
@@ -31,7 +31,7 @@ def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(meas
 
 
 def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
-    subject = load(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
-    found = measure(subject, Ceilings(bandwidth=1e6, matrix_rate=1e3))
+    models = load(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
+    found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
     levels = [name for name in found.parts if name.startswith("draft level")]
     assert levels == ["draft level 1", "draft level 2", "draft level 3"]

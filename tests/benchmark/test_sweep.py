@@ -12,20 +12,20 @@ from clover_jax.tree_search.tree_choice import CostTable
 
 
 @pytest.fixture
-def subject():
+def models():
     return load_shapes(ModelSpec("shape:64x1x96", "random:clover2", "chain:3", "float32"))
 
 
 @pytest.fixture
-def cells(subject, monkeypatch):
-    def costs(subject, batch, context, slots, widths, rounds, depth):
+def cells(models, monkeypatch):
+    def costs(models, batch, context, slots, widths, rounds, depth):
         assert depth == 3  # as many positions may wait for the head, and one more
         verify = tuple((count, 0.001 * batch * count) for count in slots)
         level = tuple((width, 0.0001 * width) for width in widths)
         return CostTable(0.002, verify, 0.0007, level, 0.0001)
 
     monkeypatch.setattr(sweep, "measure_costs", costs)
-    return sweep.sweep(subject, [1, 2], [4, 1], context=10, rounds=3)
+    return sweep.sweep(models, [1, 2], [4, 1], context=10, rounds=3)
 
 
 def test_a_cell_adds_up_what_a_step_costs(cells):
@@ -51,18 +51,18 @@ def test_the_figure_is_a_png(cells, tmp_path):
     assert sweep.draw(cells, tmp_path / "new").read_bytes().startswith(b"\x89PNG")
 
 
-def test_a_base_alone_has_nothing_to_sweep(subject):
+def test_a_base_alone_has_nothing_to_sweep(models):
     with pytest.raises(UserError, match="--sweep needs a draft"):
-        sweep.sweep(subject.plain(), [1], [4], 10, 3)
+        sweep.sweep(models.plain(), [1], [4], 10, 3)
 
 
 @pytest.mark.parametrize(
     ("name", "widths"), [("paper25", [4, 4, 1, 1]), ("dynamic:9:3:4", [4, 4]), ("chain:1", [])]
 )
-def test_expanded_widths(name, widths, subject):
-    assert sweep.expanded_widths(subject.with_tree(parse_tree(name))) == widths
+def test_expanded_widths(name, widths, models):
+    assert sweep.expanded_widths(models.with_tree(parse_tree(name))) == widths
 
 
 def test_what_a_head_of_three_positions_cannot_draft_is_not_expanded():
-    subject = load_shapes(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
-    assert sweep.expanded_widths(subject) == [4, 4]
+    models = load_shapes(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
+    assert sweep.expanded_widths(models) == [4, 4]
