@@ -8,7 +8,15 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.errors import UserError
-from clover_jax.evaluation.drawing import grouped_bars, new_figure, save
+from clover_jax.evaluation.drawing import (
+    WIDTH,
+    draw_bars,
+    draw_spreads,
+    legend,
+    mark_plain_decoding,
+    new_figure,
+    save,
+)
 from clover_jax.evaluation.markdown import number, spread, table
 from clover_jax.evaluation.options import VANILLA
 from clover_jax.evaluation.report import FORMAT, JSON
@@ -197,22 +205,15 @@ def _write(
 
 def _plot(columns: list[Column], tasks: list[str]) -> Figure:
     groups = [None, *tasks]
-    figure, (upper, lower) = new_figure(rows=2, width=max(6.4, 1.25 * len(groups)))
+    figure, (upper, lower) = new_figure(rows=2, width=max(WIDTH, 1.25 * len(groups)))
     labels = [task or "overall" for task in groups]
     taus = {c.name: [(c.cell(task) or {}).get("tau") or 0.0 for task in groups] for c in columns}
-    speedups, errors = {}, {}
-    for column in columns:
-        found = [column.speed(task)["speedup"] for task in groups]
-        speedups[column.name] = [one["median"] if one else 0.0 for one in found]
-        errors[column.name] = [
-            (one["median"] - one["least"], one["most"] - one["median"]) if one else (0.0, 0.0)
-            for one in found
-        ]
-    grouped_bars(upper, labels, taus)
-    grouped_bars(lower, labels, speedups, errors)
+    speedups = {c.name: [c.speed(task)["speedup"] for task in groups] for c in columns}
+    draw_bars(upper, labels, taus)
+    draw_spreads(lower, labels, speedups)
     upper.set_ylabel("tau, tokens a forward")
     lower.set_ylabel("speed-up over plain decoding, x")
     for axes in (upper, lower):
-        axes.axhline(1, color="black", linewidth=1, linestyle=":")
-    upper.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=2, frameon=False)
+        mark_plain_decoding(axes)
+    legend(figure, upper)
     return figure

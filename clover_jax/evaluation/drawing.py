@@ -1,4 +1,4 @@
-"""How every plot looks: readable in print and by colour-blind readers, labelled in place.
+"""How every plot looks: readable in print and by colour-blind readers, no text inside the axes.
 
 Colours are Okabe and Ito's; every method also has a marker and a hatch of its own, so that a grey
 copy tells them apart.
@@ -6,10 +6,13 @@ copy tells them apart.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+import re
+import textwrap
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -20,6 +23,7 @@ _MARKERS = ("o", "s", "^", "D", "v", "P")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 _LINES = ("-", "--", "-.", ":")
 WIDTH, _HEIGHT = 6.4, 3.8
+_INCHES_PER_CHARACTER = 0.085  # at the size of the font below, rounded up
 _RC = {
     "font.size": 10,
     "text.parse_math": False,  # a task's name may have a "$"
@@ -41,17 +45,28 @@ class Look(NamedTuple):
 
 
 def look(number: int) -> Look:
-    """Return the look of draft `number`."""
-    choices = (_COLOURS, _MARKERS, _HATCHES, _LINES)
-    return Look(*(choice[number % len(choice)] for choice in choices))
+    """Return the look of draft `number`; the first 36 differ."""
+    # The seventh has the first one's colour again, so its marker and hatch are shifted by one.
+    shifted = number + number // len(_COLOURS)
+    return Look(
+        _COLOURS[number % len(_COLOURS)],
+        *(choice[shifted % len(choice)] for choice in (_MARKERS, _HATCHES, _LINES)),
+    )
+
+
+@contextlib.contextmanager
+def style() -> Iterator[None]:
+    """Draw in the style of the reports while the context lasts."""
+    import matplotlib
+
+    with matplotlib.rc_context(_RC):
+        yield
 
 
 def save(name: str, draw: Callable[[], Figure], folder: Path) -> Path:
     """Draw one plot and write it as NAME.png and NAME.svg; return the former."""
-    import matplotlib
-
     folder.mkdir(parents=True, exist_ok=True)
-    with matplotlib.rc_context(_RC):
+    with style():
         figure = draw()
         for suffix, options in ((".png", {"dpi": 160}), (".svg", {"metadata": {"Date": None}})):
             figure.savefig(folder / f"{name}{suffix}", bbox_inches="tight", **options)
@@ -70,7 +85,7 @@ def new_figure(
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
-def grouped_bars(
+def draw_bars(
     axes: Axes,
     groups: Sequence[str],
     heights: Mapping[str, Sequence[float]],
@@ -80,12 +95,9 @@ def grouped_bars(
     width = 0.8 / len(heights)
     for number, (name, values) in enumerate(heights.items()):
         style = look(number)
-        places = [i + (number - (len(heights) - 1) / 2) * width for i in range(len(groups))]
-        error = None
-        if errors is not None:
-            error = list(zip(*errors[name], strict=True))
+        offset = (number - (len(heights) - 1) / 2) * width
         axes.bar(
-            places,
+            [place + offset for place in range(len(groups))],
             values,
             width * 0.92,
             label=name,
@@ -93,62 +105,51 @@ def grouped_bars(
             hatch=style.hatch,
             edgecolor="white",
             linewidth=0.5,
-            yerr=error,
+            yerr=None if errors is None else list(zip(*errors[name], strict=True)),
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
     axes.set_xticks(range(len(groups)), [_folded(group) for group in groups])
     axes.grid(axis="y", alpha=0.3)
 
 
-def label_lines(axes: Axes, drafts: Sequence[str], ends: Mapping[str, tuple[float, float]]) -> None:
-    """Write the name of each draft that has a line at its right end, apart from the others."""
-    low, high = axes.get_ylim()
-    heights = spread_out([y for _, y in ends.values()], (high - low) * 0.07, high)
-    for name, height in zip(ends, heights, strict=True):
-        axes.annotate(
-            name,
-            (ends[name][0], height),
-            xytext=(8, 0),
-            textcoords="offset points",
-            va="center",
-            color=look(drafts.index(name)).colour,
-            annotation_clip=False,
-        )
-
-
-def spread_out(heights: Sequence[float], gap: float, ceiling: float) -> list[float]:
-    """Return heights in the same order at least `gap` apart, moved up where there is room.
-
-    Example: heights [5, 5, 1], a gap of 2 and a ceiling of 6 give [4, 6, 1].
-    """
-    order = sorted(range(len(heights)), key=lambda i: heights[i])
-    placed = list(heights)
-    for below, above in itertools.pairwise(order):
-        placed[above] = max(placed[above], placed[below] + gap)
-    top = ceiling
-    for i in reversed(order):
-        placed[i] = min(placed[i], top)
-        top = placed[i] - gap
-    return placed
-
-
-def draw_line(axes: Axes, points: Sequence[tuple[float, float]], number: int) -> None:
-    """Draw one method's line through points (x, y), with its look."""
-    style = look(number)
-    axes.plot(
-        [x for x, _ in points],
-        [y for _, y in points],
-        color=style.colour,
-        marker=style.marker,
-        linestyle=style.line,
+def draw_spreads(
+    axes: Axes, groups: Sequence[str], spreads: Mapping[str, Sequence[Mapping[str, Any] | None]]
+) -> None:
+    """Draw bars of medians that reach from the least to the most; no bar where there is none."""
+    none = {"median": 0.0, "least": 0.0, "most": 0.0}
+    filled = {name: [one or none for one in values] for name, values in spreads.items()}
+    draw_bars(
+        axes,
+        groups,
+        {name: [one["median"] for one in values] for name, values in filled.items()},
+        {
+            name: [(one["median"] - one["least"], one["most"] - one["median"]) for one in values]
+            for name, values in filled.items()
+        },
     )
 
 
-def vanilla_line(axes: Axes) -> None:
-    """Mark a speed-up of 1, and say what it is."""
+def draw_lines(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
+    """Draw each name's line through its points (x, y), with its look."""
+    for number, (name, points) in enumerate(lines.items()):
+        style = look(number)
+        axes.plot(
+            [x for x, _ in points],
+            [y for _, y in points],
+            label=name,
+            color=style.colour,
+            marker=style.marker,
+            linestyle=style.line,
+            clip_on=False,  # or the axes would cut a marker that lies on them
+        )
+    axes.grid(alpha=0.3)
+
+
+def mark_plain_decoding(axes: Axes) -> None:
+    """Mark a speed-up of 1, and say beside the axes what it is."""
     axes.axhline(1, color="black", linewidth=1, linestyle=":")
     axes.annotate(
-        "plain decoding",
+        "plain\ndecoding",
         (1, 1),
         xycoords=("axes fraction", "data"),
         xytext=(4, 0),
@@ -159,11 +160,28 @@ def vanilla_line(axes: Axes) -> None:
     )
 
 
-def legend(axes: Axes) -> None:
-    """Put the legend above the axes."""
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1.0), ncols=3, frameon=False, handlelength=1.6)
+def legend(figure: Figure, axes: Axes) -> None:
+    """Put the names of what the axes show above the whole figure, as many in a row as fit."""
+    handles, names = axes.get_legend_handles_labels()
+    width = figure.get_figwidth()
+    names = [textwrap.fill(name, int(width / _INCHES_PER_CHARACTER) - 8) for name in names]
+    longest = max(len(line) for name in names for line in name.splitlines())
+    fitting = int(width / (_INCHES_PER_CHARACTER * (longest + 8)))  # 8: the sample of the line
+    columns = min(max(fitting, 1), 4)
+    # Every row after the first takes its height from nowhere else.
+    lines = sum(name.count("\n") + 1 for name in names) / columns
+    figure.set_figheight(figure.get_figheight() + 0.2 * (lines - 1))
+    figure.legend(
+        handles,
+        names,
+        loc="outside upper left",
+        ncols=columns,
+        frameon=False,
+        handlelength=2.4,
+    )
 
 
 def _folded(text: str) -> str:
-    """Put the words of a task's name on lines of their own."""
-    return text.replace("_", "\n").replace("-", "\n")
+    """Put the words of a task's name on lines of their own, and break the longest ones."""
+    lines = (textwrap.wrap(word, 14) for word in re.split("[-_ ]", text))
+    return "\n".join(itertools.chain.from_iterable(lines))
