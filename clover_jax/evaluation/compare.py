@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from clover_jax.evaluation.drawing import (
     new_figure,
     save,
 )
-from clover_jax.evaluation.markdown import number, spread, table
+from clover_jax.evaluation.markdown import EQUAL, equal, number, spread, table
 from clover_jax.evaluation.options import VANILLA
 from clover_jax.evaluation.report import FORMAT, JSON
 from clover_jax.storage.files import write_json, write_text
@@ -27,19 +27,16 @@ from clover_jax.storage.jsonl import plain_values
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-# Where reports differ in these flags, their texts differ; in the others at most their times.
-_TEXT_FLAGS = (
-    *("max_new_tokens", "temperature", "top_k", "top_p", "verify", "draft_sampling", "stop"),
-    *("ignore_eos", "context_overflow", "seed"),
-)
+Values = Mapping[str, Any]  # of a report.json
 _NEEDED = {"manifest", "methods", "tasks", "speed", "batch_sizes"}
 
 
 class Report(NamedTuple):
-    """A report and the name that it goes by."""
+    """A report, its file, and the name that it goes by."""
 
     name: str
-    values: Mapping[str, Any]
+    path: Path
+    values: Values
 
 
 class Column(NamedTuple):
@@ -49,10 +46,10 @@ class Column(NamedTuple):
     report: Report
     method: str
 
-    def cell(self, task: str | None) -> Mapping[str, Any] | None:
-        """Return its figures on a task, or overall; None where its report has no such task."""
+    def cell(self, task: str | None) -> Mapping[str, Any]:
+        """Return its figures on a task, or overall; empty where its report has no such task."""
         cells = self.report.values["methods"][self.method]
-        return cells["overall"] if task is None else cells["tasks"].get(task)
+        return cells["overall"] if task is None else cells["tasks"].get(task, {})
 
     def speed(self, task: str | None) -> Mapping[str, Any]:
         """Return its speed on a task, or overall, at the report's first batch size."""
@@ -67,14 +64,15 @@ def compare(names: str, output: str | None) -> dict[str, Any]:
 
     names: "A,B", each a folder with a report.json or such a file. output: a folder for the page,
     its values and its plot; None writes nothing.
-    What the reports do not have in common is said on stderr and in the page.
+    Differences in what was measured are listed on stderr and in the page.
+    Raises UserError for names that are not two reports.
     """
     reports = _read_both(names)
-    found = differences(*(report.values for report in reports))
-    for line in found["texts"]:
-        print(f"not the same texts: {line}", file=sys.stderr)
-    for line in found["times"]:
-        print(f"not the same conditions for times: {line}", file=sys.stderr)
+    differing = differences(*(report.values for report in reports))
+    for kind, title in _KINDS.items():
+        for line in differing[kind]:
+            print(f"{title}: {line}", file=sys.stderr)
+
     columns = [
         Column(f"{report.name}: {method}", report, method)
         for report in reports
@@ -82,13 +80,12 @@ def compare(names: str, output: str | None) -> dict[str, Any]:
         if method != VANILLA
     ]
     tasks = list(dict.fromkeys(task for report in reports for task in report.values["tasks"]))
-    page = _page(reports, columns, tasks, found)
+    page = _page(reports, columns, tasks, differing)
     print(page)
+
     result = {
-        "reports": {
-            report.name: str(path) for report, path in zip(reports, _paths(names), strict=True)
-        },
-        "differences": found,
+        "reports": {report.name: str(report.path) for report in reports},
+        "differences": differing,
         "tau": {column.name: column.cell(None)["tau"] for column in columns},
         "speedup": {
             column.name: (column.speed(None)["speedup"] or {}).get("median") for column in columns
@@ -99,103 +96,121 @@ def compare(names: str, output: str | None) -> dict[str, Any]:
     return result
 
 
-def differences(*reports: Mapping[str, Any]) -> dict[str, list[str]]:
+_KINDS = {"texts": "not the same texts", "times": "not the same conditions for times"}
+
+# Where reports differ in these flags, their texts differ; in the others at most their times.
+_TEXT_FLAGS = (
+    *("max_new_tokens", "temperature", "top_k", "top_p", "verify", "draft_sampling", "stop"),
+    *("ignore_eos", "context_overflow", "seed"),
+)
+
+
+def differences(one: Values, other: Values) -> dict[str, list[str]]:
     """Return what two reports do not share: "texts" spoils every comparison, "times" speeds."""
-    one, other = (report["manifest"] for report in reports)
-    texts = {
-        "base": [manifest["base"]["hash"][:12] for manifest in (one, other)],
-        "base params": [manifest["base"].get("params") for manifest in (one, other)],
-        **{
-            f"base {name}": [str(manifest["base"][name])[:12] for manifest in (one, other)]
-            for name in ("config", "chat_template")
-            if name in one["base"] and name in other["base"]  # older reports lack some
-        },
-        "prompts": [manifest["prompts"]["hash"][:12] for manifest in (one, other)],
-        "dtype": [manifest["dtype"] for manifest in (one, other)],
-        # A rounded base writes its own text; a rounded head changes only what is drafted.
-        "int8 base": ["base" in (manifest["flags"].get("int8") or ()) for manifest in (one, other)],
-        **{
-            name: [manifest["flags"].get(name) for manifest in (one, other)] for name in _TEXT_FLAGS
-        },
+    differing = {}
+    for kind, conditions in (("texts", _text_conditions), ("times", _time_conditions)):
+        pairs = zip(conditions(one).items(), conditions(other).values(), strict=True)
+        differing[kind] = [f"{name} {a} against {b}" for (name, a), b in pairs if a != b]
+
+    # Reports of earlier versions lack these, so nothing is known of them.
+    for name in ("config", "chat_template"):
+        if not all(name in report["manifest"]["base"] for report in (one, other)):
+            differing["texts"] = [
+                line for line in differing["texts"] if not line.startswith(f"base {name} ")
+            ]
+    return differing
+
+
+def _text_conditions(report: Values) -> dict[str, Any]:
+    manifest, base = report["manifest"], report["manifest"]["base"]
+    flags = manifest["flags"]
+    return {
+        "base": base["hash"][:12],
+        "base params": base.get("params"),
+        "base config": str(base.get("config"))[:12],
+        "base chat_template": str(base.get("chat_template"))[:12],
+        "prompts": manifest["prompts"]["hash"][:12],
+        "dtype": manifest["dtype"],
+        # A quantized base writes its own text; a quantized head changes only what is drafted.
+        "int8 base": "base" in (flags.get("int8") or ()),
+        **{name: flags.get(name) for name in _TEXT_FLAGS},
     }
-    times = {
-        "batch_size": [report["batch_sizes"][0] for report in reports],
-        **{
-            name: [manifest["flags"].get(name) for manifest in (one, other)]
-            for name in ("mesh", "int8")
-        },
-        "git revision": [manifest["git_revision"] for manifest in (one, other)],
-        **{
-            name: [manifest["hardware"].get(name) for manifest in (one, other)]
-            for name in ("device", "num_devices", "processor", "cores")
-        },
-        **{
-            name: [manifest["versions"].get(name) for manifest in (one, other)]
-            for name in ("jax", "jaxlib")
-        },
+
+
+def _time_conditions(report: Values) -> dict[str, Any]:
+    manifest = report["manifest"]
+    read = {
+        "flags": ("mesh", "int8"),
+        "hardware": ("device", "num_devices", "processor", "cores"),
+        "versions": ("jax", "jaxlib"),
     }
     return {
-        kind: [f"{name} {a} against {b}" for name, (a, b) in pairs.items() if a != b]
-        for kind, pairs in (("texts", texts), ("times", times))
+        "batch_size": report["batch_sizes"][0],
+        "git revision": manifest["git_revision"],
+        **{name: manifest[part].get(name) for part, names in read.items() for name in names},
     }
-
-
-def _paths(names: str) -> list[Path]:
-    paths = [Path(name.strip()).expanduser() for name in names.split(",")]
-    if len(paths) != 2 or not all(name.strip() for name in names.split(",")):
-        raise UserError(f"--compare={names}: give two reports, A,B")
-    return [path / JSON if path.is_dir() else path for path in paths]
 
 
 def _read_both(names: str) -> list[Report]:
-    paths = _paths(names)
-    reports = []
-    for path, fallback in zip(paths, "AB", strict=True):
-        values = read_json_object(path)
-        if values.get("format") != FORMAT or not values.keys() >= _NEEDED:
-            raise UserError(
-                f"{path} is no report of evaluate, or of another format than {FORMAT}; give the "
-                "output folder of evaluate"
-            )
-        folders = [other.resolve().parent.name for other in paths]
-        is_telling = len(set(folders)) == len(folders)
-        reports.append(Report(path.resolve().parent.name if is_telling else fallback, values))
-    return reports
+    parts = [name.strip() for name in names.split(",")]
+    if len(parts) != 2 or not all(parts):
+        raise UserError(f"--compare={names}: give two reports, A,B")
+    paths = [Path(part).expanduser() for part in parts]
+    paths = [path / JSON if path.is_dir() else path for path in paths]
+
+    folders = [path.resolve().parent.name for path in paths]
+    labels = folders if folders[0] != folders[1] else ["A", "B"]
+    return [Report(label, path, _read(path)) for label, path in zip(labels, paths, strict=True)]
+
+
+def _read(path: Path) -> Values:
+    values = read_json_object(path)
+    if values.get("format") != FORMAT or not values.keys() >= _NEEDED:
+        raise UserError(
+            f"{path} is no report of evaluate, or of another format than {FORMAT}; give the "
+            "output folder of evaluate"
+        )
+    return values
 
 
 def _page(
-    reports: list[Report],
-    columns: list[Column],
-    tasks: list[str],
-    found: Mapping[str, list[str]],
+    reports: Sequence[Report],
+    columns: Sequence[Column],
+    tasks: Sequence[str],
+    differing: Mapping[str, Sequence[str]],
 ) -> str:
-    names = [report.name for report in reports]
-    parts = [f"# {names[0]} against {names[1]}"]
-    if found["texts"]:
-        parts.append(f"**Not the same texts: {'; '.join(found['texts'])}.**")
-    if found["times"]:
-        parts.append(f"Not the same conditions for times: {'; '.join(found['times'])}.")
-    header = ["task", *(column.name for column in columns)]
-    rows = [(task or "overall", task) for task in (None, *tasks)]
-    for title, shown in (
-        ("tau", lambda column, task: number((column.cell(task) or {}).get("tau"))),
-        ("speed-up", lambda column, task: spread(column.speed(task)["speedup"], 2, "x")),
-        ("tokens/s", lambda column, task: spread(column.speed(task)["tokens_per_second"], 0)),
-        ("rows equal to vanilla", lambda column, task: _equal(column.cell(task))),
-    ):
-        cells = [[name, *(shown(column, task) for column in columns)] for name, task in rows]
-        parts += [f"## {title}", table(header, cells)]
+    parts = [f"# {reports[0].name} against {reports[1].name}"]
+    if differing["texts"]:
+        parts.append(f"**Not the same texts: {'; '.join(differing['texts'])}.**")
+    if differing["times"]:
+        parts.append(f"Not the same conditions for times: {'; '.join(differing['times'])}.")
+
+    figures: dict[str, Callable[[Column, str | None], str]] = {
+        "tau": lambda column, task: number(column.cell(task).get("tau")),
+        "speed-up": lambda column, task: spread(column.speed(task)["speedup"], 2, "x"),
+        "tokens/s": lambda column, task: spread(column.speed(task)["tokens_per_second"], 0),
+        EQUAL: lambda column, task: equal(column.cell(task)),
+    }
+    for title, figure in figures.items():
+        rows = [
+            [task or "overall", *(figure(column, task) for column in columns)]
+            for task in _groups(tasks)
+        ]
+        parts += [f"## {title}", table(["task", *(column.name for column in columns)], rows)]
     return "\n\n".join(parts)
 
 
-def _equal(cell: Mapping[str, Any] | None) -> str:
-    if cell is None:
-        return number(None)
-    return f"{cell['equality']['equal']} of {cell['equality']['compared']}"
+def _groups(tasks: Sequence[str]) -> list[str | None]:
+    """Return None for all tasks together, then each; a single task would be that again."""
+    return [None, *tasks] if len(tasks) > 1 else [None]
 
 
 def _write(
-    folder: Path, page: str, result: dict[str, Any], columns: list[Column], tasks: list[str]
+    folder: Path,
+    page: str,
+    result: dict[str, Any],
+    columns: Sequence[Column],
+    tasks: Sequence[str],
 ) -> None:
     picture = save("compare", lambda: _plot(columns, tasks), folder) if columns else None
     write_json(folder / "compare.json", plain_values(result))
@@ -203,14 +218,19 @@ def _write(
     write_text(folder / "compare.md", page + shown + "\n")
 
 
-def _plot(columns: list[Column], tasks: list[str]) -> Figure:
-    groups = [None, *tasks]
+def _plot(columns: Sequence[Column], tasks: Sequence[str]) -> Figure:
+    groups = _groups(tasks)
     figure, (upper, lower) = new_figure(rows=2, width=max(WIDTH, 1.25 * len(groups)))
     labels = [task or "overall" for task in groups]
-    taus = {c.name: [(c.cell(task) or {}).get("tau") or 0.0 for task in groups] for c in columns}
-    speedups = {c.name: [c.speed(task)["speedup"] for task in groups] for c in columns}
+    taus = {
+        column.name: [column.cell(task).get("tau") or 0.0 for task in groups] for column in columns
+    }
+    speedups = {
+        column.name: [column.speed(task)["speedup"] for task in groups] for column in columns
+    }
     draw_bars(upper, labels, taus)
     draw_spreads(lower, labels, speedups)
+
     upper.set_ylabel("tau, tokens a forward")
     lower.set_ylabel("speed-up over plain decoding, x")
     for axes in (upper, lower):

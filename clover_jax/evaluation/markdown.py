@@ -7,29 +7,33 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.evaluation.equality import MISMATCH
-from clover_jax.evaluation.options import VANILLA
+from clover_jax.evaluation.options import VANILLA, display_name
 
 NONE = "-"
+EQUAL = "rows equal to plain decoding"
 _SHOWN_DIVERGENCES = 40
 
 
 def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
     """Return the page; `plots` are the pictures, in a folder beside it."""
     drafts = [name for name in report["methods"] if name != VANILLA]
-    parts = ["# Evaluation", _summary(report), "## Overall", _overall(report)]
+    parts = ["# Evaluation", _summary(report)]
+    if len(report["tasks"]) == 1:  # a table by task would repeat the one over all
+        parts += [f"## Overall (task {report['tasks'][0]})", _overall(report)]
+    else:
+        parts += ["## Overall", _overall(report), "## By task", *_by_task(report)]
+
     if drafts:
-        parts += ["## By task", *_by_task(report)]
         parts += ["## By position", *(_positions(name, report) for name in drafts)]
         parts += ["## Accepted drafted tokens", *(_acceptance(name, report) for name in drafts)]
-        parts += ["## Equality with plain decoding", _equality(report)]
+        parts += ["## Equality with plain decoding", *_equality(report, drafts)]
     if len(report["batch_sizes"]) > 1:
         parts += ["## By batch size", _batch_sizes(report)]
     parts += ["## Time of a step", _steps(report)]
     if plots:
-        parts += [
-            "## Plots",
-            *(f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots),
-        ]
+        pictures = (f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots)
+        parts += ["## Plots", *pictures]
+
     parts += ["## Definitions", _DEFINITIONS, "## Manifest", _manifest(report["manifest"])]
     return "\n\n".join(parts) + "\n"
 
@@ -41,7 +45,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
 
 
 def number(value: float | None, digits: int = 2, suffix: str = "") -> str:
-    """Return a number with so many digits after the point; a dash for none."""
+    """Return a number with `digits` after the point; a dash for None."""
     return NONE if value is None else f"{value:.{digits}f}{suffix}"
 
 
@@ -55,6 +59,12 @@ def spread(value: Mapping[str, Any] | None, digits: int = 2, suffix: str = "") -
     return f"{number(value['median'], digits, suffix)} ({least} .. {most})"
 
 
+def equal(cell: Mapping[str, Any] | None) -> str:
+    """Return "EQUAL of COMPARED" rows; a dash for plain decoding and for no figures."""
+    counts = (cell or {}).get("equality")
+    return NONE if counts is None else f"{counts['equal']} of {counts['compared']}"
+
+
 def _summary(report: Mapping[str, Any]) -> str:
     plain, manifest = report["methods"][VANILLA]["overall"], report["manifest"]
     lines = [
@@ -66,66 +76,53 @@ def _summary(report: Mapping[str, Any]) -> str:
         f"{plain['skipped']}; cut on the left to fit it: {plain['truncated']}.",
     ]
     lines += [f"**Problem: {problem}.**" for problem in report["problems"]]
+
+    # Speeds of different sessions compare less well, so a reader must know.
     if len(report["sessions"]) > 1:
         lines.append(
             f"The command was stopped and resumed: times are of {len(report['sessions'])} "
-            f"sessions, and in {len(report['split_turns'])} turns the methods were not measured "
+            f"sessions, and in {len(report['split_turns'])} rounds the methods were not measured "
             "side by side."
         )
     return "\n\n".join(lines)
+
+
+_FIGURES = ("tau", "extra tokens a step", "tokens/s", "speed-up", EQUAL)
+
+
+def _figures(cell: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
+    """Return the columns _FIGURES of a method on one task or on all."""
+    return [
+        number(cell["tau"]),
+        number(cell["extra_tokens"]),
+        spread(measured["tokens_per_second"], 0),
+        spread(measured["speedup"], 2, "x"),
+        equal(cell),
+    ]
 
 
 def _overall(report: Mapping[str, Any]) -> str:
     speeds = report["speed"][str(report["batch_sizes"][0])]
     rows = []
     for name, cells in report["methods"].items():
-        cell, measured = cells["overall"], speeds[name]["overall"]
         draft = report["manifest"]["drafts"].get(name, {})
-        rows.append(
-            [
-                name,
-                f"{_shortened(draft.get('tree', 'none'))} ({draft.get('nodes', 0)})",
-                number(cell["tau"]),
-                number(cell["extra_tokens"]),
-                spread(measured["tokens_per_second"], 0),
-                spread(measured["speedup"], 2, "x"),
-                _equal(cell),
-            ]
-        )
-    header = ["method", "tree (nodes)", "tau", "extra tokens a step", "tokens/s", "speed-up"]
-    return table([*header, "rows equal to vanilla"], rows)
-
-
-def _shortened(tree: str) -> str:
-    return tree if len(tree) <= 32 else tree[:29] + "..."
-
-
-def _equal(cell: Mapping[str, Any]) -> str:
-    equality = cell.get("equality")
-    return NONE if equality is None else f"{equality['equal']} of {equality['compared']}"
+        tree = draft.get("tree", "none")
+        tree = tree if len(tree) <= 32 else tree[:29] + "..."
+        figures = _figures(cells["overall"], speeds[name]["overall"])
+        rows.append([display_name(name), f"{tree} ({draft.get('nodes', 0)})", *figures])
+    return table(["method", "tree (nodes)", *_FIGURES], rows)
 
 
 def _by_task(report: Mapping[str, Any]) -> Iterable[str]:
     speeds = report["speed"][str(report["batch_sizes"][0])]
-    header = ["task", "rows", "failed", "skipped", "truncated", "tau", "extra tokens a step"]
-    header += ["tokens/s", "speed-up", "rows equal"]
+    counted = ("rows", "failed", "skipped", "truncated")
     for name, cells in report["methods"].items():
-        yield f"### {name}"
+        yield f"### {display_name(name)}"
         rows = []
         for task in report["tasks"]:
             cell, measured = cells["tasks"][task], speeds[name]["tasks"][task]
-            rows.append(
-                [
-                    task,
-                    *(cell[key] for key in ("rows", "failed", "skipped", "truncated")),
-                    number(cell["tau"]),
-                    number(cell["extra_tokens"]),
-                    spread(measured["tokens_per_second"], 0),
-                    spread(measured["speedup"], 2, "x"),
-                    _equal(cell),
-                ]
-            )
-        yield table(header, rows)
+            rows.append([task, *(cell[key] for key in counted), *_figures(cell, measured)])
+        yield table(["task", *counted, *_FIGURES], rows)
 
 
 def _positions(name: str, report: Mapping[str, Any]) -> str:
@@ -134,10 +131,9 @@ def _positions(name: str, report: Mapping[str, Any]) -> str:
     columns = {
         "joint hit rate": cell["hit_rate"],
         "conditional hit rate": cell["conditional_hit_rate"],
-        "top-1 accuracy": accuracy.get("top_1", []),
-        "top-3 accuracy": accuracy.get("top_3", []),
-        "top-5 accuracy": accuracy.get("top_5", []),
+        **{f"top-{k} accuracy": accuracy.get(f"top_{k}", []) for k in (1, 3, 5)},
     }
+    # The head may go deeper than the tree, so columns differ in length.
     count = max(map(len, columns.values()), default=0)
     rows = [
         [i, *(number(values[i], 3) if i < len(values) else NONE for values in columns.values())]
@@ -163,71 +159,71 @@ def _acceptance(name: str, report: Mapping[str, Any]) -> str:
             for one in cell["by_context"]
         ],
     )
+
     counters = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    names = ", ".join(f"`{counter}` {cell[counter]}" for counter in counters)
-    per_position = f"`num_accepted_tokens_per_pos` {cell['num_accepted_tokens_per_pos']}"
-    return "\n\n".join([f"### {name}", lengths, contexts, f"{names}, {per_position}"])
+    counts = [f"`{name}` {cell[name]}" for name in (*counters, "num_accepted_tokens_per_pos")]
+    return "\n\n".join([f"### {name}", lengths, contexts, ", ".join(counts)])
 
 
-def _equality(report: Mapping[str, Any]) -> str:
+def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     keys = ("compared", "equal", "near_ties", "mismatches", "not_compared")
-    drafts = {name: cells for name, cells in report["methods"].items() if name != VANILLA}
-    rows = [
-        [name, *(cells["overall"]["equality"][key] for key in keys)]
-        for name, cells in drafts.items()
-    ]
-    parts = [table(["draft", *(key.replace("_", " ") for key in keys)], rows)]
+    counts = {name: report["methods"][name]["overall"]["equality"] for name in drafts}
+    yield table(
+        ["draft", *(key.replace("_", " ") for key in keys)],
+        [[name, *(counts[name][key] for key in keys)] for name in drafts],
+    )
     if not report["is_equality_expected"]:
-        parts.append(
+        yield (
             "With these settings a draft need not emit plain decoding's very tokens: rows that "
             "differ are not looked into, and all count as mismatches."
         )
-    again = {
+
+    changed = {
         name: sum(speeds[name]["overall"]["rows_changed"] for speeds in report["speed"].values())
         for name in report["methods"]
     }
-    if any(again.values()):
-        counts = ", ".join(f"{name} {count}" for name, count in again.items() if count)
-        parts.append(f"Texts of later passes that are not those of a row's first: {counts}.")
-    found = [(name, one) for name in drafts for one in report["divergences"][name]]
-    found.sort(key=lambda pair: pair[1]["kind"] != MISMATCH)
-    if found:
-        columns = ("index", "turn", "batch_size", "repeat", "position", "expected", "found")
-        parts.append(
-            table(
-                ["draft", *(key.replace("_", " ") for key in columns), "gap", "threshold", "kind"],
-                [
-                    [name, *(NONE if one[key] is None else one[key] for key in columns)]
-                    + [_tiny(one["gap"]), _tiny(one["threshold"]), one["kind"]]
-                    for name, one in found[:_SHOWN_DIVERGENCES]
-                ],
-            )
+    if any(changed.values()):
+        listed = ", ".join(
+            f"{display_name(name)} {count}" for name, count in changed.items() if count
         )
-        parts.append("Batch size and repeat: of a later pass that gave this text, not the first.")
-    if len(found) > _SHOWN_DIVERGENCES:
-        left = len(found) - _SHOWN_DIVERGENCES
-        parts.append(f"{left} more are in report.json, under `divergences`.")
-    return "\n\n".join(parts)
+        yield f"Texts of later passes that are not those of a row's first: {listed}."
+
+    yield from _divergences(report, drafts)
 
 
-def _tiny(value: float | None) -> str:
-    return NONE if value is None else f"{value:.2g}"
+def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
+    """Yield the table of the rows that differ, mismatches first, and what it leaves out."""
+    differing = [(name, one) for name in drafts for one in report["divergences"][name]]
+    differing.sort(key=lambda pair: pair[1]["kind"] != MISMATCH)
+    if not differing:
+        return
+
+    columns = ("index", "turn", "batch_size", "repeat", "position", "expected", "found")
+    rows = [
+        [name, *(NONE if one[key] is None else one[key] for key in columns)]
+        # Gaps of near-ties are tiny, so they are shown by their digits, not by their places.
+        + [NONE if one[key] is None else f"{one[key]:.2g}" for key in ("gap", "threshold")]
+        + [one["kind"]]
+        for name, one in differing[:_SHOWN_DIVERGENCES]
+    ]
+    header = [key.replace("_", " ") for key in columns]
+    yield table(["draft", *header, "gap", "threshold", "kind"], rows)
+    yield "Batch size and repeat: of a later pass that gave this text, not the first."
+    left = len(differing) - _SHOWN_DIVERGENCES
+    if left > 0:
+        yield f"{left} more are in report.json, under `divergences`."
 
 
 def _batch_sizes(report: Mapping[str, Any]) -> str:
     names = list(report["methods"])
     rows = []
     for size in sorted(report["batch_sizes"]):
-        speeds = report["speed"][str(size)]
-        cells = [speeds[name]["overall"] for name in names]
-        rows.append(
-            [
-                size,
-                *(spread(cell["tokens_per_second"], 0) for cell in cells),
-                *(spread(cell["speedup"], 2, "x") for cell in cells[1:]),
-            ]
-        )
-    header = [f"{name} tokens/s" for name in names] + [f"{name} speed-up" for name in names[1:]]
+        cells = [report["speed"][str(size)][name]["overall"] for name in names]
+        rates = (spread(cell["tokens_per_second"], 0) for cell in cells)
+        speedups = (spread(cell["speedup"], 2, "x") for cell in cells[1:])
+        rows.append([size, *rates, *speedups])
+    header = [f"{display_name(name)} tokens/s" for name in names]
+    header += [f"{name} speed-up" for name in names[1:]]
     return table(["batch size", *header], rows)
 
 
@@ -236,25 +232,32 @@ def _steps(report: Mapping[str, Any]) -> str:
     for name, cells in report["methods"].items():
         step = cells["step"]
         if step:
-            shares = [number(100 * step[f"{part}_share"], 0, " %") for part in _PARTS]
+            parts = ("draft", "verify", "rest")
+            shares = [number(100 * step[f"{part}_share"], 0, " %") for part in parts]
             cost = number(step["break_even_tau"], 2)
-            rows.append([name, number(1000 * step["step"], 3), *shares, cost])
+            rows.append([display_name(name), number(1000 * step["step"], 3), *shares, cost])
     header = ["method", "step, ms", "draft (absorb included)", "verify", "accept, commit, rest"]
     return f"Measured: {report['step_timing']}.\n\n" + table([*header, "break-even tau"], rows)
 
 
-_PARTS = ("draft", "verify", "rest")
-
 _DEFINITIONS = """\
+- Plain decoding: the base alone, one token a forward. Its name in report.json, legs.jsonl and rows/
+  is `vanilla`.
 - tau: emitted tokens / forwards of the base, bonus token included, prefill's own token and forward
   left out. Extra tokens a step: tau - 1.
 - Joint hit rate of position i: forwards that accepted positions 0..i / forwards; conditional: the
   same among the forwards that accepted 0..i-1.
+- The end of an answer (its last token, a stop string, the limit) may cut what its last forward
+  emits. tau counts tokens after this cut. Hit rates, accepted drafted tokens and their mean
+  (`mean_acceptance_length`) count what was accepted before it, so 1 + the mean is tau
+  or a little more.
+- Overall: all forwards, tokens and seconds of all tasks together (a micro-average), so a task with
+  more forwards counts more. It is not the mean of the tasks' figures.
 - Top-k accuracy of position i: teacher forced on plain decoding's text, the base's argmax is among
   the draft's k most probable tokens.
 - tokens/s: all tokens / wall time, prefill and the host's work included, compilation not. Speed-up:
-  ratio of tokens/s to that of plain decoding in the same turn; the median of the repeats, with the
-  least and the most.
+  ratio of tokens/s to that of plain decoding in the same repeat; the median of the repeats, with
+  the least and the most.
 - Near-tie: the text left that of plain decoding where its two tokens are closer than plain decoding
   itself moves between batch 1 and the run's largest batch, or one of 8 where that is smaller; any
   other difference is a mismatch. A row counts as the worst of its texts, of all passes.
@@ -276,4 +279,4 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
         ),
         ["flags", " ".join(f"--{name}={value}" for name, value in manifest["flags"].items())],
     ]
-    return table(["what", "value"], rows)
+    return table(["entry", "value"], rows)

@@ -8,8 +8,13 @@ import re
 from clover_jax.errors import UserError
 from clover_jax.loading.models import ModelSpec
 
-VANILLA = "vanilla"  # plain decoding, measured beside every draft
+VANILLA = "vanilla"  # plain decoding's name in files, where it is measured beside every draft
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # it names a file
+
+
+def display_name(method: str) -> str:
+    """Return a method's name for readers."""
+    return "plain decoding" if method == VANILLA else method
 
 
 @dataclasses.dataclass(frozen=True)

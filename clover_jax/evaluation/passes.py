@@ -9,7 +9,7 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.evaluation.judging import compare_passes
 from clover_jax.evaluation.legs import Leg, LegJournal, LegKey, speed
 from clover_jax.evaluation.methods import Method, warm_up
-from clover_jax.evaluation.options import VANILLA
+from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.rows import RowMaker, turns_of
@@ -59,7 +59,7 @@ class Passes:
     def _warm_up(self, batch_size: int) -> None:
         """Compile all programs, before the bar begins to reckon how long the rest takes."""
         for name, method in self._methods.items():
-            note = f"compiling for {name}, batch size {batch_size}"
+            note = f"compiling for {display_name(name)}, batch size {batch_size}"
             with passing_note(note), memory_advice(batch_size):
                 warm_up(method, self._engines[batch_size][name], self._plan.longest)
 
@@ -113,7 +113,7 @@ class Passes:
                 reason = row.get("error") or row.get("skipped")
                 if reason and (is_new or again):
                     what = "failed" if "error" in row else "skipped"
-                    bar.write(f"{name}: row {row['index']} {what}: {reason}")
+                    bar.write(f"{display_name(name)}: row {row['index']} {what}: {reason}")
                 compiled = compiling.seconds - compiled_before
                 speed_now = tokens / (time.perf_counter() - started - compiled)
                 bar.show(self._figures(key, speed_now))
@@ -137,7 +137,7 @@ class Passes:
     def _figures(self, key: LegKey, tokens_per_second: float) -> str:
         tau = self._files[key.method].tally(key.task).tau
         shown = "" if tau is None else f"tau {tau:.2f}, "
-        return f"{key.task} {key.method} #{key.repeat + 1}, {shown}{tokens_per_second:.0f} tokens/s"
+        return f"{key.task} {display_name(key.method)} #{key.repeat + 1}, {shown}{tokens_per_second:.0f} tokens/s"
 
     def _task_line(self, batch_size: int, task: str) -> str:
         """Return what is known of a task that every method has finished."""
@@ -147,7 +147,8 @@ class Passes:
             legs = self._journal.select(batch_size=batch_size, task=task, method=name)
             measured = speed(legs, plain)
             rate = measured["tokens_per_second"]
-            text = f"{name} {rate['median']:.0f} tokens/s" if rate else name
+            text = display_name(name)
+            text += f" {rate['median']:.0f} tokens/s" if rate else ""
             tally = file.tally(task)
             if name != VANILLA and tally.tau is not None:
                 ratio = measured["speedup"]

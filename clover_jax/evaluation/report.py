@@ -13,7 +13,7 @@ from clover_jax.evaluation.judging import Comparisons
 from clover_jax.evaluation.legs import Leg, LegJournal, speed, split_turns
 from clover_jax.evaluation.markdown import report_text
 from clover_jax.evaluation.methods import Method
-from clover_jax.evaluation.options import VANILLA
+from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.plots import draw_plots
 from clover_jax.evaluation.row_files import RowFile
@@ -87,12 +87,12 @@ def problems(report: Mapping[str, Any]) -> list[str]:
     """Return what makes the run fail, a line each."""
     found = []
     for name, cells in report["methods"].items():
-        failed = cells["overall"]["failed"]
+        shown, failed = display_name(name), cells["overall"]["failed"]
         if failed:
-            found.append(f"{name}: {failed} of {cells['overall']['rows']} rows failed")
+            found.append(f"{shown}: {failed} of {cells['overall']['rows']} rows failed")
         later = sum(speeds[name]["overall"]["rows_failed"] for speeds in report["speed"].values())
         if later:
-            found.append(f"{name}: rows failed in a later pass, {later} in all")
+            found.append(f"{shown}: rows failed in a later pass, {later} in all")
         mismatches = cells["overall"].get("equality", {}).get("mismatches", 0)
         if mismatches and report["is_equality_expected"]:
             found.append(f"{name}: {mismatches} rows differ from plain decoding by more than ties")

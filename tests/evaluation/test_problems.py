@@ -19,9 +19,9 @@ def test_a_row_that_fails_fails_the_run_and_is_counted(folder):
     assert failing.status == 1
     assert failing.result["failed"] == 1
     assert failing.result["problems"] == [
-        f"{name}: 1 of 2 rows failed" for name in ("vanilla", "chain", "short")
+        f"{name}: 1 of 2 rows failed" for name in ("plain decoding", "chain", "short")
     ]
-    assert "vanilla: row 1 failed: " in failing.err
+    assert "plain decoding: row 1 failed: " in failing.err
     cell = failing.report["methods"]["chain"]["overall"]
     assert (cell["rows"], cell["failed"], cell["turns"]) == (2, 1, 1)
     assert cell["equality"]["not_compared"] == 1

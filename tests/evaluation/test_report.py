@@ -76,5 +76,5 @@ def test_the_page_and_the_plots_are_there(finished):
         "tau": 1.75,
         "tokens": 320,
     }
-    assert "qa (batch size 2): vanilla" in finished.err
+    assert "qa (batch size 2): plain decoding" in finished.err
     assert "no chat template: in 4 of 4 rows" in finished.err

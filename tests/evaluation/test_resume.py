@@ -38,7 +38,7 @@ def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
     assert resumed.report["manifest"]["git_revision"] == "one, other"
     assert resumed.report["split_turns"] == [{"batch_size": 2, "task": "writing", "repeat": 1}]
     assert (
-        "stopped and resumed: times are of 2 sessions, and in 1 turns"
+        "stopped and resumed: times are of 2 sessions, and in 1 rounds"
         in (output / "report.md").read_text()
     )
 
