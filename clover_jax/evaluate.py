@@ -2,10 +2,10 @@
 
     python -m clover_jax.evaluate --drafts=a=runs/a,b=runs/b --prompts=spec_bench.jsonl --output=out
 
-Plain decoding ("vanilla") and every draft decode every task of the prompts; who begins changes from
-turn to turn, and --repeats says how often. The output folder then holds report.md and report.json
-(tau, hit rates, accuracies, speed-up with its spread, equality with plain decoding, a manifest),
-plots/, and rows/NAME.jsonl. The same command goes on where it was stopped.
+Plain decoding (`vanilla` in file names and report.json) and every draft decode every task of the
+prompts in turns, --repeats times; another method begins each time. The output folder then holds
+report.md and report.json (tau, hit rates, accuracies, speed-up with its spread, equality with plain
+decoding, a manifest), plots/, and rows/NAME.jsonl. The same command goes on where it was stopped.
 
 --compare=A,B sets two such folders (or their report.json) side by side instead.
 
@@ -54,9 +54,9 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     if flags.compare is not None:
-        from clover_jax.evaluation.compare import compare
+        from clover_jax.evaluation.compare import compare_reports
 
-        cli.report(compare(flags.compare, flags.output))
+        cli.report(compare_reports(flags.compare, flags.output))
         return cli.STATUS_OK
     result = execute(flags)
     cli.report(result)
@@ -66,7 +66,7 @@ def main(flags) -> int:
 def execute(flags) -> dict:
     """Measure what the flags ask for and return the report's key figures."""
     from clover_jax.evaluation.options import Options
-    from clover_jax.evaluation.run import run
+    from clover_jax.evaluation.run import evaluate
 
     names = (
         *("drafts", "tree", "prompts", "batch_size", "batch_sizes", "repeats", "limit_prompts"),
@@ -76,7 +76,7 @@ def execute(flags) -> dict:
     spec = model_spec(flags, tree=None)  # --tree is for the drafts
     options = Options(spec, output=output, **{name: flags[name].value for name in names})
     settings = cli.flag_settings(flags, "compare", "overwrite")
-    return run(options, generation_settings(flags), settings)
+    return evaluate(options, generation_settings(flags), settings)
 
 
 if __name__ == "__main__":

@@ -67,12 +67,17 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
     base, head = method.models.base, method.models.draft.head
     weights = weights_for(head, base.params, method.models.draft_params)
     program = jax.jit(functools.partial(count_hits, base.config, head))
+
+    # One number of targets for all batches, or every longest answer would be another program.
     longest = max((len(text.output_ids) for text in texts), default=1)
     num_targets = -(-longest // _TARGETS_AT_ONCE) * _TARGETS_AT_ONCE
+
     by_size: dict[int, list[int]] = {}
     for number, text in enumerate(texts):
         by_size.setdefault(bucket(text.size), []).append(number)
+
     for size, numbers in by_size.items():
+        # Every batch of a length has as many rows, so its program compiles once.
         rows = max(1, _POSITIONS_AT_ONCE // size)
         for start in range(0, len(numbers), rows):
             group = numbers[start : start + rows]
@@ -83,13 +88,14 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
                 yield number, Hits(pairs[row], hits[row])
 
 
-def total(found: Sequence[Hits]) -> Hits:
-    """Add up."""
-    return Hits(sum(one.pairs for one in found), sum(one.hits for one in found))
+def total(parts: Sequence[Hits]) -> Hits:
+    """Add up the counts of several texts."""
+    return Hits(sum(one.pairs for one in parts), sum(one.hits for one in parts))
 
 
 def _pack(texts: Sequence[Text], rows: int, size: int) -> tuple[Batch, np.ndarray, np.ndarray]:
     """Return a batch with a text a row, where its emitted tokens begin, and where it ends."""
+    # Empty rows of the last batch have no pair: they end before they begin.
     tokens = np.zeros((rows, size), np.int32)
     first, end = np.ones(rows, np.int32), np.zeros(rows, np.int32)
     for row, text in enumerate(texts):
@@ -125,21 +131,24 @@ def count_hits(
         None,
         method="train_forward",
     )
+
     # Target index tau = t + 1 + i: the base's state there gives the token at tau + 1.
     target = first[:, None] + jnp.arange(slots.shape[0])
     wanted = _in_chunks(
         lambda states: argmax(project(frozen.lm_head, states)), _rows(teacher.states, target)
     )
+
     pairs, hits = [], []
     for i in range(hidden.shape[0]):
         source = target - 1 - i
+        # The source may be the prompt's last token; its target must be emitted.
         counts = (source + 1 >= first[:, None]) & (target + 1 < end[:, None])
         ids = _in_chunks(
             lambda u, i=i: _best_ids(head, params, frozen, u, i), _rows(hidden[i], source)
         )
-        found = (ids == wanted[..., None]) & counts[..., None]
+        is_hit = (ids == wanted[..., None]) & counts[..., None]
         pairs.append(counts.sum(axis=1))
-        hits.append(jnp.stack([found[..., :k].any(-1).sum(axis=1) for k in TOP], axis=1))
+        hits.append(jnp.stack([is_hit[..., :k].any(-1).sum(axis=1) for k in TOP], axis=1))
     return jnp.stack(pairs, axis=-1), jnp.stack(hits, axis=-1)
 
 
@@ -147,6 +156,7 @@ def _best_ids(head: DraftHead, params: Params, frozen: Frozen, u: Array, i: int)
     """Return the ids of the most probable tokens of position i, in the base's vocabulary."""
     logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
     ids = top_k(logits, max(TOP)).ids
+    # A head over a reduced vocabulary numbers its tokens by itself.
     table = head.config.draft_to_target
     return ids if table is None else jnp.asarray(table)[ids]
 
@@ -158,6 +168,7 @@ def _rows(x: Array, index: Int[Array, "B O"]) -> Array:
 
 def _in_chunks(function: Any, x: Array) -> Array:
     """Apply a function of [n, D] to [B, O, D], a chunk of targets at a time."""
+    # Logits of all targets at once would be the largest array of the run.
     chunks = x.reshape(-1, _TARGETS_AT_ONCE, x.shape[-1])
     result = jax.lax.map(function, chunks)
     return result.reshape(*x.shape[:2], *result.shape[2:])

@@ -55,11 +55,12 @@ class Column(NamedTuple):
         """Return its speed on a task, or overall, at the report's first batch size."""
         values = self.report.values
         speeds = values["speed"][str(values["batch_sizes"][0])][self.method]
+        # Reports may be of other tasks.
         empty = {"speedup": None, "tokens_per_second": None}
         return speeds["overall"] if task is None else speeds["tasks"].get(task, empty)
 
 
-def compare(names: str, output: str | None) -> dict[str, Any]:
+def compare_reports(names: str, output: str | None) -> dict[str, Any]:
     """Print two reports side by side and return their key figures.
 
     names: "A,B", each a folder with a report.json or such a file. output: a folder for the page,
@@ -91,6 +92,7 @@ def compare(names: str, output: str | None) -> dict[str, Any]:
             column.name: (column.speed(None)["speedup"] or {}).get("median") for column in columns
         },
     }
+    # The page is printed in any case; a folder is written only where the user names one.
     if output is not None:
         _write(Path(output).expanduser(), page, result, columns, tasks)
     return result
@@ -158,6 +160,7 @@ def _read_both(names: str) -> list[Report]:
     paths = [Path(part).expanduser() for part in parts]
     paths = [path / JSON if path.is_dir() else path for path in paths]
 
+    # Folders name the reports, unless they are called the same.
     folders = [path.resolve().parent.name for path in paths]
     labels = folders if folders[0] != folders[1] else ["A", "B"]
     return [Report(label, path, _read(path)) for label, path in zip(labels, paths, strict=True)]

@@ -80,6 +80,7 @@ def new_figure(
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Not pyplot: it keeps every figure, and may look for a display.
     figure = Figure(figsize=(width, _HEIGHT * rows), layout="constrained")
     FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
@@ -95,6 +96,7 @@ def draw_bars(
     width = 0.8 / len(heights)
     for number, (name, values) in enumerate(heights.items()):
         style = look(number)
+        # The bars of a group stand side by side, their middle at the group's place.
         offset = (number - (len(heights) - 1) / 2) * width
         axes.bar(
             [place + offset for place in range(len(groups))],
@@ -162,6 +164,7 @@ def mark_plain_decoding(axes: Axes) -> None:
 
 def legend(figure: Figure, axes: Axes) -> None:
     """Put the names of what the axes show above the whole figure, as many in a row as fit."""
+    # "outside" makes room in height only, so names are folded and columns counted to fit the width.
     handles, names = axes.get_legend_handles_labels()
     width = figure.get_figwidth()
     names = [textwrap.fill(name, int(width / _INCHES_PER_CHARACTER) - 8) for name in names]

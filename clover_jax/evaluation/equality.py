@@ -1,12 +1,17 @@
-"""Whether a method's text is that of plain decoding, and where it first is not."""
+"""Whether a method's text is that of plain decoding, and where it first is not.
+
+A row is judged by the worst of its texts: the first pass gives one, and so does each later pass, at
+this batch size or another, that gave a different one.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clover_jax.evaluation.rows import turns_of
+from clover_jax.evaluation.timed_passes import TimedPass
 
 NEAR_TIE, MISMATCH = "near-tie", "mismatch"
 
@@ -47,26 +52,37 @@ class Comparison:
     divergence: Divergence | None = None
 
 
-def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> Comparison:
-    """Compare the texts of two output rows, turn by turn up to the first difference.
+Comparisons = Mapping[int, Sequence[Comparison]]  # row -> its texts, the first pass's first
 
-    (What follows it has another context, so it says nothing more.)
-    """
+
+def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> Comparison:
+    """Compare the texts of two output rows, turn by turn up to the first difference."""
+    # Text after a difference has another context, so it says nothing more.
     pairs = list(zip(turns_of(row), turns_of(vanilla), strict=False))
     for number, (mine, plain) in enumerate(pairs):
         position = first_difference(mine.output_ids, plain.output_ids)
         if position is not None:
-            return Comparison(
-                True,
-                Divergence(
-                    row["index"],
-                    number,
-                    position,
-                    _at(plain.output_ids, position),
-                    _at(mine.output_ids, position),
-                ),
-            )
+            tokens = _at(plain.output_ids, position), _at(mine.output_ids, position)
+            return Comparison(True, Divergence(row["index"], number, position, *tokens))
     return Comparison(bool(pairs))
+
+
+def compare_passes(
+    rows: Mapping[int, Mapping[str, Any]],
+    passes: Iterable[TimedPass],
+    plain: Mapping[int, Mapping[str, Any]],
+) -> Comparisons:
+    """Return row -> its first pass beside plain decoding's, then each later one that differs."""
+    compared = {number: [compare_rows(row, plain[number])] for number, row in rows.items()}
+    for one in passes:
+        for row in one.changed:
+            again = compare_rows(row, plain[row["row"]])
+            # A text that changed may have become plain decoding's.
+            if again.divergence:
+                place = {"batch_size": one.key.batch_size, "repeat": one.key.repeat}
+                again = Comparison(True, dataclasses.replace(again.divergence, **place))
+            compared[row["row"]].append(again)
+    return compared
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -77,6 +93,7 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
     for index, (a, b) in enumerate(zip(one, other, strict=False)):
         if a != b:
             return index
+    # The shorter text is the other's beginning, so it is its end that differs.
     return None if len(one) == len(other) else min(len(one), len(other))
 
 
@@ -87,8 +104,9 @@ def summarize(
 
     comparisons: of every row, those of its passes. divergences: of each row that has one the worst.
     """
+    # A row whose first pass failed may have text in a later one.
     compared = sum(any(one.is_compared for one in passes) for passes in comparisons)
-    near_ties = sum(found.kind == NEAR_TIE for found in divergences)
+    near_ties = sum(one.kind == NEAR_TIE for one in divergences)
     return {
         "compared": compared,
         "equal": compared - len(divergences),

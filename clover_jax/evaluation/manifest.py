@@ -1,4 +1,4 @@
-"""What a report was measured with: settings, versions, machine, hashes."""
+"""The manifest of a report: settings, versions, machine, hashes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
 
     flags: every flag's value. prompts: their file, hash and count.
     """
-    vanilla = methods[0].models
-    identity = vanilla.identity()
+    plain = methods[0].models
+    identity = plain.identity()  # hashes, so that reports of other weights do not compare
+
     return {
         "command": "evaluate",
         "flags": flags,
@@ -30,7 +31,7 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
         "hardware": hardware(),
         "dtype": identity["dtype"],
         "base": {
-            "source": vanilla.base.source,
+            "source": plain.base.source,
             "hash": identity["base_hash"],
             "params": identity["base_params"],
             "config": identity["base_config"],
@@ -61,7 +62,6 @@ def hardware() -> dict[str, Any]:
 
 def _draft(method: Method) -> dict[str, Any]:
     draft, identity = method.models.draft, method.models.identity()
-    provenance = draft.provenance
     return {
         "source": draft.source,
         "kind": draft.head.config.kind,
@@ -69,14 +69,14 @@ def _draft(method: Method) -> dict[str, Any]:
         "tree": portable_name(method.models.tree),
         "tree_hash": identity["tree_hash"],
         "nodes": method.models.tree.num_nodes,
-        "steps": provenance.get("steps"),
-        "git_revision": provenance.get("git_revision"),
-        "data_hash": provenance.get("data_hash"),
+        # How it was trained, where its folder says so: heads of other projects do not.
+        **{key: draft.provenance.get(key) for key in ("steps", "git_revision", "data_hash")},
     }
 
 
 def _processor() -> str:
     """Return the processor's name where the system says it (Linux)."""
+    # JAX knows a CPU as "cpu", which says nothing of its speed.
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

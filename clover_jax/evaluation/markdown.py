@@ -265,12 +265,14 @@ _DEFINITIONS = """\
 
 
 def _manifest(manifest: Mapping[str, Any]) -> str:
-    hardware = manifest["hardware"]
+    def joined(part: Mapping[str, Any]) -> str:
+        return ", ".join(f"{name} {value}" for name, value in part.items())
+
     rows = [
         ["finished at", manifest["finished_at"]],
         ["git revision", manifest["git_revision"]],
-        ["versions", ", ".join(f"{name} {value}" for name, value in manifest["versions"].items())],
-        ["hardware", ", ".join(f"{name} {value}" for name, value in hardware.items())],
+        ["versions", joined(manifest["versions"])],
+        ["hardware", joined(manifest["hardware"])],
         ["base", f"{manifest['base']['source']}, {manifest['base']['hash']}"],
         ["prompts", f"{manifest['prompts']['source']}, {manifest['prompts']['hash']}"],
         *(

@@ -1,11 +1,10 @@
-"""What is measured: plain decoding and every draft, on one loaded base."""
+"""The methods that are measured: plain decoding and every draft, on one loaded base."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from jax.sharding import Mesh
 
@@ -15,7 +14,6 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.decoding.tree import AUTO
 from clover_jax.evaluation.options import VANILLA, Options
-from clover_jax.evaluation.rows import rows_path
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, check_names, load
 from clover_jax.tree_search.auto_tree import with_auto_tree
@@ -44,20 +42,18 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
     A draft with the tree "auto" gets the one that pays at `batch_size`, or that its rows were begun
     with. Raises UserError for what is missing, broken or does not fit the base.
     """
+    trees = [None if choice.tree == AUTO else choice.tree for choice in options.draft_choices]
     specs = [
-        dataclasses.replace(
-            options.spec,
-            draft=choice.source,
-            tree=None if choice.tree == AUTO else choice.tree,
-        )
-        for choice in options.draft_choices
+        dataclasses.replace(options.spec, draft=choice.source, tree=tree)
+        for choice, tree in zip(options.draft_choices, trees, strict=True)
     ]
     for spec in specs:
         check_names(spec)  # before the base, which takes longer
+
     plain = load(options.spec)
     methods = [Method(VANILLA, plain)]
     for choice, spec in zip(options.draft_choices, specs, strict=True):
-        models = load(spec, plain)
+        models = load(spec, plain)  # shares the base's weights
         if choice.tree == AUTO:
             models = _with_tree_that_pays(choice.name, models, settings, options)
         methods.append(Method(choice.name, models, choice.source))
@@ -67,7 +63,7 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
 def _with_tree_that_pays(
     name: str, models: Models, settings: GenerationSettings, options: Options
 ) -> Models:
-    rows = None if options.overwrite else rows_path(Path(options.output).expanduser(), name)
+    rows = None if options.overwrite else options.rows_path(name)
     chosen = with_auto_tree(
         models, sampling_for(settings, []), settings.warping, options.batch_size, None, rows
     )
@@ -111,8 +107,9 @@ def warm_up(method: Method, engine: Engine, longest: int) -> None:
         # A prompt of one token whose limit fills the buffer.
         limit = min(size - depth, context)
         requests.append(Request(len(requests), [0], max(limit - 1, 1)))
-    for passing in [*([request] for request in requests), requests]:
-        for progress in engine.stream(
-            method.models.base.params, method.models.draft_params, passing
-        ):
+
+    # Alone a request starts in its bucket; together they grow from one bucket to the next.
+    models = method.models
+    for together in [*([request] for request in requests), requests]:
+        for progress in engine.stream(models.base.params, models.draft_params, together):
             progress.stop()

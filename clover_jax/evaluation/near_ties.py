@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,9 +29,16 @@ from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.top_k import top_k
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.verify import tree_logits, verify
-from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Divergence
+from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Comparisons, Divergence
 from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Plan
+from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, after, write_rows
+
+# How much margins depend on the batch is seen in a batch of at least this size, and on some more
+# rows than those that differ.
+_LEAST_BATCH = 8
+_EQUAL_ROWS = 16
 
 
 class Case(NamedTuple):
@@ -56,6 +63,59 @@ class Margins(NamedTuple):
     gap: Array
 
 
+def judge(
+    comparisons: Comparisons, plain: Mapping[int, Mapping[str, Any]], plan: Plan, vanilla: Method
+) -> dict[int, Divergence]:
+    """Return row -> its worst divergence with its kind, for the rows that have one.
+
+    plain: plain decoding's rows. vanilla: plain decoding, to feed it their texts again.
+    Where no equality is expected, nothing is judged, and every one counts as a mismatch.
+    """
+    divergences = [
+        (number, divergence)
+        for number, texts in comparisons.items()
+        for divergence in _different(one.divergence for one in texts if one.divergence)
+    ]
+
+    if divergences and plan.is_equality_expected:
+        differing = {number for number, _ in divergences}
+        equal = [
+            number
+            for number, texts in comparisons.items()
+            if texts[0].is_compared and number not in differing
+        ]
+        # Equal rows show how far margins move; divergent ones alone may be too few for that.
+        others = [(number, None) for number in equal[:_EQUAL_ROWS]]
+        cases = [_case(plain[number], one, plan) for number, one in [*divergences, *others]]
+        sizes = (1, max(*plan.batch_sizes, _LEAST_BATCH))
+        engines = (vanilla.models.engine(size, plan.sampling, plan.seed) for size in sizes)
+        judged = classify(cases, vanilla, *engines)
+        divergences = [(number, one) for (number, _), one in zip(divergences, judged, strict=True)]
+
+    # One mismatch makes a row a mismatch, however many near-ties it has beside.
+    worst: dict[int, Divergence] = {}
+    for number, divergence in divergences:
+        if number not in worst or divergence.is_mismatch > worst[number].is_mismatch:
+            worst[number] = divergence
+    return worst
+
+
+def _different(divergences: Iterable[Divergence]) -> list[Divergence]:
+    """Return the first of those that are at the same token, as those of all repeats may be."""
+    first: dict[tuple, Divergence] = {}
+    for one in divergences:
+        first.setdefault((one.turn, one.position, one.found), one)
+    return list(first.values())
+
+
+def _case(row: Mapping[str, Any], divergence: Divergence | None, plan: Plan) -> Case:
+    """Return the turn of plain decoding's row that a draft left, or its first."""
+    index = divergence.turn if divergence else 0
+    turn = list(turns_of(row))[index]
+    request = plan.request(plan.by_index[row["row"]], turn.prompt_ids, index)
+    return Case(request, turn.output_ids, divergence)
+
+
 def classify(
     cases: Sequence[Case], vanilla: Method, alone: Engine, batched: Engine
 ) -> list[Divergence]:
@@ -65,12 +125,15 @@ def classify(
     """
     if not cases:
         return []
+    # The same texts with other neighbours: whatever moves now is rounding.
     size = batched.batch_size
     groups = [list(cases[start : start + size]) for start in range(0, len(cases), size)]
     together = [margins(group, vanilla, batched) for group in groups]
     single = [margins([case], vanilla, alone) for case in cases]
+    # Slots that the last group left empty hold nothing.
     margin = np.concatenate([m.margin[: len(g)] for m, g in zip(together, groups, strict=True)])
     gap = np.concatenate([m.gap[: len(g)] for m, g in zip(together, groups, strict=True)])
+
     lengths = [len(case.output_ids) for case in cases]
     threshold = max(
         _largest_change(margin[i, :length], single[i].margin[0, :length])
@@ -92,13 +155,13 @@ def _largest_change(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one[is_known] - other[is_known]).max(initial=0.0))
 
 
-def _classified(found: Divergence, gaps: np.ndarray, threshold: float) -> Divergence:
+def _classified(divergence: Divergence, gaps: np.ndarray, threshold: float) -> Divergence:
     """Return a divergence with its kind; one after the end of either text has no gap."""
-    if found.found is None or found.position >= len(gaps):
-        return dataclasses.replace(found, threshold=threshold, kind=MISMATCH)
-    gap = float(gaps[found.position])
+    if divergence.found is None or divergence.position >= len(gaps):
+        return dataclasses.replace(divergence, threshold=threshold, kind=MISMATCH)
+    gap = float(gaps[divergence.position])
     kind = NEAR_TIE if gap <= threshold else MISMATCH
-    return dataclasses.replace(found, gap=gap, threshold=threshold, kind=kind)
+    return dataclasses.replace(divergence, gap=gap, threshold=threshold, kind=kind)
 
 
 def margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
@@ -106,15 +169,17 @@ def margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
     params, placement = vanilla.models.base.params, Placement(vanilla.models.mesh)
     state = engine.prefilled(params, None, [case.request for case in cases])
     longest = max(len(case.output_ids) for case in cases)
+    # Lengths in buckets, so that few programs compile.
     fed = np.zeros((engine.batch_size, bucket(longest)), np.int32)
     other = np.zeros_like(fed)
     for row, case in enumerate(cases):
         # From the prompt's last token on, so that the first emitted one has a margin too.
         text = [case.request.prompt_ids[-1], *case.output_ids[:-1]]
         fed[row, : len(text)] = text
-        found = case.divergence
-        if found is not None and found.found is not None and found.position < longest:
-            other[row, found.position] = found.found
+        divergence = case.divergence
+        if divergence and divergence.found is not None and divergence.position < longest:
+            other[row, divergence.position] = divergence.found
+
     given = Forced(
         placement.weights(Weights(params, {})),
         state.replace(cache=()),
@@ -122,10 +187,10 @@ def margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
         placement.array(other),
     )
     none = np.zeros(fed.shape, np.float32)
-    found = Margins(placement.array(none), placement.array(none))
+    empty = Margins(placement.array(none), placement.array(none))
     with placement.in_use():
-        _, found = _program(engine.config)(given, (state.cache, found), longest)
-    return placement.read(found)
+        _, filled = _program(engine.config)(given, (state.cache, empty), longest)
+    return placement.read(filled)
 
 
 @functools.cache  # or it would be compiled anew for every draft
@@ -134,7 +199,7 @@ def _program(config: StepConfig) -> Callable[..., tuple[Cache, Margins]]:
 
 
 class Forced(NamedTuple):
-    """What plain decoding is fed.
+    """The text that plain decoding is fed.
 
     state: after prefill, without its cache. fed: the prompt's last token and the emitted ones but
     the last. other: the token of each step whose gap to the best is wanted.
@@ -153,17 +218,20 @@ def add_margin(
     number: Int[Array, ""],
 ) -> tuple[Cache, Margins]:
     """Decode plainly for one step, with the given token in the place of its own."""
-    (weights, state, fed, other), (cache, found) = given, carry
+    (weights, state, fed, other), (cache, margins_so_far) = given, carry
     token, rival = fed[:, number], other[:, number]
     length = jnp.minimum(state.length - 1 + number, state.tokens.shape[1] - 1)
+    # A tree of the root alone is plain decoding.
     tree = TokenTree(token[:, None], jnp.full((1, 1), -1))
     output = verify(config.base, weights.base, tree, 0, cache, length)
     scores = _scores(config, state, tree_logits(weights.base, output), length + 1)
+
     best = top_k(scores, 2).values
     rival_score = jnp.take_along_axis(scores, rival[:, None], axis=-1)[:, 0]
     new = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
-    found = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), found, new)
-    return write_rows(cache, output.fresh, after(length, scores)), found
+    filled = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), margins_so_far, new)
+    # The cache is written only after the scores that need it as it was.
+    return write_rows(cache, output.fresh, after(length, scores)), filled
 
 
 def _scores(

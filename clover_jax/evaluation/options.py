@@ -1,9 +1,10 @@
-"""What a user asks `evaluate` for, checked before anything is loaded."""
+"""The options of `evaluate`, checked before anything is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
 import re
+from pathlib import Path
 
 from clover_jax.errors import UserError
 from clover_jax.loading.models import ModelSpec
@@ -32,9 +33,9 @@ class DraftChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What a user asks for, by the names of the command's flags.
+    """The options of a run, by the names of the command's flags.
 
-    spec: of plain decoding; each draft then takes its own in.
+    spec: of plain decoding; a draft's differs from it by the draft and the tree.
     limit_prompts: rows of each task at most; None takes all.
     """
 
@@ -51,7 +52,17 @@ class Options:
     overwrite: bool
 
     def __post_init__(self):
-        _ = self.all_batch_sizes, self.draft_choices  # raise now
+        # Read them once, so that mistakes are raised before anything is loaded.
+        _ = self.all_batch_sizes, self.draft_choices
+
+    @property
+    def directory(self) -> Path:
+        """The folder for the report."""
+        return Path(self.output).expanduser()
+
+    def rows_path(self, name: str) -> Path:
+        """Return where a method's rows are kept."""
+        return self.directory / "rows" / f"{name}.jsonl"
 
     @property
     def draft_choices(self) -> list[DraftChoice]:
@@ -62,15 +73,15 @@ class Options:
     def all_batch_sizes(self) -> list[int]:
         """`batch_size` first, then the others of `batch_sizes`."""
         sizes = [self.batch_size]
-        for word in (self.batch_sizes or "").split(","):
-            if word.strip() and not (word.strip().isdecimal() and int(word) > 0):
+        words = map(str.strip, (self.batch_sizes or "").split(","))
+        for word in filter(None, words):
+            if not (word.isdecimal() and int(word) > 0):
                 raise UserError(
-                    f"--batch_sizes={self.batch_sizes}: {word.strip()!r} is no batch size; write "
+                    f"--batch_sizes={self.batch_sizes}: {word!r} is no batch size; write "
                     "whole numbers from 1, such as 1,4,8"
                 )
-            if word.strip() and int(word) not in sizes:
-                sizes.append(int(word))
-        return sizes
+            sizes.append(int(word))
+        return list(dict.fromkeys(sizes))
 
 
 def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
@@ -91,12 +102,14 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
         if name in sources:
             raise UserError(f"--drafts: the name {name!r} is given twice; each draft needs its own")
         sources[name] = source
+
     trees = parse_trees(tree, list(sources))
     return [DraftChoice(name, source, trees[name]) for name, source in sources.items()]
 
 
 def parse_trees(tree: str | None, names: list[str]) -> dict[str, str | None]:
     """Return each draft's tree: one for all, or those of "NAME=TREE,NAME=TREE"."""
+    # Names of trees have no equals sign.
     if tree is None or "=" not in tree:
         return dict.fromkeys(names, tree)
     trees: dict[str, str | None] = dict.fromkeys(names)

@@ -1,18 +1,19 @@
-"""Decoding every task with every method, in turns, into row files and timed legs."""
+"""Decoding every task with every method, in turns, into row files and timed passes."""
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.evaluation.judging import compare_passes
-from clover_jax.evaluation.legs import Leg, LegJournal, LegKey, speed
+from clover_jax.evaluation.equality import compare_passes
 from clover_jax.evaluation.methods import Method, warm_up
 from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.rows import RowMaker, turns_of
+from clover_jax.evaluation.timed_passes import PassJournal, PassKey, TimedPass, speed
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.run import memory_advice
 from clover_jax.runtime.compile_clock import CompileClock
@@ -20,86 +21,76 @@ from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.storage.jsonl import plain_values
 
 
-class Passes:
-    """Runs the legs that are not done yet."""
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A run of `evaluate`: what it decodes, with what, and where it keeps rows and times.
 
-    def __init__(
-        self,
-        methods: Sequence[Method],
-        engines: Mapping[int, Mapping[str, Engine]],
-        plan: Plan,
-        files: Mapping[str, RowFile],
-        journal: LegJournal,
-    ):
-        """Take what is open; nothing runs yet."""
-        self._methods = {method.name: method for method in methods}
-        self._engines = engines
-        self._plan, self._files, self._journal = plan, files, journal
+    methods: plain decoding first. engines: batch size -> method's name -> engine.
+    files: of rows, by the method's name. journal: of timed passes.
+    """
+
+    methods: Sequence[Method]
+    engines: Mapping[int, Mapping[str, Engine]]
+    plan: Plan
+    files: Mapping[str, RowFile]
+    journal: PassJournal
 
     @property
-    def todo(self) -> list[LegKey]:
-        """The legs to run, in order."""
+    def keys(self) -> list[PassKey]:
+        """The keys of all passes, in the order in which they run."""
+        return list(self.plan.passes(method.name for method in self.methods))
+
+    @property
+    def todo(self) -> list[PassKey]:
+        """The keys of the passes that are not done, in order."""
         return [
             key
-            for key in self._plan.legs(list(self._methods.values()))
-            if key not in self._journal or not self._files[key.method].has_all(key.task)
+            for key in self.keys
+            if key not in self.journal or not self.files[key.method].has_all(key.task)
         ]
 
-    def run(self) -> None:
-        """Run them all, under a bar for each batch size; a line for every finished task."""
-        todo = self.todo
+    def num_rows(self, keys: Iterable[PassKey]) -> int:
+        """Return how many rows passes decode."""
+        return sum(len(self.plan.tasks[key.task]) for key in keys)
+
+    def run_passes(self) -> None:
+        """Run what is to do, under a bar for each batch size; a line for every finished task."""
+        todo = self.todo  # found before the first pass changes it
         with CompileClock() as compiling:
-            for batch_size in self._plan.batch_sizes:
+            for batch_size in self.plan.batch_sizes:
                 keys = [key for key in todo if key.batch_size == batch_size]
-                if keys:
-                    self._warm_up(batch_size)
-                    with self._bar(batch_size, keys, compiling) as bar:
-                        self._run_legs(keys, compiling, bar)
+                if not keys:
+                    continue
+                self._warm_up(batch_size)
+                with self._bar(batch_size, keys, compiling) as bar:
+                    for number, key in enumerate(keys):
+                        self._run_pass(key, compiling, bar)
+                        if number + 1 == len(keys) or keys[number + 1].task != key.task:
+                            bar.write(self._task_line(batch_size, key.task))
 
     def _warm_up(self, batch_size: int) -> None:
         """Compile all programs, before the bar begins to reckon how long the rest takes."""
-        for name, method in self._methods.items():
-            note = f"compiling for {display_name(name)}, batch size {batch_size}"
+        for method in self.methods:
+            note = f"compiling for {display_name(method.name)}, batch size {batch_size}"
             with passing_note(note), memory_advice(batch_size):
-                warm_up(method, self._engines[batch_size][name], self._plan.longest)
+                warm_up(method, self.engines[batch_size][method.name], self.plan.longest)
 
-    def _bar(self, batch_size: int, keys: Sequence[LegKey], compiling: CompileClock) -> Progress:
-        def rows(keys: Iterable[LegKey]) -> int:
-            return sum(len(self._plan.tasks[key.task]) for key in keys)
+    def _bar(self, batch_size: int, keys: Sequence[PassKey], compiling: CompileClock) -> Progress:
+        """Return a bar over the rows of all passes of a batch size; `keys` are still to do."""
+        total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
+        done = total - self.num_rows(keys)
+        desc = f"batch size {batch_size}"
+        return progress_bar(total, desc, "row", initial=done, compiling=compiling)
 
-        every = self._plan.legs(list(self._methods.values()))
-        total = rows(key for key in every if key.batch_size == batch_size)
-        return progress_bar(
-            total,
-            f"batch size {batch_size}",
-            "row",
-            initial=total - rows(keys),
-            compiling=compiling,
-        )
-
-    def _run_legs(
-        self,
-        keys: Sequence[LegKey],
-        compiling: CompileClock,
-        bar: Progress,
-    ) -> None:
-        for number, key in enumerate(keys):
-            self._run_leg(key, compiling, bar)
-            if number + 1 == len(keys) or keys[number + 1].task != key.task:
-                bar.write(self._task_line(key.batch_size, key.task))
-
-    def _run_leg(
-        self,
-        key: LegKey,
-        compiling: CompileClock,
-        bar: Progress,
-    ) -> None:
-        name = key.method
-        prompts, file = self._plan.tasks[key.task], self._files[name]
-        engine = self._engines[key.batch_size][name]
-        stream = RowStream(engine, self._methods[name].models, prompts, self._plan.settings)
+    def _run_pass(self, key: PassKey, compiling: CompileClock, bar: Progress) -> None:
+        """Decode a task once: its rows go to the method's file, its time to the journal."""
+        prompts, file = self.plan.tasks[key.task], self.files[key.method]
+        (models,) = (method.models for method in self.methods if method.name == key.method)
+        engine = self.engines[key.batch_size][key.method]
+        stream = RowStream(engine, models, prompts, self.plan.settings)
         maker, tokens, changed = RowMaker(), 0, []
         started, compiled_before = time.perf_counter(), compiling.seconds
+
         with memory_advice(key.batch_size):
             for event in stream:
                 row = maker.take(event)
@@ -107,51 +98,50 @@ class Passes:
                     continue
                 tokens += sum(len(turn.output_ids) for turn in turns_of(row))
                 is_new = row["index"] not in file.rows
-                again = file.add(row)
-                if again is not None:
-                    changed.append(again)
+                another_text = file.add(row)
+                if another_text is not None:
+                    changed.append(another_text)
+
+                # A row that fails in every pass is told of once.
                 reason = row.get("error") or row.get("skipped")
-                if reason and (is_new or again):
+                if reason and (is_new or another_text):
                     what = "failed" if "error" in row else "skipped"
-                    bar.write(f"{display_name(name)}: row {row['index']} {what}: {reason}")
+                    bar.write(f"{display_name(key.method)}: row {row['index']} {what}: {reason}")
                 compiled = compiling.seconds - compiled_before
-                speed_now = tokens / (time.perf_counter() - started - compiled)
-                bar.show(self._figures(key, speed_now))
+                rate = tokens / (time.perf_counter() - started - compiled)
+                bar.show(f"{self._figures(key)}{rate:.0f} tokens/s")
                 bar.update()
+
+        # Longer buffers may have compiled after all; that is no time of the method.
         compiled = compiling.seconds - compiled_before
-        seconds = time.perf_counter() - started - compiled
-        self._journal.add(
-            Leg(
-                *key,
+        self.journal.add(
+            TimedPass(
+                key,
+                self.journal.origin,
                 rows=len(prompts),
                 tokens=tokens,
-                seconds=seconds,
+                seconds=time.perf_counter() - started - compiled,
                 compile_seconds=compiled,
                 changed=plain_values(changed),
-                session=self._journal.session,
-                conditions=self._journal.conditions,
-                revision=self._journal.revision,
             )
         )
 
-    def _figures(self, key: LegKey, tokens_per_second: float) -> str:
-        tau = self._files[key.method].tally(key.task).tau
-        shown = "" if tau is None else f"tau {tau:.2f}, "
-        return f"{key.task} {display_name(key.method)} #{key.repeat + 1}, {shown}{tokens_per_second:.0f} tokens/s"
+    def _figures(self, key: PassKey) -> str:
+        tau = self.files[key.method].tally(key.task).tau
+        known = "" if tau is None else f"tau {tau:.2f}, "
+        return f"{key.task} {display_name(key.method)} #{key.repeat + 1}, {known}"
 
     def _task_line(self, batch_size: int, task: str) -> str:
         """Return what is known of a task that every method has finished."""
-        plain = self._journal.select(batch_size=batch_size, task=task, method=VANILLA)
+        plain = self.journal.select(batch_size=batch_size, task=task, method=VANILLA)
         parts = []
-        for name, file in self._files.items():
-            legs = self._journal.select(batch_size=batch_size, task=task, method=name)
-            measured = speed(legs, plain)
-            rate = measured["tokens_per_second"]
+        for name, file in self.files.items():
+            passes = self.journal.select(batch_size=batch_size, task=task, method=name)
+            measured, tally = speed(passes, plain), file.tally(task)
+            rate, ratio = measured["tokens_per_second"], measured["speedup"]
             text = display_name(name)
             text += f" {rate['median']:.0f} tokens/s" if rate else ""
-            tally = file.tally(task)
             if name != VANILLA and tally.tau is not None:
-                ratio = measured["speedup"]
                 text += f", tau {tally.tau:.2f}, "
                 text += f"{ratio['median']:.2f}x, " if ratio else ""
                 text += f"{self._num_equal(name, task)} of {tally.rows} rows equal"
@@ -159,10 +149,11 @@ class Passes:
         return f"{task} (batch size {batch_size}): {'; '.join(parts)}"
 
     def _num_equal(self, name: str, task: str) -> int:
-        plain, mine = self._files[VANILLA].rows, self._files[name].rows
-        rows = {prompt.index: mine[prompt.index] for prompt in self._plan.tasks[task]}
-        found = compare_passes(rows, self._journal.select(task=task, method=name), plain)
+        """Return how many rows have plain decoding's text in every pass so far."""
+        plain, mine = self.files[VANILLA].rows, self.files[name].rows
+        rows = {prompt.index: mine[prompt.index] for prompt in self.plan.tasks[task]}
+        compared = compare_passes(rows, self.journal.select(task=task, method=name), plain)
         return sum(
             texts[0].is_compared and not any(text.divergence for text in texts)
-            for texts in found.values()
+            for texts in compared.values()
         )

@@ -1,22 +1,29 @@
-"""What an evaluation decodes, and in which order."""
+"""The plan of a run: which prompts it decodes, by task, and which methods, in turns."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import SamplingConfig
-from clover_jax.evaluation.legs import LegKey
-from clover_jax.evaluation.methods import Method
-from clover_jax.evaluation.tasks import Tasks
+from clover_jax.evaluation.timed_passes import PassKey
 from clover_jax.generation.settings import GenerationSettings
+
+MT_BENCH = "mt_bench"
+# Spec-Bench holds MT-bench's eight categories beside its other five tasks and counts them as one.
+_MT_BENCH_CATEGORIES = frozenset(
+    ("writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem", "humanities")
+)
+
+Tasks = dict[str, list[Prompt | BadPrompt]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """What is decoded: all tasks, `repeats` times at every batch size.
+    """A run that decodes all tasks `repeats` times at every batch size.
 
     longest: positions that the longest row may need.
     batch_sizes: rows that are really decoded at once, which on a mesh may be more than was asked.
@@ -36,6 +43,11 @@ class Plan:
         return [prompt for rows in self.tasks.values() for prompt in rows]
 
     @property
+    def by_index(self) -> dict[int, Prompt | BadPrompt]:
+        """All rows by their place in the input."""
+        return {prompt.index: prompt for prompt in self.prompts}
+
+    @property
     def is_equality_expected(self) -> bool:
         """Whether a draft must emit plain decoding's very tokens.
 
@@ -51,17 +63,38 @@ class Plan:
         values = {name: getattr(own, name) for name in names}
         return Request(prompt.index, prompt_ids, turn=turn, **values)
 
-    def legs(self, methods: Sequence[Method]) -> Iterator[LegKey]:
-        """Yield the keys of all legs in the order in which they run.
+    def passes(self, methods: Iterable[str]) -> Iterator[PassKey]:
+        """Yield the keys of all timed passes of the methods named, in the order in which they run.
 
-        Who begins changes from turn to turn.
+        Who begins changes from round to round.
         """
-        turn = 0
-        names = [method.name for method in methods]
+        names, round_number = list(methods), 0
         for batch_size in self.batch_sizes:
             for task in self.tasks:
                 for repeat in range(self.repeats):
-                    first = turn % len(names)
+                    first = round_number % len(names)
                     for name in names[first:] + names[:first]:
-                        yield LegKey(batch_size, task, repeat, name)
-                    turn += 1
+                        yield PassKey(batch_size, task, repeat, name)
+                    round_number += 1
+
+
+def group_by_task(
+    prompts: Sequence[Prompt | BadPrompt], source: str, limit: int | None = None
+) -> Tasks:
+    """Return task -> its rows, tasks and rows in input order.
+
+    A row without a category, or one that cannot be read, belongs to the task named by the stem of
+    `source`. MT-bench's categories are one task where a file has others besides.
+    limit: rows of each task at most.
+    """
+    stem = Path(source).name.partition(".")[0] or "prompts"
+    categories = [getattr(prompt, "category", None) for prompt in prompts]
+    is_mixed = set(categories) - {None} > _MT_BENCH_CATEGORIES
+
+    tasks: Tasks = {}
+    for prompt, category in zip(prompts, categories, strict=True):
+        is_part = is_mixed and category in _MT_BENCH_CATEGORIES
+        rows = tasks.setdefault(MT_BENCH if is_part else category or stem, [])
+        if limit is None or len(rows) < limit:
+            rows.append(prompt)
+    return tasks

@@ -93,6 +93,7 @@ def _accepted_lengths(overall: Mapping[str, Any]) -> Figure:
 def _accepted_by_context(overall: Mapping[str, Any]) -> Figure:
     bins = {one["from"]: one["to"] - 1 for cell in overall.values() for one in cell["by_context"]}
     starts = sorted(bins)
+    # Bins double in length, so they stand at equal distances.
     figure, (axes,) = new_figure(width=max(WIDTH, 0.7 * len(starts)))
     draw_lines(
         axes,
@@ -130,14 +131,14 @@ def _speedup_by_task(report: Mapping[str, Any], overall: Mapping[str, Any]) -> F
 
 def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     figure, (axes,) = new_figure()
-    sizes = sorted(report["batch_sizes"])
-    lines = {}
+    sizes, lines = sorted(report["batch_sizes"]), {}
     for number, name in enumerate(drafts):
         spreads = [report["speed"][str(size)][name]["overall"]["speedup"] for size in sizes]
         measured = [(i, one) for i, one in enumerate(spreads) if one]
         lines[name] = [(i, one["median"]) for i, one in measured]
         for i, one in measured:
             axes.vlines(i, one["least"], one["most"], color=look(number).colour, linewidth=1)
+
     draw_lines(axes, lines)
     mark_plain_decoding(axes)
     axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])

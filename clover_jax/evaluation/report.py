@@ -8,16 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.evaluation import accuracy
-from clover_jax.evaluation.equality import Divergence, summarize
-from clover_jax.evaluation.judging import Comparisons
-from clover_jax.evaluation.legs import Leg, LegJournal, speed, split_turns
+from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
 from clover_jax.evaluation.markdown import report_text
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import VANILLA, display_name
-from clover_jax.evaluation.plan import Plan
+from clover_jax.evaluation.passes import Evaluation
 from clover_jax.evaluation.plots import draw_plots
-from clover_jax.evaluation.row_files import RowFile
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
+from clover_jax.evaluation.timed_passes import TimedPass, speed, split_rounds
 from clover_jax.storage.files import write_json, write_text
 from clover_jax.storage.jsonl import plain_values, read_rows
 from clover_jax.training.metrics import EVAL, comparable
@@ -29,14 +27,12 @@ JSON, MARKDOWN, PLOTS = "report.json", "report.md", "plots"
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Everything measured; of drafts by name, then by row.
+    """Measurements made after decoding; of drafts by name, then by row.
 
-    files, journal: rows and legs. comparisons, divergences: against plain decoding's text.
-    hits: of each row's turns. times: of a step, plain decoding's too; empty where no row had text.
+    comparisons, divergences: against plain decoding's text. hits: of each row's turns.
+    times: of a step, plain decoding's too; empty where no row had text.
     """
 
-    files: Mapping[str, RowFile]
-    journal: LegJournal
     comparisons: Mapping[str, Comparisons]
     divergences: Mapping[str, Mapping[int, Divergence]]
     hits: Mapping[str, Mapping[int, list[accuracy.Hits]]]
@@ -44,59 +40,67 @@ class Measured:
 
 
 def build_report(
-    manifest: dict[str, Any], methods: Sequence[Method], plan: Plan, measured: Measured
+    manifest: dict[str, Any], evaluation: Evaluation, measured: Measured
 ) -> dict[str, Any]:
-    """Return the report as JSON values; what is measured adds the code's revision to `manifest`."""
+    """Return the report as JSON values, its manifest completed by the revisions of the code."""
+    # Only passes of this plan count: the journal may hold other batch sizes of earlier commands.
+    plan, methods, journal = evaluation.plan, evaluation.methods, evaluation.journal
     tasks = list(plan.tasks)
-    cells = {
-        method.name: {
-            "overall": _cell(method, plan, measured, None),
-            "tasks": {task: _cell(method, plan, measured, task) for task in tasks},
-            "step": _step(method, measured),
-        }
-        for method in methods
-    }
-    legs = measured.journal.of(list(plan.legs(methods)))
+    passes = journal.of(evaluation.keys)
+    training = {method.name: _training(method.source) for method in methods[1:]}
+    times = measured.times
+    steps = {name: one.to_dict(times[VANILLA]) for name, one in times.items()}
     report = {
         "format": FORMAT,
-        "manifest": manifest | {"git_revision": _revisions(legs, measured.journal.revision)},
+        "manifest": manifest | {"git_revision": _revisions(passes, journal.origin.revision)},
         "tasks": tasks,
         "sampling": plan.sampling.to_dict(),
         "is_equality_expected": plan.is_equality_expected,
         "batch_sizes": list(plan.batch_sizes),
         "repeats": plan.repeats,
-        "methods": cells,
-        "speed": {str(size): _speeds(methods, tasks, size, legs) for size in plan.batch_sizes},
-        "sessions": sorted({leg.session for leg in legs}),
-        "split_turns": split_turns(legs),
+        "methods": {
+            method.name: {
+                "overall": _cell(method, evaluation, measured, None),
+                "tasks": {task: _cell(method, evaluation, measured, task) for task in tasks},
+                "step": steps.get(method.name),
+            }
+            for method in methods
+        },
+        "speed": {str(size): _speeds(evaluation, size, passes) for size in plan.batch_sizes},
+        "sessions": sorted({one.origin.session for one in passes}),
+        "split_turns": split_rounds(passes),
         "step_timing": METHOD,
-        "training": {m.name: found for m in methods[1:] if (found := _training(m.source))},
+        "training": {name: rows for name, rows in training.items() if rows},
+        # Mismatches first: they are what a reader looks for.
         "divergences": {
             name: [
                 dataclasses.asdict(one)
-                for one in sorted(found.values(), key=lambda one: not one.is_mismatch)
+                for one in sorted(by_row.values(), key=lambda one: not one.is_mismatch)
             ]
-            for name, found in measured.divergences.items()
+            for name, by_row in measured.divergences.items()
         },
     }
+    # Found from the figures themselves, so that the report cannot say otherwise.
     report["problems"] = problems(report)
     return plain_values(report)
 
 
 def problems(report: Mapping[str, Any]) -> list[str]:
     """Return what makes the run fail, a line each."""
-    found = []
+    lines = []
     for name, cells in report["methods"].items():
         shown, failed = display_name(name), cells["overall"]["failed"]
         if failed:
-            found.append(f"{shown}: {failed} of {cells['overall']['rows']} rows failed")
+            lines.append(f"{shown}: {failed} of {cells['overall']['rows']} rows failed")
+
         later = sum(speeds[name]["overall"]["rows_failed"] for speeds in report["speed"].values())
         if later:
-            found.append(f"{shown}: rows failed in a later pass, {later} in all")
+            lines.append(f"{shown}: rows failed in a later pass, {later} in all")
+
         mismatches = cells["overall"].get("equality", {}).get("mismatches", 0)
         if mismatches and report["is_equality_expected"]:
-            found.append(f"{name}: {mismatches} rows differ from plain decoding by more than ties")
-    return found
+            lines.append(f"{name}: {mismatches} rows differ from plain decoding by more than ties")
+    return lines
 
 
 def write_report(directory: Path, report: dict[str, Any]) -> None:
@@ -112,6 +116,8 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     speeds = report["speed"][str(report["batch_sizes"][0])]
     drafts = [name for name in overall if name != VANILLA]
     plain = overall[VANILLA]
+    equality = {name: overall[name]["equality"] for name in drafts}
+
     return {
         "output": directory,
         "rows": plain["rows"],
@@ -122,18 +128,23 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         "speedup": {
             name: (speeds[name]["overall"]["speedup"] or {}).get("median") for name in drafts
         },
-        "equal": {name: overall[name]["equality"]["equal"] for name in drafts},
-        "near_ties": {name: overall[name]["equality"]["near_ties"] for name in drafts},
-        "mismatches": {name: overall[name]["equality"]["mismatches"] for name in drafts},
+        **{
+            key: {name: counts[key] for name, counts in equality.items()}
+            for key in ("equal", "near_ties", "mismatches")
+        },
         "problems": report["problems"],
     }
 
 
-def _cell(method: Method, plan: Plan, measured: Measured, task: str | None) -> dict[str, Any]:
+def _cell(
+    method: Method, evaluation: Evaluation, measured: Measured, task: str | None
+) -> dict[str, Any]:
     """Return a method's figures on one task, or on all."""
-    cell = measured.files[method.name].tally(task).to_dict()
+    cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell
+
+    plan = evaluation.plan
     chosen = plan.prompts if task is None else plan.tasks[task]
     numbers = [prompt.index for prompt in chosen]
     comparisons = measured.comparisons[method.name]
@@ -147,50 +158,51 @@ def _cell(method: Method, plan: Plan, measured: Measured, task: str | None) -> d
     return cell
 
 
-def _step(method: Method, measured: Measured) -> dict[str, Any] | None:
-    times = measured.times.get(method.name)
-    return times.to_dict(measured.times[VANILLA]) if times else None
+def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> dict[str, Any]:
+    """Return each method's speed at a batch size, over all tasks and on each."""
 
+    def of(method: str, task: str | None) -> list[TimedPass]:
+        at_size = (one for one in passes if one.key.batch_size == size)
+        mine = (one for one in at_size if one.key.method == method)
+        return [one for one in mine if task in (None, one.key.task)]
 
-def _speeds(methods: Sequence[Method], tasks: Sequence[str], size: int, legs: Iterable) -> dict:
-    legs = [leg for leg in legs if leg.batch_size == size]
-
-    def of(name: str, task: str | None) -> list:
-        return [leg for leg in legs if leg.method == name and task in (None, leg.task)]
+    def measured(method: str, task: str | None) -> dict[str, Any]:
+        return speed(of(method, task), of(VANILLA, task))
 
     return {
         method.name: {
-            "overall": speed(of(method.name, None), of(VANILLA, None)),
-            "tasks": {task: speed(of(method.name, task), of(VANILLA, task)) for task in tasks},
+            "overall": measured(method.name, None),
+            "tasks": {task: measured(method.name, task) for task in evaluation.plan.tasks},
         }
-        for method in methods
+        for method in evaluation.methods
     }
 
 
-def _revisions(legs: Iterable[Leg], here: str | None) -> str | None:
+def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
     """Return the revisions of the code that timed the passes and of this, the oldest first."""
-    by_age = sorted(legs, key=lambda leg: leg.session)
-    found = dict.fromkeys([*(leg.revision for leg in by_age), here])
-    if set(found) <= {None}:
+    by_age = sorted((one.origin for one in passes), key=lambda origin: origin.session)
+    revisions = dict.fromkeys([*(origin.revision for origin in by_age), here])
+    if set(revisions) <= {None}:
         return None
-    return ", ".join(revision or "unknown" for revision in found)
+    return ", ".join(revision or "unknown" for revision in revisions)
 
 
 def _training(source: str | None) -> list[dict[str, Any]]:
     """Return step, tokens and tau of the measurements in training of a draft in a workdir.
 
-    Of a run that was taken up with other prompts or another tree, the newest comparable ones.
+    Of a run that was continued with other prompts or another tree, the newest comparable ones.
     Tokens are those of all batches so far; left out where the run's settings are not there.
     """
+    # A draft is named by its workdir or by a folder in it, such as best/.
     folder = Path(source).expanduser()
-    for workdir in (folder, folder.parent):
-        if not (workdir / EVAL).is_file():
-            continue
-        settings = recorded_settings(workdir)
-        measured = comparable(list(read_rows(workdir / EVAL)))
-        rows = [{"step": row["step"], "tau": row["tau"]} for row in measured]
-        if settings is None:
-            return rows
-        size = settings.batch_size * settings.seq_len
-        return [row | {"tokens": row["step"] * size} for row in rows]
-    return []
+    workdirs = [place for place in (folder, folder.parent) if (place / EVAL).is_file()]
+    if not workdirs:
+        return []
+
+    settings = recorded_settings(workdirs[0])
+    measured = comparable(list(read_rows(workdirs[0] / EVAL)))
+    rows = [{"step": row["step"], "tau": row["tau"]} for row in measured]
+    if settings is None:
+        return rows
+    size = settings.batch_size * settings.seq_len
+    return [row | {"tokens": row["step"] * size} for row in rows]

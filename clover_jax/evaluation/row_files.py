@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from clover_jax.data.prompts import prompts_hash
 from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.plan import Plan
-from clover_jax.evaluation.rows import rows_path, turns_of
+from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.tally import Tally
 from clover_jax.storage.row_writer import RowWriter
 
@@ -33,6 +33,7 @@ class RowFile:
 
     def add(self, row: dict[str, Any]) -> dict[str, Any] | None:
         """Take an output row; return it as it is kept if its tokens are not those it had before."""
+        # Prompts are numbered by their place in the input, which tasks need not follow.
         number = row["index"]
         placed = {**row, "index": self._place[number], "row": number, "task": self._task[number]}
         before = self.rows.get(number)
@@ -40,8 +41,9 @@ class RowFile:
             self._keep(placed)
             self._writer.append(placed)
             return None
-        is_same = [t.output_ids for t in turns_of(before)] == [t.output_ids for t in turns_of(row)]
-        return None if is_same else placed
+
+        old, new = ([turn.output_ids for turn in turns_of(one)] for one in (before, row))
+        return None if old == new else placed
 
     def has_all(self, task: str) -> bool:
         """Whether every row of a task is there."""
@@ -51,6 +53,7 @@ class RowFile:
         """Return the sums over the rows that are there, of one task or of all."""
         if task is not None:
             return self._tallies[task]
+        # Rare, so it is not kept as rows come.
         tally = Tally(self._method.depth)
         for row in self.rows.values():
             tally.add(row)
@@ -63,20 +66,20 @@ class RowFile:
 
 @contextlib.contextmanager
 def open_rows(
-    directory: Path, methods: Sequence[Method], plan: Plan, base: str, overwrite: bool
+    options: Options, methods: Sequence[Method], plan: Plan
 ) -> Iterator[dict[str, RowFile]]:
     """Open DIR/rows/NAME.jsonl of every method; only the same settings resume one."""
-    # Not batch sizes and repeats: they change times, which are kept by leg, and no row.
-    common = {"base": base, "run_seed": plan.seed, "tasks": list(plan.tasks)}
+    # Not batch sizes and repeats: they change times, which are kept by pass, and no row.
+    common = {"base": options.spec.base, "run_seed": plan.seed, "tasks": list(plan.tasks)}
     common |= plan.settings.to_dict()
     with contextlib.ExitStack() as stack:
         files = {}
         for method in methods:
             writer = RowWriter(
-                rows_path(directory, method.name),
+                options.rows_path(method.name),
                 settings={"draft": method.source, **common, **method.models.identity()},
                 prompts_hash=prompts_hash(plan.prompts),
-                overwrite=overwrite,
+                overwrite=options.overwrite,
             )
             files[method.name] = RowFile(stack.enter_context(writer), plan, method)
         yield files

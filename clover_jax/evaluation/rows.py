@@ -3,17 +3,11 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from pathlib import Path
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.row_totals import turn_columns
-
-
-def rows_path(directory: Path, name: str) -> Path:
-    """Return where a method's rows are kept."""
-    return directory / "rows" / f"{name}.jsonl"
 
 
 class TurnRow(NamedTuple):
@@ -30,6 +24,11 @@ class TurnRow(NamedTuple):
     proposed: list[int]
     ranks: list[list[int]]
     num_cut: int
+
+
+def turns_of(row: Mapping[str, Any]) -> Iterator[TurnRow]:
+    """Yield every turn of an output row; nothing for one that failed or was skipped."""
+    yield from itertools.starmap(TurnRow, turn_columns(row, TurnRow._fields))
 
 
 class RowMaker:
@@ -51,6 +50,8 @@ class RowMaker:
             columns["num_cut"].append(progress.num_cut)
         if event.row is None:
             return None
+
+        # A row that failed after some turns keeps none of them, as in `generate`.
         columns = self._forwards.pop(event.row["index"], _empty_columns())
         if "output_ids" not in event.row:
             return event.row
@@ -61,8 +62,3 @@ class RowMaker:
 
 def _empty_columns() -> dict[str, list]:
     return {"proposed": [], "ranks": [], "num_cut": []}
-
-
-def turns_of(row: dict[str, Any]) -> Iterator[TurnRow]:
-    """Yield every turn of an output row; nothing for one that failed or was skipped."""
-    yield from itertools.starmap(TurnRow, turn_columns(row, TurnRow._fields))

@@ -11,68 +11,66 @@ from typing import Any
 from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash, read_prompts_and_mistakes
-from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
 from clover_jax.errors import UserError
-from clover_jax.evaluation import accuracy, stage_times
-from clover_jax.evaluation.judging import classify, compare_passes
-from clover_jax.evaluation.legs import LegJournal
+from clover_jax.evaluation import accuracy, near_ties, stage_times
+from clover_jax.evaluation.equality import compare_passes
 from clover_jax.evaluation.manifest import conditions, manifest
 from clover_jax.evaluation.methods import Method, load_methods, make_engines, sizes_on
 from clover_jax.evaluation.options import Options
-from clover_jax.evaluation.passes import Passes
-from clover_jax.evaluation.plan import Plan
+from clover_jax.evaluation.passes import Evaluation
+from clover_jax.evaluation.plan import Plan, group_by_task
 from clover_jax.evaluation.report import Measured, build_report, key_figures, write_report
-from clover_jax.evaluation.row_files import RowFile, open_rows
+from clover_jax.evaluation.row_files import open_rows
 from clover_jax.evaluation.rows import turns_of
-from clover_jax.evaluation.tasks import group_by_task
-from clover_jax.generation.run import SHIPPED_PROMPTS, exact_matmuls
+from clover_jax.evaluation.timed_passes import PassJournal
+from clover_jax.generation.run import SHIPPED_PROMPTS
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
-from clover_jax.runtime.dtypes import resolve_dtype
-from clover_jax.runtime.progress import passing_note, progress_bar
+from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.runtime.provenance import git_revision
 
 
-def run(options: Options, settings: GenerationSettings, flags: dict[str, Any]) -> dict[str, Any]:
+def evaluate(
+    options: Options, settings: GenerationSettings, flags: dict[str, Any]
+) -> dict[str, Any]:
     """Measure what is asked for, write the report and return its key figures.
 
     flags: every flag's value, for the manifest.
     Raises UserError for what cannot be done; rows that fail are counted instead.
     """
-    prompts = _read(options.prompts)  # before the models, which take longer
-    directory = Path(options.output).expanduser()
+    source = None if options.prompts is None else Path(options.prompts).expanduser()
+    prompts = source and read_prompts_and_mistakes(source)  # before the models, which take longer
     with exact_matmuls(str(resolve_dtype(options.spec.dtype))):
         with passing_note(f"loading {options.spec.base}"):
             methods = load_methods(options, settings)
-        source = options.prompts
-        if prompts is None:
-            source = str(_shipped(methods[0].models))
+        plain = methods[0].models
+        if source is None:
+            source = _shipped(plain)
             prompts = read_prompts_and_mistakes(source)
-        plan = make_plan(options, settings, methods[0].models, prompts, source)
-        _notice(plan, methods[0].models)
+
+        plan = make_plan(options, settings, plain, prompts, str(source))
+        _notice(template_notice(plan.prompts, plain.tokenizer))
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes)
-        with open_rows(directory, methods, plan, options.spec.base, options.overwrite) as files:
-            journal = LegJournal(
-                directory, conditions(options.spec.mesh), options.overwrite, git_revision()
-            )
-            _decode(methods, engines, plan, files, journal)
-            measured = _measure(methods, engines[plan.batch_sizes[0]], plan, files, journal)
+
+        with open_rows(options, methods, plan) as files:
+            here = conditions(options.spec.mesh)
+            journal = PassJournal(options.directory, here, options.overwrite, git_revision())
+            evaluation = Evaluation(methods, engines, plan, files, journal)
+            _decode(evaluation)
+            measured = _measure(evaluation)
             about = {
-                "source": source,
+                "source": options.prompts or str(source),
                 "hash": prompts_hash(plan.prompts),
                 "rows": len(plan.prompts),
                 "limit_prompts": options.limit_prompts,
             }
-            report = build_report(manifest(flags, methods, about), methods, plan, measured)
-    write_report(directory, report)
-    return key_figures(report, directory)
-
-
-def _read(source: str | None) -> list[Prompt | BadPrompt] | None:
-    return None if source is None else read_prompts_and_mistakes(Path(source).expanduser())
+            report = build_report(manifest(flags, methods, about), evaluation, measured)
+    write_report(options.directory, report)
+    return key_figures(report, options.directory)
 
 
 def _shipped(models: Models) -> Path:
@@ -83,6 +81,11 @@ def _shipped(models: Models) -> Path:
             "give --prompts=FILE"
         )
     return path
+
+
+def _notice(line: str | None) -> None:
+    if line:
+        print(line, file=sys.stderr, flush=True)
 
 
 def make_plan(
@@ -111,6 +114,7 @@ def _positions(prompt: Prompt | BadPrompt, models: Models, settings: GenerationS
     try:
         if isinstance(prompt, BadPrompt):
             raise UserError(prompt.error)
+        # The answers are not known yet; room for them is added below.
         answers = [""] * (prompt.num_turns - 1)
         ids = encode_prompt(prompt, models.tokenizer, models.base.config.vocab_size, answers)
         return len(ids) + prompt.num_turns * settings.for_row(prompt).max_new_tokens
@@ -118,51 +122,25 @@ def _positions(prompt: Prompt | BadPrompt, models: Models, settings: GenerationS
         return 1  # the row fails by itself when its turn comes
 
 
-def _notice(plan: Plan, models: Models) -> None:
-    prompts = [prompt for prompt in plan.prompts if isinstance(prompt, Prompt)]
-    notice = template_notice(prompts, models.tokenizer)
-    if notice:
-        print(notice, file=sys.stderr, flush=True)
-
-
-def _decode(
-    methods: Sequence[Method],
-    engines: Mapping[int, Mapping[str, Engine]],
-    plan: Plan,
-    files: Mapping[str, RowFile],
-    journal: LegJournal,
-) -> None:
-    if journal.num_dropped:
-        print(
-            f"{journal.num_dropped} timed passes are of another machine or version, and are run "
-            "again",
-            file=sys.stderr,
-            flush=True,
+def _decode(evaluation: Evaluation) -> None:
+    """Run the passes that are not done, and say first what earlier sessions have left."""
+    if evaluation.journal.num_dropped:
+        _notice(
+            f"{evaluation.journal.num_dropped} timed passes are of another machine or version, "
+            "and are run again"
         )
-    passes = Passes(methods, engines, plan, files, journal)
-    sizes = {key: len(plan.tasks[key.task]) for key in plan.legs(methods)}
-    done = sum(sizes.values()) - sum(sizes[key] for key in passes.todo)
-    if any(file.rows for file in files.values()):
-        rows = sum(len(file.rows) for file in files.values())
-        print(
-            f"{rows} rows and {done} of {sum(sizes.values())} timed rows are there already",
-            file=sys.stderr,
-            flush=True,
-        )
-    passes.run()
+    rows = sum(len(file.rows) for file in evaluation.files.values())
+    if rows:
+        total = evaluation.num_rows(evaluation.keys)
+        done = total - evaluation.num_rows(evaluation.todo)
+        _notice(f"{rows} rows and {done} of {total} timed rows are there already")
+    evaluation.run_passes()
 
 
-def _measure(
-    methods: Sequence[Method],
-    engines: Mapping[str, Engine],
-    plan: Plan,
-    files: Mapping[str, RowFile],
-    journal: LegJournal,
-) -> Measured:
-    """Measure what needs no clock of its own: equality, accuracy, and the parts of a step."""
-    vanilla, *drafts = methods
-    requests = {prompt.index: prompt for prompt in plan.prompts}
-    keys = list(plan.legs(methods))
+def _measure(evaluation: Evaluation) -> Measured:
+    """Measure after decoding: equality, accuracy, and the parts of a step."""
+    plan, files, (vanilla, *drafts) = evaluation.plan, evaluation.files, evaluation.methods
+    plain = files[vanilla.name].rows
     comparisons, divergences, hits = {}, {}, {}
     total = len(drafts) * len(plan.prompts)
     with (
@@ -170,48 +148,49 @@ def _measure(
         progress_bar(total, "accuracy", "row", compiling=compiling) as bar,
     ):
         for method in drafts:
-            plain, mine = files[vanilla.name].rows, files[method.name].rows
-            legs = journal.of([key for key in keys if key.method == method.name])
-            comparisons[method.name] = compare_passes(mine, legs, plain)
-            bar.show(f"{method.name} beside plain decoding")
-            divergences[method.name] = classify(
-                comparisons[method.name], plain, plan, requests, vanilla
-            )
-            hits[method.name] = _accuracy(method, plain, bar)
+            name = method.name
+            keys = [key for key in evaluation.keys if key.method == name]
+            passes = evaluation.journal.of(keys)
+            comparisons[name] = compare_passes(files[name].rows, passes, plain)
+            bar.show(f"{name} beside plain decoding")
+            divergences[name] = near_ties.judge(comparisons[name], plain, plan, vanilla)
+            hits[name] = _accuracy(method, plain, bar)
+
+    # After the bar: these programs must have the machine for themselves.
     with passing_note("timing the parts of a step"):
-        first = _first_requests(files[vanilla.name].rows, plan, requests)
+        first = _first_requests(plain, plan)
+        engines = evaluation.engines[plan.batch_sizes[0]]
         times = {
             method.name: stage_times.measure(method, engines[method.name], first)
-            for method in (methods if first else ())
+            for method in (evaluation.methods if first else ())
         }
-    return Measured(files, journal, comparisons, divergences, hits, times)
+    return Measured(comparisons, divergences, hits, times)
 
 
-def _accuracy(method: Method, plain: Mapping[int, Any], bar) -> dict[int, list[accuracy.Hits]]:
+def _accuracy(
+    method: Method, plain: Mapping[int, Any], bar: Progress
+) -> dict[int, list[accuracy.Hits]]:
     """Return row -> the hits of its turns."""
     numbers, texts = [], []
     for number, row in plain.items():
         for turn in turns_of(row):
             numbers.append(number)
             texts.append(accuracy.Text(turn.prompt_ids, turn.output_ids))
-    found: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
-    seen: set[int] = set()
+
     bar.show(f"top-k accuracy of {method.name}")
-    for index, hits in accuracy.measure(method, texts):
-        found[numbers[index]].append(hits)
-        if numbers[index] not in seen:
-            seen.add(numbers[index])
-            bar.update()
-    bar.update(len(plain) - len(seen))
-    return found
+    hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
+    for index, hits_of_turn in accuracy.measure(method, texts):
+        hits[numbers[index]].append(hits_of_turn)
+        # A row of several turns counts with its first one.
+        bar.update(int(len(hits[numbers[index]]) == 1))
+    bar.update(sum(not turns for turns in hits.values()))  # rows without text
+    return hits
 
 
-def _first_requests(
-    plain: Mapping[int, Any], plan: Plan, prompts: Mapping[int, Prompt | BadPrompt]
-) -> list[Request]:
+def _first_requests(plain: Mapping[int, Any], plan: Plan) -> list[Request]:
     """Return requests for the first rows that have text, as many as the batch has slots."""
     rows = (row for row in plain.values() if any(turns_of(row)))
     return [
-        plan.request(prompts[row["row"]], next(turns_of(row)).prompt_ids)
+        plan.request(plan.by_index[row["row"]], next(turns_of(row)).prompt_ids)
         for row in itertools.islice(rows, plan.batch_sizes[0])
     ]

@@ -67,6 +67,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     models, placement = method.models, Placement(method.models.mesh)
     weights = weights_for(engine.config.head, models.base.params, models.draft_params)
     weights = placement.weights(weights)
+    # Every slot is in use, as in the middle of a run, so short inputs are repeated.
     slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
     slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
 
@@ -81,10 +82,12 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
         eos=jnp.full_like(state.eos, -1),
         finish=jnp.full_like(state.finish, RUNNING),
     )
+
     state, tree = compiled(_draft)(weights, state)
     programs = {"step": (compiled(_steps),), "verify": (compiled(_verifications), tree)}
     if engine.config.head is not None:
         programs["draft"] = (compiled(draft_loop),)
+
     times: dict[str, list[float]] = {name: [] for name in programs}
     for _ in range(_REPEATS + 1):
         for name, (program, *more) in programs.items():
@@ -93,7 +96,8 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
                 state, result = program(weights, state, *more)
             jax.block_until_ready((state, result))
             times[name].append(time.perf_counter() - started)
-    fastest = {name: min(found[1:]) / STEPS for name, found in times.items()}  # the first compiles
+    # The first compiles. The fastest is the one that nothing else disturbed.
+    fastest = {name: min(seconds[1:]) / STEPS for name, seconds in times.items()}
     return StageTimes(
         batch_size=engine.batch_size,
         context=max(len(request.prompt_ids) for request in slots) + 1,

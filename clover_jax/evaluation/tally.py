@@ -59,6 +59,7 @@ class Tally:
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for a report."""
         lengths, depth = self._lengths, self._depth
+        # Plain decoding drafts nothing, so its forwards are no drafts.
         per_position = lengths.reaching(depth)
         num_drafts = lengths.forwards if depth else 0
         return {
@@ -100,4 +101,5 @@ def context_bin(length: int) -> int:
 
     Example: 63 lies in the bin from 0, 64 and 127 in that from 64, 128 in that from 128.
     """
+    # Bins double: acceptance changes with the scale of a context, not with single tokens.
     return 0 if length < _FIRST_BIN else 1 << (length.bit_length() - 1)

@@ -10,7 +10,6 @@ from clover_jax.data.prompts import BadPrompt
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.evaluation.methods import load_methods, sizes_on
 from clover_jax.evaluation.options import VANILLA, Options
-from clover_jax.evaluation.rows import rows_path
 from clover_jax.evaluation.run import make_plan
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.models import Models, ModelSpec
@@ -57,7 +56,7 @@ def load(options, tmp_path, monkeypatch):
     monkeypatch.setattr(auto_tree, "measure_ranks", ranks)
     monkeypatch.setattr(auto_tree, "measure_trials", trials)
 
-    def run(costs):
+    def run(costs, options=options):
         monkeypatch.setattr(auto_tree, "measure_costs", lambda *_: costs)
         return load_methods(options, GenerationSettings())
 
@@ -72,15 +71,13 @@ def test_a_draft_gets_the_tree_that_pays(load, capsys):
 
 
 @pytest.mark.parametrize("tree", ["paths:0/1/0.0", "dynamic:5:3:2"])
-def test_rows_that_were_begun_go_on_with_their_tree(load, options, monkeypatch, tree, tmp_path):
-    path = rows_path(tmp_path, "a")
+def test_rows_that_were_begun_go_on_with_their_tree(load, options, tree, tmp_path):
+    begun = dataclasses.replace(options, output=str(tmp_path))
+    path = begun.rows_path("a")
     path.parent.mkdir()
     path.write_text('{"index": 0}\n')
     manifest_path(path).write_text(json.dumps({"settings": {"tree": tree}}))
-    monkeypatch.setattr(
-        "clover_jax.evaluation.methods.rows_path", lambda _, name: rows_path(tmp_path, name)
-    )
-    assert load(CHEAP)[1].models.tree == parse_tree(tree)
+    assert load(CHEAP, begun)[1].models.tree == parse_tree(tree)
 
 
 def test_a_tree_is_known_by_its_paths(load):

@@ -7,7 +7,7 @@ import pytest
 
 from clover_jax.decoding.sampling import SamplingConfig
 from clover_jax.evaluation.equality import Comparison, Divergence
-from clover_jax.evaluation.judging import classify
+from clover_jax.evaluation.near_ties import judge
 from clover_jax.evaluation.plan import Plan
 from clover_jax.generation.settings import GenerationSettings
 from tests.evaluation.command import ROWS, run, write_rows
@@ -51,7 +51,7 @@ def test_another_text_of_a_later_pass_fails_the_run(finished, folder):
     wrong = finished.rows("chain")[0]
     wrong["output_ids"][0][4] = (wrong["output_ids"][0][4] + 7) % 261
     failed = {"index": 3, "row": 3, "task": "qa", "error": "out of memory"}
-    edit_legs(output, {("chain", 1): [wrong], ("short", 2): [failed]})
+    edit_passes(output, {("chain", 1): [wrong], ("short", 2): [failed]})
     later = run(folder, output, "--batch_sizes=1")
     assert later.status == 1
     assert later.result["problems"] == [
@@ -65,13 +65,13 @@ def test_another_text_of_a_later_pass_fails_the_run(finished, folder):
     assert "Texts of later passes that are not those of a row's first: chain 1, short 1." in page
 
 
-def edit_legs(output, changed):
-    """Give the last leg of (method, batch size) rows that differ from the first pass."""
-    legs = [json.loads(line) for line in (output / "legs.jsonl").read_text().splitlines()]
-    last = {(leg["method"], leg["batch_size"]): leg for leg in legs}
+def edit_passes(output, changed):
+    """Give the last pass of (method, batch size) rows that differ from the first pass."""
+    passes = [json.loads(line) for line in (output / "legs.jsonl").read_text().splitlines()]
+    last = {(one["method"], one["batch_size"]): one for one in passes}
     for key, rows in changed.items():
         last[key]["changed"] = rows
-    (output / "legs.jsonl").write_text("".join(json.dumps(leg) + "\n" for leg in legs))
+    (output / "legs.jsonl").write_text("".join(json.dumps(one) + "\n" for one in passes))
 
 
 def test_a_later_pass_is_held_against_the_first(finished, folder):
@@ -104,6 +104,6 @@ def test_where_no_equality_is_expected_no_difference_is_judged(sampling):
     plan = Plan({}, settings, sampling, seed=0, repeats=1, batch_sizes=[2], longest=9)
     comparisons = {3: [Comparison(True, Divergence(3, 0, 1, 5, 6))], 4: [Comparison(True)]}
     # Without a base: nothing is decoded again.
-    found = classify(comparisons, {}, plan, {}, vanilla=None)
+    found = judge(comparisons, {}, plan, vanilla=None)
     assert found == {3: Divergence(3, 0, 1, 5, 6)}
     assert not plan.is_equality_expected

@@ -2,9 +2,9 @@
 
 import pytest
 
-from clover_jax.evaluation.legs import LegJournal
 from clover_jax.evaluation.manifest import conditions
 from clover_jax.evaluation.rows import turns_of
+from clover_jax.evaluation.timed_passes import PassJournal
 
 
 def test_everything_is_measured_and_the_last_line_says_the_key_figures(finished):
@@ -41,13 +41,13 @@ def test_figures_are_those_of_the_rows(finished):
 
 
 def test_speed_is_measured_in_turns_at_every_batch_size(finished):
-    legs = LegJournal(finished.output, conditions(None), overwrite=False).select()
-    assert len(legs) == 2 * 2 * 2 * 3  # batch sizes, tasks, repeats, methods
-    assert [leg.method for leg in legs[:6]] == [
+    passes = PassJournal(finished.output, conditions(None), overwrite=False).select()
+    assert len(passes) == 2 * 2 * 2 * 3  # batch sizes, tasks, repeats, methods
+    assert [one.key.method for one in passes[:6]] == [
         *("vanilla", "chain", "short"),
         *("chain", "short", "vanilla"),
     ]
-    assert all(leg.tokens in (18, 27) and not leg.changed for leg in legs)
+    assert all(one.tokens in (18, 27) and not one.changed for one in passes)
     for size in ("1", "2"):
         measured = finished.report["speed"][size]["chain"]["overall"]
         assert len(measured["speedup"]["repeats"]) == 2
@@ -77,4 +77,4 @@ def test_the_page_and_the_plots_are_there(finished):
         "tokens": 320,
     }
     assert "qa (batch size 2): plain decoding" in finished.err
-    assert "no chat template: in 4 of 4 rows" in finished.err
+    assert "no chat template: messages of 4 conversations" in finished.err

@@ -1,6 +1,6 @@
 """A run that was killed, and one that is repeated with something else."""
 
-from clover_jax.evaluation.legs import LegJournal
+from clover_jax.evaluation.timed_passes import PassJournal
 from tests.evaluation.command import run, write_rows
 
 
@@ -12,18 +12,18 @@ def without_times(rows):
 
 
 def test_a_killed_run_goes_on_and_says_so(finished, folder, monkeypatch):
-    output, add = folder / "killed", LegJournal.add
+    output, add = folder / "killed", PassJournal.add
 
-    def add_four(self, leg):
+    def add_four(self, timed):
         if len(self.select()) == 4:
             raise KeyboardInterrupt
-        add(self, leg)
+        add(self, timed)
 
     monkeypatch.setattr("clover_jax.evaluation.run.git_revision", lambda: "one")
-    monkeypatch.setattr(LegJournal, "add", add_four)
+    monkeypatch.setattr(PassJournal, "add", add_four)
     assert run(folder, output).status == 130
     monkeypatch.setattr("clover_jax.evaluation.run.git_revision", lambda: "other")
-    monkeypatch.setattr(LegJournal, "add", add)
+    monkeypatch.setattr(PassJournal, "add", add)
     assert not (output / "report.json").exists()
     begun = (output / "rows" / "chain.jsonl").read_text()
     resumed = run(folder, output)

@@ -1,7 +1,7 @@
 """Which rows belong to which task."""
 
 from clover_jax.data.prompts import BadPrompt, parse_prompt
-from clover_jax.evaluation.tasks import group_by_task
+from clover_jax.evaluation.plan import group_by_task
 
 MT_BENCH = ["writing", "roleplay", "reasoning", "math", "coding", "extraction", "stem"]
 
