@@ -45,7 +45,7 @@ STATUS_USER_ERROR = 2
 STATUS_INTERRUPTED = 128 + signal.SIGINT
 STATUS_BROKEN_PIPE = 128 + signal.SIGPIPE
 
-HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort"}
+HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort", "--help=all"}
 
 # What the file system says about a path that a user gave, and what would be right.
 _PATH_ADVICE = {
@@ -89,7 +89,8 @@ def run(
             print(f"clover-jax {__version__}")
             return STATUS_OK
         if HELP & asked:
-            print(help_text(command, _module_doc(main), command_flags.defined(define_flags)))
+            flags, everything = command_flags.defined(define_flags), "--help=all" in asked
+            print(help_text(command, _module_doc(main), flags, everything))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
         use_compilation_cache()

@@ -124,6 +124,13 @@ def define_common_flags(flags: absl_flags.FlagValues) -> None:
     define_settings(flags, _CommonFlags)
 
 
+def group_flags(flags: absl_flags.FlagValues, title: str, *names: str) -> None:
+    """Let `--help` list flags under a heading; those that the command lacks are passed over."""
+    for name in names:
+        if name in flags:
+            flags[name].group = title
+
+
 def define_template_flag(flags: absl_flags.FlagValues) -> None:
     """Define which chat template conversations go through."""
     define_settings(flags, ChatSettings)

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from absl import flags as absl_flags
 
-from clover_jax.cli.command_flags import define_template_flag
+from clover_jax.cli.command_flags import define_template_flag, group_flags
 
 if TYPE_CHECKING:
     from clover_jax.generation.settings import GenerationSettings
@@ -58,6 +58,14 @@ def define_decoding_flags(flags: absl_flags.FlagValues) -> None:
         ["error", "truncate_left", "skip"],
         "what becomes of a prompt that is longer than the base's context",
     )
+
+    group_flags(flags, "draft", "draft", "drafts", "tree", "calibration", "int8")
+    group_flags(flags, "drafts of others", "draft_rope_theta", "allow_base_mismatch")
+    group_flags(flags, "sampling", *_SAMPLING, "verify", "draft_sampling")
+    group_flags(flags, "text", "max_new_tokens", "stop", "ignore_eos", "context_overflow")
+
+
+_SAMPLING = ("temperature", "top_k", "top_p")
 
 
 def define_int8_flag(flags: absl_flags.FlagValues) -> None:

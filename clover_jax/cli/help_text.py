@@ -12,8 +12,17 @@ _PLACEHOLDER = {"string": "TEXT", "int": "N", "float": "X"}
 _INDENT = " " * 4
 
 
-def help_text(command: str, description: str, flags: absl_flags.FlagValues) -> str:
-    """Return the help of `command`, whose flags are `flags`, folded to the terminal's width."""
+# Groups that few need: `--help` counts their flags, `--help=all` lists them too.
+RARE = ("memory", "dry run", "drafts of others")
+
+
+def help_text(
+    command: str, description: str, flags: absl_flags.FlagValues, everything: bool = False
+) -> str:
+    """Return the help of `command`, whose flags are `flags`, folded to the terminal's width.
+
+    everything: list the groups of RARE as well.
+    """
     width = min(shutil.get_terminal_size().columns, 100)
     groups: dict[str, list[absl_flags.Flag]] = {}
     for name in flags:
@@ -22,9 +31,14 @@ def help_text(command: str, description: str, flags: absl_flags.FlagValues) -> s
     groups[COMMON] = groups.pop(COMMON, [])
 
     parts = [f"usage: python -m {command} [--flag=value ...]", textwrap.dedent(description).strip()]
+    left_out = 0
     for title, group in groups.items():
-        if group:
+        if title in RARE and not everything:
+            left_out += len(group)
+        elif group:
             parts.append("\n".join([f"{title}:", *(_flag_help(flag, width) for flag in group)]))
+    if left_out:
+        parts.append(f"{left_out} more flags, seldom needed: --help=all")
     return "\n\n".join(parts)
 
 

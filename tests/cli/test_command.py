@@ -1,6 +1,7 @@
 """The command wrapper: statuses, one-line mistakes, flagfiles, help without devices."""
 
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 from absl import flags as absl_flags
 
 import clover_jax
-from clover_jax import cli
+from clover_jax import cli, train
 from clover_jax.errors import UserError
 
 PACKAGE = Path(clover_jax.__file__).parent
@@ -209,6 +210,17 @@ def test_help_shows_own_and_common_flags_and_no_others(capsys):
     assert "  --[no]ignore_eos\n    go on after EOS [false]\n" in shown
     assert shown.index("--temperature=X") < shown.index("common flags:") < shown.index("--base=")
     assert shown.count("\n  --") == 3 + 6
+
+
+def test_help_leaves_rare_groups_to_help_all(capsys):
+    for argument in ("--help", "--help=all"):
+        assert cli.run(train.main, train.define_flags, [argument]) == 0
+    short, whole = capsys.readouterr().out.split("usage: python -m ")[1:]
+    groups = re.findall(r"^([a-z ]+):$", whole, re.MULTILINE)
+    assert {"data", "optimiser", "loss", "measuring", "memory", "common flags"} <= {*groups}
+    assert "--[no]remat" in whole
+    assert "--[no]remat" not in short
+    assert "more flags, seldom needed: --help=all" in short
 
 
 @pytest.fixture(params=["heard"])
