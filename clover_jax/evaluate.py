@@ -29,7 +29,11 @@ def define_flags(flags):
     def whole(name, default, meaning):
         absl_flags.DEFINE_integer(name, default, meaning, lower_bound=1, flag_values=flags)
 
-    text("drafts", None, "NAME=DIR,NAME=DIR: the drafts to measure, as generate takes --draft")
+    text(
+        "drafts",
+        None,
+        "NAME=DIR,NAME=DIR or DIR,DIR: the drafts to measure, each as generate's --draft",
+    )
     text(
         "tree",
         None,

@@ -24,9 +24,7 @@ def pieces(row, tokenizer):
     """Return the text that each forward gave; the first piece is the prompt's own forward."""
     ends = list(accumulate([1, *(count + 1 for count in row["accepted"])]))
     texts = ["", *(tokenizer.decode(row["output_ids"][:end]) for end in ends)]
-    return [
-        longer[len(shorter) :] for shorter, longer in pairwise(texts) if longer
-    ]
+    return [longer[len(shorter) :] for shorter, longer in pairwise(texts) if longer]
 
 
 def cells(parts):

@@ -87,15 +87,21 @@ class Options:
 def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
     """Return the drafts of "NAME=DIR,NAME=DIR", with the trees of "TREE" or "NAME=TREE,...".
 
-    Example: "a=x,b=y" with the trees "b=chain:4" gives a=x with its own tree and b=y with chain:4.
+    A draft without a name takes that of its folder.
+
+    Example: "a=x,b=y" with the trees "b=chain:4" gives a=x with its own tree and b=y with chain:4;
+    "runs/eagle" is eagle=runs/eagle.
     Raises UserError for what cannot be read.
     """
     sources: dict[str, str] = {}
     for item in filter(None, map(str.strip, drafts.split(","))):
         name, equals, source = item.partition("=")
-        if not (equals and source and _NAME.fullmatch(name)):
+        if not equals:
+            name, source = Path(item).name, item
+        if not (source and _NAME.fullmatch(name)):
             raise UserError(
-                f"--drafts: {item!r} should be NAME=DIR, with a name of letters, digits and ._+-"
+                f"--drafts: {item!r} should be NAME=DIR, or DIR, with a name of letters, digits "
+                "and ._+-"
             )
         if name == VANILLA:
             raise UserError(f"--drafts: the name {VANILLA!r} stands for plain decoding")

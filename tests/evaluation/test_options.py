@@ -30,6 +30,11 @@ def test_one_tree_is_for_all_and_no_drafts_are_allowed():
     assert parse_drafts("", None) == []
 
 
+def test_a_draft_without_a_name_takes_its_folder_s():
+    choices = parse_drafts("runs/eagle,b=runs/eagle", None)
+    assert [(c.name, c.source) for c in choices] == [("eagle", "runs/eagle"), ("b", "runs/eagle")]
+
+
 def test_the_same_draft_is_measured_with_several_trees():
     choices = parse_drafts("small=x,large=x", "small=chain:4,large=paper25")
     assert [(c.name, c.source, c.tree) for c in choices] == [
@@ -41,7 +46,8 @@ def test_the_same_draft_is_measured_with_several_trees():
 @pytest.mark.parametrize(
     ("drafts", "tree", "said"),
     [
-        ("x", None, "'x' should be NAME=DIR"),
+        ("a,b/a", None, "the name 'a' is given twice"),
+        ("out/<a>", None, "'out/<a>' should be NAME=DIR, or DIR"),
         ("a=", None, "'a=' should be NAME=DIR"),
         ("a/b=x", None, "'a/b=x' should be NAME=DIR"),
         ("vanilla=x", None, "the name 'vanilla' stands for plain decoding"),
