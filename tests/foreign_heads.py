@@ -7,9 +7,9 @@ import numpy as np
 
 from clover_jax.array_types import Params
 from clover_jax.config import DrafterConfig
-from clover_jax.interchange.directory import Card
+from clover_jax.interchange.card import Card
+from clover_jax.interchange.directory import load_draft
 from clover_jax.interchange.layouts import LAYOUTS
-from clover_jax.interchange.read_head import read_head
 from clover_jax.interchange.stored_head import StoredHead
 from clover_jax.interchange.write_head import num_units, write_foreign
 from clover_jax.pretrained.base import BaseModel
@@ -26,14 +26,16 @@ def write_layout(
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)
     }
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    dtype = next(iter(leaves.values())).dtype if leaves else np.dtype(np.float32)
+    dtypes = {"/".join(path): leaf.dtype for path, leaf in leaves.items()}
     card = Card(config, fingerprint(base), None, {})
-    head = StoredHead(card, "memory", shapes, dtype, leaves.__getitem__)
+    head = StoredHead("memory", folder, card, "memory", shapes, dtypes, leaves.__getitem__)
     layout = LAYOUTS[name]
     with progress_bar(num_units(head, layout), "write") as progress:
         write_foreign(folder, head, layout, base, progress)
 
 
 def read_layout(name: str, folder: Path, base: BaseModel, *arguments, **options):
-    """Return (config, params) of a head; arguments are those of `read_head`."""
-    return read_head(LAYOUTS[name], folder, base, *arguments, **options)
+    """Return (config, params) of a head of that layout; arguments are those of `load_draft`."""
+    draft = load_draft(folder, base, *arguments, **options)
+    assert draft.provenance == {"layout": name}
+    return draft.head.config, draft.params

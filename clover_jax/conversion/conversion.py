@@ -11,14 +11,13 @@ from clover_jax.conversion.publish import check_repository, read_token, upload, 
 from clover_jax.conversion.verification import Verification, held_out_prompts, verify
 from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import CARD, native_directory
-from clover_jax.interchange.layouts import LAYOUTS, NATIVE, layout_for
-from clover_jax.interchange.recognise import recognise
+from clover_jax.interchange.card import CARD, native_directory
+from clover_jax.interchange.layouts import NATIVE, layout_for, recognise
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.interchange.write_head import num_units, write_foreign, write_native
 from clover_jax.loading.models import ModelSpec, load
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.stored_base import open_base
+from clover_jax.pretrained.loading import open_base
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.storage.files import check_replaceable, put_in_place, scratch_directory
 
@@ -148,6 +147,7 @@ def _is_head(folder: Path) -> bool:
     if (folder / CARD).is_file():
         return True
     try:
-        return recognise(folder) in LAYOUTS
+        recognise(folder)
     except UserError:
         return False
+    return True

@@ -7,20 +7,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax.numpy as jnp
-
-from clover_jax.array_types import Params
 from clover_jax.data.prompts import Prompt, read_prompts
 from clover_jax.decoding.tree import default_tree, parse_tree
-from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.run import SHIPPED_PROMPTS
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.interchange.directory import Draft
+from clover_jax.interchange.directory import read_draft
 from clover_jax.interchange.stored_head import StoredHead
 from clover_jax.loading.models import Models
-from clover_jax.pretrained.tensor_map import nested
 
 BATCH_SIZE = 4
 
@@ -79,11 +74,7 @@ def verify(
 
 
 def _with_head(base: Models, stored: StoredHead, tree: str) -> Models:
-    params: Params = nested(
-        {path: jnp.asarray(stored.read(path), base.dtype) for path in stored.shapes}
-    )
-    head = registry.head(stored.config)
-    draft = Draft(head, params, tree, stored.card.provenance, stored.layout)
+    draft = read_draft(stored, base.dtype)
     return dataclasses.replace(base, draft=draft, tree=parse_tree(tree))
 
 

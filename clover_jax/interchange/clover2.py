@@ -1,4 +1,4 @@
-"""The official Clover-2 layout: config.json with a "clover" object beside model.safetensors.
+"""The official Clover-2 layout: a Llama config with a "clover" object beside model.safetensors.
 
 Source: the authors' release. Its readers rotate with base 10 000 whatever `rope_theta` says, so a
 head read from this layout does so too, and one trained with another base cannot be written.
@@ -6,34 +6,178 @@ head read from this layout does so too, and one trained with another base cannot
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
+from typing import Any
 
-from clover_jax.config import BaseConfig
+import numpy as np
+
+from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
-from clover_jax.interchange.clover2_config import (
-    ROPE_THETA,
-    check_exportable,
-    config_fields,
-    read_config,
-)
-from clover_jax.interchange.clover2_tensors import clover2_leaves
+from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
+from clover_jax.interchange.llama_fields import llama_fields
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count, parse_llama_config
+from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
+from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
+from clover_jax.storage.json_files import read_json_object
 
+ROPE_THETA = 10_000.0  # what readers of the layout use, whatever rope_theta says
 # Frozen copies of the base's output matrix.
 COPIES = ("lm_head.weight", "clover_embed_tokens.weight")
 
 
-def _read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Clover2Config:
-    return read_config(directory / "config.json", rope_theta or ROPE_THETA)
+def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Clover2Config:
+    """Read the head's config.
+
+    Raises UserError for what is missing or cannot be.
+    """
+    path = directory / "config.json"
+    values = read_json_object(path)
+    clover = values.get("clover")
+    if not isinstance(clover, dict):
+        raise UserError(f'{path} has no "clover" object; it is not an official Clover-2 head')
+    for name in ("num_heads", "num_layers"):
+        check_count({f"clover.{name}": clover.get(name)}, f"clover.{name}", path, MOST_LAYERS)
+    llama = parse_llama_config(values, path)
+    _check_widths(llama.layer)
+
+    # The loss is kept, so that a head can be trained on and written again.
+    # In the release one coefficient weighs both parts, the regression ten times as much.
+    scale = _number(clover, "heads_coefficient", 1.0, path)
+    decay = _number(clover, "decay_coefficient", 0.7, path)
+    loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=decay)
+    rope = RopeConfig(theta=rope_theta or ROPE_THETA)
+
+    # The theta of the file is ignored, as the release does.
+    try:
+        return Clover2Config(
+            layer=dataclasses.replace(llama.layer, rope=rope),
+            vocab_size=llama.vocab_size,
+            num_positions=clover["num_heads"],
+            num_augmenting_layers=clover["num_layers"],
+            loss=loss,
+        )
+    except ValueError as error:
+        raise UserError(f"{path}: {error}") from error
+
+
+def _number(clover: dict[str, Any], name: str, default: float, path: Path) -> float:
+    value = clover.get(name, default)
+    if not isinstance(value, int | float):
+        raise UserError(f"{path}: clover.{name} must be a number, not {value!r}")
+    return value
+
+
+def config_fields(config: Clover2Config, base: BaseModel) -> dict[str, Any]:
+    """Return what config.json holds for a head of a base."""
+    clover = {
+        "num_heads": config.num_positions,
+        "num_layers": config.num_augmenting_layers,
+        "heads_coefficient": config.loss.soft_ce,
+        "decay_coefficient": config.loss.decay,
+    }
+    llama = llama_fields(config, base.config)
+    return {"architectures": ["LlamaForCausalLM"], **llama, "clover": clover}
+
+
+def check_exportable(config: Clover2Config, base: BaseConfig) -> None:
+    """Raise UserError for a head that readers of the layout would run differently."""
+    layer, rope = config.layer, config.layer.rope
+    if config.draft_to_target is not None:
+        raise UserError(
+            f"this head drafts over {config.draft_vocab_size} of the base's {config.vocab_size} "
+            "tokens, and the official Clover-2 layout has no draft vocabulary; train one without "
+            "--draft_vocab to export it"
+        )
+
+    # The release builds Llama's layers, with one flag for all biases of the attention.
+    if layer.alibi or layer.query_key_norm:
+        raise UserError(
+            f"this head has {'ALiBi' if layer.alibi else 'query and key norms'}, as its base has, "
+            "but the official Clover-2 layout holds heads of Llama's layers only"
+        )
+    _check_widths(layer)
+    if rope != RopeConfig(theta=ROPE_THETA):
+        raise UserError(
+            f"this head rotates with base {rope.theta:g} (type {rope.kind}), but readers of the "
+            f"official Clover-2 layout always use {ROPE_THETA:g} and would draft badly with it; "
+            "train the head with --draft_rope_theta=10000 to export it"
+        )
+    if layer.qkv_bias != layer.output_bias:
+        raise UserError(
+            f"the official Clover-2 layout has one attention_bias for all projections, but this "
+            f"head has qkv_bias {layer.qkv_bias} and output_bias {layer.output_bias}"
+        )
+
+    # An ablated head has other parts, or the same ones in another order.
+    if config.order != "decoder_first" or not config.output_projector:
+        raise UserError(
+            f"this head has order {config.order!r} and output_projector {config.output_projector}, "
+            "but the official Clover-2 layout holds heads with 'decoder_first' and True only"
+        )
+
+
+def _check_widths(layer: LayerConfig) -> None:
+    if layer.num_heads * layer.head_dim != layer.hidden_size:
+        raise UserError(
+            f"the official Clover-2 layout splits the width ({layer.hidden_size}) in num_heads "
+            f"({layer.num_heads}) parts, which is not this head's head_dim ({layer.head_dim})"
+        )
+
+
+def clover2_leaves(config: Clover2Config) -> list[Leaf]:
+    """Return where the official tensors lie in `drafters.clover2.Clover2`'s params."""
+    width = config.layer.hidden_size
+    leaves = _attention_decoder(config.layer, "attention_decoder_1", "clover_head_mlp_rnn")
+    for index in range(config.num_augmenting_layers):
+        leaves += layer_leaves(config.layer, (f"augmenting_{index}",), f"layers.{index}.")
+    leaves += _attention_decoder(config.layer, "attention_decoder_2", "clover_head_mlp_rnn2")
+
+    # projector_1 [2, D, D], state first, is stored as [D, 2D] over concat(state, token).
+    both = Piece("clover_head_mlp2.weight", (width, 2 * width), (width, 2, width), (1, 2, 0))
+    return [
+        *leaves,
+        norm_leaf(("trunk_norm",), "clover_norm", width),
+        norm_leaf(("head_norm",), "clover_head_norm", width),
+        transposed(("projector_0",), "clover_head_mlp.weight", (width, width)),
+        whole(("projector_0_bias",), "clover_head_mlp.bias", (width,)),
+        Leaf(("projector_1",), (2, width, width), (both,)),
+        whole(("projector_1_bias",), "clover_head_mlp2.bias", (width,)),
+    ]
+
+
+def _attention_decoder(config: LayerConfig, name: str, stored: str) -> list[Leaf]:
+    """Map to query [D, N, H] and key_value [D, 2, N, H] with their biases."""
+    # Keys and values are two stored matrices each, which fill one leaf.
+    width, heads = config.hidden_size, (config.num_heads, config.head_dim)
+    matrix, split = (width, width), (*heads, width)
+
+    def weight(letter: str, index: tuple = (...,)) -> Piece:
+        return Piece(f"{stored}.{letter}.weight", matrix, split, (2, 0, 1), index)
+
+    def bias(letter: str, index: tuple = (...,)) -> Piece:
+        return Piece(f"{stored}.{letter}.bias", (width,), heads, (0, 1), index)
+
+    key_value = (weight("k", np.s_[:, 0]), weight("v", np.s_[:, 1]))
+    key_value_bias = (bias("k", np.s_[0,]), bias("v", np.s_[1,]))
+    return [
+        norm_leaf((name, "norm"), f"{stored}.input_layernorm", width),
+        Leaf((name, "query"), (width, *heads), (weight("q"),)),
+        Leaf((name, "query_bias"), heads, (bias("q"),)),
+        Leaf((name, "key_value"), (width, 2, *heads), key_value),
+        Leaf((name, "key_value_bias"), (2, *heads), key_value_bias),
+    ]
 
 
 LAYOUT = Layout(
     name="clover2",
     to="clover2",
     kind="clover2",
-    read_config=_read_config,
+    read_config=read_config,
     leaves=clover2_leaves,
-    config_fields=lambda config, base: config_fields(config, base.config),
+    config_fields=config_fields,
     check_exportable=check_exportable,
     copies=dict.fromkeys(COPIES, "lm_head"),
 )

@@ -1,20 +1,29 @@
-"""The official EAGLE-1 and -2 layout: a Llama config beside one layer and `fc`.
+"""EAGLE-1 and -2 heads: a Llama config beside one layer and `fc`, for EAGLE, vLLM and SGLang.
 
-Source: EAGLE's repository. Its readers rotate with the config's `rope_theta`, 10 000 where there is
-none, and build `fc` with a bias unless the config says `"bias": false`. `embed_tokens` is a copy of
-the base's input embedding; output matrix and final norm are the base's own and not stored.
+Sources: EAGLE's repository; llama_eagle.py of vLLM (for the method "eagle") and of SGLang. Readers
+rotate with the config's `rope_theta`, 10 000 where there is none. `embed_tokens` is a copy of the
+base's input embedding; output matrix and final norm are the base's own and not stored.
+
+EAGLE's readers build `fc` with a bias unless the config says `"bias": false`. vLLM builds it
+without one and stops at one. SGLang always builds it with a bias and does not initialise one that
+is missing. It knows the class by its own name, and takes a field `bias` for biases of q, k, v and
+o, which it has together or not at all. Either folder is read back as an EAGLE head.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle import METHOD_LOSS, EagleConfig
 from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
-from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
+from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields, read_eagle_layer
+from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import layer_leaves
 from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
 from clover_jax.storage.json_files import read_json_object
@@ -22,33 +31,32 @@ from clover_jax.storage.json_files import read_json_object
 EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
 
 
-def read_config(path: Path, rope_theta: float | None = None) -> EagleConfig:
+def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
     """Read the head's config.
 
     Raises UserError for what is missing or cannot be.
     """
+    path = directory / "config.json"
     return parse_config(read_json_object(path), path, rope_theta)
 
 
-def parse_config(
-    values: dict[str, Any], path: Path, rope_theta: float | None = None
-) -> EagleConfig:
+def parse_config(values: dict[str, Any], path: Path, rope_theta: float | None) -> EagleConfig:
     """Turn the fields of a head's config into ours; raises as `read_config`."""
     return EagleConfig(
-        layer=read_layer(values, path, rope_theta),
+        layer=read_eagle_layer(values, path, rope_theta),
         vocab_size=values["vocab_size"],
         fc_bias=bool(values.get("bias", True)),
         loss=METHOD_LOSS,
     )
 
 
-def config_fields(config: EagleConfig, base: BaseConfig) -> dict[str, Any]:
+def config_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
     """Return what config.json holds for a head of a base."""
-    fields = {"architectures": ["LlamaForCausalLM"], **llama_fields(config, base)}
+    fields = {"architectures": ["LlamaForCausalLM"], **eagle_fields(config, base.config)}
     return fields | {"bias": config.fc_bias}
 
 
-def check_exportable(config: EagleConfig) -> None:
+def check_exportable(config: EagleConfig, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     if config.draft_to_target is not None:
         raise UserError(
@@ -70,17 +78,56 @@ def eagle_leaves(config: EagleConfig) -> list[Leaf]:
     return leaves + layer_leaves(config.layer, ("layer",), "layers.0.", input_norm=False)
 
 
-def _read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
-    return read_config(directory / "config.json", rope_theta)
+def _check_for_vllm(config: EagleConfig, base: BaseConfig) -> None:
+    check_exportable(config, base)
+    # Zeros could be left out; a trained bias cannot.
+    if config.fc_bias:
+        raise UserError(
+            "this head's fc has a bias, and vLLM's reader of EAGLE-1 heads has none; train with "
+            "--drafter_options=fc_bias=false to export it"
+        )
+
+
+def _check_for_sglang(config: EagleConfig, base: BaseConfig) -> None:
+    check_exportable(config, base)
+    # One field, attention_bias, is all that SGLang's layer knows of biases.
+    layer = config.layer
+    if layer.mlp_bias or layer.qkv_bias != layer.output_bias:
+        raise UserError(
+            f"this head's layer has qkv_bias {layer.qkv_bias}, output_bias {layer.output_bias} and "
+            f"mlp_bias {layer.mlp_bias}, but SGLang's has one attention_bias and none in its MLP; "
+            "train with --drafter_options=llama_layer=true to export it"
+        )
+
+
+def _sglang_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
+    return {"architectures": ["LlamaForCausalLMEagle"], **eagle_fields(config, base.config)}
+
+
+def _bias_of_fc(config: EagleConfig) -> dict[str, np.ndarray]:
+    # Zeros change nothing, where SGLang would use memory as it happens to be.
+    zeros = np.zeros(config.layer.hidden_size, np.float32)
+    return {} if config.fc_bias else {"fc.bias": zeros}
 
 
 LAYOUT = Layout(
     name="eagle",
     to="eagle",
     kind="eagle",
-    read_config=_read_config,
+    read_config=read_config,
     leaves=eagle_leaves,
-    config_fields=lambda config, base: config_fields(config, base.config),
+    config_fields=config_fields,
     check_exportable=check_exportable,
     copies={EMBEDDING: "embedding"},
+)
+VLLM = dataclasses.replace(
+    LAYOUT, name="eagle_vllm", to="eagle_vllm", check_exportable=_check_for_vllm
+)
+SGLANG = dataclasses.replace(
+    LAYOUT,
+    name="eagle_sglang",
+    to="eagle_sglang",
+    config_fields=_sglang_fields,
+    check_exportable=_check_for_sglang,
+    more_tensors=_bias_of_fc,
 )

@@ -2,7 +2,7 @@
 
 Source: EAGLE's repository. `d2t` holds offsets (target id = draft id + d2t), `t2d` marks the kept
 target ids. The embedding is the base's and not stored; the three states that `fc` reads are those
-entering the base's layers 2, L // 2 and L - 3, which nothing in the layout says.
+entering the base's layers 2, L // 2 and L - 3, which the layout does not say.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle3 import METHOD_LOSS, NUM_FEATURES, Eagle3Config, feature_layers
 from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
-from clover_jax.interchange.llama_fields import check_llama_layer, llama_fields, read_layer
+from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields, read_eagle_layer
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
 from clover_jax.pretrained.tensor_files import TensorFiles
@@ -44,12 +44,13 @@ def parse_config(
     path: of the config, for messages; the tensors d2t and t2d lie beside it.
     features: the states of the base that the head reads.
     """
-    layer = read_layer(values, path, rope_theta)
+    layer = read_eagle_layer(values, path, rope_theta)
     size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         raise UserError(
             f"{path}: draft_vocab_size must be a whole number from 1 to vocab_size, not {size!r}"
         )
+
     return Eagle3Config(
         layer=layer,
         vocab_size=vocab_size,
@@ -61,32 +62,30 @@ def parse_config(
 
 def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
     """Return d2t and t2d."""
+    # Without a draft vocabulary the tables are those of the identity.
     ids = np.array(config.draft_to_target or range(config.vocab_size), np.int64)
     kept = np.isin(np.arange(config.vocab_size), ids)
     return {OFFSETS: ids - np.arange(len(ids)), KEPT: kept}
 
 
-def config_fields(config: Eagle3Config, base: BaseConfig) -> dict[str, Any]:
+def config_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
     """Return what config.json holds for a head of a base."""
-    fields = {"architectures": ["LlamaForCausalLMEagle3"], **llama_fields(config, base)}
+    fields = {"architectures": ["LlamaForCausalLMEagle3"], **eagle_fields(config, base.config)}
     return fields | {"draft_vocab_size": config.draft_vocab_size}
 
 
-def exported_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
-    """Return `config_fields`; raises UserError for a head that reads other states of its base."""
-    count = base.config.num_layers
+def check_exportable(config: Eagle3Config, base: BaseConfig) -> None:
+    """Raise UserError for a head that readers of the layout would run differently."""
+    check_llama_layer(config.layer)
+
+    # The layout does not say which states a head reads, so they must be the method's.
+    count = base.num_layers
     states = tuple(f"layer_{i}" for i in (2, count // 2, count - 3))
     if config.features != states:
         raise UserError(
             f"this head reads {', '.join(config.features)}, but readers of the official EAGLE-3 "
             f"layout give it {', '.join(states)} of a base of {count} layers"
         )
-    return config_fields(config, base.config)
-
-
-def check_exportable(config: Eagle3Config) -> None:
-    """Raise UserError for a head that readers of the layout would run differently."""
-    check_llama_layer(config.layer)
 
 
 def eagle3_leaves(config: Eagle3Config, prefix: str = "midlayer.") -> list[Leaf]:
@@ -95,9 +94,11 @@ def eagle3_leaves(config: Eagle3Config, prefix: str = "midlayer.") -> list[Leaf]
     prefix: of the names of the layer's tensors.
     """
     width = config.layer.hidden_size
+
     # [D, 3D] over the three states to fc [3, D, D].
     shape = (width, NUM_FEATURES * width)
     piece = Piece("fc.weight", shape, (width, NUM_FEATURES, width), (1, 2, 0))
+
     return [
         Leaf(("fc",), (NUM_FEATURES, width, width), (piece,)),
         norm_leaf(("embedding_norm",), f"{prefix}input_layernorm", width),
@@ -117,7 +118,9 @@ def _read_vocabulary(files: TensorFiles, size: int, vocab_size: int) -> tuple[in
                 f"{files.directory}: tensor {name} must have shape {shape}, as config.json says; "
                 f"found {files.shapes.get(name, 'none')}"
             )
-    offsets, kept = (files.read(name, (kind,)) for name, (_, kind) in wanted.items())
+
+    # The two say the same in two ways; where they disagree, no reader can be right.
+    offsets, kept = (files.read(name, types=(kind,)) for name, (_, kind) in wanted.items())
     ids = np.arange(size) + offsets
     if not np.array_equal(ids, np.flatnonzero(kept)):
         raise UserError(
@@ -133,7 +136,7 @@ LAYOUT = Layout(
     kind="eagle3",
     read_config=read_config,
     leaves=eagle3_leaves,
-    config_fields=exported_fields,
+    config_fields=config_fields,
     check_exportable=check_exportable,
     more_tensors=vocabulary_tensors,
 )

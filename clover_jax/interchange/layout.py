@@ -9,21 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.config import BaseConfig
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.tensor_map import Leaf
 
 
-def nothing_more(config: DrafterConfig) -> dict[str, np.ndarray]:
-    """Return no further tensors."""
-    return {}
-
-
 @dataclasses.dataclass(frozen=True)
 class Layout:
-    """One format of draft heads.
+    """One format of draft heads; the functions take the config of the kind of head that it holds.
 
-    name: as `recognise` calls it.
+    name: as `convert` reports it.
     to: as `convert --to` calls it; one value may stand for a layout of each of several kinds.
     kind: the drafter whose heads it holds.
     read_config: from the folder, a rotary base (None for the layout's own) and the base's config,
@@ -39,10 +34,10 @@ class Layout:
     name: str
     to: str
     kind: str
-    read_config: Callable[[Path, float | None, BaseConfig], DrafterConfig]
-    leaves: Callable[[DrafterConfig], list[Leaf]]
-    config_fields: Callable[[DrafterConfig, BaseModel], dict[str, Any]]
-    check_exportable: Callable[[DrafterConfig], None]
+    read_config: Callable[[Path, float | None, BaseConfig], Any]
+    leaves: Callable[[Any], list[Leaf]]
+    config_fields: Callable[[Any, BaseModel], dict[str, Any]]
+    check_exportable: Callable[[Any, BaseConfig], None]
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
-    more_tensors: Callable[[DrafterConfig], dict[str, np.ndarray]] = nothing_more
+    more_tensors: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     file: str = "model.safetensors"

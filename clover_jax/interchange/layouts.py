@@ -1,10 +1,14 @@
-"""The table of layouts that heads can be converted from and to."""
+"""The table of layouts that heads can be converted from and to, and how to tell them apart."""
 
 from __future__ import annotations
 
+from pathlib import Path
+
 from clover_jax.errors import UserError
-from clover_jax.interchange import clover2, eagle, eagle3, eagle_servers, medusa, speculators
+from clover_jax.interchange import clover2, eagle, eagle3, medusa, speculators
 from clover_jax.interchange.layout import Layout
+from clover_jax.pretrained.tensor_files import TensorFiles
+from clover_jax.storage.json_files import read_json_object
 
 NATIVE = "orbax"  # not a layout of others: our own draft directories
 LAYOUTS: dict[str, Layout] = {
@@ -12,8 +16,8 @@ LAYOUTS: dict[str, Layout] = {
     for layout in (
         clover2.LAYOUT,
         eagle.LAYOUT,
-        eagle_servers.VLLM,
-        eagle_servers.SGLANG,
+        eagle.VLLM,
+        eagle.SGLANG,
         eagle3.LAYOUT,
         medusa.ORIGINAL,
         medusa.VLLM,
@@ -28,15 +32,59 @@ def layout_for(to: str, kind: str) -> Layout:
 
     Raises UserError where that layout holds heads of other kinds.
     """
+    # One name stands for a layout of each of several kinds, so the kind decides.
     fitting = {layout.to: layout for layout in LAYOUTS.values() if layout.kind == kind}
     if to in fitting:
         return fitting[to]
+
     kinds = " and ".join(layout.kind for layout in LAYOUTS.values() if layout.to == to)
+    if fitting:
+        advice = f"can be written as {', '.join([NATIVE, *fitting])}"
+    else:
+        advice = f"no other program's layout holds; only --to={NATIVE} is left"
     raise UserError(
-        f"--to={to} holds {kinds} heads, and this is one of kind {kind}, which "
-        + (
-            f"can be written as {', '.join([NATIVE, *fitting])}"
-            if fitting
-            else f"no other program's layout holds; only --to={NATIVE} is left"
+        f"--to={to} holds {kinds} heads, and this is one of kind {kind}, which {advice}"
+    )
+
+
+def recognise(directory: Path) -> Layout:
+    """Return the layout of a folder of draft weights.
+
+    Raises UserError that says what the folder is otherwise.
+    """
+    # Some layouts say in config.json what they are.
+    values = read_json_object(directory / "config.json")
+    if "clover" in values:
+        return clover2.LAYOUT
+    if "speculators_model_type" in values:
+        is_eagle3 = values["speculators_model_type"] == "eagle3"
+        return speculators.EAGLE3_LAYOUT if is_eagle3 else speculators.EAGLE_LAYOUT
+    if "medusa_num_heads" in values:
+        return medusa.ORIGINAL
+    if values.get("model_type") == "medusa":
+        return medusa.VLLM
+
+    # The others have a Llama config, so the names of their tensors must tell.
+    names = TensorFiles(directory).shapes
+    if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:
+        return eagle3.LAYOUT
+    if "fc.weight" in names:
+        return eagle.LAYOUT
+    raise UserError(f"{directory} is {_description(names)}")
+
+
+def _description(names: dict[str, tuple[int, ...]]) -> str:
+    # Near misses are called by their name, so that a user sees which folder was given.
+    if "clover_head_mlp.weight" in names:
+        kind = 'an official Clover-2 head without the "clover" object in its config.json'
+    elif "model.embed_tokens.weight" in names:
+        kind = "a base model"
+    else:
+        return (
+            'in no known draft layout: its config.json has no "clover" object, and its first '
+            f"tensor is {min(names, default='missing')}"
         )
+    return (
+        f"{kind}, which cannot be read as a draft; "
+        "native draft folders and the official layouts of Clover-2, EAGLE and Medusa can"
     )

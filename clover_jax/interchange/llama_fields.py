@@ -1,4 +1,4 @@
-"""The fields of config.json that the EAGLE layouts share: a Llama config of one layer."""
+"""The fields of config.json that several layouts share: a Llama config of one layer."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from clover_jax.errors import UserError
 from clover_jax.pretrained.llama_config import parse_llama_config
 
 
-def read_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> LayerConfig:
-    """Return the head's layer; a rotary base that is given takes the place of the config's.
+def read_eagle_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> LayerConfig:
+    """Return an EAGLE head's layer; a rotary base that is given takes the place of the config's.
 
     Raises UserError for what is missing or cannot be.
     """
@@ -20,7 +20,9 @@ def read_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> 
     layers = values["num_hidden_layers"]
     if layers != 1:
         raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1")
+    # Some heads were trained with another base than their config says, which the user then gives.
     rope = dataclasses.replace(llama.rope, theta=rope_theta) if rope_theta else llama.rope
+    # A field of our own: Llama's attention_bias is for all four projections.
     qkv_bias = bool(values.get("qkv_bias", llama.qkv_bias))
     return dataclasses.replace(llama.layer, rope=rope, qkv_bias=qkv_bias)
 
@@ -28,6 +30,7 @@ def read_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> 
 def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
     """Return what config.json says of the layer of a head."""
     layer = config.layer
+    # The ids of special tokens and the context are the base's: the head has the same text.
     return {
         "model_type": "llama",
         "vocab_size": config.vocab_size,
@@ -36,23 +39,27 @@ def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
         "num_hidden_layers": 1,
         "num_attention_heads": layer.num_heads,
         "num_key_value_heads": layer.num_kv_heads,
-        "head_dim": layer.head_dim,
         "max_position_embeddings": base.max_position_embeddings,
         "rms_norm_eps": layer.rms_norm_eps,
         "rope_theta": layer.rope.theta,
-        "rope_scaling": rope_scaling(layer.rope),
+        "rope_scaling": _rope_scaling(layer.rope),
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "bos_token_id": base.bos_token_id,
         "eos_token_id": list(base.eos_token_ids) or None,
         "attention_bias": layer.output_bias,
-        "qkv_bias": layer.qkv_bias,
         "mlp_bias": layer.mlp_bias,
     }
 
 
-def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
-    """Return the config.json object for rotary frequencies that are not the plain ones."""
+def eagle_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
+    """Return `llama_fields` with the two that the EAGLE layouts have besides."""
+    layer = config.layer
+    more = {"head_dim": layer.head_dim, "qkv_bias": layer.qkv_bias}
+    return llama_fields(config, base) | more
+
+
+def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
     fields = {"rope_type": rope.kind, "factor": rope.factor}
@@ -63,7 +70,8 @@ def rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
 
 
 def check_llama_layer(layer: LayerConfig) -> None:
-    """Raise UserError for a layer that readers of the layouts would run differently."""
+    """Raise UserError for a layer that readers of the EAGLE layouts would run differently."""
+    # A config of Llama's has no field for either, so a reader would leave it out without a word.
     if layer.alibi or layer.query_key_norm:
         raise UserError(
             f"this head has {'ALiBi' if layer.alibi else 'query and key norms'}, as its base has, "

@@ -1,12 +1,13 @@
 """Medusa's heads in the original layout and in vLLM's: a residual block and a matrix each.
 
-Sources: Medusa's repository and vLLM's reader. Both may stack several residual blocks; the method,
-and what is read here, has one. The original's config says neither widths nor vocabulary, so these
-are the base's.
+Sources: Medusa's repository and vLLM's reader. Both may stack several residual blocks; the method
+has one, and only such heads are read. The original's config says neither widths nor vocabulary, so
+these are the base's.
 """
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -35,33 +36,21 @@ def read_vllm(directory: Path, rope_theta: float | None, base: BaseConfig) -> Me
     """
     path = directory / "config.json"
     values = read_json_object(path)
+
+    # vLLM's heads may draft over the first tokens alone.
     vocab_size = values.get("vocab_size", base.vocab_size)
     if values.get("truncated_vocab_size", vocab_size) not in (None, vocab_size):
         raise UserError(
             f"{path}: truncated_vocab_size is {values['truncated_vocab_size']} of {vocab_size} "
             "tokens; heads over a part of the vocabulary cannot be read"
         )
+
     if values.get("hidden_size", base.hidden_size) != base.hidden_size:
         raise UserError(
             f"{path}: hidden_size is {values['hidden_size']}, that of the base is "
             f"{base.hidden_size}; give the base that the head was trained for"
         )
     return _config(values, path, "num_heads", "num_hidden_layers", base)
-
-
-def original_leaves(config: MedusaConfig) -> list[Leaf]:
-    """Return where `{head}.0.linear.*` and `{head}.1.weight` lie."""
-    return _leaves(config, "{}.0.linear.weight", "{}.0.linear.bias", "{}.1.weight")
-
-
-def vllm_leaves(config: MedusaConfig) -> list[Leaf]:
-    """Return where `blocks.{head}.layers.0.*` and `lm_heads.{head}.weight` lie."""
-    return _leaves(
-        config,
-        "blocks.{}.layers.0.weight",
-        "blocks.{}.layers.0.bias",
-        "lm_heads.{}.weight",
-    )
 
 
 def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
@@ -90,7 +79,7 @@ def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
     }
 
 
-def check_exportable(config: MedusaConfig) -> None:
+def check_exportable(config: MedusaConfig, base: BaseConfig) -> None:
     """Raise UserError for heads without whole output matrices of their own."""
     if config.draft_to_target is not None:
         raise UserError(
@@ -108,6 +97,7 @@ def check_exportable(config: MedusaConfig) -> None:
 def _config(
     values: dict[str, Any], path: Path, heads: str, layers: str, base: BaseConfig
 ) -> MedusaConfig:
+    # The names of the two fields are all that the layouts' configs differ in here.
     for name in (heads, layers):
         check_count(values, name, path, MOST_LAYERS)
     if values[layers] != 1:
@@ -115,9 +105,13 @@ def _config(
     return make_config(base, num_positions=values[heads])
 
 
-def _leaves(config: MedusaConfig, weight: str, bias: str, matrix: str) -> list[Leaf]:
+def _leaves(config: MedusaConfig, block: str, matrix: str) -> list[Leaf]:
+    """Return where the tensors lie; `{}` in the names stands for the number of a head."""
     positions, width = range(config.num_positions), config.layer.hidden_size
     square, count = (width, width), config.num_positions
+
+    # All residual blocks are one leaf here, which the stored ones fill head by head.
+    weight, bias = f"{block}.weight", f"{block}.bias"
     weights = tuple(Piece(weight.format(i), square, square, (1, 0), (i,)) for i in positions)
     biases = tuple(Piece(bias.format(i), (width,), (width,), (0,), (i,)) for i in positions)
     matrices = [
@@ -135,7 +129,7 @@ ORIGINAL = Layout(
     to="medusa",
     kind="medusa",
     read_config=read_original,
-    leaves=original_leaves,
+    leaves=functools.partial(_leaves, block="{}.0.linear", matrix="{}.1.weight"),
     config_fields=original_fields,
     check_exportable=check_exportable,
     file=ORIGINAL_FILE,
@@ -145,7 +139,7 @@ VLLM = Layout(
     to="medusa_vllm",
     kind="medusa",
     read_config=read_vllm,
-    leaves=vllm_leaves,
+    leaves=functools.partial(_leaves, block="blocks.{}.layers.0", matrix="lm_heads.{}.weight"),
     config_fields=vllm_fields,
     check_exportable=check_exportable,
 )

@@ -3,24 +3,23 @@
 Sources: the speculators library's schema and vLLM's reader. EAGLE-3's layer is called `layers.0.`
 here, not `midlayer.`, and the base's embedding is stored with it. `norm_before_residual` is always
 written: without it vLLM takes true and the schema false. Our heads, like the method's own, add to
-the state as it was before its norm. Today's vLLM reads EAGLE-3 heads by this layout only; for
-EAGLE-1 heads, which the library's first version had as well, see eagle_servers.py.
+the state as it was before its norm. EAGLE-1 heads were in the library's first version only; the
+layout that vLLM reads today is in eagle.py.
 """
 
 from __future__ import annotations
 
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
-from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle import EagleConfig
 from clover_jax.drafters.eagle3 import NUM_FEATURES, Eagle3Config, feature_layers
 from clover_jax.errors import UserError
 from clover_jax.interchange import eagle, eagle3
 from clover_jax.interchange.layout import Layout
-from clover_jax.interchange.llama_fields import llama_fields
+from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.families import read_architecture
 from clover_jax.storage.json_files import read_json_object
@@ -33,21 +32,25 @@ _ALGORITHM, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
 _STATES, _NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
 
 
-def read_eagle_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
-    """Read an EAGLE-1 head's config; raises UserError for another algorithm."""
+def _read_eagle_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
     path = directory / "config.json"
     values = _read_values(path)
+    # The bias of fc has another name here.
     fields = values[_LAYER_CONFIG] | {"bias": values.get("fusion_bias", False)}
     return eagle.parse_config(fields, path, rope_theta)
 
 
-def read_eagle3_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Eagle3Config:
+def _read_eagle3_config(
+    directory: Path, rope_theta: float | None, base: BaseConfig
+) -> Eagle3Config:
     """Read an EAGLE-3 head's config and vocabulary.
 
     Raises UserError for another arrangement of its norm, or states that no base has.
     """
     path = directory / "config.json"
     values = _read_values(path)
+
+    # Absent means true to vLLM and false to the schema, so only a written false is sure.
     if values.get(_NORM_FIRST) is not False:
         raise UserError(
             f"{path}: {_NORM_FIRST} is {values.get(_NORM_FIRST, 'missing')}; only heads with false "
@@ -55,71 +58,6 @@ def read_eagle3_config(directory: Path, rope_theta: float | None, base: BaseConf
         )
     fields = values[_LAYER_CONFIG] | {"draft_vocab_size": values.get("draft_vocab_size")}
     return eagle3.parse_config(fields, path, rope_theta, _features(values, path, base))
-
-
-def eagle_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
-    """Return what config.json holds for an EAGLE-1 head of a base."""
-    own = {
-        "architectures": ["EagleSpeculator"],
-        _STATES: None,
-        "layernorms": False,
-        "fusion_bias": config.fc_bias,
-        "transformer_layer_architecture": "LlamaDecoderLayer",
-        _LAYER_CONFIG: eagle.config_fields(config, base.config),
-    }
-    return _shared_fields("eagle", config, base, DRAFTED_TOKENS) | own
-
-
-def eagle3_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
-    """Return what config.json holds for an EAGLE-3 head of a base."""
-    own = {
-        "architectures": ["Eagle3Speculator"],
-        _STATES: _state_ids(config),
-        _LAYER_CONFIG: {
-            "architectures": ["LlamaForCausalLM"],
-            **llama_fields(config, base.config),
-        },
-    }
-    return _shared_fields("eagle3", config, base, config.num_positions) | own
-
-
-def check_eagle3_exportable(config: Eagle3Config) -> None:
-    """Raise UserError for a head that vLLM would run differently."""
-    eagle3.check_exportable(config)
-    _state_ids(config)
-    if config.layer.qkv_bias != config.layer.output_bias:
-        raise UserError(
-            f"this head's layer has qkv_bias {config.layer.qkv_bias} and output_bias "
-            f"{config.layer.output_bias}, but vLLM's has one attention_bias for both; train with "
-            "--drafter_options=llama_layer=true to export it"
-        )
-
-
-def _shared_fields(
-    algorithm: str, config: DrafterConfig, base: BaseModel, drafted_tokens: int
-) -> dict[str, Any]:
-    proposal = {
-        "proposal_type": "greedy",
-        "speculative_tokens": drafted_tokens,
-        "verifier_accept_k": 1,
-        "accept_tolerance": 0.0,
-    }
-    return {
-        _ALGORITHM: algorithm,
-        "speculators_version": VERSION,
-        "draft_vocab_size": config.draft_vocab_size,
-        _NORM_FIRST: False,
-        "target_hidden_size": config.layer.hidden_size,
-        "speculators_config": {
-            "algorithm": algorithm,
-            "default_proposal_method": "greedy",
-            "proposal_methods": [proposal],
-            "verifier": {
-                "name_or_path": base.source,
-                "architectures": [read_architecture(base.directory)],
-            },
-        },
-    }
 
 
 def _read_values(path: Path) -> dict[str, Any]:
@@ -139,44 +77,109 @@ def _features(values: dict[str, Any], path: Path, base: BaseConfig) -> tuple[str
     ids = values.get(_STATES)
     if ids is None:
         return feature_layers(base.num_layers)
-    if not _are_states(ids, base.num_layers):
+    names = {index: f"layer_{index}" for index in range(base.num_layers)}
+    if not _are_states(ids) or not set(ids) <= set(names):
         raise UserError(
             f"{path}: {_STATES} must be {NUM_FEATURES} different layers of the base's "
             f"{base.num_layers}, in ascending order, not {ids!r}"
         )
-    return tuple(f"layer_{index}" for index in ids)
+    return tuple(names[index] for index in ids)
 
 
-def _are_states(ids: Any, num_layers: int) -> bool:
+def _are_states(ids: Any) -> bool:
+    # vLLM hands out states while it runs the layers: each once, in their order.
     if not isinstance(ids, list) or not all(type(index) is int for index in ids):
         return False
-    return (
-        len(ids) == NUM_FEATURES and ids == sorted(set(ids)) and 0 <= ids[0] <= ids[-1] < num_layers
-    )
+    return len(ids) == NUM_FEATURES and ids == sorted(set(ids))
 
 
-def _state_ids(config: Eagle3Config) -> list[int]:
-    """Return the layers whose states a head reads.
+def _eagle1_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
+    own = {
+        "architectures": ["EagleSpeculator"],
+        _STATES: None,
+        "layernorms": False,
+        "fusion_bias": config.fc_bias,
+        "transformer_layer_architecture": "LlamaDecoderLayer",
+        _LAYER_CONFIG: eagle.config_fields(config, base),
+    }
+    return _shared_fields("eagle", config, base, DRAFTED_TOKENS) | own
 
-    Raises UserError for others than vLLM hands out: each once, in the order of the layers.
+
+def _eagle3_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
+    layer = {"architectures": ["LlamaForCausalLM"], **eagle_fields(config, base.config)}
+    own = {
+        "architectures": ["Eagle3Speculator"],
+        _STATES: _state_ids(config, base.config),
+        _LAYER_CONFIG: layer,
+    }
+    return _shared_fields("eagle3", config, base, config.num_positions) | own
+
+
+def _shared_fields(
+    algorithm: str, config: EagleConfig | Eagle3Config, base: BaseModel, drafted_tokens: int
+) -> dict[str, Any]:
+    # Settings of a server, which a user's own replace.
+    proposal = {
+        "proposal_type": "greedy",
+        "speculative_tokens": drafted_tokens,
+        "verifier_accept_k": 1,
+        "accept_tolerance": 0.0,
+    }
+    # vLLM loads the base that is named here where a user gives it the head alone.
+    verifier = {
+        "name_or_path": base.source,
+        "architectures": [read_architecture(base.directory)],
+    }
+    return {
+        _ALGORITHM: algorithm,
+        "speculators_version": VERSION,
+        "draft_vocab_size": config.draft_vocab_size,
+        _NORM_FIRST: False,
+        "target_hidden_size": config.layer.hidden_size,
+        "speculators_config": {
+            "algorithm": algorithm,
+            "default_proposal_method": "greedy",
+            "proposal_methods": [proposal],
+            "verifier": verifier,
+        },
+    }
+
+
+def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
+    """Raise UserError for a head that vLLM would run differently."""
+    check_llama_layer(config.layer)
+    _state_ids(config, base)
+    # Our own field for biases of q, k and v alone means nothing to vLLM.
+    if config.layer.qkv_bias != config.layer.output_bias:
+        raise UserError(
+            f"this head's layer has qkv_bias {config.layer.qkv_bias} and output_bias "
+            f"{config.layer.output_bias}, but vLLM's has one attention_bias for both; train with "
+            "--drafter_options=llama_layer=true to export it"
+        )
+
+
+def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
+    """Return the ids of the states that a head reads.
+
+    Raises UserError for others than vLLM hands out.
     """
-    found = [re.fullmatch(r"layer_(\d+)", name) for name in config.features]
-    ids = [int(match[1]) for match in found if match]
-    if len(ids) < NUM_FEATURES or ids != sorted(set(ids)):
+    ids = {f"layer_{index}": index for index in range(base.num_layers)}
+    read = [ids[name] for name in config.features if name in ids]
+    if not _are_states(read):
         raise UserError(
             f"this head reads {', '.join(config.features)} of its base, but vLLM gives heads the "
             f"states that enter {NUM_FEATURES} different layers, in ascending order"
         )
-    return ids
+    return read
 
 
 EAGLE_LAYOUT = Layout(
     name="speculators",
     to=TARGET,
     kind="eagle",
-    read_config=read_eagle_config,
+    read_config=_read_eagle_config,
     leaves=eagle.eagle_leaves,
-    config_fields=eagle_fields,
+    config_fields=_eagle1_fields,
     check_exportable=eagle.check_exportable,
     copies={eagle.EMBEDDING: "embedding"},
 )
@@ -184,10 +187,10 @@ EAGLE3_LAYOUT = Layout(
     name="speculators_eagle3",
     to=TARGET,
     kind="eagle3",
-    read_config=read_eagle3_config,
+    read_config=_read_eagle3_config,
     leaves=functools.partial(eagle3.eagle3_leaves, prefix=LAYER),
-    config_fields=eagle3_fields,
-    check_exportable=check_eagle3_exportable,
+    config_fields=_eagle3_fields,
+    check_exportable=_check_eagle3,
     copies={eagle.EMBEDDING: "embedding"},
     more_tensors=eagle3.vocabulary_tensors,
 )

@@ -1,59 +1,111 @@
-"""A draft head on disk, in whatever layout, whose params are read leaf by leaf."""
+"""Open a draft head on disk, native or in a layout of others: all is checked but its values."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
+from clover_jax.array_types import Params
 from clover_jax.config import DrafterConfig
-from clover_jax.errors import UserError
-from clover_jax.interchange.base_copies import MATRIX_NAMES, check_copy, check_widths
-from clover_jax.interchange.directory import (
-    PARAMS,
-    Card,
-    check_base,
-    expected_params,
-    find_head,
-    read_card,
-)
+from clover_jax.drafters import registry
+from clover_jax.errors import UserError, reason_of
+from clover_jax.interchange.card import CARD, PARAMS, Card, native_directory, read_card
 from clover_jax.interchange.layout import Layout
-from clover_jax.interchange.layouts import LAYOUTS, NATIVE
-from clover_jax.interchange.params_folder import check_folder
-from clover_jax.interchange.params_stream import read_leaf
+from clover_jax.interchange.layouts import NATIVE, recognise
+from clover_jax.interchange.orbax_params import check_folder, read_leaf
+from clover_jax.models.int8 import Int8Matrix, widen
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.fingerprint import fingerprint
-from clover_jax.pretrained.finite import check_finite
-from clover_jax.pretrained.shapes import base_shapes
-from clover_jax.pretrained.stored_base import StoredMatrix
-from clover_jax.pretrained.tensor_files import TensorFiles
+from clover_jax.pretrained.fingerprint import differences, fingerprint
+from clover_jax.pretrained.loading import place_as
+from clover_jax.pretrained.sources import find_directory
+from clover_jax.pretrained.tensor_files import TensorFiles, check_finite
 from clover_jax.pretrained.tensor_map import Path as LeafPath
-from clover_jax.pretrained.tensor_map import fuse, stored_shapes
+from clover_jax.pretrained.tensor_map import fuse, nested, stored_shapes
+
+_CHECKED_ROWS = 4096  # of a copy of a base's matrix, compared at a time
+_MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredHead:
     """A head that was checked by everything but its values.
 
+    source: what the user asked for. place: the folder that holds the tensors.
     card: its draft.json; for a foreign layout what that would say.
     layout: "orbax", or the name of the layout that it was found in.
-    shapes: path of a leaf -> its shape. dtype: of every leaf.
+    shapes: path of a leaf -> its shape.
+    dtypes: name of a stored tensor -> its type.
     read: returns a leaf as it is stored; raises UserError naming one that is not finite.
     """
 
+    source: str
+    place: Path
     card: Card
     layout: str
-    shapes: dict[LeafPath, tuple[int, ...]]
-    dtype: np.dtype
+    shapes: Mapping[LeafPath, tuple[int, ...]]
+    dtypes: Mapping[str, np.dtype]
     read: Callable[[LeafPath], np.ndarray]
 
     @property
     def config(self) -> DrafterConfig:
         """The head's config."""
         return self.card.config
+
+    @property
+    def dtype(self) -> np.dtype:
+        """The type of all tensors.
+
+        Raises UserError naming the first that has another: no one type would keep all values.
+        """
+        (first, wanted), *others = self.dtypes.items()
+        for name, dtype in others:
+            if dtype != wanted:
+                raise UserError(
+                    f"{self.place}: tensor {name} is stored as {dtype}, {first} as {wanted}; "
+                    "save all tensors of a head in one type"
+                )
+        return np.dtype(wanted)
+
+    def read_params(self, dtype: jnp.dtype) -> Params:
+        """Return all leaves cast to `dtype`, on the default device; raises as `read`."""
+        place = place_as(dtype)
+        return nested({path: place(path, self.read(path)) for path in self.shapes})
+
+
+class FoundHead(NamedTuple):
+    """Where a head lies; layout None is a native draft directory."""
+
+    directory: Path
+    layout: Layout | None
+
+
+def find_head(source: str, rope_theta: float | None = None) -> FoundHead:
+    """Find a head by its name and tell its layout; the arguments are those of `load_draft`.
+
+    Raises UserError where there is no head, or one that says its own rotary base.
+    """
+    directory = find_directory(source)
+    native = native_directory(directory)
+    if native is None:
+        if not (directory / "config.json").is_file():
+            raise UserError(
+                f"{directory} is no draft: it has neither {CARD} (a draft directory), nor "
+                f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' "
+                "layouts)"
+            )
+        return FoundHead(directory, recognise(directory))
+    if rope_theta is not None:
+        raise UserError(
+            f"{native} says its own rotary base; a rope theta ({rope_theta:g}) can be given for "
+            "the layouts of others only"
+        )
+    return FoundHead(native, None)
 
 
 def open_head(
@@ -68,43 +120,132 @@ def open_head(
     cut_vocab: leave out the rows by which a foreign head's vocabulary is longer than the base's.
     Raises UserError naming whatever is missing, broken or does not fit.
     """
-    directory, name = find_head(source, rope_theta)
-    if name is None:
+    directory, layout = find_head(source, rope_theta)
+    if layout is None:
         return _open_native(directory, source, base, allow_base_mismatch)
-    layout = LAYOUTS[name]
-    config = layout.read_config(directory, rope_theta, base.config)
-    fitted = _fit_vocabulary(config, base, directory, cut_vocab)
-    check_widths(fitted, base, directory)
-    return _open_foreign(directory, layout, config, fitted, base, allow_base_mismatch)
+
+    # The config says which tensors to expect; the copies of the base's say whose head it is.
+    stored = layout.read_config(directory, rope_theta, base.config)
+    config = _fit_vocabulary(stored, base, directory, cut_vocab)
+    _check_widths(config, base, directory)
+    copies = {} if allow_base_mismatch else layout.copies
+    return _open_foreign(directory, source, layout, stored, config, base, copies)
 
 
 def _open_native(
     directory: Path, source: str, base: BaseModel, allow_base_mismatch: bool
 ) -> StoredHead:
     card = read_card(directory)
-    check_base(card, base, source, allow_base_mismatch)
-    expected = expected_params(card, directory, base_shapes(base.config))
+    _check_base(card, base, source, allow_base_mismatch)
+    expected = _expected_params(card, directory, base)
+    _check_layers(card.config.features, base, source)
+
     folder = directory / PARAMS
-    tree = check_folder(folder, expected, card.files)
-    stored = {
-        tuple(key.key for key in path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-    }
-    dtype = _one_dtype({"/".join(path): leaf.dtype for path, leaf in stored.items()}, folder)
+    stored = check_folder(folder, expected, card.files)
+    shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
+    dtypes = {"/".join(path): np.dtype(leaf.dtype) for path, leaf in stored.items()}
 
     def read(path: LeafPath) -> np.ndarray:
         leaf = read_leaf(folder, path)
         check_finite(leaf, "/".join(path), folder)
         return leaf
 
-    shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
-    return StoredHead(card, NATIVE, shapes, dtype, read)
+    return StoredHead(source, folder, card, NATIVE, shapes, dtypes, read)
+
+
+def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
+    # Shapes do for any base: one that is opened for conversion has matrices that are not arrays.
+    shapes = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32),
+        base.params,
+        is_leaf=lambda leaf: isinstance(leaf, Int8Matrix),
+    )
+    # An edited config can have values of any type, which fail anywhere in a head's code.
+    try:
+        return registry.init_shapes(registry.head(card.config), shapes)
+    except (TypeError, ValueError, AttributeError) as error:
+        reason = reason_of(error)
+        raise UserError(
+            f"{directory / CARD}: no head can be built of its drafter ({reason}); was it edited?"
+        ) from error
+
+
+def _check_base(card: Card, base: BaseModel, source: str, allow_base_mismatch: bool) -> None:
+    # Another width cannot be decoded with, whatever a user allows.
+    widths = {
+        "vocabulary": (card.config.vocab_size, base.config.vocab_size),
+        "width": (card.config.layer.hidden_size, base.config.hidden_size),
+    }
+    for name, (ours, theirs) in widths.items():
+        if ours != theirs:
+            raise UserError(
+                f"draft {source} has {name} {ours}, but base {base.source} has {theirs}; "
+                "give the base that it was trained for"
+            )
+    if allow_base_mismatch:
+        return
+
+    differing = differences(card.base, fingerprint(base))
+    if differing:
+        # The beginning of a hash is enough to tell it from another.
+        listed = ", ".join(
+            f"{name} {str(a)[:12]} against {str(b)[:12]}" for name, (a, b) in differing.items()
+        )
+        raise UserError(
+            f"draft {source} was trained for another base than {base.source}: {listed}; give the "
+            "base that it was trained for, or --allow_base_mismatch"
+        )
+
+
+def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> None:
+    numbers = [name.removeprefix("layer_") for name in features if name.startswith("layer_")]
+    deepest = max(map(int, numbers), default=0)
+    if deepest >= base.config.num_layers:
+        raise UserError(
+            f"draft {source} reads the state that enters layer {deepest}, but base {base.source} "
+            f"has {base.config.num_layers} layers; give the base that it was trained for"
+        )
+
+
+def _open_foreign(
+    directory: Path,
+    source: str,
+    layout: Layout,
+    stored: DrafterConfig,
+    config: DrafterConfig,
+    base: BaseModel,
+    copies: Mapping[str, str],
+) -> StoredHead:
+    """Open a head in a layout of others.
+
+    stored: its config as the folder says it. config: the same with the base's vocabulary.
+    copies: the copies of base matrices to compare with the base's own.
+    """
+    # Every tensor is accounted for, by the vocabulary as it is stored.
+    files, own = TensorFiles(directory), stored_shapes(layout.leaves(stored))
+    matrix = (stored.vocab_size, stored.layer.hidden_size)
+    further = {name: array.shape for name, array in layout.more_tensors(stored).items()}
+    files.check(own | dict.fromkeys(layout.copies, matrix) | further)
+    dtypes = {name: files.dtype(name) for name in own}
+    for name, which in copies.items():
+        _check_copy(files, name, which, base)
+
+    # Read are the rows of the base's vocabulary: padding is left where it is.
+    leaves = {leaf.path: leaf for leaf in layout.leaves(config)}
+    kept = stored_shapes(leaves.values())
+
+    def read(path: LeafPath) -> np.ndarray:
+        return fuse(leaves[path], lambda name: files.read(name, slice(kept[name][0])))
+
+    # The layout says nothing of the base, so it is taken for the one that the user gives.
+    card = Card(config, fingerprint(base), None, {"layout": layout.name})
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    return StoredHead(source, directory, card, layout.name, shapes, dtypes, read)
 
 
 def _fit_vocabulary(
     config: DrafterConfig, base: BaseModel, directory: Path, cut_vocab: bool
 ) -> DrafterConfig:
-    """Return the config with the base's vocabulary where the head's is padded."""
     ours, wanted = config.vocab_size, base.config.vocab_size
     if ours <= wanted:
         return config
@@ -112,70 +253,46 @@ def _fit_vocabulary(
         raise UserError(
             f"{directory}: the head's vocab_size is {ours}, that of the base {base.source} is "
             f"{wanted}; give the base that the head was trained for or, where the last "
-            f"{ours - wanted} rows are padding, --cut_vocab"
+            f"{ours - wanted} rows are padding, --cut_vocab of clover_jax.convert"
         )
+
     try:
         return dataclasses.replace(config, vocab_size=wanted)
     except ValueError as error:  # ids of its draft vocabulary lie in what would be cut
         raise UserError(f"{directory}, without its last {ours - wanted} rows: {error}") from error
 
 
-def _open_foreign(
-    directory: Path,
-    layout: Layout,
-    stored_config: DrafterConfig,
-    config: DrafterConfig,
-    base: BaseModel,
-    allow_base_mismatch: bool,
-) -> StoredHead:
-    """Open a head in a layout of others.
-
-    stored_config: as the folder says it. config: the same with the base's vocabulary.
-    """
-    files = TensorFiles(directory)
-    own = stored_shapes(layout.leaves(stored_config))
-    width = config.layer.hidden_size
-    copies = dict.fromkeys(layout.copies, (stored_config.vocab_size, width))
-    further = {name: x.shape for name, x in layout.more_tensors(stored_config).items()}
-    files.check(own | copies | further)
-    leaves = {leaf.path: leaf for leaf in layout.leaves(config)}
-    kept = stored_shapes(leaves.values())
-    dtype = _one_dtype({name: files.dtype(name) for name in own}, directory)
-    for name, matrix in () if allow_base_mismatch else layout.copies.items():
-        _check_copy(files, name, matrix, base, directory)
-
-    def read_tensor(name: str) -> np.ndarray:
-        if kept[name] == own[name]:
-            return files.read(name)
-        return files.read_rows(name, 0, kept[name][0])
-
-    def read(path: LeafPath) -> np.ndarray:
-        return fuse(leaves[path], read_tensor)
-
-    shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    provenance = {"layout": layout.name}
-    card = Card(config, fingerprint(base), None, provenance)
-    return StoredHead(card, layout.name, shapes, dtype, read)
-
-
-def _check_copy(
-    files: TensorFiles, name: str, matrix: str, base: BaseModel, directory: Path
-) -> None:
-    ours = base.lm_head if matrix == "lm_head" else base.params["embedding"]
-    stored = StoredMatrix(tuple(ours.shape), lambda start, stop: files.read_rows(name, start, stop))
-    check_copy(name, stored, ours, MATRIX_NAMES[matrix], base, directory)
-
-
-def _one_dtype(dtypes: dict[str, np.dtype], place: Path) -> np.dtype:
-    """Return the type of all tensors.
-
-    Raises UserError naming the first that has another: no one type would keep all values.
-    """
-    (first, wanted), *others = dtypes.items()
-    for name, dtype in others:
-        if dtype != wanted:
+def _check_widths(config: DrafterConfig, base: BaseModel, directory: Path) -> None:
+    pairs = {
+        "vocab_size": (config.vocab_size, base.config.vocab_size),
+        "hidden_size": (config.layer.hidden_size, base.config.hidden_size),
+    }
+    for name, (ours, wanted) in pairs.items():
+        if ours != wanted:
             raise UserError(
-                f"{place}: tensor {name} is stored as {dtype}, {first} as {wanted}; "
-                "save all tensors of a head in one type"
+                f"{directory}: the head's {name} is {ours}, that of the base {base.source} is "
+                f"{wanted}; give the base that the head was trained for"
             )
-    return np.dtype(wanted)
+
+
+def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> None:
+    """Raise UserError where a stored copy of a base's matrix is not that matrix.
+
+    which: "lm_head" or "embedding".
+    """
+    ours = base.lm_head if which == "lm_head" else base.params["embedding"]
+    for start in range(0, ours.shape[0], _CHECKED_ROWS):
+        rows = ours[start : start + _CHECKED_ROWS]
+        mine = np.asarray(widen(rows, jnp.float32)).astype(np.float32)
+        theirs = files.read(name, slice(start, start + len(mine))).astype(np.float32)
+
+        # To a bfloat16 rounding, as the head may be stored in another dtype than the base, and to
+        # half a step where the base is quantized.
+        half = 0.5 * np.asarray(rows.step) if isinstance(rows, Int8Matrix) else 0.0
+        differs = np.abs(theirs - mine) > 2.0**-7 * np.abs(mine) + half + 1e-6
+        if differs.any():
+            row = start + int(np.argmax(differs.any(axis=1)))
+            raise UserError(
+                f"{files.directory}: {name} differs from the {_MATRIX_NAMES[which]} of the base "
+                f"{base.source} (first in row {row}); give the base that the head was trained for"
+            )

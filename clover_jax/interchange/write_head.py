@@ -5,28 +5,36 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from clover_jax.interchange.directory import PARAMS, Card, write_card
+from clover_jax.interchange.card import PARAMS, Card, write_card
 from clover_jax.interchange.layout import Layout
-from clover_jax.interchange.params_stream import LazyLeaf, save_leaves
-from clover_jax.interchange.safetensors_stream import StreamedTensor, write_safetensors
+from clover_jax.interchange.orbax_params import LazyLeaf, save_leaves
 from clover_jax.interchange.stored_head import StoredHead
 from clover_jax.pretrained.base import BaseModel
+from clover_jax.pretrained.tensor_files import READABLE
 from clover_jax.pretrained.tensor_map import Leaf, Piece
+from clover_jax.pretrained.tensor_map import Path as LeafPath
 from clover_jax.runtime.progress import Progress
 from clover_jax.storage.files import atomic_directory
 
 PART_BYTES = 2**24  # values on their way from a leaf to the file
+# Readers know the last two besides the types of weights: mappings of token ids are stored so.
+_TYPE_NAMES = {dtype: name for name, dtype in READABLE.items()} | {
+    np.dtype(np.int64): "I64",
+    np.dtype(np.bool_): "BOOL",
+}
 
 
 def write_native(directory: Path, head: StoredHead, card: Card, progress: Progress) -> None:
     """Write a native draft directory."""
 
-    def lazy(path) -> LazyLeaf:
+    # Made one by one while orbax writes, since a head may not fit in memory twice.
+    def lazy(path: LeafPath) -> LazyLeaf:
         def make() -> np.ndarray:
             leaf = head.read(path)
             progress.update()
@@ -46,13 +54,16 @@ def write_foreign(
 
     Raises UserError for a head that the layout cannot hold.
     """
-    layout.check_exportable(head.config)
+    layout.check_exportable(head.config, base.config)
     leaves = layout.leaves(head.config)
     tensors = _own_tensors(head, leaves) + _copies(head, layout, base)
     tensors += _further_tensors(head, layout)
+
     # Servers run a head in this type, or in float16 where none is named.
     fields = layout.config_fields(head.config, base) | {"torch_dtype": str(head.dtype)}
+
     with atomic_directory(directory) as unfinished:
+        # Yields as a tensor is done, for the bar.
         for _ in write_safetensors(unfinished / layout.file, tensors):
             progress.update()
         text = json.dumps(fields, indent=2) + "\n"
@@ -67,11 +78,54 @@ def num_units(head: StoredHead, layout: Layout | None) -> int:
     return own + len(layout.copies) + len(layout.more_tensors(head.config))
 
 
+class StreamedTensor(NamedTuple):
+    """One tensor: its name, type and shape, and its values in order, in parts."""
+
+    name: str
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    parts: Iterator[np.ndarray]
+
+
+def write_safetensors(path: Path, tensors: Sequence[StreamedTensor]) -> Iterator[str]:
+    """Write a file part by part, yielding the name of each tensor once it is written.
+
+    The format: the header's length in 8 bytes, a JSON header padded to a multiple of 8, then the
+    values without gaps.
+    """
+    # Wide types come first, so that each tensor is aligned.
+    ordered = sorted(tensors, key=lambda tensor: -tensor.dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for tensor in ordered:
+        start, end = end, end + math.prod(tensor.shape) * tensor.dtype.itemsize
+        header[tensor.name] = {
+            "dtype": _TYPE_NAMES[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+
+    with path.open("xb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for tensor in ordered:
+            begin = file.tell()
+            for part in tensor.parts:
+                file.write(np.ascontiguousarray(part).view(np.uint8).data)
+            # A part too few would shift all tensors behind it, and readers could not tell.
+            written = file.tell() - begin
+            wanted = math.prod(tensor.shape) * tensor.dtype.itemsize
+            if written != wanted:
+                raise ValueError(f"{tensor.name}: {written} bytes written, {wanted} announced")
+            yield tensor.name
+
+
 def _own_tensors(head: StoredHead, leaves: list[Leaf]) -> list[StreamedTensor]:
-    """Return the head's tensors; those of one leaf lie together, so that it is read once."""
-    last: dict[tuple[str, ...], np.ndarray] = {}
+    last: dict[LeafPath, np.ndarray] = {}
 
     def parts(leaf: Leaf, piece: Piece) -> Iterator[np.ndarray]:
+        # The tensors of a leaf are written one after the other, so that it is read once.
         if leaf.path not in last:
             last.clear()
             last[leaf.path] = head.read(leaf.path)
@@ -85,7 +139,8 @@ def _own_tensors(head: StoredHead, leaves: list[Leaf]) -> list[StreamedTensor]:
 
 
 def _copies(head: StoredHead, layout: Layout, base: BaseModel) -> list[StreamedTensor]:
-    def parts(matrix) -> Iterator[np.ndarray]:
+    # Rows at a time: an output matrix is often the largest tensor of all.
+    def parts(matrix: Any) -> Iterator[np.ndarray]:
         for start, stop in _row_ranges(matrix.shape, head.dtype):
             yield np.asarray(matrix[start:stop]).astype(head.dtype)
 
@@ -97,16 +152,16 @@ def _copies(head: StoredHead, layout: Layout, base: BaseModel) -> list[StreamedT
 
 
 def _further_tensors(head: StoredHead, layout: Layout) -> list[StreamedTensor]:
-    """Return the tensors that follow from the config, numbers in the type of the head's own."""
     tensors = []
     for name, value in layout.more_tensors(head.config).items():
+        # Weights go in the type of the head's own; ids and masks as they are.
         stored = value.astype(head.dtype) if value.dtype.kind == "f" else value
         tensors.append(StreamedTensor(name, stored.dtype, stored.shape, iter([stored])))
     return tensors
 
 
 def _in_parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield slices along the first axis, so that a permuted view is never copied whole."""
+    # A permuted view is copied when it is written: slices of it take little memory.
     for start, stop in _row_ranges(array.shape, array.dtype):
         yield array[start:stop]
 

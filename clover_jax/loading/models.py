@@ -25,7 +25,8 @@ from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree, porta
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import Draft, find_head, load_draft
+from clover_jax.interchange.directory import Draft, load_draft
+from clover_jax.interchange.stored_head import find_head
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
 from clover_jax.pretrained.loading import describe_base

@@ -28,6 +28,7 @@ def parse_baichuan_config(
     values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
 ) -> BaseConfig:
     """Turn the fields of a Baichuan config into ours; there are no biases and no grouped heads."""
+    # The first versions call the context's length by another name.
     fixed = {"attention_bias": False, "mlp_bias": False, "num_key_value_heads": None}
     length = {"max_position_embeddings": values.get("model_max_length", DEFAULT_LENGTH)}
     config = parse_llama_config(length | values | fixed, path, generation)
@@ -43,6 +44,7 @@ def baichuan_leaves(config: BaseConfig) -> list[Leaf]:
 
 def adjust_baichuan(values: dict[str, Any]) -> Adjust:
     """Return the normalisation of lm_head where the checkpoint is one of Baichuan 2."""
+    # The config has no version; these two fields are new in the second.
     is_second = values.get("vocab_size") == VOCABULARY_OF_2 or "z_loss_weight" in values
     return _normalise_lm_head if is_second else unchanged
 
@@ -51,7 +53,7 @@ BAICHUAN = Family(parse_baichuan_config, baichuan_leaves, adjust_baichuan)
 
 
 def _has_alibi(values: dict[str, Any]) -> bool:
-    """Tell 13B from 7B: one architecture name serves both, and only 7B's has a rotary length."""
+    # One architecture name serves 7B and 13B, and only 7B's configs have a rotary length.
     if "BaiChuanForCausalLM" in (values.get("architectures") or []):
         return False
     return "max_position_embeddings" not in values or values["hidden_size"] == WIDTH_OF_13B
@@ -60,18 +62,16 @@ def _has_alibi(values: dict[str, Any]) -> bool:
 def _packed(leaf: Leaf, config: BaseConfig) -> Leaf:
     """Map to qkv [D, N, 3, H] from W_pack [3 N H, D]."""
     width, heads, size = config.hidden_size, config.num_heads, config.head_dim
-    piece = Piece(
-        leaf.pieces[0].name.replace("q_proj", "W_pack"),
-        (3 * heads * size, width),
-        (3, heads, size, width),
-        (3, 1, 0, 2),
-    )
+    name = leaf.pieces[0].name.replace("q_proj", "W_pack")
+    split = (3, heads, size, width)
+    piece = Piece(name, (3 * heads * size, width), split, (3, 1, 0, 2))
     return Leaf(leaf.path, leaf.shape, (piece,))
 
 
 def _normalise_lm_head(name: str, tensor: np.ndarray) -> np.ndarray:
     if name != "lm_head.weight":
         return tensor
+    # In float32: a sum of thousands of bfloat16 squares is inexact.
     rows = tensor.astype(np.float32)
     rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _EPS)
     return rows

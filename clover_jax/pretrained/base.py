@@ -1,4 +1,4 @@
-"""The base model as the program passes it around: its config, its params, where it came from."""
+"""A loaded base model: its config, its params, where it came from."""
 
 from __future__ import annotations
 

@@ -11,8 +11,11 @@ from clover_jax.errors import UserError
 from clover_jax.pretrained.baichuan import BAICHUAN
 from clover_jax.pretrained.family import Adjust, Family
 from clover_jax.pretrained.llama_config import parse_llama_config
-from clover_jax.pretrained.mistral_config import parse_mistral_config
-from clover_jax.pretrained.qwen_config import parse_qwen2_config, parse_qwen3_config
+from clover_jax.pretrained.mistral_qwen_config import (
+    parse_mistral_config,
+    parse_qwen2_config,
+    parse_qwen3_config,
+)
 from clover_jax.pretrained.tensor_map import Leaf
 from clover_jax.storage.json_files import read_json_object
 
@@ -32,13 +35,11 @@ MODEL_TYPES = {
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
 }
-
-
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 
 
 class Checkpoint(NamedTuple):
-    """What a folder's config.json says about the weights beside it.
+    """The config of a folder and what it says about the weights beside it.
 
     leaves: where they lie in the params. adjust: what is done to each before it is used.
     """
@@ -50,7 +51,7 @@ class Checkpoint(NamedTuple):
     def is_harmless(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without its being read.
 
-        Old exports carry the rotary frequencies, which the config gives; and some store the output
+        Old exports carry the rotary frequencies, which the config gives. Some store the output
         matrix a second time although it is tied to the embedding.
         """
         tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
@@ -65,8 +66,10 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{directory} has no config.json; it is not a Hugging Face model folder")
+
     values = read_json_object(path)
     family = ARCHITECTURES[architecture_of(values, path)]
+    # Not every folder has one: it is newer than the format.
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
     config = family.parse(values, path, generation)
@@ -94,11 +97,13 @@ def architecture_of(values: dict[str, Any], path: Path) -> str:
         raise UserError(f"{path}: architectures must be a list of names, not {names!r}")
     if not names and values.get("model_type") in MODEL_TYPES:
         return MODEL_TYPES[values["model_type"]]
+    # A config may name several classes; one that is known is enough.
     for name in names:
         if isinstance(name, str) and name in ARCHITECTURES:
             return name
-    found = ", ".join(map(str, names)) or values.get("model_type") or "none named"
+
+    named = ", ".join(map(str, names)) or values.get("model_type") or "none named"
     raise UserError(
-        f"{path}: architecture {found} is not supported; "
+        f"{path}: architecture {named} is not supported; "
         f"the supported ones are {', '.join(ARCHITECTURES)}"
     )

@@ -1,4 +1,4 @@
-"""What identifies a base model, so that a draft is not used with another one by mistake."""
+"""The identity of a base model, so that a draft is not used with another one by mistake."""
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
     names = {field.name for field in dataclasses.fields(BaseFingerprint)}
     shapes = {name: value for name, value in vars(base.config).items() if name in names}
     hashes = {"lm_head": lm_head_hash(base)}
+
+    # A folder may come without a tokenizer, for prompts of token ids.
     tokenizer = load_tokenizer(base.directory)
     if tokenizer is not None:
         hashes["tokenizer"] = tokenizer_hash(tokenizer)
@@ -62,17 +64,18 @@ def matrix_hash(matrix: Float[Array, "V D"]) -> str:
     """Return SHA-256 over the little-endian bfloat16 values, row by row."""
     digest = hashlib.sha256()
     for start in range(0, matrix.shape[0], _HASHED_ROWS):
+        # bfloat16 keeps the hash of a base that is loaded in another type.
         rows = to_host(matrix[start : start + _HASHED_ROWS])
         digest.update(rows.astype(ml_dtypes.bfloat16).view(np.uint16).astype("<u2").tobytes())
     return digest.hexdigest()
 
 
 def checksum(params: Params) -> str:
-    """Return a short hash of the values of all params, found where they lie.
+    """Return a short hash of the values of all params, computed on their devices.
 
-    Whole numbers are summed, so it is the same however arrays are split over devices. It tells
-    weights that were changed, not weights that somebody has forged.
+    It tells weights that were changed, not weights that somebody has forged.
     """
+    # Whole numbers are summed, so it is the same however arrays are split over devices.
     sums = [(jax.tree_util.keystr(path), _sum(x)) for path, x in jax.tree.leaves_with_path(params)]
     text = json.dumps([[name, int(to_host(total))] for name, total in sums])
     return hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -82,25 +85,24 @@ def checksum(params: Params) -> str:
 def _sum(leaf: Array) -> Array:
     """Return the sum over a leaf of a hash of each value's bits and place."""
     bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
+    # The place counts too: swapped rows have the same sum.
     for axis in range(leaf.ndim):
         bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis))
     return bits.sum(dtype=jnp.uint32)
 
 
 def _mixed(bits: Array) -> Array:
-    """Return 32 bits of which each depends on all (the last steps of MurmurHash3)."""
+    """Return 32 bits that each depend on all others (the last steps of MurmurHash3)."""
     bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
     bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
     return bits ^ (bits >> 16)
 
 
 def differences(draft: BaseFingerprint, base: BaseFingerprint) -> dict[str, tuple]:
-    """Return name -> (the draft's value, the base's value) where two fingerprints disagree.
-
-    A tokenizer or a chat template that one side lacks is no difference: a folder may come without.
-    """
+    """Return name -> (the draft's value, the base's value) where two fingerprints disagree."""
     pairs = {
         field.name: (getattr(draft, field.name), getattr(base, field.name))
         for field in dataclasses.fields(BaseFingerprint)
     }
+    # A tokenizer or chat template that one side lacks is no difference: a folder may come without.
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and None not in pair}

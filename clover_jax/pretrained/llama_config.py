@@ -11,12 +11,7 @@ from clover_jax.errors import UserError
 
 ROPE_KINDS = ("default", "linear", "llama3")
 MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory before it is found
-_REQUIRED = (
-    "vocab_size",
-    "hidden_size",
-    "intermediate_size",
-    "num_attention_heads",
-)
+_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
 def parse_llama_config(
@@ -27,6 +22,7 @@ def parse_llama_config(
     Defaults are those of transformers' LlamaConfig, except that the shapes must be given; null is
     as absent.
     """
+    # Checked by name first: a config may hold anything.
     for name in _REQUIRED:
         check_count(values, name, path)
     check_count(values, "num_hidden_layers", path, MOST_LAYERS)
@@ -34,6 +30,8 @@ def parse_llama_config(
         if values.get(name) is not None:
             check_count(values, name, path)
     _check_supported(values, path)
+
+    # Llama has one field for all four projections of the attention.
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
     head_dim, rope = _head_dim(values, path), parse_rope(values, path)
@@ -80,10 +78,13 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
         raise UserError(
             f"{path}: rope type {kind!r} is not supported; the types are {', '.join(ROPE_KINDS)}"
         )
+
+    # The newer object holds theta too; where it does not, the older field counts.
     own_theta = {} if fields.get("rope_theta") is None else {"rope_theta": fields["rope_theta"]}
     theta = _positive(values | own_theta, "rope_theta", 10_000.0, path)
     if kind == "default":
         return RopeConfig(theta=float(theta))
+
     needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
     for name in needed:
         if not _is_positive(fields.get(name)):
@@ -93,6 +94,7 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
             )
     scaling = {name: float(fields[name]) for name in needed}
     if kind == "llama3":
+        # transformers takes the context's length where the original one is not given.
         name = "original_max_position_embeddings"
         scaling[name] = fields.get(name) or values.get("max_position_embeddings") or 2048
     return RopeConfig(theta=float(theta), kind=kind, **scaling)
@@ -113,8 +115,10 @@ def _is_positive(value: Any) -> bool:
 def _check_supported(values: dict[str, Any], path: Path) -> None:
     if values.get("hidden_act", "silu") != "silu":
         raise UserError(f"{path}: hidden_act {values['hidden_act']!r} is not supported, only silu")
+    # Quantized weights have other names and types, which would read as missing tensors.
     if values.get("quantization_config"):
         raise UserError(f"{path}: quantised checkpoints are not supported; give the original one")
+    # Phi and others rotate a part of each head only.
     rope = values.get("rope_parameters")
     own = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
     partial = values.get("partial_rotary_factor") if own is None else own
@@ -135,10 +139,8 @@ def _head_dim(values: dict[str, Any], path: Path) -> int:
 
 
 def _eos_ids(values: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    """Return the ids that end generation; generation_config.json, where there is one, knows best.
-
-    Llama 3 shows why: its config.json names one id, its generation config the end of a turn too.
-    """
+    # generation_config.json wins: Llama 3's config.json names one id, and its generation config
+    # the end of a turn too.
     ids = generation.get("eos_token_id")
     if ids is None:
         ids = values.get("eos_token_id")

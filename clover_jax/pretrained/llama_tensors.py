@@ -5,11 +5,14 @@ The rotary form needs no permutation: Hugging Face stores the half-split one, as
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 
-from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig, LayerConfig
-from clover_jax.pretrained.tensor_map import Leaf, Path, Piece, take_apart, transposed, whole
+from clover_jax.pretrained.tensor_map import Leaf, Path, Piece, transposed, whole
+
+_EVERY = slice(None)
 
 
 def base_leaves(config: BaseConfig) -> list[Leaf]:
@@ -22,11 +25,6 @@ def base_leaves(config: BaseConfig) -> list[Leaf]:
     if not config.tie_word_embeddings:
         leaves.append(whole(("lm_head",), "lm_head.weight", matrix))
     return leaves
-
-
-def export_base(params: Params, config: BaseConfig) -> dict[str, np.ndarray]:
-    """Return the tensors of the base under their Hugging Face names, for a safetensors file."""
-    return take_apart(base_leaves(config), params)
 
 
 def layer_leaves(
@@ -43,22 +41,32 @@ def layer_leaves(
     input_norm: False for the layer that has no norm before its attention.
     read_width: columns that its attention reads; None is the hidden size.
     """
+    # Parts that every layer has.
     attention, mlp = (*path, "attention"), (*path, "mlp")
-    norm = norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", config.hidden_size)
+    width, inner = config.hidden_size, config.intermediate_size
+    norm = norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", width)
     leaves = [
         *([norm] if input_norm else []),
-        _qkv(config, attention, f"{prefix}self_attn.", read_width or config.hidden_size),
+        _qkv(config, attention, f"{prefix}self_attn.", read_width or width),
         _attention_out(config, attention, f"{prefix}self_attn.o_proj"),
-        norm_leaf((*path, "mlp_norm"), f"{prefix}post_attention_layernorm", config.hidden_size),
+        norm_leaf((*path, "mlp_norm"), f"{prefix}post_attention_layernorm", width),
         _gate_up(config, mlp, f"{prefix}mlp."),
-        transposed(
-            (*mlp, "down"),
-            f"{prefix}mlp.down_proj.weight",
-            (config.intermediate_size, config.hidden_size),
-        ),
+        transposed((*mlp, "down"), f"{prefix}mlp.down_proj.weight", (inner, width)),
     ]
-    leaves += _head_norms(config, attention, prefix)
-    return leaves + _layer_biases(config, attention, mlp, prefix)
+
+    # Parts that not every family has.
+    if config.query_key_norm:  # Qwen3 normalises each query and each key
+        for name in ("query", "key"):
+            stored = f"{prefix}self_attn.{name[0]}_norm.weight"
+            leaves.append(whole((*attention, f"{name}_norm"), stored, (config.head_dim,)))
+    if config.qkv_bias:
+        leaves.append(_qkv_bias(config, attention, f"{prefix}self_attn."))
+    if config.output_bias:
+        leaves.append(whole((*attention, "out_bias"), f"{prefix}self_attn.o_proj.bias", (width,)))
+    if config.mlp_bias:
+        leaves.append(_gate_up_bias(config, mlp, f"{prefix}mlp."))
+        leaves.append(whole((*mlp, "down_bias"), f"{prefix}mlp.down_proj.bias", (width,)))
+    return leaves
 
 
 def norm_leaf(path: Path, name: str, width: int) -> Leaf:
@@ -68,29 +76,33 @@ def norm_leaf(path: Path, name: str, width: int) -> Leaf:
 
 def _qkv(config: LayerConfig, path: Path, prefix: str, width: int) -> Leaf:
     """Map to qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value."""
-    heads, size = config.num_kv_heads, config.head_dim
-    groups = config.num_groups
-    every = slice(None)
-    pieces = [
-        Piece(
-            f"{prefix}q_proj.weight",
-            (config.num_heads * size, width),
-            (heads, groups, size, width),
-            (3, 0, 1, 2),
-            (every, every, slice(0, groups)),
-        )
-    ]
-    pieces += [
-        Piece(
-            f"{prefix}{letter}_proj.weight",
-            (heads * size, width),
-            (heads, size, width),
-            (2, 0, 1),
-            (every, every, slot),
-        )
-        for letter, slot in (("k", groups), ("v", groups + 1))
-    ]
-    return Leaf((*path, "qkv"), (width, heads, groups + 2, size), tuple(pieces))
+    pieces = []
+    for letter, (split, slot) in _qkv_slots(config).items():
+        name, shape = f"{prefix}{letter}_proj.weight", (math.prod(split), width)
+        axes = (len(split), *range(len(split)))  # the width comes first here, there it is last
+        pieces.append(Piece(name, shape, (*split, width), axes, (_EVERY, _EVERY, slot)))
+    shape = (width, config.num_kv_heads, config.num_groups + 2, config.head_dim)
+    return Leaf((*path, "qkv"), shape, tuple(pieces))
+
+
+def _qkv_bias(config: LayerConfig, path: Path, prefix: str) -> Leaf:
+    pieces = []
+    for letter, (split, slot) in _qkv_slots(config).items():
+        name, axes = f"{prefix}{letter}_proj.bias", tuple(range(len(split)))
+        pieces.append(Piece(name, (math.prod(split),), split, axes, (_EVERY, slot)))
+    shape = (config.num_kv_heads, config.num_groups + 2, config.head_dim)
+    return Leaf((*path, "qkv_bias"), shape, tuple(pieces))
+
+
+def _qkv_slots(config: LayerConfig) -> dict[str, tuple[tuple[int, ...], int | slice]]:
+    """Return how the rows of q, k and v split, and which slots of G + 2 they fill."""
+    # A key/value head lies beside the queries that read it, so that a shard holds both.
+    heads, groups, size = config.num_kv_heads, config.num_groups, config.head_dim
+    return {
+        "q": ((heads, groups, size), slice(0, groups)),
+        "k": ((heads, size), groups),
+        "v": ((heads, size), groups + 1),
+    }
 
 
 def _attention_out(config: LayerConfig, path: Path, name: str) -> Leaf:
@@ -112,46 +124,10 @@ def _gate_up(config: LayerConfig, path: Path, prefix: str) -> Leaf:
     return Leaf((*path, "gate_up"), (width, 2, inner), pieces)
 
 
-def _head_norms(config: LayerConfig, attention: Path, prefix: str) -> list[Leaf]:
-    """Return the scales by which Qwen3 normalises each query and each key."""
-    names = ("query", "key") if config.query_key_norm else ()
-    return [
-        whole(
-            (*attention, f"{name}_norm"),
-            f"{prefix}self_attn.{name[0]}_norm.weight",
-            (config.head_dim,),
-        )
-        for name in names
-    ]
-
-
-def _layer_biases(config: LayerConfig, attention: Path, mlp: Path, prefix: str) -> list[Leaf]:
-    leaves = []
-    if config.qkv_bias:
-        leaves.append(_qkv_bias(config, attention, f"{prefix}self_attn."))
-    if config.output_bias:
-        name = f"{prefix}self_attn.o_proj.bias"
-        leaves.append(whole((*attention, "out_bias"), name, (config.hidden_size,)))
-    if config.mlp_bias:
-        inner = (config.intermediate_size,)
-        pieces = tuple(
-            Piece(f"{prefix}mlp.{name}_proj.bias", inner, inner, (0,), (slot,))
-            for slot, name in enumerate(("gate", "up"))
-        )
-        leaves.append(Leaf((*mlp, "gate_up_bias"), (2, *inner), pieces))
-        name = f"{prefix}mlp.down_proj.bias"
-        leaves.append(whole((*mlp, "down_bias"), name, (config.hidden_size,)))
-    return leaves
-
-
-def _qkv_bias(config: LayerConfig, path: Path, prefix: str) -> Leaf:
-    heads, groups, size = config.num_kv_heads, config.num_groups, config.head_dim
-    every = slice(None)
-    split = (heads, groups, size)
-    queries = (every, slice(0, groups))
-    pieces = [Piece(f"{prefix}q_proj.bias", (config.num_heads * size,), split, (0, 1, 2), queries)]
-    pieces += [
-        Piece(f"{prefix}{letter}_proj.bias", (heads * size,), (heads, size), (0, 1), (every, slot))
-        for letter, slot in (("k", groups), ("v", groups + 1))
-    ]
-    return Leaf((*path, "qkv_bias"), (heads, groups + 2, size), tuple(pieces))
+def _gate_up_bias(config: LayerConfig, path: Path, prefix: str) -> Leaf:
+    inner = (config.intermediate_size,)
+    pieces = tuple(
+        Piece(f"{prefix}{name}_proj.bias", inner, inner, (0,), (slot,))
+        for slot, name in enumerate(("gate", "up"))
+    )
+    return Leaf((*path, "gate_up_bias"), (2, *inner), pieces)

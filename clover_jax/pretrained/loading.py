@@ -1,7 +1,11 @@
-"""Load a base model: find its folder, read its config, place its tensors one by one."""
+"""Load a base model: find its folder, read its config, place its tensors one by one.
+
+Conversions need little of a base's weights, so they open it without reading them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,11 +17,11 @@ from clover_jax.array_types import Array
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.families import read_checkpoint
-from clover_jax.pretrained.shapes import is_shape, random_base, shape_config
+from clover_jax.pretrained.families import Checkpoint, read_checkpoint
+from clover_jax.pretrained.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles
-from clover_jax.pretrained.tensor_map import Place, assemble, stored_shapes
+from clover_jax.pretrained.tensor_map import Leaf, Place, assemble, stored_shapes
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 
 
@@ -35,16 +39,66 @@ def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None =
         return random_base(source, dtype, place)
     directory = find_directory(source)
     checkpoint = read_checkpoint(directory)
-    config = checkpoint.config
-    _check_tokenizer(directory, config)
+    _check_tokenizer(directory, checkpoint.config)
+    files = _open_files(directory, checkpoint)
+
+    # Leaf by leaf: a base may fill most of the memory of host and device.
+    params = assemble(
+        checkpoint.leaves,
+        lambda name: checkpoint.adjust(name, files.read(name)),
+        place or place_as(dtype),
+    )
+    return BaseModel(checkpoint.config, params, directory, source)
+
+
+class StoredMatrix:
+    """A [V, D] matrix of a checkpoint whose rows are read when they are asked for.
+
+    Example: `matrix[0:4096]` is an array of 4096 rows; no more of it is in memory.
+    """
+
+    def __init__(self, shape: tuple[int, ...], read: Callable[[slice], np.ndarray]):
+        self.shape = shape
+        self._read = read
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Return the rows of a slice without a step."""
+        start, stop, _ = rows.indices(self.shape[0])
+        return self._read(slice(start, stop))
+
+
+def open_base(source: str) -> BaseModel:
+    """Return a base whose params are shapes, but for its embedding and its output matrix.
+
+    Those two are a `StoredMatrix` each, which is enough for a fingerprint and for the copies in
+    others' layouts. Raises UserError as `load_base` does, except that a tokenizer is looked at only
+    when the fingerprint is taken.
+    """
+    if is_shape(source):
+        return random_base(source, jnp.float32, None)
+    directory = find_directory(source)
+    checkpoint = read_checkpoint(directory)
+    files = _open_files(directory, checkpoint)
+
+    def stored_matrix(leaf: Leaf) -> StoredMatrix:
+        name = leaf.pieces[0].name
+
+        # A family's adjustment of a matrix works row by row.
+        return StoredMatrix(
+            leaf.shape, lambda rows: checkpoint.adjust(name, files.read(name, rows))
+        )
+
+    leaves = {leaf.path[0]: leaf for leaf in checkpoint.leaves}
+    matrices = {name: leaves[name] for name in ("embedding", "lm_head") if name in leaves}
+    params = base_shapes(checkpoint.config)
+    params |= {name: stored_matrix(leaf) for name, leaf in matrices.items()}
+    return BaseModel(checkpoint.config, params, directory, source)
+
+
+def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
     files = TensorFiles(directory)
     files.check(stored_shapes(checkpoint.leaves), harmless=checkpoint.is_harmless)
-
-    def read(name: str) -> np.ndarray:
-        return checkpoint.adjust(name, files.read(name))
-
-    params = assemble(checkpoint.leaves, read, place or place_as(dtype))
-    return BaseModel(config=config, params=params, directory=directory, source=source)
+    return files
 
 
 class BaseDescription(NamedTuple):
@@ -55,7 +109,7 @@ class BaseDescription(NamedTuple):
 
 
 def describe_base(source: str) -> BaseDescription:
-    """Return what is known of a base before its weights are read; raises as `load_base` does."""
+    """Describe a base before its weights are read; raises as `load_base` does."""
     if is_shape(source):
         return BaseDescription(shape_config(source), Path(source))
     directory = find_directory(source)
@@ -72,6 +126,7 @@ def place_as(dtype: jnp.dtype) -> Place:
 
 
 def _check_tokenizer(directory: Path, config: BaseConfig) -> None:
+    # A token without an embedding would fail later, and only when a text has it.
     largest = max(_vocabulary(directory).items(), key=lambda item: item[1], default=("", -1))
     if largest[1] >= config.vocab_size:
         raise UserError(
@@ -86,7 +141,7 @@ def _vocabulary(directory: Path) -> dict[str, int]:
     if not path.is_file():
         tokenizer = load_tokenizer(directory)
         return {} if tokenizer is None else tokenizer.get_vocab()
-    # Much faster than load_tokenizer, which imports transformers.
+    # Faster than load_tokenizer, which imports transformers.
     try:
         return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
     except Exception as error:  # the library raises bare Exception

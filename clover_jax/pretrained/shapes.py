@@ -1,6 +1,6 @@
 """Well-known shapes as bases without a checkpoint: `shape:NAME`, random weights or none at all.
 
-What a program costs depends on shapes and not on values, so these time and compile what nobody has
+A program's cost depends on shapes and not on values, so these measure models that nobody has
 downloaded. Their text means nothing.
 """
 
@@ -18,13 +18,12 @@ from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.models.int8 import Matrix
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.tensor_map import Place
 
 PREFIX = "shape:"
 _SPREAD = 0.02  # of random weights, as models of this family are initialised
-_LLAMA3_ROPE = RopeConfig(theta=500_000.0)
+_LLAMA3_ROPE, _LONG_ROPE = RopeConfig(theta=500_000.0), RopeConfig(theta=1_000_000.0)
 
 
 def _llama(vocabulary, width, inner, layers, heads, kv_heads, **options) -> BaseConfig:
@@ -50,7 +49,7 @@ def _qwen3(width, inner, layers, heads, **options) -> BaseConfig:
         num_kv_heads=8,
         head_dim=128,
         rms_norm_eps=1e-6,
-        rope=RopeConfig(theta=1_000_000.0),
+        rope=_LONG_ROPE,
         max_position_embeddings=40_960,
         query_key_norm=True,
         **options,
@@ -68,14 +67,7 @@ SHAPES = {
     "llama2-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
     "vicuna-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
     "mistral-7b": _llama(
-        32_768,
-        4096,
-        14_336,
-        32,
-        32,
-        8,
-        rope=RopeConfig(theta=1_000_000.0),
-        max_position_embeddings=32_768,
+        32_768, 4096, 14_336, 32, 32, 8, rope=_LONG_ROPE, max_position_embeddings=32_768
     ),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
@@ -92,7 +84,7 @@ def is_shape(source: str) -> bool:
 
 
 def shape_notice(source: str) -> str | None:
-    """Return what a user of a shape's text or training must know; None for a real base."""
+    """Return the warning for users of a shape's text or training; None for a real base."""
     if not is_shape(source):
         return None
     return f"{source} has random weights: time and memory mean something, what it says does not"
@@ -101,14 +93,16 @@ def shape_notice(source: str) -> str | None:
 def shape_config(source: str) -> BaseConfig:
     """Return the config of `shape:NAME[:LAYERS]` or `shape:WIDTHxLAYERSxVOCABULARY`.
 
-    LAYERS: so many instead of the model's own. The generic form has heads of 64 and an MLP of 8/3
-    of the width, rounded up to 64: 512x8x8192.
+    LAYERS: replaces the model's own number. The generic form, such as 512x8x8192, has heads of 64
+    and an MLP of 8/3 of the width, rounded up to 64.
     Raises UserError for an unknown name or a width that heads of 64 do not fill.
     """
+    # A known name, with fewer layers where a whole model would take too long.
     name, _, layers = source.removeprefix(PREFIX).partition(":")
     if name in SHAPES and (not layers or (layers.isdecimal() and int(layers) > 0)):
         config = SHAPES[name]
         return dataclasses.replace(config, num_layers=int(layers or config.num_layers))
+
     sizes = _GENERIC.fullmatch(name)
     if sizes is None:
         raise UserError(
@@ -127,7 +121,12 @@ def shape_config(source: str) -> BaseConfig:
 
 def base_shapes(config: BaseConfig, dtype: jnp.dtype = jnp.float32) -> Params:
     """Return a base's params as ShapeDtypeStructs; allocates nothing."""
-    return cast_shapes(jax.eval_shape(lambda: _init(config)), dtype)
+
+    def init() -> Params:
+        ids = jnp.zeros((1, 2), jnp.int32)
+        return Decoder(config).init(jax.random.key(0), ids, ids, causal_mask(1, 2))["params"]
+
+    return cast_shapes(jax.eval_shape(init), dtype)
 
 
 def cast_shapes(shapes: Params, dtype: jnp.dtype) -> Params:
@@ -144,12 +143,12 @@ def random_params(shapes: Params, seed: int, place: Place | None = None) -> Para
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
 
-    def make(path: tuple, shape: jax.ShapeDtypeStruct, key: Array) -> Matrix:
-        made = _fill(path[-1].key, shape, key)
-        return made if place is None else place(tuple(step.key for step in path), made)
-
-    made = [make(path, shape, key) for (path, shape), key in zip(leaves, keys, strict=True)]
-    return jax.tree.unflatten(structure, made)
+    # Placed one by one, so that a device never holds a second copy.
+    arrays = []
+    for (path, shape), key in zip(leaves, keys, strict=True):
+        array = _fill(path[-1].key, shape, key)
+        arrays.append(array if place is None else place(tuple(step.key for step in path), array))
+    return jax.tree.unflatten(structure, arrays)
 
 
 def random_base(source: str, dtype: jnp.dtype, place: Place | None = None) -> BaseModel:
@@ -161,11 +160,6 @@ def random_base(source: str, dtype: jnp.dtype, place: Place | None = None) -> Ba
     params = random_params(base_shapes(config, dtype), 0, place)
     # A folder that does not exist: there is no tokenizer and there are no prompts.
     return BaseModel(config=config, params=params, directory=Path(source), source=source)
-
-
-def _init(config: BaseConfig) -> Params:
-    ids = jnp.zeros((1, 2), jnp.int32)
-    return Decoder(config).init(jax.random.key(0), ids, ids, causal_mask(1, 2))["params"]
 
 
 def _fill(name: str, leaf: jax.ShapeDtypeStruct, key: Array) -> Array:

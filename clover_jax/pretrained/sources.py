@@ -41,6 +41,8 @@ def find_directory(source: str) -> Path:
     """
     if source.startswith(BUILTIN):
         return _builtin(source.removeprefix(BUILTIN))
+
+    # A folder wins: no name of it reaches the network.
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -54,6 +56,7 @@ def find_directory(source: str) -> Path:
 
 
 def _builtin(name: str) -> Path:
+    # The pattern keeps a name from leading out of the assets.
     assets = importlib.resources.files("clover_jax") / "assets"
     path = Path(str(assets / name))
     if not re.fullmatch(r"\w+", name) or not (path / "config.json").is_file():
@@ -76,6 +79,7 @@ def _download(source: str) -> Path:
         )
         return Path(found)
 
+    # Two rounds: PyTorch's copies of the weights are fetched only where there are no others.
     try:
         folder = fetch(HUB_PATTERNS)
         return folder if _has_weights(folder) else fetch(HUB_PATTERNS + TORCH_PATTERNS)

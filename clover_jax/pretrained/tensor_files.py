@@ -10,7 +10,6 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from clover_jax.errors import UserError
-from clover_jax.pretrained.finite import check_finite
 from clover_jax.pretrained.torch_file import TorchFile
 from clover_jax.storage.json_files import read_json_object
 
@@ -24,6 +23,7 @@ READABLE = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+_CHUNK = 2**20  # elements looked at together: they stay in the processor's cache
 
 
 class TensorFiles:
@@ -37,33 +37,29 @@ class TensorFiles:
         self._places: dict[str, Path] = {}
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
+        # Every header is read now, so that a broken file is named before anything is loaded.
         for path in _files_of(directory):
             handle = _open(path)
             for name in handle.keys():  # noqa: SIM118, the handle is no mapping
                 self._handles[name], self._places[name] = handle, path
                 self.shapes[name] = tuple(handle.get_slice(name).get_shape())
 
-    def read(self, name: str, types: Collection[str] = READABLE) -> np.ndarray:
-        """Return one tensor as it is stored (bfloat16 included).
+    def read(
+        self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
+    ) -> np.ndarray:
+        """Return one tensor, or a slice along its first axis, as it is stored (bfloat16 included).
 
         types: what it may be stored as; weights are floating-point numbers.
         Raises UserError for a quantised or otherwise unreadable tensor, or one with NaN in it.
         """
         self._check_type(name, types)
-        return self._checked(name, self._handles[name].get_tensor(name))
-
-    def read_rows(self, name: str, start: int, stop: int) -> np.ndarray:
-        """Return a slice of a tensor along its first axis; raises as `read`."""
-        self._check_type(name)
-        return self._checked(name, self._handles[name].get_slice(name)[start:stop])
+        array = self._handles[name].get_slice(name)[rows]
+        check_finite(array, name, self._places[name])
+        return array
 
     def dtype(self, name: str) -> np.dtype:
         """Return the type of a stored tensor; raises as `read`."""
         return READABLE[self._check_type(name)]
-
-    def _checked(self, name: str, array: np.ndarray) -> np.ndarray:
-        check_finite(array, name, self._places[name])
-        return array
 
     def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
         stored = self._handles[name].get_slice(name).get_dtype()
@@ -88,17 +84,17 @@ class TensorFiles:
             raise UserError(
                 f"{self.directory} lacks {_listed(missing)}, which its config.json asks for"
             )
+        # Broadcasting would hide a wrong shape.
         for name, shape in expected.items():
             if self.shapes[name] != shape:
                 raise UserError(
                     f"{self._places[name]}: tensor {name} has shape {self.shapes[name]}; "
                     f"config.json asks for {shape}"
                 )
-        unknown = [
-            name
-            for name in self.shapes
-            if name not in expected and not (harmless and harmless(name))
-        ]
+
+        # An unknown tensor would be a part of the model that is left out without a word.
+        others = [name for name in self.shapes if name not in expected]
+        unknown = [name for name in others if not (harmless and harmless(name))]
         if unknown:
             raise UserError(
                 f"{self.directory} has {_listed(unknown)}, which its config.json does not ask for"
@@ -114,14 +110,18 @@ def _files_of(directory: Path) -> Iterable[Path]:
     others = list(directory.glob("*.safetensors"))
     if len(others) == 1:  # a head's own name for it, such as medusa_lm_head.safetensors
         return others
+
+    # PyTorch's own format comes last: reading it takes torch.
     if (directory / TORCH_INDEX).is_file():
         return _shards_of(directory / TORCH_INDEX)
-    found = sorted(path for path in directory.iterdir() if path.suffix in TORCH_SUFFIXES)
-    if directory / TORCH_SINGLE in found or len(found) == 1:
-        return [directory / TORCH_SINGLE if directory / TORCH_SINGLE in found else found[0]]
-    if found:
+    if (directory / TORCH_SINGLE).is_file():
+        return [directory / TORCH_SINGLE]
+    archives = [path for path in directory.iterdir() if path.suffix in TORCH_SUFFIXES]
+    if len(archives) == 1:
+        return archives
+    if archives:
         raise UserError(
-            f"{directory} has {len(found)} PyTorch files and none is {TORCH_SINGLE}; "
+            f"{directory} has {len(archives)} PyTorch files and none is {TORCH_SINGLE}; "
             f"save the weights as {SINGLE}"
         )
     raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
@@ -131,10 +131,13 @@ def _shards_of(index: Path) -> list[Path]:
     weight_map = read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} has no weight_map from tensor names to shards")
+
+    # An index from elsewhere must not lead out of its folder.
     names = sorted(set(map(str, weight_map.values())))
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\\" in name:
             raise UserError(f"{index} lists the shard {name!r}, which is no file beside it")
+
     shards = [index.parent / name for name in names]
     missing = [shard.name for shard in shards if not shard.is_file()]
     if missing:
@@ -159,3 +162,24 @@ def _listed(names: list[str], noun: str = "tensor") -> str:
     shown = ", ".join(names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{noun}{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def check_finite(array: np.ndarray, name: str, place: Path) -> None:
+    """Raise UserError naming a tensor that holds infinities or NaN; integers never do.
+
+    One NaN makes a draft that accepts nothing and does not say why.
+    """
+    if not is_finite(array):
+        raise UserError(f"{place}: tensor {name} holds values that are not finite numbers")
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Say whether all elements are finite; for bfloat16 ten times as fast as NumPy's own way."""
+    if array.dtype.kind in "iub":
+        return True
+    # Infinities and NaN have every bit of the exponent set, which is infinity's own pattern.
+    unsigned = np.dtype(f"u{array.dtype.itemsize}")
+    infinity = np.array(np.inf, array.dtype).view(unsigned)
+    bits = np.ascontiguousarray(array).reshape(-1).view(unsigned)
+    chunks = (bits[start : start + _CHUNK] for start in range(0, bits.size, _CHUNK))
+    return not any(((chunk & infinity) == infinity).any() for chunk in chunks)

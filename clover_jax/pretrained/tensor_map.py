@@ -1,8 +1,8 @@
 """A declarative map between stored tensors and the leaves of our params, usable in both directions.
 
 PyTorch checkpoints hold [out, in] matrices, one per projection; our leaves are fused and split in
-heads. A leaf lists its pieces: which stored tensor fills which part of it, by a reshape and a
-permutation of axes. Nothing else happens to a value, so writing is exactly reading backwards.
+heads. A leaf lists its pieces: a stored tensor each, and the part of the leaf that it fills after a
+reshape and a permutation of axes. Values do not change, so writing is exactly reading backwards.
 """
 
 from __future__ import annotations
@@ -43,10 +43,6 @@ class Piece:
     def to_ours(self, stored: np.ndarray) -> np.ndarray:
         """Return a stored tensor in our order of axes, as a view."""
         return stored.reshape(self.split).transpose(self.axes)
-
-    def to_stored(self, leaf: np.ndarray) -> np.ndarray:
-        """Return this piece of a leaf in the stored layout."""
-        return np.ascontiguousarray(self.unpermuted(leaf).reshape(self.shape))
 
     def unpermuted(self, leaf: np.ndarray) -> np.ndarray:
         """Return this piece of a leaf in the stored order, split as it is, as a view."""
@@ -103,24 +99,14 @@ def nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def take_apart(leaves: Iterable[Leaf], params: Params) -> dict[str, np.ndarray]:
-    """Return the stored tensors of a tree: the reverse of `assemble`."""
-    tensors = {}
-    for leaf in leaves:
-        value = params
-        for key in leaf.path:
-            value = value[key]
-        array = np.asarray(value)
-        tensors |= {piece.name: piece.to_stored(array) for piece in leaf.pieces}
-    return tensors
-
-
 def fuse(leaf: Leaf, read: Callable[[str], np.ndarray]) -> np.ndarray:
     """Return one leaf, made of its stored pieces."""
     first, *others = leaf.pieces
+    # A leaf of one piece stays a view: nothing is copied before it is placed.
     part = first.to_ours(read(first.name))
     if not others:
         return part
+
     fused = np.empty(leaf.shape, part.dtype)
     fused[first.index] = part
     for piece in others:

@@ -27,6 +27,7 @@ class TorchFile:
     """The tensors of one archive, by the methods of safetensors' `safe_open` that are used here."""
 
     def __init__(self, path: Path):
+        # Not imported here: most checkpoints need no torch, and it is slow.
         if importlib.util.find_spec("torch") is None:
             raise UserError(
                 f"{path} holds PyTorch weights, and torch, which reads them, is not installed; "
@@ -42,10 +43,6 @@ class TorchFile:
     def get_slice(self, name: str) -> TorchSlice:
         """Return a tensor whose shape, type and rows can be asked for."""
         return TorchSlice(self._tensors[name])
-
-    def get_tensor(self, name: str) -> np.ndarray:
-        """Return a whole tensor."""
-        return _to_numpy(self._tensors[name])
 
 
 class TorchSlice:
@@ -74,6 +71,8 @@ def _check_archive(path: Path) -> None:
             entries = archive.infolist()
     except (zipfile.BadZipFile, OSError) as error:
         raise UserError(f"{path} is not a whole PyTorch archive ({error}); {_ADVICE}") from error
+
+    # Sizes and types before anything is unpacked: a small file must not fill the disk or memory.
     if sum(entry.file_size for entry in entries) > path.stat().st_size:
         raise UserError(f"{path} would unpack to more than its size; it is no weight archive")
     for entry in entries:
@@ -88,7 +87,7 @@ def _load(path: Path) -> dict[str, Any]:
     import torch
 
     try:
-        with warnings.catch_warnings(action="ignore"):  # a foreign pickle makes torch wonder first
+        with warnings.catch_warnings(action="ignore"):  # torch warns of some pickles, then refuses
             tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
         reason = reason_of(error)
@@ -101,7 +100,8 @@ def _load(path: Path) -> dict[str, Any]:
 def _to_numpy(tensor: Any) -> np.ndarray:
     import torch
 
+    # Views and gradients are torch's own; the copy is not tied to the file.
     tensor = tensor.detach().contiguous()
     if tensor.dtype == torch.bfloat16:  # which NumPy does not have
         return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
-    return tensor.numpy().copy()  # the file is mapped to memory
+    return tensor.numpy().copy()

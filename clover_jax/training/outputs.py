@@ -9,7 +9,8 @@ from typing import Any
 from clover_jax.array_types import Params
 from clover_jax.decoding.tree import portable_name
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import read_card, save_draft
+from clover_jax.interchange.card import read_card
+from clover_jax.interchange.directory import save_draft
 from clover_jax.runtime.distributed import is_primary, to_host
 from clover_jax.runtime.progress import Progress
 from clover_jax.runtime.provenance import git_revision, versions

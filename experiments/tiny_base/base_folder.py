@@ -11,7 +11,7 @@ from safetensors.numpy import save
 
 from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
-from clover_jax.pretrained.llama_tensors import export_base
+from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_files import INDEX, SINGLE
 from clover_jax.storage.files import write_json
 
@@ -41,6 +41,19 @@ def save_base(
         directory / INDEX,
         {"metadata": {"total_size": size}, "weight_map": dict(sorted(places.items()))},
     )
+
+
+def export_base(params: Params, config: BaseConfig) -> dict[str, np.ndarray]:
+    """Return the tensors of the base under their Hugging Face names."""
+    tensors = {}
+    for leaf in base_leaves(config):
+        value = params
+        for key in leaf.path:
+            value = value[key]
+        for piece in leaf.pieces:
+            part = piece.unpermuted(np.asarray(value)).reshape(piece.shape)
+            tensors[piece.name] = np.ascontiguousarray(part)
+    return tensors
 
 
 def llama_config_values(config: BaseConfig) -> dict:

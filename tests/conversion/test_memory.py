@@ -8,10 +8,9 @@ import pytest
 
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
-from clover_jax.interchange.clover2 import COPIES
-from clover_jax.interchange.clover2_config import config_fields
-from clover_jax.interchange.clover2_tensors import clover2_leaves
-from clover_jax.interchange.safetensors_stream import StreamedTensor, write_safetensors
+from clover_jax.interchange.clover2 import COPIES, clover2_leaves, config_fields
+from clover_jax.interchange.write_head import StreamedTensor, write_safetensors
+from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import stored_shapes
 from experiments.tiny_base.base_folder import llama_config_values
@@ -77,7 +76,8 @@ def test_two_gigabytes_need_little_more_than_the_largest_tensor(tmp_path, run_py
     (base / "config.json").write_text(json.dumps(llama_config_values(BASE)))
     copies = dict.fromkeys(COPIES, (BASE.vocab_size, BASE.hidden_size))
     write_random(head / "model.safetensors", stored_shapes(clover2_leaves(config)) | copies)
-    (head / "config.json").write_text(json.dumps(config_fields(config, BASE)))
+    fields = config_fields(config, BaseModel(BASE, {}, base, "base"))
+    (head / "config.json").write_text(json.dumps(fields))
     assert (head / "model.safetensors").stat().st_size > 2e9 - 2**28
     for source, target, layout in ((head, native, "orbax"), (native, tmp_path / "out", "clover2")):
         arguments = (f"--base={base}", f"--input={source}", f"--output={target}", f"--to={layout}")

@@ -9,7 +9,7 @@ import pytest
 from clover_jax.drafters import registry
 from clover_jax.drafters.attention_decoder import split_width
 from clover_jax.errors import UserError
-from clover_jax.interchange.clover2_config import check_exportable
+from clover_jax.interchange.clover2 import check_exportable
 from tests.tiny_models import TINY, random_base
 
 # 8 heads of 8 over a width of 32.
@@ -43,4 +43,4 @@ def test_a_width_that_heads_do_not_fill_is_refused():
 def test_the_official_layout_cannot_hold_such_a_head():
     config = registry.config_for_base("clover2", WIDE)
     with pytest.raises(UserError, match=r"width \(32\) in num_heads \(8\) parts, which is not"):
-        check_exportable(config)
+        check_exportable(config, WIDE)

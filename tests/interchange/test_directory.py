@@ -10,7 +10,7 @@ import pytest
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.interchange.directory import load_draft, save_draft
-from clover_jax.interchange.params_folder import save_params
+from clover_jax.interchange.orbax_params import save_params
 from clover_jax.pretrained.fingerprint import fingerprint
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, random_base
 from tests.tiny_models import TINY

@@ -8,14 +8,14 @@ from safetensors.numpy import save_file
 
 from clover_jax.errors import UserError
 from clover_jax.interchange.directory import load_draft
-from clover_jax.interchange.recognise import recognise
+from clover_jax.interchange.layouts import recognise
 from clover_jax.pretrained.loading import load_base
 
 
 def test_clover2_is_recognised_and_loads_as_a_draft(fixtures_dir):
     reference = fixtures_dir / "clover2_reference"
     base = load_base(str(reference / "base"))
-    assert recognise(reference / "clover2") == "clover2"
+    assert recognise(reference / "clover2").name == "clover2"
     draft = load_draft(reference / "clover2", base, rope_theta=5e5)
     assert draft.provenance == {"layout": "clover2"}
     assert draft.tree is None
@@ -25,7 +25,7 @@ def test_clover2_is_recognised_and_loads_as_a_draft(fixtures_dir):
 def test_eagle_is_recognised_and_loads_as_a_draft(fixtures_dir):
     reference = fixtures_dir / "clover2_reference"
     base = load_base(str(reference / "base"))
-    assert recognise(reference / "eagle1") == "eagle"
+    assert recognise(reference / "eagle1").name == "eagle"
     draft = load_draft(reference / "eagle1", base, rope_theta=5e5)
     assert draft.provenance == {"layout": "eagle"}
     assert draft.head.config.kind == "eagle"

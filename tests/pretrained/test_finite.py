@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from clover_jax.errors import UserError
-from clover_jax.pretrained.finite import check_finite, is_finite
+from clover_jax.pretrained.tensor_files import check_finite, is_finite
 
 TYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
 

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.drafters import registry
-from clover_jax.interchange.clover2_tensors import clover2_leaves
+from clover_jax.interchange.clover2 import clover2_leaves
 from clover_jax.pretrained.baichuan import baichuan_leaves
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.shapes import base_shapes

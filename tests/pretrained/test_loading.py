@@ -12,8 +12,8 @@ from safetensors.numpy import load_file, save_file
 
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask, project
-from clover_jax.pretrained.llama_tensors import export_base
 from clover_jax.pretrained.loading import load_base
+from experiments.tiny_base.base_folder import export_base
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
 from tests.tiny_tokenizers import save_byte_level
 

@@ -6,7 +6,7 @@ import threading
 import pytest
 
 from clover_jax.conversion import conversion
-from clover_jax.interchange.directory import read_card
+from clover_jax.interchange.card import read_card
 from clover_jax.training import trainer
 from clover_jax.training.run import run_training
 from tests.training.small_runs import BASE, assert_same_params, params_of, rows, settings

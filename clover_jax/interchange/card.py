@@ -1,0 +1,100 @@
+"""draft.json, which makes a folder a native draft directory.
+
+It holds the format's version, the drafter's config, its tree, the fingerprint of its base,
+provenance, and the hashes of the files of `params/` (orbax).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+from clover_jax.config import DrafterConfig
+from clover_jax.drafters import registry
+from clover_jax.errors import UserError
+from clover_jax.pretrained.fingerprint import BaseFingerprint
+from clover_jax.storage.json_files import read_json_object
+
+FORMAT_VERSION = 1
+CARD = "draft.json"
+PARAMS = "params"
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """What draft.json says.
+
+    base: the fingerprint of the base that the head was trained for.
+    tree: the name of the tree that it was measured with.
+    provenance: how it was made, as its writer recorded it.
+    files: SHA-256 of each file of params/, as the writer left them.
+    chat_template: the text of the one in use in training.
+    """
+
+    config: DrafterConfig
+    base: BaseFingerprint
+    tree: str | None
+    provenance: dict[str, Any]
+    files: Any = None
+    chat_template: str | None = None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what draft.json holds."""
+        return {
+            "format_version": FORMAT_VERSION,
+            "drafter": self.config.to_dict(),
+            "tree": self.tree,
+            "base": self.base.to_dict(),
+            "chat_template": self.chat_template,
+            "provenance": self.provenance,
+            "files": self.files,
+        }
+
+
+def native_directory(directory: Path) -> Path | None:
+    """Return the native draft directory in a folder that is one or a workdir; None without."""
+    # Of a workdir its best head wins over its last.
+    candidates = (directory, directory / "best", directory / "draft")
+    return next((path for path in candidates if (path / CARD).is_file()), None)
+
+
+def write_card(directory: Path, card: Card) -> None:
+    """Write draft.json."""
+    text = json.dumps(card.to_dict(), indent=2) + "\n"
+    (directory / CARD).write_text(text, encoding="utf-8")
+
+
+def read_card(directory: Path) -> Card:
+    """Read draft.json.
+
+    Raises UserError for what is missing, broken or of another version.
+    """
+    path = directory / CARD
+    card = read_json_object(path)
+    version = card.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format_version {version!r}; this program reads {FORMAT_VERSION}"
+        )
+
+    # All of it may have been edited by hand, so every value is suspect.
+    missing = [name for name in ("drafter", "base") if not isinstance(card.get(name), dict)]
+    if missing:
+        raise UserError(f"{path} has no {missing[0]!r} object")
+    try:
+        config = registry.config_from_dict(card["drafter"])
+        if config.layer is None:
+            raise ValueError("its drafter has no layer")
+        trained_for = BaseFingerprint.from_dict(card["base"])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+    # Drafts of earlier versions lack some of these fields.
+    provenance, template = card.get("provenance") or {}, card.get("chat_template")
+    if not isinstance(provenance, dict):
+        raise UserError(f"{path}: provenance must be an object or null")
+    if not isinstance(template, str | None):
+        raise UserError(f"{path}: chat_template must be a text or null, not {template!r}")
+    return Card(config, trained_for, card.get("tree"), provenance, card.get("files"), template)

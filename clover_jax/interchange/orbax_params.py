@@ -1,0 +1,195 @@
+"""The params of a draft in a folder of orbax's, read leaf by leaf: at most one is in memory."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import orbax.checkpoint as ocp
+
+from clover_jax.array_types import Params
+from clover_jax.errors import UserError
+from clover_jax.pretrained.tensor_map import Path as LeafPath
+from clover_jax.pretrained.tensor_map import nested
+
+CHUNK_BYTES = 2**22  # what storage encodes and decodes at once
+
+
+@dataclasses.dataclass(frozen=True)
+class LazyLeaf:
+    """A leaf that is made when its turn to be written comes.
+
+    make: returns the array, of this shape and dtype.
+    """
+
+    shape: tuple[int, ...]
+    dtype: np.dtype
+    make: Callable[[], np.ndarray]
+
+    # orbax asks for the following as it would of an array.
+    @property
+    def ndim(self) -> int:
+        """Number of axes."""
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        """Number of elements."""
+        return math.prod(self.shape)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array."""
+        return self.size * self.dtype.itemsize
+
+
+def save_params(folder: Path, params: Params) -> dict[str, str]:
+    """Write params to a new folder; return relative file name -> SHA-256 of all that was written.
+
+    The hashes matter: the storage below notices lost files, but not every altered byte.
+    """
+    # One process may write while others do not: no waiting for them.
+    several = jax.process_count() > 1
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()} if several else None,
+        barrier_sync_key_prefix="draft" if several else None,
+    )
+
+    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
+        checkpointer.save(folder.absolute(), params)
+    return _file_hashes(folder)
+
+
+def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, str]:
+    """Write leaves one after the other to a new folder; return hashes as `save_params` does."""
+    # A registry of its own: orbax's handlers for arrays would ask for all values at once.
+    registry = ocp.type_handlers.create_type_handler_registry(
+        (LazyLeaf, _LazyHandler()),
+        (jax.Array, ocp.type_handlers.ArrayHandler()),  # without it orbax complains
+    )
+    handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
+    save_args = nested(dict.fromkeys(leaves, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)))
+    arguments = ocp.args.PyTreeSave(nested(leaves), save_args=save_args)
+    with ocp.Checkpointer(handler) as checkpointer:
+        checkpointer.save(folder.absolute(), args=arguments)
+    return _file_hashes(folder)
+
+
+def check_folder(folder: Path, expected: Params, files: Any) -> dict[LeafPath, Any]:
+    """Return the shape and dtype of each stored leaf by its path, reading no values.
+
+    expected: the tree of ShapeDtypeStructs that the draft's config asks for.
+    files: what `save_params` or `save_leaves` returned.
+    Raises UserError naming a file that is missing or altered, or a tensor that is missing, extra
+        or misshapen.
+    """
+    # Hashes first: orbax fails in many ways on an altered file.
+    _check_files(folder, files)
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata
+    if metadata is None:
+        raise UserError(f"{folder} holds no params that orbax can read")
+    stored = _by_path(metadata.tree)
+    _check_tensors(folder, stored, _by_path(expected))
+    return stored
+
+
+def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
+    """Return one leaf as it is stored."""
+    # Without these types orbax would put the leaf where it was when it was written.
+    item = nested({path: 0})
+    wanted = nested({path: ocp.RestoreArgs(restore_type=np.ndarray)})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arguments = ocp.args.PyTreeRestore(item=item, restore_args=wanted, partial_restore=True)
+        value: Any = checkpointer.restore(folder.absolute(), args=arguments)
+    for key in path:
+        value = value[key]
+    return value
+
+
+def _file_hashes(folder: Path) -> dict[str, str]:
+    hashes = {}
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256")
+            hashes[path.relative_to(folder).as_posix()] = digest.hexdigest()
+    return hashes
+
+
+def _check_files(folder: Path, files: Any) -> None:
+    if not isinstance(files, dict) or not files:
+        raise UserError(f"{folder.parent}/draft.json does not list the files of {folder.name}/")
+    hashes = _file_hashes(folder)
+    for name, wanted in files.items():
+        if name not in hashes:
+            raise UserError(f"{folder / name} is missing; was the draft copied whole?")
+        if hashes[name] != wanted:
+            raise UserError(f"{folder / name} has changed since it was written; copy it again")
+
+
+def _by_path(tree: Params) -> dict[LeafPath, Any]:
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def _check_tensors(
+    folder: Path, stored: Mapping[LeafPath, Any], expected: Mapping[LeafPath, Any]
+) -> None:
+    for path, wanted in expected.items():
+        name = "/".join(path)
+        if path not in stored:
+            raise UserError(f"{folder} lacks tensor {name}, which its draft.json asks for")
+        shape = tuple(stored[path].shape)
+        if shape != wanted.shape:
+            raise UserError(
+                f"{folder}: tensor {name} has shape {shape}; draft.json asks for {wanted.shape}"
+            )
+    for path in stored:
+        if path not in expected:
+            raise UserError(
+                f"{folder} has tensor {'/'.join(path)}, which its draft.json does not ask for"
+            )
+
+
+class _LazyHandler(ocp.type_handlers.NumpyHandler):
+    """Writes leaves in turn, each chunk by chunk; the result looks like any stored NumPy array."""
+
+    def __init__(self):
+        super().__init__(deepcopy_host_arrays=False)
+
+    async def serialize(self, values, infos, args=None):
+        """Make and write one leaf, and let go of it before the next is made."""
+        for index, (leaf, info) in enumerate(zip(values, infos, strict=True)):
+            # Waited for at once, so that one array is in memory at a time.
+            array = leaf.make()
+            for future in await super().serialize([array], [info], args and [args[index]]):
+                future.result()
+            del array
+        return []
+
+    async def _open_and_write(self, value, tspec, ts_context):
+        """Write chunk by chunk: written whole, an array's encoded form would all be in memory."""
+        import tensorstore
+
+        store = await tensorstore.open(
+            tensorstore.Spec(tspec), create=True, open=True, context=ts_context
+        )
+
+        # Chunks as they are stored, so that none is encoded twice.
+        steps = store.chunk_layout.write_chunk.shape
+        corners = (range(0, size, step) for size, step in zip(value.shape, steps, strict=True))
+        for corner in itertools.product(*corners):
+            part = tuple(
+                slice(start, min(start + step, size))
+                for start, step, size in zip(corner, steps, value.shape, strict=True)
+            )
+            await store[part].write(value[part])
