@@ -1,7 +1,8 @@
 """The official EAGLE-3 layout: a Llama config beside `midlayer`, `fc`, own norm and own head.
 
 Source: EAGLE's repository. `d2t` holds offsets (target id = draft id + d2t), `t2d` marks the kept
-target ids. The embedding is the base's and not stored; the three states that `fc` reads are those
+target ids. A head over the whole vocabulary is written without them, as vLLM 0.32.0 wants it, and
+read with or without. The embedding is the base's and not stored; the three states that `fc` reads are those
 entering the base's layers 2, L // 2 and L - 3, which the layout does not say.
 """
 
@@ -61,9 +62,10 @@ def parse_config(
 
 
 def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
-    """Return d2t and t2d."""
-    # Without a draft vocabulary the tables are those of the identity.
-    ids = np.array(config.draft_to_target or range(config.vocab_size), np.int64)
+    """Return d2t and t2d; nothing for a head over the whole vocabulary."""
+    if config.draft_vocab_size == config.vocab_size:
+        return {}
+    ids = np.array(config.draft_to_target, np.int64)
     kept = np.isin(np.arange(config.vocab_size), ids)
     return {OFFSETS: ids - np.arange(len(ids)), KEPT: kept}
 
@@ -111,6 +113,8 @@ def eagle3_leaves(config: Eagle3Config, prefix: str = "midlayer.") -> list[Leaf]
 
 def _read_vocabulary(files: TensorFiles, size: int, vocab_size: int) -> tuple[int, ...] | None:
     """Return the target ids of the draft vocabulary; None where it is the base's own."""
+    if size == vocab_size and not {OFFSETS, KEPT} & set(files.shapes):
+        return None
     wanted = {OFFSETS: ((size,), "I64"), KEPT: ((vocab_size,), "BOOL")}
     for name, (shape, _) in wanted.items():
         if files.shapes.get(name) != shape:
@@ -139,4 +143,5 @@ LAYOUT = Layout(
     config_fields=config_fields,
     check_exportable=check_exportable,
     more_tensors=vocabulary_tensors,
+    optional=(OFFSETS, KEPT),
 )

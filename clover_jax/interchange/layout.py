@@ -28,6 +28,7 @@ class Layout:
     check_exportable: raises UserError for a head that readers of the layout would run differently.
     copies: stored names of frozen copies of base matrices -> "lm_head" or "embedding".
     more_tensors: stored tensors that follow from the config.
+    optional: names of stored tensors that may be there although they say nothing new.
     file: the name of the weights' file.
     """
 
@@ -40,4 +41,5 @@ class Layout:
     check_exportable: Callable[[Any, BaseConfig], None]
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more_tensors: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
+    optional: tuple[str, ...] = ()
     file: str = "model.safetensors"

@@ -193,4 +193,5 @@ EAGLE3_LAYOUT = Layout(
     check_exportable=_check_eagle3,
     copies={eagle.EMBEDDING: "embedding"},
     more_tensors=eagle3.vocabulary_tensors,
+    optional=(eagle3.OFFSETS, eagle3.KEPT),
 )

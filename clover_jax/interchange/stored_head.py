@@ -225,7 +225,8 @@ def _open_foreign(
     files, own = TensorFiles(directory), stored_shapes(layout.leaves(stored))
     matrix = (stored.vocab_size, stored.layer.hidden_size)
     further = {name: array.shape for name, array in layout.more_tensors(stored).items()}
-    files.check(own | dict.fromkeys(layout.copies, matrix) | further)
+    expected = own | dict.fromkeys(layout.copies, matrix) | further
+    files.check(expected, harmless=layout.optional.__contains__)
     dtypes = {name: files.dtype(name) for name in own}
     for name, which in copies.items():
         _check_copy(files, name, which, base)

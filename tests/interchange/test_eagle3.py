@@ -6,6 +6,7 @@ import json
 import jax
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
@@ -68,6 +69,24 @@ def test_writing_and_reading_gives_the_same_head(tmp_path, table):
     found_config, found_params = read_layout("eagle3", tmp_path / "head", base)
     assert found_config == config
     assert_trees_equal(found_params, params)
+
+
+def test_a_head_over_the_whole_vocabulary_needs_no_tables(tmp_path):
+    """vLLM has no place for them then; other programs write the identity's."""
+    base = random_base(tmp_path, dataclasses.replace(TINY, num_layers=8))
+    config = registry.config_for_base("eagle3", base.config)
+    shapes = registry.init_shapes(registry.head(config), base.params)
+    params = jax.tree.map(lambda leaf: np.ones(leaf.shape, np.float32), shapes)
+    write_layout("eagle3", tmp_path / "head", config, params, base)
+    assert not {"d2t", "t2d"} & load_file(tmp_path / "head" / "model.safetensors").keys()
+    assert read_layout("eagle3", tmp_path / "head", base)[0] == config
+
+    tables = {"d2t": np.zeros(96, np.int64), "t2d": np.ones(96, bool)}
+    edit_tensors(tmp_path / "head", lambda tensors: tensors.update(tables))
+    assert read_layout("eagle3", tmp_path / "head", base)[0] == config
+    edit_tensors(tmp_path / "head", lambda tensors: tensors.pop("t2d"))
+    with pytest.raises(UserError, match=r"tensor t2d must have shape \(96,\), .*; found none"):
+        read_layout("eagle3", tmp_path / "head", base)
 
 
 def test_a_head_that_reads_other_states_is_not_written(tmp_path):
