@@ -2,8 +2,8 @@
 
 Source: EAGLE's repository. `d2t` holds offsets (target id = draft id + d2t), `t2d` marks the kept
 target ids. A head over the whole vocabulary is written without them, as vLLM 0.32.0 wants it, and
-read with or without. The embedding is the base's and not stored; the three states that `fc` reads are those
-entering the base's layers 2, L // 2 and L - 3, which the layout does not say.
+read with or without. The embedding is the base's and not stored; the three states that `fc` reads
+are those entering the base's layers 2, L // 2 and L - 3, which the layout does not say.
 """
 
 from __future__ import annotations

@@ -3,7 +3,9 @@
 Sources: the speculators library's schema and vLLM's reader. EAGLE-3's layer is called `layers.0.`
 here, not `midlayer.`, and the base's embedding is stored with it. `norm_before_residual` is always
 written: without it vLLM takes true and the schema false. Our heads, like the method's own, add to
-the state as it was before its norm. EAGLE-1 heads were in the library's first version only; the
+the state as it was before its norm. The states that a head reads go by the ids of the layers that
+they enter; vLLM 0.32.0 hands out the state after the last layer as well, under the id `num_layers`,
+which short bases need. EAGLE-1 heads were in the library's first version only; the
 layout that vLLM reads today is in eagle.py.
 """
 
@@ -77,11 +79,11 @@ def _features(values: dict[str, Any], path: Path, base: BaseConfig) -> tuple[str
     ids = values.get(_STATES)
     if ids is None:
         return feature_layers(base.num_layers)
-    names = {index: f"layer_{index}" for index in range(base.num_layers)}
+    names = {index: name for name, index in _all_states(base).items()}
     if not _are_states(ids) or not set(ids) <= set(names):
         raise UserError(
-            f"{path}: {_STATES} must be {NUM_FEATURES} different layers of the base's "
-            f"{base.num_layers}, in ascending order, not {ids!r}"
+            f"{path}: {_STATES} must be {NUM_FEATURES} different ids from 0 to {base.num_layers}, "
+            f"the number of the base's layers, in ascending order, not {ids!r}"
         )
     return tuple(names[index] for index in ids)
 
@@ -163,14 +165,22 @@ def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
 
     Raises UserError for others than vLLM hands out.
     """
-    ids = {f"layer_{index}": index for index in range(base.num_layers)}
+    ids = _all_states(base)
     read = [ids[name] for name in config.features if name in ids]
     if not _are_states(read):
         raise UserError(
             f"this head reads {', '.join(config.features)} of its base, but vLLM gives heads the "
-            f"states that enter {NUM_FEATURES} different layers, in ascending order"
+            f"states that enter {NUM_FEATURES} different layers, or that leave the last one, in "
+            "ascending order"
         )
     return read
+
+
+def _all_states(base: BaseConfig) -> dict[str, int]:
+    """Return the ids of all states of a base by our names of them."""
+    return {f"layer_{index}": index for index in range(base.num_layers)} | {
+        "pre_norm": base.num_layers
+    }
 
 
 EAGLE_LAYOUT = Layout(

@@ -139,8 +139,8 @@ SPECULATORS = {
         "norm_before_residual is True; only heads with false can be read",
     ),
     "a state beyond the base": (
-        config(eagle_aux_hidden_state_layer_ids=[2, 4, 8]),
-        "eagle_aux_hidden_state_layer_ids must be 3 different layers of the base's 8, in ascending",
+        config(eagle_aux_hidden_state_layer_ids=[2, 4, 9]),
+        "eagle_aux_hidden_state_layer_ids must be 3 different ids from 0 to 8, the number of the",
     ),
     "a state twice": (
         config(eagle_aux_hidden_state_layer_ids=[2, 2, 5]),

@@ -23,6 +23,7 @@ from tests.tiny_checkpoints import (
     edit_json,
     edit_tensors,
 )
+from tests.tiny_folders import SPEAKING, save_tiny_base
 
 WEIGHTS = "model.safetensors"
 MLP = "clover_head_mlp.weight"
@@ -184,6 +185,18 @@ def test_vllm_takes_a_head_that_reads_other_layers(command, fixtures_dir, tmp_pa
     assert command(*argv, "--to=speculators")[0] == 0
     draft = load_draft(tmp_path / "out", load_base(str(base_folder)))
     assert draft.head.config.features == features
+
+
+def test_vllm_takes_a_head_of_a_short_base(command, tmp_path):
+    """It hands out the state after the last layer under the number of layers."""
+    base_folder = save_tiny_base(tmp_path / "base", dataclasses.replace(SPEAKING, num_layers=4))
+    save_head(tmp_path / "head", base_folder, "eagle3")
+    argv = (f"--base={base_folder}", f"--input={tmp_path / 'head'}", f"--output={tmp_path / 'out'}")
+    assert command(*argv, "--to=speculators")[0] == 0
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
+    draft = load_draft(tmp_path / "out", load_base(str(base_folder)))
+    assert draft.head.config.features == ("layer_1", "layer_2", "pre_norm")
 
 
 def test_bfloat16_stays_bfloat16(command, reference, tmp_path):
