@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -121,6 +122,8 @@ def _num_bytes(folder: Path) -> int:
 def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source: str) -> None:
     """Write a head in the layout `to`, with a bar that counts tensors."""
     layout = None if to == NATIVE else layout_for(to, head.config.kind)
+    if layout is not None and layout.warning:
+        print(layout.warning, file=sys.stderr, flush=True)
     with progress_bar(num_units(head, layout), "convert", unit="tensor") as progress:
         if layout is None:
             provenance = head.card.provenance | {"converted_from": source}

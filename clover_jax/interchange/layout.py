@@ -30,6 +30,7 @@ class Layout:
     more_tensors: stored tensors that follow from the config.
     optional: names of stored tensors that may be there although they say nothing new.
     file: the name of the weights' file.
+    warning: what a user should know who writes this layout.
     """
 
     name: str
@@ -43,3 +44,4 @@ class Layout:
     more_tensors: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     optional: tuple[str, ...] = ()
     file: str = "model.safetensors"
+    warning: str | None = None

@@ -192,6 +192,10 @@ EAGLE_LAYOUT = Layout(
     config_fields=_eagle1_fields,
     check_exportable=eagle.check_exportable,
     copies={eagle.EMBEDDING: "embedding"},
+    warning=(
+        "no current vLLM reads EAGLE-1 heads as speculators (0.32.0 does not); "
+        "--to=eagle_vllm writes one that it reads"
+    ),
 )
 EAGLE3_LAYOUT = Layout(
     name="speculators_eagle3",
