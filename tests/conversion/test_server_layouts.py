@@ -1,7 +1,8 @@
 """What vLLM and SGLang look for in a folder: class, fields, names, shapes and types.
 
-Neither can be installed for a test, so what their readers ask for is written down here: as of the
-files named in `interchange/eagle_servers.py`, `speculators.py` and `medusa.py`.
+`test_vllm.py` runs vLLM where it is installed, which takes an environment of its own. Here is what
+the readers of both ask for, by the files named in `interchange/eagle.py`, `speculators.py` and
+`medusa.py`.
 """
 
 import dataclasses

@@ -1,0 +1,54 @@
+"""Decode prompts in vLLM: run by the interpreter of an environment that has it, not by pytest.
+
+Reads one JSON object from stdin: `model` (a folder), `speculative` (vLLM's speculative_config, or
+null), `prompts` (lists of token ids), `sampling` (fields of SamplingParams), `batch_size` and
+`rounds`, how often to decode them all. Writes one to the file that its argument names: `rounds`,
+each with the seconds, the token ids and the counters of that round.
+"""
+
+import json
+import sys
+import time
+
+COUNTERS = {
+    "vllm:spec_decode_num_drafts": "steps",
+    "vllm:spec_decode_num_draft_tokens": "drafted",
+    "vllm:spec_decode_num_accepted_tokens": "accepted",
+}
+
+
+def counters(llm):
+    """Return the sums of what was counted since the engine started."""
+    return {COUNTERS[m.name]: m.value for m in llm.get_metrics() if m.name in COUNTERS}
+
+
+def main():
+    from vllm import LLM, SamplingParams
+
+    asked = json.load(sys.stdin)
+    llm = LLM(
+        model=asked["model"],
+        dtype="float32",
+        enforce_eager=True,
+        enable_prefix_caching=False,
+        disable_log_stats=False,
+        max_model_len=asked.get("max_model_len", 1024),
+        max_num_seqs=asked.get("batch_size", 8),
+        speculative_config=asked["speculative"],
+    )
+    sampling = SamplingParams(**asked["sampling"])
+    prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
+    rounds = []
+    for _ in range(asked.get("rounds", 1)):
+        before, started = counters(llm), time.perf_counter()
+        outputs = llm.generate(prompts, sampling, use_tqdm=False)
+        seconds, after = time.perf_counter() - started, counters(llm)
+        ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
+        counted = {name: after[name] - before.get(name, 0) for name in after}
+        rounds.append({"seconds": seconds, "output_ids": ids, **counted})
+    with open(sys.argv[1], "w", encoding="utf-8") as file:
+        json.dump({"rounds": rounds}, file)
+
+
+if __name__ == "__main__":
+    main()
