@@ -1,16 +1,21 @@
-"""One run of `convert`: a head in, the same head out in another layout."""
+"""Run `convert`: a head in, the same head out in another layout."""
 
 from __future__ import annotations
 
 import dataclasses
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from clover_jax.conversion.publish import check_repository, read_token, upload, write_card
-from clover_jax.conversion.verification import Verification, held_out_prompts, verify
-from clover_jax.data.prompts import Prompt
+from clover_jax.conversion.publish import (
+    check_repository,
+    license_of,
+    public_name,
+    read_token,
+    upload,
+    write_card,
+)
+from clover_jax.conversion.verification import verification_prompts, verify
 from clover_jax.errors import UserError
 from clover_jax.interchange.card import CARD, native_directory
 from clover_jax.interchange.layouts import NATIVE, layout_for, recognise
@@ -42,6 +47,8 @@ class ConvertOptions:
     dtype: str = "auto"
     push: str | None = None
     card_only: bool = False
+    base_model: str | None = None
+    license: str | None = None
 
 
 def convert(options: ConvertOptions) -> dict[str, Any]:
@@ -51,13 +58,17 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
     """
     if options.card_only and not options.push:
         raise UserError("--card_only prepares what --push would upload; give --push=OWNER/NAME")
-    if options.push:  # before anything is written
+    output, base = Path(options.output).expanduser(), open_base(options.base)
+    _check_output(output, options, base)
+
+    # A card that cannot be written stops everything before anything is.
+    if options.push:
         check_repository(options.push)
         if not options.card_only:
             read_token(options.push)
-    base = open_base(options.base)
-    output = Path(options.output).expanduser()
-    _check_output(output, options, base)
+        base_model = public_name(base, options.base_model)
+        terms = license_of(base, options.license)
+
     head = open_head(
         options.input,
         base,
@@ -66,8 +77,10 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
         options.cut_vocab,
     )
     report = convert_head(options, base, head, output)
+
+    # A head that decodes otherwise than before is not there to be published.
     if options.push and report["output"]:
-        write_card(output, head, options.to, base, options.push)
+        write_card(output, head, options.to, base_model, terms, options.push)
         address = None if options.card_only else upload(output, options.push)
         report |= {"repository": options.push, "uploaded": address}
     return report
@@ -91,28 +104,20 @@ def convert_head(
     if not options.verify:
         write_head(output, head, options.to, base, options.input)
         return report | {"bytes": _num_bytes(output)}
-    prompts = held_out_prompts(base.directory, options.prompts, options.num_prompts)
+
+    # Written beside its place, and moved there once it has decoded as the source does.
+    prompts = verification_prompts(base, head, options.prompts, options.num_prompts)
     with scratch_directory(output) as scratch:
         staged = scratch / "head"
         write_head(staged, head, options.to, base, options.input)
-        verification = _verify(options, base, head, staged, prompts)
+        result = open_head(str(staged), base, allow_base_mismatch=options.allow_base_mismatch)
+        models = load(ModelSpec(options.base, dtype=options.dtype))
+        verification = verify(models, head, result, prompts, options.max_new_tokens)
         report |= {"bytes": _num_bytes(staged)} | verification.to_dict()
         if verification.differing:
             return report | {"output": None}
         put_in_place(staged, output)
     return report
-
-
-def _verify(
-    options: ConvertOptions,
-    base: BaseModel,
-    source: StoredHead,
-    staged: Path,
-    prompts: Sequence[Prompt],
-) -> Verification:
-    result = open_head(str(staged), base, allow_base_mismatch=options.allow_base_mismatch)
-    models = load(ModelSpec(options.base, dtype=options.dtype))
-    return verify(models, source, result, prompts, options.max_new_tokens)
 
 
 def _num_bytes(folder: Path) -> int:
@@ -122,8 +127,6 @@ def _num_bytes(folder: Path) -> int:
 def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source: str) -> None:
     """Write a head in the layout `to`, with a bar that counts tensors."""
     layout = None if to == NATIVE else layout_for(to, head.config.kind)
-    if layout is not None and layout.warning:
-        print(layout.warning, file=sys.stderr, flush=True)
     with progress_bar(num_units(head, layout), "convert", unit="tensor") as progress:
         if layout is None:
             provenance = head.card.provenance | {"converted_from": source}
@@ -131,9 +134,12 @@ def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source:
             write_native(output, head, card, progress)
         else:
             write_foreign(output, head, layout, base, progress)
+    if layout is not None and layout.warning:
+        print(layout.warning, file=sys.stderr, flush=True)
 
 
 def _check_output(output: Path, options: ConvertOptions, base: BaseModel) -> None:
+    # A folder that is read must not be replaced, nor one that it lies in.
     source = Path(options.input).expanduser()
     head = native_directory(source) or source  # of a workdir, the head in it
     read = {"input": (source, head), "base": (base.directory,)}

@@ -3,26 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.prepared import heldout_rows, is_prepared
 from clover_jax.data.prompts import Prompt, read_prompts
+from clover_jax.data.readers import read_records
 from clover_jax.decoding.tree import default_tree, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.run import SHIPPED_PROMPTS
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.interchange.directory import read_draft
 from clover_jax.interchange.stored_head import StoredHead
 from clover_jax.loading.models import Models
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.tokenizers.tokenizer import load_tokenizer
+from clover_jax.training.decoding_eval import evaluation_prompts
 
 BATCH_SIZE = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """What decoding with both heads gave.
+    """The result of decoding with both heads.
 
     rows: prompts decoded. differing: indices of those whose accepted lengths or tokens differ.
     """
@@ -42,15 +50,44 @@ class Verification:
         }
 
 
-def held_out_prompts(base: Path, path: str | None, count: int) -> list[Prompt]:
-    """Return the first prompts of a file, or of those that came with the base in a folder.
+def verification_prompts(
+    base: BaseModel, head: StoredHead, path: str | None, count: int
+) -> list[Prompt]:
+    """Return up to `count` prompts: of a file, else those that came with the base.
 
-    Raises UserError where there are none.
+    Where neither is there, the beginnings of the data that the head was trained with; where that
+    is not here any more, single tokens, which the base continues as it likes.
     """
-    file = Path(path).expanduser() if path else base / SHIPPED_PROMPTS
-    if not file.is_file():
-        raise UserError(f"{file} is not there, so nothing can be decoded; give --prompts=FILE")
-    return read_prompts(file)[:count]
+    file = Path(path).expanduser() if path else base.directory / SHIPPED_PROMPTS
+    if path or file.is_file():
+        return read_prompts(file)[:count]
+
+    flags = head.card.provenance.get("flags") or {}
+    data = flags.get("data")
+    try:
+        ids = _openings(data, flags.get("chat_template"), base, count) if data else []
+        source = f"--data={data}, which the head was trained with"
+    except UserError as error:
+        # Heads travel, and their data stay where they were; any text tells two heads apart.
+        print(f"the data of this head cannot be read here: {error}", file=sys.stderr, flush=True)
+        ids = []
+    if not ids:
+        step = max(1, base.config.vocab_size // count)
+        ids = [[token] for token in range(0, base.config.vocab_size, step)]
+        source = "single tokens of the base's vocabulary"
+    print(f"prompts to verify with: {source}", file=sys.stderr, flush=True)
+    return [Prompt(index, source, prompt_ids=tuple(row)) for index, row in enumerate(ids[:count])]
+
+
+def _openings(data: str, template: str | None, base: BaseModel, count: int) -> list[list[int]]:
+    if is_prepared(data):
+        records = heldout_rows(Path(data).expanduser())
+    else:
+        # Of small data little is held out; what a head has seen compares it as well.
+        split = read_records(data)
+        records = split.heldout + split.train
+    tokenizer = with_chat_template(load_tokenizer(base.directory), template)
+    return evaluation_prompts(None, records, base, tokenizer, count)
 
 
 def verify(
@@ -61,11 +98,13 @@ def verify(
     max_new_tokens: int,
 ) -> Verification:
     """Decode greedily with both heads and compare row by row."""
+    # One tree for both: a foreign layout does not say which tree its head was measured with.
     tree = source.card.tree or default_tree(source.config.max_depth)
     settings = GenerationSettings(max_new_tokens=max_new_tokens)
     one, other = (
         _rows(_with_head(base, head, tree), prompts, settings) for head in (source, result)
     )
+    # Lengths too: a spoilt head gives the same text, in more steps.
     keys = ("accepted", "output_ids")
     differing = [
         index for index in one if any(one[index][key] != other[index][key] for key in keys)
@@ -81,22 +120,13 @@ def _with_head(base: Models, stored: StoredHead, tree: str) -> Models:
 def _rows(
     models: Models, prompts: Sequence[Prompt], settings: GenerationSettings
 ) -> dict[int, dict[str, Any]]:
+    # Strict: a row that fails would compare equal to another that fails.
     stream = open_stream(models, prompts, settings, batch_size=BATCH_SIZE, strict=True)
     return {event.row["index"]: event.row for event in stream if event.row is not None}
 
 
 def _tau(rows: dict[int, dict[str, Any]]) -> float:
-    """Return tokens per forward over all rows, their first tokens left out."""
-    turns = [turn for row in rows.values() for turn in _turns(row)]
-    forwards = sum(len(accepted) for accepted, _ in turns)
-    return sum(len(ids) - 1 for _, ids in turns) / max(1, forwards)
-
-
-def _turns(row: dict[str, Any]) -> list[tuple[list[int], list[int]]]:
-    """Return (accepted, output_ids) of each turn; a row of several turns holds lists of lists."""
-    accepted, ids = row["accepted"], row["output_ids"]
-    return (
-        list(zip(accepted, ids, strict=True))
-        if ids and isinstance(ids[0], list)
-        else [(accepted, ids)]
-    )
+    totals = RowTotals()
+    for row in rows.values():
+        totals.add(row)
+    return totals.tau or 0.0

@@ -10,6 +10,7 @@ from pathlib import Path
 from clover_jax.errors import UserError, reason_of
 
 BUILTIN = "builtin:"
+MODEL_CARD = "README.md"  # it names the license
 # Only what is read: many repositories hold the same weights again in other formats.
 HUB_PATTERNS = (
     "config.json",
@@ -28,6 +29,7 @@ HUB_PATTERNS = (
     "best/*",  # of a training workdir; a star stands for folders too
     "draft/*",
     "medusa_lm_head.*",
+    MODEL_CARD,
 )
 # Fetched where a repository has no other weights: bases often hold the same ones in both forms.
 TORCH_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")

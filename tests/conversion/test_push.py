@@ -9,23 +9,58 @@ from huggingface_hub.errors import OfflineModeIsEnabled
 
 from clover_jax.interchange.directory import load_draft
 from clover_jax.pretrained.loading import load_base
+from tests.tiny_checkpoints import copy_of, edit_json
 
 WEIGHTS = "model.safetensors"
+NAMES = ("--base_model=org/base", "--license=mit")
 
 
 def test_a_card_is_prepared_and_nothing_uploaded(command, speaking, tmp_path, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
-    given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--push=me/head")
+    folders = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}")
+    given = (*folders, *NAMES, "--push=me/head")
     out = tmp_path / "out"
     status, report, _ = command(*given, f"--output={out}", "--card_only")
     assert (status, report["repository"], report["uploaded"]) == (0, "me/head", None)
     card = (out / "README.md").read_text()
     assert "| drafter | clover2 |" in card
-    assert f"generate --base={speaking / 'base'} --draft=me/head" in card
+    assert "generate --base=org/base --draft=me/head --prompt=" in card
+    front = card.split("---")[1].splitlines()
+    assert {"base_model: org/base", "license: mit", "pipeline_tag: text-generation"} <= set(front)
+    assert str(speaking) not in card
     load_draft(out, load_base(str(speaking / "base")))  # a card more does no harm
     status, _, error = command(*given, f"--output={tmp_path / 'other'}")
     assert (status, "--push=me/head needs a token in the environment" in error) == (2, True)
     assert not (tmp_path / "other").exists()
+
+
+def test_a_card_has_rounded_figures_and_no_paths(command, speaking, tmp_path):
+    head, base = (copy_of(speaking / name, tmp_path / name) for name in ("head", "base"))
+    flags = {"data": f"{tmp_path}/chats.jsonl,builtin:python"}
+    edit_json(head / "draft.json", provenance={"flags": flags, "tau": 2.857142857, "steps": 3})
+    (base / "README.md").write_text("---\nlanguage: en\nlicense: apache-2.0\n---\n# A base\n")
+    given = (f"--base={base}", f"--input={head}", "--push=me/head", NAMES[0], "--card_only")
+    assert command(*given, f"--output={tmp_path / 'out'}")[0] == 0
+    card = (tmp_path / "out" / "README.md").read_text()
+    assert "| tau | 2.86 |\n" in card
+    assert "| data | chats.jsonl, builtin:python |\n" in card
+    assert "\nlicense: apache-2.0\n" in card  # the base's
+    assert str(tmp_path) not in card
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        ((), "is a folder that only this machine has, and the card must say which base"),
+        (("--base_model=here",), "--base_model=here is no repository of the hub; give OWNER/NAME"),
+        (NAMES[:1], "the card must name a license, and "),
+    ],
+)
+def test_a_card_without_base_or_license_is_refused(command, speaking, tmp_path, given, message):
+    flags = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--push=me/head")
+    status, _, error = command(*flags, *given, f"--output={tmp_path / 'out'}", "--card_only")
+    assert (status, message in error) == (2, True)
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("name", ["head", "a/b/c", "me/my head", "https://hub/me/head"])
@@ -69,7 +104,8 @@ def pushing(speaking, tmp_path, monkeypatch):
         hub = Hub(**options)
         monkeypatch.setattr(huggingface_hub, "HfApi", hub)
         monkeypatch.setenv("HF_TOKEN", "secret")
-        return hub, [*(f"--{name}={value}" for name, value in given.items()), "--push=me/head"]
+        flags = [f"--{name}={value}" for name, value in given.items()]
+        return hub, [*flags, *NAMES, "--push=me/head"]
 
     return make
 

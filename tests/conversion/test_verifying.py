@@ -3,7 +3,7 @@
 import json
 
 from clover_jax.conversion import conversion
-from tests.tiny_checkpoints import edit_tensors
+from tests.tiny_checkpoints import copy_of, edit_json, edit_tensors
 
 WEIGHTS = "model.safetensors"
 MLP = "clover_head_mlp.weight"
@@ -27,12 +27,30 @@ def test_verifying_decodes_with_both_and_prints_both_taus(command, speaking, tmp
     assert (tmp_path / "out" / WEIGHTS).is_file()
 
 
-def test_verifying_without_prompts_stops_before_anything_is_written(command, speaking, tmp_path):
+def test_prompts_that_are_not_there_stop_before_anything_is_written(command, speaking, tmp_path):
     given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--verify")
-    status, _, error = command(*given, f"--output={tmp_path / 'out'}")
-    assert (status, error.count("\n")) == (2, 1)
-    assert "prompts.jsonl is not there, so nothing can be decoded; give --prompts=FILE" in error
+    status, _, error = command(*given, "--prompts=p.jsonl", f"--output={tmp_path / 'out'}")
+    assert (status, "p.jsonl" in error) == (2, True)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_prompts_are_of_the_data_that_the_head_was_trained_with(command, speaking, tmp_path):
+    """An own base ships none."""
+    data, head = tmp_path / "chats.jsonl", copy_of(speaking / "head", tmp_path / "head")
+    rows = [{"text": f"After the number {i} comes {i + 1}, as we know."} for i in range(40)]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    edit_json(head / "draft.json", provenance={"flags": {"data": str(data)}})
+    given = (f"--base={speaking / 'base'}", f"--input={head}", "--verify", "--num_prompts=2")
+    decoding = (*given, "--max_new_tokens=4", f"--output={tmp_path / 'out'}")
+    status, report, error = command(*decoding)
+    assert (status, report["prompts"], report["differing"]) == (0, 2, [])
+    assert f"prompts to verify with: --data={data}, which the head was trained with" in error
+
+    data.unlink()
+    status, report, error = command(*decoding, "--overwrite")
+    assert (status, report["prompts"]) == (0, 2)
+    assert "the data of this head cannot be read here: " in error
+    assert "prompts to verify with: single tokens of the base's vocabulary" in error
 
 
 def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path, monkeypatch):
