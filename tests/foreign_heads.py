@@ -11,10 +11,9 @@ from clover_jax.interchange.card import Card
 from clover_jax.interchange.directory import load_draft
 from clover_jax.interchange.layouts import LAYOUTS
 from clover_jax.interchange.stored_head import StoredHead
-from clover_jax.interchange.write_head import num_units, write_foreign
+from clover_jax.interchange.write_head import write_foreign
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import fingerprint
-from clover_jax.runtime.progress import progress_bar
 
 
 def write_layout(
@@ -29,9 +28,7 @@ def write_layout(
     dtypes = {"/".join(path): leaf.dtype for path, leaf in leaves.items()}
     card = Card(config, fingerprint(base), None, {})
     head = StoredHead("memory", folder, card, "memory", shapes, dtypes, leaves.__getitem__)
-    layout = LAYOUTS[name]
-    with progress_bar(num_units(head, layout), "write") as progress:
-        write_foreign(folder, head, layout, base, progress)
+    write_foreign(folder, head, LAYOUTS[name], base)
 
 
 def read_layout(name: str, folder: Path, base: BaseModel, *arguments, **options):

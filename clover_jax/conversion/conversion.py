@@ -20,11 +20,10 @@ from clover_jax.errors import UserError
 from clover_jax.interchange.card import CARD, native_directory
 from clover_jax.interchange.layouts import NATIVE, layout_for, recognise
 from clover_jax.interchange.stored_head import StoredHead, open_head
-from clover_jax.interchange.write_head import num_units, write_foreign, write_native
+from clover_jax.interchange.write_head import write_foreign, write_native
 from clover_jax.loading.models import ModelSpec, load
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.loading import open_base
-from clover_jax.runtime.progress import progress_bar
 from clover_jax.storage.files import check_replaceable, put_in_place, scratch_directory
 
 
@@ -125,16 +124,15 @@ def _num_bytes(folder: Path) -> int:
 
 
 def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source: str) -> None:
-    """Write a head in the layout `to`, with a bar that counts tensors."""
-    layout = None if to == NATIVE else layout_for(to, head.config.kind)
-    with progress_bar(num_units(head, layout), "convert", unit="tensor") as progress:
-        if layout is None:
-            provenance = head.card.provenance | {"converted_from": source}
-            card = dataclasses.replace(head.card, provenance=provenance)
-            write_native(output, head, card, progress)
-        else:
-            write_foreign(output, head, layout, base, progress)
-    if layout is not None and layout.warning:
+    """Write a head in the layout `to`."""
+    if to == NATIVE:
+        # Its provenance stays, so that data and figures travel with it.
+        provenance = head.card.provenance | {"converted_from": source}
+        write_native(output, head, dataclasses.replace(head.card, provenance=provenance))
+        return
+    layout = layout_for(to, head.config.kind)
+    write_foreign(output, head, layout, base)
+    if layout.warning:
         print(layout.warning, file=sys.stderr, flush=True)
 
 
@@ -152,7 +150,7 @@ def _check_output(output: Path, options: ConvertOptions, base: BaseModel) -> Non
 
 
 def _is_head(folder: Path) -> bool:
-    """Return whether a folder is a head in a layout that is written here; a base is none."""
+    # A base has a config.json too, and must not be replaced.
     if (folder / CARD).is_file():
         return True
     try:

@@ -85,6 +85,7 @@ def read_card(directory: Path) -> Card:
         raise UserError(f"{path} has no {missing[0]!r} object")
     try:
         config = registry.config_from_dict(card["drafter"])
+        # A null passes the dataclass, and would fail far from here.
         if config.layer is None:
             raise ValueError("its drafter has no layer")
         trained_for = BaseFingerprint.from_dict(card["base"])

@@ -54,6 +54,7 @@ def save_draft(
     provenance: anything JSON can hold: flags, versions, git revision, data hash, steps, tau.
     chat_template: the text of the one it was trained with.
     """
+    # The card comes last: it has the hashes of all that is there by then.
     with atomic_directory(directory) as unfinished:
         files = save_params(unfinished / PARAMS, params)
         write_card(unfinished, Card(config, base, tree, provenance, files, chat_template))

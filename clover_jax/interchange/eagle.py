@@ -52,6 +52,7 @@ def parse_config(values: dict[str, Any], path: Path, rope_theta: float | None) -
 
 def config_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
     """Return what config.json holds for a head of a base."""
+    # Servers pick their reader by this class and the method that they are told.
     fields = {"architectures": ["LlamaForCausalLM"], **eagle_fields(config, base.config)}
     return fields | {"bias": config.fc_bias}
 

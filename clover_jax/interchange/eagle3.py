@@ -33,6 +33,7 @@ def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> 
     Raises UserError for what is missing or cannot be.
     """
     path = directory / "config.json"
+    # Not in the config: every reader takes the method's states.
     features = feature_layers(base.num_layers)
     return parse_config(read_json_object(path), path, rope_theta, features)
 
@@ -65,6 +66,7 @@ def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
     """Return d2t and t2d; nothing for a head over the whole vocabulary."""
     if config.draft_vocab_size == config.vocab_size:
         return {}
+    # vLLM keeps a place for them only where the vocabularies differ.
     ids = np.array(config.draft_to_target, np.int64)
     kept = np.isin(np.arange(config.vocab_size), ids)
     return {OFFSETS: ids - np.arange(len(ids)), KEPT: kept}

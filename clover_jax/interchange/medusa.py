@@ -64,6 +64,7 @@ def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
 
 def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
     """Return what vLLM's config.json holds."""
+    # num_hidden_layers counts the residual blocks of a head.
     return {
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
@@ -87,6 +88,7 @@ def check_exportable(config: MedusaConfig, base: BaseConfig) -> None:
             "tokens, and Medusa's layouts have no draft vocabulary; train without --draft_vocab to "
             "export them"
         )
+    # The base's matrix is not copied for each head: it may be tied, or quantized here.
     if not config.own_output:
         raise UserError(
             "these heads use the base's output matrix, and Medusa's layouts hold one for each; "

@@ -45,10 +45,6 @@ def _read_eagle_config(directory: Path, rope_theta: float | None, base: BaseConf
 def _read_eagle3_config(
     directory: Path, rope_theta: float | None, base: BaseConfig
 ) -> Eagle3Config:
-    """Read an EAGLE-3 head's config and vocabulary.
-
-    Raises UserError for another arrangement of its norm, or states that no base has.
-    """
     path = directory / "config.json"
     values = _read_values(path)
 
@@ -64,6 +60,7 @@ def _read_eagle3_config(
 
 def _read_values(path: Path) -> dict[str, Any]:
     values = read_json_object(path)
+    # The library has other algorithms, whose heads have nothing in common with these.
     algorithm = values[_ALGORITHM]
     if algorithm not in ("eagle", "eagle3"):
         raise UserError(
@@ -75,7 +72,7 @@ def _read_values(path: Path) -> dict[str, Any]:
 
 
 def _features(values: dict[str, Any], path: Path, base: BaseConfig) -> tuple[str, ...]:
-    """Return the states that a config names, by default those of the method."""
+    # A config without them means the method's own.
     ids = values.get(_STATES)
     if ids is None:
         return feature_layers(base.num_layers)
@@ -148,7 +145,6 @@ def _shared_fields(
 
 
 def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
-    """Raise UserError for a head that vLLM would run differently."""
     check_llama_layer(config.layer)
     _state_ids(config, base)
     # Our own field for biases of q, k and v alone means nothing to vLLM.
@@ -161,10 +157,7 @@ def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
 
 
 def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
-    """Return the ids of the states that a head reads.
-
-    Raises UserError for others than vLLM hands out.
-    """
+    # Two features may be the same state in a base of two layers.
     ids = _all_states(base)
     read = [ids[name] for name in config.features if name in ids]
     if not _are_states(read):
@@ -177,7 +170,7 @@ def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
 
 
 def _all_states(base: BaseConfig) -> dict[str, int]:
-    """Return the ids of all states of a base by our names of them."""
+    # By our names of them; the id of a state is the number of layers before it.
     return {f"layer_{index}": index for index in range(base.num_layers)} | {
         "pre_norm": base.num_layers
     }

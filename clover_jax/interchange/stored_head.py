@@ -250,6 +250,7 @@ def _fit_vocabulary(
     ours, wanted = config.vocab_size, base.config.vocab_size
     if ours <= wanted:
         return config
+    # Rows are cut only when asked: a longer vocabulary may be another base's.
     if not cut_vocab:
         raise UserError(
             f"{directory}: the head's vocab_size is {ours}, that of the base {base.source} is "
@@ -277,10 +278,7 @@ def _check_widths(config: DrafterConfig, base: BaseModel, directory: Path) -> No
 
 
 def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> None:
-    """Raise UserError where a stored copy of a base's matrix is not that matrix.
-
-    which: "lm_head" or "embedding".
-    """
+    # A part of the rows at a time: the matrix may be the largest of the base.
     ours = base.lm_head if which == "lm_head" else base.params["embedding"]
     for start in range(0, ours.shape[0], _CHECKED_ROWS):
         rows = ours[start : start + _CHECKED_ROWS]

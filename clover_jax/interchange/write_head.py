@@ -1,8 +1,9 @@
-"""Write a stored head in another form: leaf by leaf, whole or not at all."""
+"""Write a stored head in another form, with a bar: leaf by leaf, whole or not at all."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -19,7 +20,7 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.tensor_files import READABLE
 from clover_jax.pretrained.tensor_map import Leaf, Piece
 from clover_jax.pretrained.tensor_map import Path as LeafPath
-from clover_jax.runtime.progress import Progress
+from clover_jax.runtime.progress import Progress, progress_bar
 from clover_jax.storage.files import atomic_directory
 
 PART_BYTES = 2**24  # values on their way from a leaf to the file
@@ -30,52 +31,47 @@ _TYPE_NAMES = {dtype: name for name, dtype in READABLE.items()} | {
 }
 
 
-def write_native(directory: Path, head: StoredHead, card: Card, progress: Progress) -> None:
+def write_native(directory: Path, head: StoredHead, card: Card) -> None:
     """Write a native draft directory."""
+    bar = _bar(len(head.shapes))
 
     # Made one by one while orbax writes, since a head may not fit in memory twice.
-    def lazy(path: LeafPath) -> LazyLeaf:
-        def make() -> np.ndarray:
-            leaf = head.read(path)
-            progress.update()
-            return leaf
+    def make(path: LeafPath) -> np.ndarray:
+        leaf = head.read(path)
+        bar.update()
+        return leaf
 
-        return LazyLeaf(head.shapes[path], head.dtype, make)
-
-    with atomic_directory(directory) as unfinished:
-        files = save_leaves(unfinished / PARAMS, {path: lazy(path) for path in head.shapes})
+    leaves = {
+        path: LazyLeaf(shape, head.dtype, functools.partial(make, path))
+        for path, shape in head.shapes.items()
+    }
+    with bar, atomic_directory(directory) as unfinished:
+        files = save_leaves(unfinished / PARAMS, leaves)
         write_card(unfinished, dataclasses.replace(card, files=files))
 
 
-def write_foreign(
-    directory: Path, head: StoredHead, layout: Layout, base: BaseModel, progress: Progress
-) -> None:
+def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseModel) -> None:
     """Write a head in a layout of others, in the type that it is stored in.
 
     Raises UserError for a head that the layout cannot hold.
     """
+    # Refused before the folder is begun.
     layout.check_exportable(head.config, base.config)
-    leaves = layout.leaves(head.config)
-    tensors = _own_tensors(head, leaves) + _copies(head, layout, base)
+    tensors = _own_tensors(head, layout.leaves(head.config)) + _copies(head, layout, base)
     tensors += _further_tensors(head, layout)
 
     # Servers run a head in this type, or in float16 where none is named.
     fields = layout.config_fields(head.config, base) | {"torch_dtype": str(head.dtype)}
 
-    with atomic_directory(directory) as unfinished:
-        # Yields as a tensor is done, for the bar.
+    with _bar(len(tensors)) as bar, atomic_directory(directory) as unfinished:
         for _ in write_safetensors(unfinished / layout.file, tensors):
-            progress.update()
+            bar.update()
         text = json.dumps(fields, indent=2) + "\n"
         (unfinished / "config.json").write_text(text, encoding="utf-8")
 
 
-def num_units(head: StoredHead, layout: Layout | None) -> int:
-    """Return how often writing will update its progress: leaves, or stored tensors."""
-    if layout is None:
-        return len(head.shapes)
-    own = sum(len(leaf.pieces) for leaf in layout.leaves(head.config))
-    return own + len(layout.copies) + len(layout.more_tensors(head.config))
+def _bar(total: int) -> Progress:
+    return progress_bar(total, "convert", unit="tensor")
 
 
 class StreamedTensor(NamedTuple):
@@ -167,6 +163,7 @@ def _in_parts(array: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _row_ranges(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[int, int]]:
+    # A row at least, however wide it is.
     row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
     step = max(1, PART_BYTES // max(1, row_bytes))
     for start in range(0, shape[0], step):

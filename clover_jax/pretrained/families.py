@@ -92,6 +92,7 @@ def architecture_of(values: dict[str, Any], path: Path) -> str:
 
     Raises UserError, with what is supported, for any other.
     """
+    # transformers writes a list, and some exports leave it out.
     names = values.get("architectures") or []
     if not isinstance(names, list):
         raise UserError(f"{path}: architectures must be a list of names, not {names!r}")

@@ -101,7 +101,7 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
 
 
 def _positive(values: dict[str, Any], name: str, default: float, path: Path) -> float:
-    """Return a positive number; null stands for the default."""
+    # Exports write null for what they do not set.
     value = default if values.get(name) is None else values[name]
     if not _is_positive(value):
         raise UserError(f"{path}: {name} must be a positive number, not {value!r}")

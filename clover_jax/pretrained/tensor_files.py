@@ -102,7 +102,7 @@ class TensorFiles:
 
 
 def _files_of(directory: Path) -> Iterable[Path]:
-    """Return the files to read; one whole file wins over an index, as in transformers."""
+    # One whole file wins over an index, as in transformers.
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
@@ -158,7 +158,7 @@ def _open(path: Path) -> safe_open | TorchFile:
 
 
 def _listed(names: list[str], noun: str = "tensor") -> str:
-    """Return "tensor a", "tensors a, b", "tensors a, b, c and 5 more"."""
+    # A checkpoint of another model lacks hundreds, so three are named.
     shown = ", ".join(names[:3])
     more = f" and {len(names) - 3} more" if len(names) > 3 else ""
     return f"{noun}{'s' if len(names) > 1 else ''} {shown}{more}"

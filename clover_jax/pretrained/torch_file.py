@@ -65,7 +65,7 @@ class TorchSlice:
 
 
 def _check_archive(path: Path) -> None:
-    """Raise UserError for an archive that torch would not have written."""
+    # torch stores entries uncompressed and by plain names; anything else is no weight archive.
     try:
         with zipfile.ZipFile(path) as archive:
             entries = archive.infolist()
