@@ -125,6 +125,7 @@ def _num_before(open_pieces: Callable[[], Pieces], ids: Sequence[int], position:
     """Return how many tokens have a text that ends at `position` or before."""
 
     def length(count: int) -> int:
+        # From the start each time: a held character reads otherwise with fewer tokens.
         pieces = open_pieces()
         return len(pieces.push(ids[:count]) + pieces.held())
 
@@ -141,5 +142,6 @@ def _settled(text: str, stop: str) -> int:
     """Return where `stop`, or else the longest end of `text` that may become it, begins."""
     if stop in text:
         return text.index(stop)
+    # The longest end wins: every shorter one lies within it.
     lengths = range(min(len(text), len(stop) - 1), 0, -1)
     return len(text) - next((n for n in lengths if text.endswith(stop[:n])), 0)

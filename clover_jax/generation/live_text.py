@@ -50,6 +50,7 @@ class LiveText:
 
     def _prompt_text(self, prompt: Prompt, turn: Turn) -> str:
         """Return what to show of a prompt: for a conversation only what the user says now."""
+        # The template's own text around a question is noise to a reader.
         if prompt.turns is not None:
             return f"{prompt.turns[self._turn_number]}\n"
         if prompt.messages is not None:

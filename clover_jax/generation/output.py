@@ -86,6 +86,7 @@ def decode_with_bar(
     for event in stream:
         if event.row is None:
             continue
+        # Rows first: what is shown may be wrong for a moment, what is kept may not.
         sink.append(event.row)
         sink.note_seconds(clock.seconds)
         totals.add(event.row)

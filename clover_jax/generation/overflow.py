@@ -31,6 +31,7 @@ def fit_context(
         )
     if settings.context_overflow == "skip":
         raise Skipped(too_long)
+    # A long answer must not push the whole question out.
     room = max(context - settings.max_new_tokens, context // 2)
     first = ids[:1] if ids[0] == base.bos_token_id else []
     return first + ids[len(ids) - room + len(first) :]

@@ -99,6 +99,7 @@ class RowState:
         ids = encode_prompt(self.prompt, tokenizer, base.vocab_size, answers)
         fitting = fit_context(ids, base, self._settings, self.prompt.source)
 
+        # Each turn has a text of its own, which continues its own prompt.
         self._num_cut, self._num_seen = len(ids) - len(fitting), 0
         self._answer = None
         if tokenizer is not None:
@@ -125,10 +126,11 @@ class RowState:
         ended = progress.done or cut is not None
         if cut is not None:
             progress.stop()
-            turn = _stopped_turn(row, cut)
+            turn = _turn(_before(cut, row), cut.text)
         else:
             turn = _turn(row, self._answer.whole() if self._answer and ended else None)
 
+        # The end of an answer settles what was held back.
         if ended:
             self._turns.append(turn)
             if self._is_watched and self._answer:
@@ -141,6 +143,7 @@ class RowState:
         for forward, ids in forward_groups(row, self._num_seen):
             self._num_seen += len(ids)
             cut = self._answer.take(row.output_ids[: self._num_seen]) if self._answer else None
+            # Later groups came in the same chunk; nobody should see them.
             if cut is not None:
                 kept = max(cut.num_kept - self._num_seen + len(ids), 0)
                 return [*pieces, Piece(forward, ids[:kept], "")], cut
@@ -196,19 +199,14 @@ def _turn(row: Generation, text: str | None) -> Turn:
     )
 
 
-def _stopped_turn(row: Generation, cut: StopCut) -> Turn:
-    """Return the turn that ends before the stop string, with the forwards that its tokens took.
+def _before(cut: StopCut, row: Generation) -> Generation:
+    """Return what the engine gave before a stop string.
 
-    Those beyond are cut like the tokens they gave, so that tau is 1 for plain decoding.
+    Forwards beyond it are cut like the tokens they gave, so that tau is 1 for plain decoding.
     """
-    forwards = forwards_until(row.accepted, cut.num_kept)
-    return Turn(
-        prompt_ids=row.prompt_ids,
+    return dataclasses.replace(
+        row,
         output_ids=row.output_ids[: cut.num_kept],
-        text=cut.text,
-        accepted=row.accepted[:forwards],
-        target_forwards=forwards,
-        tau=(cut.num_kept - 1) / forwards if forwards else None,
-        seconds=round(row.seconds, 6),
+        accepted=row.accepted[: forwards_until(row.accepted, cut.num_kept)],
         finish_reason="stop",
     )

@@ -60,6 +60,7 @@ def open_stream(
         raise UserError(f"batch_size must be a whole number, not {batch_size!r}")
     if batch_size < 1:
         raise UserError(f"batch_size ({batch_size}) must be at least 1")
+    # An engine for fewer rows than slots would only read padding.
     left = prompts[finished:]
     engine = models.engine(
         batch_size=max(1, min(batch_size, len(left))),
@@ -111,13 +112,15 @@ class RowStream:
                 max_new_tokens=first.max_new_tokens + length - 1,
             )
             for progress in self._stream(iter([short])):
-                progress.stop()
+                progress.stop()  # one chunk has compiled everything
+        # The row itself is still to be decoded.
         self._requests = itertools.chain([first], self._requests)
 
     def __iter__(self) -> Iterator[RowEvent]:
         """Decode, and yield what happens."""
         for progress in self._stream(self._requests):
             yield from self._take_not_decoded()
+            # A conversation's next turn waits for this answer; another row may take the slot.
             state = self._states[progress.row.index]
             taken, row = state.take(progress), None
             if state.is_finished:
@@ -175,6 +178,8 @@ class RowStream:
             except UserError as error:
                 raise UserError(f"{prompt.source}: {error}") from error
             return request
+
+        # One bad row costs the others nothing, unless the user wants all or none.
         except Skipped as skipped:
             self._leave_out(prompt, "skipped", str(skipped))
         except UserError as error:

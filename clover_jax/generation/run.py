@@ -65,6 +65,8 @@ class GenerateOptions:
             )
         if self.searches_tree and self.spec.draft == NO_DRAFT:
             raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
+
+        # What the prompts are, and where rows go, before minutes are spent on a base.
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
         if self.output is not None and _resolved(self.output) in map(_resolved, self._inputs):
@@ -106,6 +108,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
     that fail are counted instead.
     """
     prompts = _read(options)  # before the models, which take longer
+
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
@@ -121,11 +124,13 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
                 options.calibration,
                 options.begun,
             )
+
         prompts = prompts or [shipped_prompt(models.base.directory)]
         notice = template_notice(prompts, models.tokenizer)
         notices = (notice, shape_notice(spec.base), rounding_notice(spec.int8))
         for line in filter(None, notices):
             print(line, file=sys.stderr, flush=True)
+
         # Before anything is written: a tree may not suit its head or the rules of sampling.
         models.engine(batch_size=1, sampling=sampling_for(settings, prompts))
         with _open_sink(options, settings, models, prompts) as sink:
@@ -186,6 +191,7 @@ def _decode(
     prompts: list[Prompt | BadPrompt],
     sink: RowSink,
 ) -> dict[str, Any]:
+    # Rows of earlier runs count in the report, and are not decoded again.
     totals = RowTotals()
     for row in sink.kept():
         totals.add(row)

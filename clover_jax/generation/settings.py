@@ -46,6 +46,8 @@ class GenerationSettings(JsonConfig):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         stop = [] if stop is None else stop
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
+
+        # Types first: what follows compares values.
         check_types(self)
         if self.max_new_tokens < 1:
             raise UserError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
@@ -55,6 +57,7 @@ class GenerationSettings(JsonConfig):
                 f"temperature {self.temperature:g} asks for sampling, which verify=greedy does not "
                 "do; use verify=lossless, or temperature 0"
             )
+
         if self.context_overflow not in OVERFLOW_POLICIES:
             raise UserError(
                 f"context_overflow {self.context_overflow!r} is not one of "
@@ -97,6 +100,8 @@ def sampling_for(
             rows.append(settings.for_row(prompt) if isinstance(prompt, Prompt) else settings)
         except UserError:
             continue  # the row fails by itself when its turn comes
+
+    # Greedy verification reads no distribution, so one row that draws decides for all.
     draws = settings.draft_sampling == "sampled" or any(row.temperature > 0 for row in rows)
     try:
         return SamplingConfig(

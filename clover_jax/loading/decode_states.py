@@ -55,6 +55,7 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
     tokens, features = jax.random.split(jax.random.key(2))
     vocabulary, pending = models.base.config.vocab_size, state.next_tokens.shape[1]
     full = jnp.full((batch,), context, jnp.int32)
+    # A limit that no row reaches: a row that ends would cost less than one that runs.
     return state.replace(
         tokens=jax.random.randint(tokens, (batch, size), 0, vocabulary, jnp.int32),
         length=full,

@@ -146,6 +146,7 @@ class Models:
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ where the decoded rows may differ."""
+        # The same tree has the same name here, whichever file it was read from.
         tree = dataclasses.replace(self.tree, name=portable_name(self.tree))
         return {
             "dtype": str(self.dtype),
@@ -167,9 +168,11 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     plain: models whose base, tokenizer, mesh and int8 to share; None loads those of the spec.
     Raises UserError for what is missing, broken or does not fit together.
     """
+    # A mistake in a name should not cost the minutes that a base takes.
     check_names(spec)
     if plain is None:
         parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
+        # Tensors go to their devices one by one: no device ever holds the whole base.
         base = load_rounded_base(spec.base, dtype, place_on(mesh, dtype) if mesh else None, parts)
         tokenizer = load_tokenizer(base.directory) if spec.tokenizer else None
         tokenizer = with_chat_template(tokenizer, spec.chat_template)
@@ -177,6 +180,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     if spec.draft == NO_DRAFT:
         return plain
 
+    # Which base a head was trained for, its own reader checks.
     if spec.draft.startswith(RANDOM):
         draft = _random_draft(spec.draft, plain)
         draft = dataclasses.replace(draft, params=random_params(draft.params, seed=1))
@@ -186,6 +190,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         if not allowed:
             _check_template(draft, plain.tokenizer)
 
+    # Rounded where it lies, as the base is.
     params = draft.params
     if plain.mesh is not None:
         params = jax.device_put(params, param_shardings(params, plain.mesh))
@@ -205,6 +210,7 @@ def load_shapes(spec: ModelSpec) -> Models:
             f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
         )
     described, parts = describe_base(spec.base), parse_parts(spec.int8)
+    # The same functions as in `load`, traced: what is compiled is what would be loaded.
     shapes = base_shapes(described.config, resolve_dtype(spec.dtype))
     params = jax.eval_shape(functools.partial(round_base, parts=parts), shapes)
     base = BaseModel(described.config, params, described.directory, spec.base)
@@ -251,6 +257,7 @@ def _with_draft(plain: Models, draft: Draft, tree: str | None) -> Models:
     return dataclasses.replace(plain, draft=draft, tree=chosen)
 
 
+# An engine is kept with its compiled programs: a second call with the same arguments makes none.
 @functools.lru_cache(maxsize=8)
 def _engine(
     base: BaseConfig,
@@ -278,9 +285,10 @@ def _check_template(draft: Draft, tokenizer: PreTrainedTokenizerBase | None) -> 
     A draft does not bring its own: with it and without it a conversation is the same tokens.
     """
     flags = draft.provenance.get("flags") or {}
+    # Older drafts recorded the flag at most, so their text is not known.
     name, trained, ours = flags.get("chat_template"), draft.chat_template, template_text(tokenizer)
     if tokenizer is None or (trained is None and (name is None or ours is not None)):
-        return  # all is token ids, or nothing is known: older drafts have the flag's name at most
+        return
     if trained is None or ours is None or trained.strip("\n") != ours.strip("\n"):
         theirs = "the base's own" if name is None else f"--chat_template={name}"
         raise UserError(
@@ -299,6 +307,7 @@ def params_hash(params: Params) -> str:
     """Return SHA-256 over the names and values of all params."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # The name too: two matrices of one shape could have changed places.
         digest.update(jax.tree_util.keystr(path).encode())
         digest.update(np.asarray(leaf).tobytes())
     return digest.hexdigest()

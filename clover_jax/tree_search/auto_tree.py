@@ -15,13 +15,14 @@ from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
 from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
 from clover_jax.decoding.sampling import SamplingConfig, Warping
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions
+from clover_jax.storage.json_files import read_json_object
+from clover_jax.storage.row_writer import manifest_path
 from clover_jax.timing.loops import steps_at_once
-from clover_jax.tree_search.begun_tree import with_tree_of
 from clover_jax.tree_search.calibration import measure_ranks
 from clover_jax.tree_search.costs import measure_costs
 from clover_jax.tree_search.disk_cache import cache_folder, remembered
@@ -68,13 +69,16 @@ def with_auto_tree(
 
     calibration: a file of prompt rows; None takes the base's own, else the shipped ones.
     rows: a row file to go on with, if it was begun: the tree is then its own.
-    The parts of a step and the head's ranks say which trees are worth a trial, a trial says which
-    pays. What was measured is kept on disk; the choice is explained on stderr.
+    Measurements are kept on disk; the choice is explained on stderr.
     Raises UserError for prompts that cannot be used.
     """
-    begun = None if rows is None else with_tree_of(rows, models)
+    # Another update or machine may choose another tree, which would be refused beside these rows.
+    begun = None if rows is None else _tree_of(rows)
     if begun is not None:
-        return begun
+        _explain([f"{rows} was begun with the tree {begun.name}"])
+        return models.with_tree(begun) if begun.num_nodes else models.plain()
+
+    # Parts of a step and the head's ranks say which trees are worth a trial.
     prompts = _prompts(models, calibration)
     with passing_note("measuring which trees may pay"):
         costs = _costs(models, batch_size)
@@ -82,21 +86,30 @@ def with_auto_tree(
     chosen_by_rank = sampling.draft_sampling == "topk"
     choice = choose_tree(costs, ranks, gaps=chosen_by_rank)
     _explain(describe_prospects(choice, costs))
-    plain = models.plain()
     trees = finalists(choice, adaptive=chosen_by_rank)
     if not trees:
         _explain(["no tree comes near paying: plain decoding"])
-        return plain
-    finalists_models = [models.with_tree(tree) for tree in trees]
+        return models.plain()
+
+    # Whole runs say which of them pays: parts leave out the host and where steps really begin.
+    ways = [models.plain(), *(models.with_tree(tree) for tree in trees)]
+    rounds = share_out(prompts, rows_a_round(len(prompts), batch_size, costs.plain))
     with passing_note(f"trying {len(trees)} trees"):
-        rounds = share_out(prompts, rows_a_round(len(prompts), batch_size, costs.plain))
-        of_plain, *trials = _trials(
-            [plain, *finalists_models], rounds, sampling, warping, batch_size
-        )
+        of_plain, *trials = _trials(ways, rounds, sampling, warping, batch_size)
     num_prompts = len({tuple(prompt) for prompts in rounds for prompt in prompts})
     _explain(describe([_name(tree) for tree in trees], trials, of_plain, num_prompts))
     best = fastest([speed_up(trial, of_plain) for trial in trials])
-    return plain if best is None else finalists_models[best]
+    return ways[0 if best is None else best + 1]
+
+
+def _tree_of(rows: Path) -> TreeConfig | AdaptiveTree | None:
+    """Return the tree that a row file was begun with; None where it has no rows, or names none."""
+    if not (rows.is_file() and rows.stat().st_size):
+        return None
+    try:
+        return parse_tree(read_json_object(manifest_path(rows))["settings"]["tree"])
+    except (UserError, KeyError, TypeError, AttributeError):
+        return None  # `RowWriter` says what is wrong with the manifest
 
 
 def _explain(lines: Sequence[str]) -> None:
@@ -124,6 +137,8 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
         )
     else:
         rows = [text_prompt(text) for text in SHIPPED]
+
+    # A prompt too long for NEW_TOKENS more would end early and spoil the rates.
     vocabulary = models.base.config.vocab_size
     ids = [encode_prompt(row, models.tokenizer, vocabulary) for row in rows[:MOST_PROMPTS]]
     longest = models.base.config.max_position_embeddings - NEW_TOKENS

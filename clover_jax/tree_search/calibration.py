@@ -59,11 +59,15 @@ def measure_ranks(
         Request(index, prompt, new_tokens, **(warping if temperature else {}))
         for index, prompt in enumerate(prompts)
     ]
+
+    # The base's own text: ranks are counted along it.
     texts: list[list[int]] = []
     for progress in engine.stream(models.base.params, None, requests):
         # A row that the base's context cut short is left out.
         if progress.done and len(progress.row.output_ids) == new_tokens:
             texts.append([*progress.row.prompt_ids, *progress.row.output_ids])
+
+    # The same positions again, now with the head beside the base.
     starts = [len(text) - new_tokens for text in texts]
     with Placement(models.mesh).in_use():
         walks = [
@@ -86,6 +90,8 @@ def _walk(
     tokens = np.zeros((len(texts), size), np.int32)
     for row, text in enumerate(texts):
         tokens[row, : len(text)] = text
+
+    # The state needs no room for a tree: each step commits one true token.
     config = StepConfig(models.base.config, models.head, parse_tree(f"chain:{depth}"))
     shallow = TreeConfig.root_only()
     state = empty_state(
@@ -98,12 +104,15 @@ def _walk(
     prefill = jax.jit(functools.partial(prefill_chunk, config, PREFILL), donate_argnums=1)
     for start in range(0, max(starts), PREFILL):
         state = prefill(models.weights, state, np.int32(start))
+
     num_samples = max(new_tokens - 1 - depth, 0)
     text = jnp.asarray(tokens)
     # Prefill ended with the base's own choice, which a sampled text need not have taken.
     root = jnp.take_along_axis(text, state.length[:, None], axis=1)
     next_tokens = jnp.broadcast_to(root, state.next_tokens.shape)
     state = state.replace(tokens=jnp.copy(text), next_tokens=next_tokens)
+
+    # One program over all positions: a call for each would cost more than its work.
     ranks = jnp.zeros((num_samples, len(texts), depth), jnp.int32)
     walk = repeated(functools.partial(_probe, config))
     _, ranks = walk((models.weights, text), (state, ranks), num_samples)
@@ -123,6 +132,8 @@ def _probe(
     following = state.length[:, None] + jnp.arange(config.tree.depth + 1)
     here = jnp.take_along_axis(text, following, axis=1)  # the root, and what comes after it
     ranks = ranks.at[number].set(_ranks(config, weights, absorbed.root, state, here[:, 1:]))
+
+    # Go on by the true token, whatever the head proposed.
     tree = TokenTree(here[:, :1], jnp.full((1, 1), -1))
     verified = verify_tree(config, weights, state, tree)
     only = jnp.zeros_like(state.length)
@@ -144,6 +155,7 @@ def _ranks(
     for depth in range(true.shape[1]):
         logits = apply(branch, depth, method="propose")[:, 0]
         ranks.append(_rank_of(config.head.config, logits, true[:, depth]))
+        # Fed the true token: an ideal tree would hold it.
         if depth + 1 < true.shape[1]:
             parent = jnp.zeros_like(true[:, :1])
             token = true[:, depth : depth + 1]

@@ -36,8 +36,8 @@ def measure_costs(
     """Time the parts of steps with trees of several sizes in turns, as `loops` runs them.
 
     slots: sizes of trees to verify; that of the tree whose whole step is timed is added.
-    depth: of that tree, a chain. What the head takes in are depth + 1 positions, all that a step
-        may have accepted: costs of deeper trees than this neglect that these take in more.
+    depth: of that tree, a chain. The head takes in depth + 1 positions, as after a full accept, so
+        costs of deeper trees come out a little low.
     Raises UserError where the context is longer than the base's.
     """
     deepest = models.head.config.max_depth or depth
@@ -51,9 +51,11 @@ def measure_costs(
         return Bench(models, state, context)
 
     bench, plain = prepare(models), prepare(models.plain())
-    # What is left of a step is a small difference: nothing of it may be interpolated.
+    # The rest of a step is a small difference, so interpolating a part of it would be noise.
     slots = sorted({*slots, models.tree.num_slots})
     widths = [width for width in widths if width <= models.base.config.vocab_size and deepest > 1]
+
+    # Each program is timed by itself, in turns with the others.
     runs: dict[str, Run] = {
         "plain": _in_place(plain, step_loop).run,
         "step": _in_place(bench, step_loop).run,
@@ -64,8 +66,10 @@ def measure_costs(
         runs[f"draft {width}"] = _in_place(bench, draft_loop, _two_levels(width)).run
     runs |= {f"verify {count}": _verifying(bench, batch, count).run for count in slots}
     with placement.in_use():
-        found = time_in_turns(runs, rounds)
-    seconds = {name: run / steps_at_once() for name, run in found.items()}
+        timed = time_in_turns(runs, rounds)
+
+    # One level alone holds absorbing too; further levels are what they add to it.
+    seconds = {name: run / steps_at_once() for name, run in timed.items()}
     flat = seconds["draft 0"]
     parts = seconds["draft"] + seconds[f"verify {models.tree.num_slots}"]
     return CostTable(

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-from typing import Any
 
 import numpy as np
 
@@ -52,7 +51,7 @@ class CostTable(JsonConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """The best tree that was found.
+    """The best tree by costs and ranks.
 
     tree: the one without nodes where plain decoding is faster.
     accepted: drafted tokens that a step is expected to accept.
@@ -65,16 +64,6 @@ class Choice:
     seconds: float
     speed_up: float
     considered: tuple[Choice, ...] = ()
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return JSON values."""
-        return {
-            "nodes": self.tree.num_nodes,
-            "depth": self.tree.depth,
-            "accepted": round(self.accepted, 3),
-            "step_ms": round(1e3 * self.seconds, 4),
-            "speed_up": round(self.speed_up, 3),
-        }
 
 
 def choose_tree(
@@ -89,7 +78,8 @@ def choose_tree(
     never more frequent than its beginning, so every path's beginning is in it too. Without gaps a
     path brings its earlier siblings with it, however rare these are.
     """
-    best = [_best_of_depth(costs, ranks, depth, most_nodes, gaps) for depth in _depths(ranks)]
+    depths = range(1, ranks.shape[1] + 1) if len(ranks) else ()
+    best = [_best_of_depth(costs, ranks, depth, most_nodes, gaps) for depth in depths]
     considered = tuple(choice for choice in best if choice is not None)
     fastest = max(considered, key=lambda choice: choice.speed_up, default=None)
     if fastest is None or fastest.speed_up <= 1:
@@ -106,10 +96,6 @@ def expected_accepted(tree: TreeConfig, ranks: np.ndarray) -> float:
     return sum(counts[path] for path in tree.paths) / max(len(ranks), 1)
 
 
-def _depths(ranks: np.ndarray) -> range:
-    return range(1, ranks.shape[1] + 1) if len(ranks) else range(0)
-
-
 def _best_of_depth(
     costs: CostTable, ranks: np.ndarray, depth: int, most_nodes: int, gaps: bool
 ) -> Choice | None:
@@ -120,6 +106,7 @@ def _best_of_depth(
         accepted += counts[path] / len(ranks)
         tree = TreeConfig(AUTO, tuple(order[:size]))
         seconds = costs.step(tree)
+        # A step emits the accepted tokens and the base's own next one.
         speed_up = (1 + accepted) / seconds * costs.plain
         if tree.depth == depth and (best is None or speed_up > best.speed_up):
             best = Choice(tree, accepted, seconds, speed_up)
@@ -142,6 +129,7 @@ def _path_counts(ranks: np.ndarray, depth: int) -> collections.Counter[tuple[int
     """Return how many samples begin with each path of ranks, up to a depth."""
     counts: collections.Counter[tuple[int, ...]] = collections.Counter()
     for row in ranks[:, :depth].tolist():
+        # Nothing below a token that the head missed is ever reached.
         misses = [level for level, rank in enumerate(row) if rank < 0]
         for length in range(1, (misses[0] if misses else len(row)) + 1):
             counts[tuple(row[:length])] += 1
@@ -165,6 +153,7 @@ def finalists(choice: Choice, *, adaptive: bool) -> list[TreeConfig | AdaptiveTr
     """
     worth = [other for other in choice.considered if other.speed_up > WORTH_A_TRIAL]
     best = sorted(worth, key=lambda other: -other.speed_up)[:MOST_FINALISTS]
+    # A sum of parts orders trees roughly, so more than one gets a run.
     trees: list[TreeConfig | AdaptiveTree] = [other.tree for other in best]
     if adaptive and trees:
         trees.append(dynamic_like(best[0].tree))

@@ -1,7 +1,7 @@
 """Which tree pays, by trial: whole runs in turns with plain decoding, not a sum of parts.
 
-The parts of a step say which trees are worth a trial. What a step costs in the engine's loop, with
-its host and its prefill, and what the drafts are worth where steps really begin, only a run says.
+Parts of a step choose the trees to try. Only a run shows what the engine's loop costs with its host
+and prefill, and what drafts are worth where steps really begin.
 """
 
 from __future__ import annotations
