@@ -265,11 +265,13 @@ def _flags(command: ModuleType, **given: Any) -> absl_flags.FlagValues:
         if name not in defined or name == "flagfile":
             known = ", ".join(sorted(set(defined) - {"flagfile"}))
             raise UserError(f"{name!r} is no setting; the settings are {known}")
-        several = isinstance(value, list | tuple)
-        if several and not isinstance(defined[name], absl_flags.MultiFlag):
-            value, several = ",".join(map(str, value)), False
-        values = value if several else [] if value is None else [value]
+        values = [] if value is None else [value]
+        if isinstance(value, list | tuple):
+            # A list is one flag with commas, but for a flag that is written again for each value.
+            is_repeated = isinstance(defined[name], absl_flags.MultiFlag)
+            values = value if is_repeated else [",".join(map(str, value))]
         argv += [f"--{name}={one}" for one in values]
+
     try:
         return command_flags.parse_flags(command.define_flags, argv)
     except absl_flags.Error as error:
