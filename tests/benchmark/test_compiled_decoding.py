@@ -50,13 +50,14 @@ ON_A_MESH = """
 import sys, jax
 from clover_jax.benchmark import compiled_decoding
 from clover_jax.xla.targets import CHIPS, Target
+from clover_jax.loading.models import ModelSpec
 from clover_jax.storage.jsonl import to_json
 
 compiled_decoding.find_devices = lambda target: jax.devices()
-models = {"base": "shape:64x1x96", "draft": "none", "tree": None, "dtype": "float32"}
 batch, mesh = sys.argv[1:]
+spec = ModelSpec("shape:64x1x96", "none", dtype="float32", mesh=mesh)
 found = compiled_decoding.compile_and_describe(
-    Target("here", "cpu", CHIPS["v6e"], "4"), **models, mesh=mesh, batch=int(batch), context=10
+    Target("here", "cpu", CHIPS["v6e"], "4"), spec, batch=int(batch), context=10
 )
 print(to_json(found))
 """
@@ -82,11 +83,7 @@ def compile_tiny(monkeypatch):
     def run(program):
         return compiled_decoding.compile_and_describe(
             Target("here", "cpu", CHIPS["v6e"], "1"),
-            base="shape:64x1x96",
-            draft="none",
-            tree=None,
-            dtype="float32",
-            mesh=None,
+            ModelSpec("shape:64x1x96", "none", dtype="float32"),
             batch=1,
             context=10,
             program=str(program),
