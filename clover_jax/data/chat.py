@@ -62,6 +62,7 @@ def encode_record(
     else:
         encoded = _encode_rendered(*render_plain(record), tokenizer, True)
 
+    # A mask without an answer would be trained on in silence, and teach nothing.
     if not encoded.loss_mask.any():
         _refuse_lost_answer(record)
     if encoded.tokens.size and encoded.tokens.max() >= vocab_size:
@@ -140,6 +141,7 @@ class _Answer:
         self._source, self._content = record.source, messages[-1]["content"]
         self.asked = render_template(tokenizer, messages[:-1], True, record.source)
         self.answered = render_template(tokenizer, messages, False, record.source)
+        # Only then the answer is the text after what was asked.
         if not self.answered.startswith(self.asked):
             self._refuse(
                 f"renders the conversation before answer {number} differently once the answer "
@@ -172,6 +174,7 @@ class _Answer:
         """Find the answer where the template drops a thinking block from what lies in the past."""
         # The block may be the template's own, before the content, or begin the content.
         content = self._content.rpartition("</think>")[2].strip()
+        # Only white space may stand in the place of the dropped block.
         start, begins = len(self.asked), text.find(content, len(self.asked))
         if not text.startswith(self.asked) or begins < 0 or text[start:begins].strip():
             self._refuse("renders an answer differently once more follows")
@@ -204,11 +207,13 @@ def _encode_rendered(
         mask |= (last >= span.start) & (last < span.end)
     encoded = Encoded(np.array(encoding.input_ids, np.int32), mask)
 
+    # Without a template EOS ends the text, and counts if the assistant speaks last.
     ends_with_answer = bool(spans) and spans[-1].end == len(text)
     return _with_eos(encoded, tokenizer, ends_with_answer) if is_plain else encoded
 
 
 def _encode_text(record: Text, tokenizer: PreTrainedTokenizerBase) -> Encoded:
+    # A section in the middle of a document has no BOS and no EOS.
     ids = tokenizer(record.text, add_special_tokens=record.starts).input_ids
     encoded = Encoded(np.array(ids, np.int32), np.ones(len(ids), bool))
     return _with_eos(encoded, tokenizer, True) if record.ends else encoded

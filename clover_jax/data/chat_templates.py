@@ -48,6 +48,7 @@ def with_chat_template(
             raise UserError(
                 f"--chat_template={name}: the base has no tokenizer files to use it with"
             )
+        # Newlines at the ends of the file are the editor's, not the template's.
         tokenizer.chat_template = _find(name).read_text(encoding="utf-8").strip("\n")
     if tokenizer is not None and tokenizer.chat_template is not None:
         # A template may refuse this conversation, for want of a system's message perhaps.

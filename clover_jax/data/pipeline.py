@@ -76,6 +76,7 @@ def make_pipeline(
     )
 
     dataset = dataset.batch(config.batch_size, drop_remainder=True)
+    # Last, since activations are large and most rows may be other processes'.
     rows = range(config.batch_size) if hidden_rows is None else tuple(hidden_rows)
     dataset = dataset.map(functools.partial(as_batch, samples=samples, hidden_rows=rows))
     return ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=PREFETCHED_BATCHES)

@@ -59,7 +59,7 @@ class PreparedSamples:
 
     @property
     def made_from(self) -> Mapping[str, Any]:
-        """What the samples depend on."""
+        """Hashes and settings that the samples depend on."""
         return self._samples.manifest["made_from"]
 
     @property
@@ -69,7 +69,7 @@ class PreparedSamples:
 
     @property
     def hidden_made_from(self) -> Mapping[str, Any]:
-        """What the activations depend on."""
+        """Hashes and settings that the activations depend on."""
         return self._hidden.manifest["made_from"]
 
     def _check_hidden(self) -> None:

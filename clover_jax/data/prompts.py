@@ -107,6 +107,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     name = "standard input" if path == STANDARD_INPUT else str(path)
     with open_rows(path) as file:
         content = file.read().removeprefix(codecs.BOM_UTF8)
+    # The readers of training data take a list, so it is a likely mistake.
     if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
         raise UserError(f"{name}: a JSON list; prompts need a .jsonl file, one object a line")
 
@@ -116,6 +117,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
         if not line.strip():
             continue
         index, source = len(rows), f"{name}:{number}"
+        # A bad row keeps its place: rows of output carry the numbers of the input's.
         try:
             row = parse_line(line, source)
             rows.append(parse_prompt(row, index, source))
@@ -178,6 +180,7 @@ class RowField(NamedTuple):
     convert: Callable[[Any], Any]
 
 
+# JSON's true is an int in Python, and its NaN a float; neither is a number here.
 def _is_whole(value: Any, least: int) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 

@@ -25,7 +25,7 @@ _ROW_BEGINNING = re.compile(
 
 
 class Records(NamedTuple):
-    """What --data holds: records to train on, and some that are never trained on."""
+    """The records of --data: to train on, and some that are never trained on."""
 
     train: list[Record]
     heldout: list[Record]
@@ -53,6 +53,7 @@ def read_records(spec: str) -> Records:
         elif part.startswith("builtin:"):
             raise UserError(f"--data={part} is unknown; the built-in corpus is {BUILTIN}")
         else:
+            # Its shards are no text, and its regenerated rows would be trained on a second time.
             _refuse_prepared(part)
             for path, is_named in _find_files(part):
                 others += _read_file(path, is_named, unread)
@@ -67,15 +68,16 @@ def read_records(spec: str) -> Records:
 
 def _find_files(part: str) -> list[tuple[Path, bool]]:
     """Return (path, whether the user named that very file) for a file, a folder or a glob."""
+    # A file that the user names must be readable; others may be pictures, say.
     path = Path(part).expanduser()
     if path.is_file():
         return [(path, True)]
     if path.is_dir():
         # Manifests of row files lie beside the rows, and are no data.
-        found = (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
+        below = (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
     else:
-        found = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
-    files = sorted(p for p in found if p.is_file() and not is_row_manifest(p))
+        below = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
+    files = sorted(p for p in below if p.is_file() and not is_row_manifest(p))
     if not files:
         raise UserError(f"--data={part}: no such file, and no folder or glob with files in it")
     return [(file, False) for file in files]

@@ -43,7 +43,7 @@ _SHAREGPT_ROLES = {
 class Text:
     """Plain text, or a section of it; the base is imitated on all of it.
 
-    source: where it was found, for messages to the user.
+    source: the file and line, for messages to the user.
     starts, ends: whether the document's first and last characters are in it.
     """
 
@@ -73,7 +73,7 @@ class TokenRow:
     output_ids: tuple[int, ...]
 
 
-# What the base reads before it answers (of a later turn only what came since), and its answer.
+# Tokens that the base reads before it answers, in a later turn only the new ones; and its answer.
 Turn = tuple[tuple[int, ...], tuple[int, ...]]
 
 
@@ -116,10 +116,12 @@ def parse_row(row: Any, source: str) -> list[Record]:
         if "prompt" in row and "response" in row:
             pairs = [("user", row["prompt"]), ("assistant", row["response"])]
             return [_conversation(pairs, source)]
+        # Last: rows of other forms may have a text beside.
         if "text" in row:
             return [Text(source, _text(row["text"]))]
     except UserError:
         raise  # says all there is to say
+    # A message without a role, a number in the place of a list: whatever the row's shape breaks.
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{source}: a malformed row: {error!r}") from None
     raise UserError(
@@ -179,7 +181,8 @@ def _text(value: Any) -> str:
 
 
 def content_hash(record: Record) -> str:
-    """Return SHA-256 of a record's content, wherever it was found."""
+    """Return SHA-256 of a record's content; its source does not matter."""
+    # The same text under another name is the same data.
     content = dataclasses.asdict(record) | {"source": None}
     return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
@@ -196,6 +199,7 @@ def split_by_hash(records: Sequence[Record]) -> tuple[list[Record], list[Record]
     """Return (training, held-out) records; a record's side depends on its content alone."""
     if len(records) < MIN_RECORDS_FOR_HELDOUT:
         return list(records), []
+    # By content: rows that are added or shuffled move no other row to the other side.
     heldout = [int(content_hash(r)[:8], 16) < HELDOUT_FRACTION * 2**32 for r in records]
     return (
         [record for record, out in zip(records, heldout, strict=True) if not out],

@@ -1,4 +1,4 @@
-"""What prompt rows and training rows share: files, lines of JSON, and text that UTF-8 can hold."""
+"""Files of rows, for prompts and training data: opening, lines of JSON, checks of values."""
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ def parse_line(line: bytes, source: str) -> Any:
 
     Raises UserError naming `source` for a line that is none.
     """
+    # Some editors begin a file with a byte-order mark, which utf-8-sig drops.
     try:
         return json.loads(line.decode("utf-8-sig"))
     except UnicodeDecodeError as error:
@@ -85,6 +86,7 @@ def is_text(value: Any) -> bool:
     """
     if not isinstance(value, str):
         return False
+    # JSON may hold half of a pair of surrogates, which no tokenizer takes.
     try:
         value.encode()
     except UnicodeEncodeError:
@@ -93,9 +95,10 @@ def is_text(value: Any) -> bool:
 
 
 def shown(value: Any) -> str:
-    """Return a JSON value for a message to the user, in at most 60 characters or so."""
+    """Return a JSON value for a message to the user, in about 60 characters at most."""
     text = json.dumps(value, ensure_ascii=False, default=repr)
     if not is_text(text):
+        # Escaped, or the message itself could not be printed.
         return f"{_shortened(json.dumps(value, default=repr))}, which holds half a character"
     return _shortened(text)
 

@@ -68,6 +68,7 @@ class RecordSamples:
         """Cut texts for rows of `seq_len` tokens; nothing is tokenised yet."""
         self.sections: list[Record] = []
         for record in records:
+            # A long document's sections are shuffled apart; a conversation is cut only later.
             is_text = isinstance(record, Text)
             self.sections += cut_text(record, CHARS_PER_TOKEN * seq_len) if is_text else [record]
         self.seq_len, self.eos_token_ids = seq_len, eos_token_ids

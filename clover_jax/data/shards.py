@@ -1,8 +1,8 @@
 """Records in numbered ArrayRecord files with a manifest: written so that a killed run goes on.
 
 A shard is written under another name, synced and renamed; then it is listed in the manifest, whose
-"complete" turns true after the last one. What a shard holds is a function of what the manifest says
-it was made from, so the same command goes on behind the last listed shard, and another is refused.
+"complete" turns true after the last one. The manifest's "made_from" determines every shard, so the
+same command goes on behind the last listed shard, and another command is refused.
 
 Each record is one safetensors blob, which says names, dtypes and shapes by itself. ArrayRecord
 keeps a hash of every record, and checks it when the record is read.
@@ -116,7 +116,7 @@ class ShardWriter:
                     f"{wanted.get(name)!r}); give another --output, or --overwrite to start anew"
                 )
 
-        # What follows a damaged shard is written again: records are numbered through all shards.
+        # Shards after a damaged one are written again: records are numbered through all shards.
         self._manifest = earlier
         whole = list(itertools.takewhile(lambda s: _damage(self.directory, s) is None, self.shards))
         if len(whole) < len(self.shards):
@@ -135,7 +135,6 @@ class ShardReader:
         _check_version(self.manifest, path)
         if not self.manifest["complete"]:
             raise UserError(incomplete(path.parent))
-        # By their sizes, which takes no time; contents are checked as they are read.
         for shard in self.manifest["shards"]:
             damage = _damage(path.parent, shard)
             if damage:
@@ -165,6 +164,7 @@ def is_manifest(path: Path) -> bool:
     """Return whether a file, which may be anybody's and large, is a manifest of shards."""
     if not path.is_file():
         return False
+    # The first key tells; parsing a user's file of gigabytes would take minutes.
     with path.open("rb") as file:
         return file.read(40).lstrip(b"{ \n").startswith(b'"format_version"')
 
@@ -192,6 +192,7 @@ def in_shards(records: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]
 
     Example: sizes 3, 3, 3 with max_bytes 5 give two shards, of 2 records and of 1.
     """
+    # A record is never cut, so a shard may be larger by one.
     shard, size = [], 0
     for record in records:
         shard.append(record)
@@ -231,6 +232,7 @@ def _check_version(manifest: dict[str, Any], path: Path) -> None:
 
 def _damage(directory: Path, shard: dict[str, Any]) -> str | None:
     """Say what is wrong with a shard's file, by its size alone; None for nothing."""
+    # By size alone: opening must be fast, and reading checks every record's hash.
     path = directory / shard["file"]
     if not path.is_file():
         return f"{path} is missing"

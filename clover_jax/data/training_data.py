@@ -1,4 +1,4 @@
-"""What --data names, ready to train on: raw files, or a folder that `prepare` made."""
+"""The data that --data names, ready to train on: raw files, or a folder that `prepare` made."""
 
 from __future__ import annotations
 
@@ -71,6 +71,7 @@ def load_training_data(
 
     records = read_records(spec)
     samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len, eos_token_ids)
+    # Tokenising all would take as long as `prepare`; a look at some tells most mistakes.
     counts = look_at(samples)
     counts.check(samples)
     for line in counts.warnings(samples):

@@ -56,6 +56,7 @@ def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
     """
     if spec == "none":
         return ()
+    # A drafter's name stands for the activations that it is trained on.
     if spec in registry.DRAFTERS:
         return stored_names(registry.config_for_base(spec, base).features)
 
@@ -78,6 +79,7 @@ def write_features(
 
     Raises UserError where the disk is too small, or large files were not agreed to.
     """
+    # Samples first, then activations: the manifest names the data that they belong to.
     samples = PreparedSamples(options.output)
     made_from = {
         "base": fingerprint(base).to_dict(),
@@ -105,6 +107,7 @@ def write_features(
 
 
 def _counted(records: Iterator[bytes], count: Callable[[], None]) -> Iterator[bytes]:
+    # Counted as they are made: a shard of them takes minutes.
     for record in records:
         count()
         yield record
@@ -131,6 +134,7 @@ def _read_rows(
     positions: Array,
 ) -> dict[str, Array]:
     """Return name -> [B, S, D]."""
+    # Cast on the device, so that fewer bytes come to the host.
     hidden = read_base(base, params, tokens, segment_ids, positions)
     return {name: hidden[name].astype(dtype) for name in names}
 

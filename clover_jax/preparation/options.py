@@ -1,4 +1,4 @@
-"""What a user asks `prepare` for, checked before anything is loaded."""
+"""The settings of `prepare`, checked before anything is loaded."""
 
 from __future__ import annotations
 

@@ -51,6 +51,7 @@ def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_c
 def _text_between(
     sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, start: int, end: int
 ) -> str:
+    # Without words, the ids themselves.
     if tokenizer is None:
         return "".join(f"{token} " for token in sample.tokens[start:end])
     # Decoders look at neighbours, so a part is what it adds to the whole.

@@ -72,6 +72,7 @@ def _decode(
     rows: RowWriter,
     figures: RowTotals,
 ) -> None:
+    # Nothing to decode: an engine would be compiled for nothing.
     if rows.finished == len(prompts):
         return
 
@@ -93,6 +94,7 @@ def _decode(
 
 
 def _read(path: Path) -> list[Record]:
+    # Rows that failed or were left out have an error and no answer.
     answered = (row for row in read_rows(path) if "output_ids" in row)
     records = [
         record for row in answered for record in parse_row(row, f"{path}:{row['index'] + 1}")

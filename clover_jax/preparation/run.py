@@ -59,6 +59,7 @@ def _prepare(
 ) -> dict[str, Any]:
     report: dict[str, Any] = {"output": str(options.output)}
     if options.regenerate:
+        # Held-out records keep their answers: they are measured with, not trained on.
         regenerated = regenerate(records.train, options)
         records = records._replace(train=regenerated.records)
         report["regenerated"] = regenerated.figures
@@ -87,6 +88,7 @@ def _prepare(
 
 
 def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
+    # Shown before they are judged: a user may look to find out why they are refused.
     samples = reading.samples(records.train, options.seq_len)
     show_samples(samples, options.preview_samples, reading.tokenizer, sys.stdout)
     counts = look_at(samples)

@@ -47,6 +47,7 @@ def write_samples(records: Records, reading: Reading, options: PrepareOptions) -
 def _write_split(
     manifest: str, records: Sequence[Record], reading: Reading, options: PrepareOptions
 ) -> dict[str, Any]:
+    # All that a shard depends on: where any of it differs, the folder is refused.
     identity = sample_identity(data_hash(records), reading.tokenizer)
     made_from = {
         "data_hash": identity["data"],

@@ -18,7 +18,7 @@ BPE = 2  # TrainerSpec.ModelType
 
 
 class Kind(enum.IntEnum):
-    """What a piece is for."""
+    """The use of a piece."""
 
     NORMAL = 1
     UNKNOWN = 2
