@@ -10,13 +10,12 @@ from typing import Any
 
 from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.prepared import heldout_rows, is_prepared
-from clover_jax.data.prompts import Prompt, read_prompts
+from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
 from clover_jax.data.readers import read_records
 from clover_jax.decoding.tree import default_tree, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals
-from clover_jax.generation.run import SHIPPED_PROMPTS
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.interchange.directory import read_draft
 from clover_jax.interchange.stored_head import StoredHead

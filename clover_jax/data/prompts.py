@@ -24,6 +24,7 @@ from clover_jax.data.rows import (
 )
 from clover_jax.errors import UserError
 
+SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
 _ROLES = ("system", "user", "assistant", "tool")
 _FORMS = ("prompt", "question", "prompt_ids", "messages", "turns")
 
@@ -82,6 +83,20 @@ class BadPrompt:
 def text_prompt(text: str, source: str = "--prompt") -> Prompt:
     """Return the row of a prompt that was given as text, on the command line for example."""
     return parse_prompt({"prompt": text}, index=0, source=source)
+
+
+def shipped_prompts(base: Path, instead: str) -> Path:
+    """Return the file of the prompts that came with a base.
+
+    instead: flags that would say what to decode.
+    Raises UserError where none came with it.
+    """
+    path = base / SHIPPED_PROMPTS
+    if not path.is_file():
+        raise UserError(
+            f"there is nothing to decode: {base} has no {SHIPPED_PROMPTS}; give {instead}"
+        )
+    return path
 
 
 def read_prompts(path: str | os.PathLike) -> list[Prompt]:

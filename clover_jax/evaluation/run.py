@@ -10,7 +10,13 @@ from typing import Any
 
 from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompt_encoding import encode_prompt
-from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash, read_prompts_and_mistakes
+from clover_jax.data.prompts import (
+    BadPrompt,
+    Prompt,
+    prompts_hash,
+    read_prompts_and_mistakes,
+    shipped_prompts,
+)
 from clover_jax.decoding.requests import Request
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, near_ties, stage_times
@@ -24,7 +30,6 @@ from clover_jax.evaluation.report import Measured, build_report, key_figures, wr
 from clover_jax.evaluation.row_files import open_rows
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.timed_passes import PassJournal
-from clover_jax.generation.run import SHIPPED_PROMPTS
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
@@ -48,7 +53,7 @@ def evaluate(
             methods = load_methods(options, settings)
         plain = methods[0].models
         if source is None:
-            source = _shipped(plain)
+            source = shipped_prompts(plain.base.directory, "--prompts=FILE")
             prompts = read_prompts_and_mistakes(source)
 
         plan = make_plan(options, settings, plain, prompts, str(source))
@@ -71,16 +76,6 @@ def evaluate(
             report = build_report(manifest(flags, methods, about), evaluation, measured)
     write_report(options.directory, report)
     return key_figures(report, options.directory)
-
-
-def _shipped(models: Models) -> Path:
-    path = models.base.directory / SHIPPED_PROMPTS
-    if not path.is_file():
-        raise UserError(
-            f"there is nothing to decode: {models.base.directory} has no {SHIPPED_PROMPTS}; "
-            "give --prompts=FILE"
-        )
-    return path
 
 
 def _notice(line: str | None) -> None:

@@ -16,6 +16,7 @@ from clover_jax.data.prompts import (
     prompts_hash,
     read_prompts,
     read_prompts_and_mistakes,
+    shipped_prompts,
     text_prompt,
 )
 from clover_jax.decoding.tree import AUTO
@@ -40,8 +41,6 @@ from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.storage.row_writer import RowWriter
 from clover_jax.tree_search.auto_tree import with_auto_tree
-
-SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +124,9 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
                 options.begun,
             )
 
-        prompts = prompts or [shipped_prompt(models.base.directory)]
+        if prompts is None:
+            shipped = shipped_prompts(models.base.directory, "--prompt=TEXT or --prompts=FILE")
+            prompts = read_prompts(shipped)[:1]
         notice = template_notice(prompts, models.tokenizer)
         notices = (notice, shape_notice(spec.base), rounding_notice(spec.int8))
         for line in filter(None, notices):
@@ -135,20 +136,6 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
         models.engine(batch_size=1, sampling=sampling_for(settings, prompts))
         with _open_sink(options, settings, models, prompts) as sink:
             return _decode(options, settings, models, prompts, sink)
-
-
-def shipped_prompt(directory: Path) -> Prompt:
-    """Return the first prompt that came with a base.
-
-    Raises UserError where none did.
-    """
-    path = directory / SHIPPED_PROMPTS
-    if not path.is_file():
-        raise UserError(
-            f"there is nothing to decode: {directory} has no {SHIPPED_PROMPTS}; "
-            "give --prompt=TEXT or --prompts=FILE"
-        )
-    return read_prompts(path)[0]
 
 
 def _read(options: GenerateOptions) -> list[Prompt | BadPrompt] | None:

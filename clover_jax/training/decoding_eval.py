@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 from clover_jax.array_types import Params
 from clover_jax.data.chat import Encoded
 from clover_jax.data.prompt_encoding import encode_prompt
-from clover_jax.data.prompts import read_prompts
+from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
 from clover_jax.data.records import Record
 from clover_jax.data.samples import RecordSamples
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
@@ -32,7 +32,6 @@ from clover_jax.storage.jsonl import to_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-PROMPTS = "prompts.jsonl"  # in a base's folder
 # Of a held-out record without a prompt of its own worth the name, where no prompts are given.
 OPENING_TOKENS = 32
 SHORTEST_PROMPT = 8
@@ -157,7 +156,7 @@ def evaluation_prompts(
     Raises UserError where no prompt is left that fits the base's context.
     """
     vocab_size = base.config.vocab_size
-    own = base.directory / PROMPTS
+    own = base.directory / SHIPPED_PROMPTS
     if path is not None or own.is_file():
         source = str(Path(path).expanduser() if path is not None else own)
         rows = read_prompts(source)[:count]

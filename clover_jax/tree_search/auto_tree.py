@@ -12,7 +12,7 @@ import numpy as np
 
 from clover_jax.config import DrafterConfig
 from clover_jax.data.prompt_encoding import encode_prompt
-from clover_jax.data.prompts import Prompt, read_prompts, text_prompt
+from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts, text_prompt
 from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
 from clover_jax.decoding.sampling import SamplingConfig, Warping
 from clover_jax.decoding.tree import TreeConfig, parse_tree
@@ -38,7 +38,6 @@ from clover_jax.tree_search.tree_trial import (
     speed_up,
 )
 
-PROMPTS = "prompts.jsonl"  # in a base's folder
 MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
 ROUND_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
@@ -125,7 +124,7 @@ def _name(tree: TreeConfig | AdaptiveTree) -> str:
 
 
 def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
-    own = models.base.directory / PROMPTS
+    own = models.base.directory / SHIPPED_PROMPTS
     if calibration is not None:
         rows: list[Prompt] = read_prompts(Path(calibration).expanduser())
     elif own.is_file():
