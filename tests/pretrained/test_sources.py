@@ -68,11 +68,11 @@ def test_a_failure_without_words_is_named_by_its_kind(hub, monkeypatch):
 
 REPOSITORIES = {
     "base": (
-        ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"],
-        ["pytorch_model.bin", "original/consolidated.00.pth", "README.md"],
+        ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "README.md"],
+        ["pytorch_model.bin", "original/consolidated.00.pth"],
     ),
     "old head": (["config.json", "pytorch_model.bin"], ["training_args.bin"]),
-    "draft": (["draft.json", "params/d/0", "params/ocdbt.process_0/d/1"], ["README.md"]),
+    "draft": (["draft.json", "params/d/0", "params/ocdbt.process_0/d/1"], ["LICENSE"]),
     "workdir": (
         ["best/draft.json", "best/params/d/0", "draft/draft.json", "draft/params/manifest.ocdbt"],
         ["checkpoints/2/state/d/0", "metrics.jsonl", "tensorboard/events"],
