@@ -169,7 +169,8 @@ def test_a_misshapen_tensor_is_named(folder, base):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"clover": ...}, 'has no "clover" object; it is not an official Clover-2 head'),
+        ({"clover": ...}, 'an official Clover-2 head without the "clover" object in its config'),
+        ({"clover": 5}, 'has no "clover" object; it is not an official Clover-2 head'),
         ({"clover": {"num_heads": 5}}, "clover.num_layers must be a positive whole number, not No"),
         ({"clover": {"num_heads": 0, "num_layers": 2}}, "clover.num_heads must be a positive wh"),
         ({"vocab_size": 95}, "the head's vocab_size is 95, that of the base .* is 96; give the"),
