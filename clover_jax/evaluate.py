@@ -41,7 +41,9 @@ def define_flags(flags):
         "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, auto (measured) [the one the draft was "
         "measured with, or paper25]",
     )
-    text("prompts", None, "file of prompt rows, .jsonl or .jsonl.gz [those of the base's folder]")
+    text(
+        "prompts", None, "file of prompt rows, .jsonl (also .gz, .xz) [those of the base's folder]"
+    )
     text("output", None, "folder for the report [the workdir]")
     whole("batch_size", 8, "rows decoded at once; on a mesh more, if its devices cannot share them")
     text("batch_sizes", None, "further batch sizes at which speed is measured, such as 1,4,16")

@@ -1,14 +1,14 @@
 """Settings, each declared once: a field of a dataclass says its type, default, help and bounds.
 
     @dataclasses.dataclass(frozen=True)
-    class PrepareOptions(CommonSettings):
+    class RunSettings(CommonSettings):
         seq_len: int = setting(512, "tokens of a training row", group="data", least=2)
 
         def __post_init__(self):
             check_settings(self)
 
-`cli.command_flags.define_settings(flags, PrepareOptions)` defines a flag for every such field, and
-`settings_from(flags, PrepareOptions)` reads them back; a field without `setting` has no flag.
+`cli.command_flags.define_settings(flags, RunSettings)` defines a flag for every such field, and
+`settings_from(flags, RunSettings)` reads them back; a field without `setting` has no flag.
 `check_settings` holds the values of a caller, which come unchecked, to what the flags accept.
 
 Nothing here imports JAX, so that `--help` answers at once.

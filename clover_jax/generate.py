@@ -20,7 +20,12 @@ def define_flags(flags):
         getattr(absl_flags, f"DEFINE_{kind}")(name, default, help_text, flag_values=flags, **limits)
 
     define("string", "prompt", None, "text to continue")
-    define("string", "prompts", None, "file of prompt rows, .jsonl or .jsonl.gz")
+    define(
+        "string",
+        "prompts",
+        None,
+        "file of prompt rows, .jsonl (also .gz, .xz); - is standard input",
+    )
     define(
         "string",
         "draft",

@@ -33,7 +33,7 @@ class DecodeState:
     features: [B, A, F] base features of the positions accepted last, which the head has not
         taken in yet; the first count[b] are valid.
     next_tokens: [B, A] the token that follows each of them.
-    count:    [B]
+    count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k and top-p.
     """
 
@@ -68,7 +68,7 @@ def empty_state(
     def zeros(*shape: int) -> Array:  # a buffer of its own each time, so that all can be donated
         return jnp.zeros((batch, *shape), jnp.int32)
 
-    # Length S leads every per-row buffer, so that a slot is one index of each leaf.
+    # The batch leads every leaf, so that a slot is one index.
     return DecodeState(
         tokens=zeros(size),
         length=zeros(),

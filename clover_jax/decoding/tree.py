@@ -25,7 +25,7 @@ from clover_jax.errors import UserError
 PAPER25 = (
     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 )
-AUTO = "auto"  # a tree that was measured, not named: generation/auto_tree.py
+AUTO = "auto"  # a tree that was measured, not named: tree_search/auto_tree.py
 PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 
 

@@ -32,7 +32,7 @@ def verify(
     mask = ancestor_mask(tree.parent, depth)
     positions = length[:, None] + node_depth(mask)
     output = Decoder(config).apply({"params": params}, tree.tokens, positions, mask, cache, length)
-    # Otherwise each layer's whole product with qkv is kept until the commit.
+    # Without the barrier XLA keeps each layer's whole product with qkv until the commit.
     hold = jax.lax.optimization_barrier
     fresh = jax.lax.platform_dependent(output.fresh, cpu=lambda x: x, default=hold)
     return output.replace(fresh=fresh)
@@ -46,7 +46,7 @@ def tree_logits(params: Params, output: DecoderOutput) -> Float[Array, "B T V"]:
 def tree_choices(params: Params, output: DecoderOutput) -> Int[Array, "B T"]:
     """Return the base's most probable token after every slot, the lowest id among equals."""
     matrix, hidden = frozen_from_base(params).lm_head, output.hidden["post_norm"]
-    # On a mesh a device has a part as it is; parts of int8 a GPU would widen and store first.
+    # On a mesh each device has a part already; a GPU would widen every part of int8 in memory.
     if jax.sharding.get_abstract_mesh().size > 1 or isinstance(matrix, Int8Matrix):
         return largest(matrix, hidden)
     return jax.lax.platform_dependent(

@@ -3,11 +3,13 @@
 Source: Clover-2 (arXiv 2408.00264) and the authors' release; where they disagree the choice is
 noted. At position t, with h_t the base's state before its final norm and E the rows of lm_head:
 
-    a_t = AttentionDecoder1(h_t, E[x_{t+1}])              information from the token comes early
+    a_t = AttentionDecoder1(h_t, E[x_{t+1}])              the next token enters before the block
     s^0 = z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))   attention over the whole prefix
     u^0 = head_norm(W_0 s^0 + b_0)                        lm_head u^0 proposes x_{t+2}
     s^i = AttentionDecoder2(s^{i-1}, E[x_{t+1+i}])        the regressive connection
     u^i = head_norm(W_1 [s^i ; E[x_{t+1+i}]] + b_1)       lm_head u^i proposes x_{t+2+i}
+
+with AttentionDecoder(x, e) = x + cos(q(x), k(e)) v(e), head by head (`attention_decoder.py`).
 
 Options leave out or reorder parts, as in the paper's ablation; see `Clover2Config`.
 """
@@ -183,7 +185,7 @@ class Clover2(nn.Module):
         return self.head_norm(state)
 
     def _joint_output(self, branch: Clover2State) -> Float[Array, "B W D"]:
-        """Return u^i as the equation has it: one half of W_1 alone is copied first on GPU."""
+        """Return u^i by one product with all of W_1: a GPU would copy half of it first."""
         x = branch.state
         if self.config.output_projector:
             both = jnp.stack([x, branch.embedded], axis=-2)  # not along D, which a mesh may split

@@ -1,6 +1,6 @@
 """How a step's time divides: its parts compiled and timed alone, at the shapes of the run.
 
-A part runs as in the engine's chunks, in a loop on the device or by itself (`benchmark.loops`).
+A part runs as in the engine's chunks, in a loop on the device or by itself (`timing.loops`).
 What the whole step takes beyond drafting and verifying is accepting, committing, and what overlaps
 badly.
 """

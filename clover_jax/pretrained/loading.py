@@ -29,7 +29,7 @@ def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None =
     """Load the frozen base.
 
     source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
-        or "shape:NAME" for random weights (see models/shapes.py).
+        or "shape:NAME" for random weights (see pretrained/shapes.py).
     dtype: of the params.
     place: puts each finished tensor on its device or shards, `place(path, array) -> jax.Array`;
         by default it is cast to `dtype` on the default device.

@@ -2,7 +2,7 @@
 
 Three axes: `data` splits the rows of a batch; `fsdp` splits them as well, and the params with them,
 which are gathered when they are used; `tensor` splits heads, the MLP's inner width and the
-vocabulary. Which part of an array then lies where is `sharding.py`.
+vocabulary. Which part of an array then lies where is `param_layouts.py` and `placement.py`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Over which mesh axes the dimensions of each parameter are split.
 
-A parameter is laid out by the last name of its path (`LAYOUTS`): one letter for each dimension, the
-axis letters of `array_types.py`. A new drafter adds its leaves here.
+A parameter is laid out by the last name of its path (`LAYOUTS`), one letter for each dimension: D a
+width, E a width as output, F an MLP's width, K and N heads, R a rank, V the vocabulary. A new
+drafter adds its leaves here.
 """
 
 from __future__ import annotations
