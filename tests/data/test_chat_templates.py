@@ -146,7 +146,6 @@ def test_a_template_without_end_is_left_by_an_interrupt(tmp_path):
     assert process.stdout.readline() == b"begins\n"
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    interrupted = time.monotonic()
     _, error = process.communicate()
-    assert time.monotonic() - interrupted < 4
+    # The limit of its time would have ended it too, but with a line that names the template.
     assert error.strip().endswith(b"KeyboardInterrupt")
