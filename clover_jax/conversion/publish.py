@@ -81,12 +81,13 @@ def license_of(base: BaseModel, given: str | None) -> str:
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     front = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""
     own = re.search(r"^license: *(\S+)", front, re.MULTILINE)
-    if given is None and own is None:
+    named = given or (own[1] if own else None)
+    if named is None:
         raise UserError(
             f"the card must name a license, and {card} has none; give --license, such as "
             "--license=apache-2.0"
         )
-    return given or own[1]
+    return named
 
 
 def check_repository(name: str) -> None:

@@ -106,7 +106,7 @@ def build_tokenizer(model: SentencePieceModel, legacy: bool = True) -> Tokenizer
     tokenizer.normalizer = _normalizer(model, legacy)
 
     # Cut before merging, where a part must not merge with its neighbours.
-    parts = []
+    parts: list[pre_tokenizers.PreTokenizer] = []
     if model.add_dummy_prefix and not legacy:
         parts.append(pre_tokenizers.Metaspace(SPACE, prepend_scheme="first", split=False))
     if symbols:
@@ -137,7 +137,9 @@ def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
 
 
 def _normalizer(model: SentencePieceModel, legacy: bool) -> normalizers.Normalizer:
-    steps = [normalizers.Precompiled(model.charsmap)] if model.charsmap else []
+    steps: list[normalizers.Normalizer] = []
+    if model.charsmap:
+        steps.append(normalizers.Precompiled(model.charsmap))
     # In the library's order: characters are replaced, then spaces, then marked.
     if model.remove_extra_whitespaces:
         steps += [
@@ -188,6 +190,8 @@ def _add_tokens(tokenizer: Tokenizer, added: dict[int, AddedToken], directory: P
         tokenizer.add_tokens([token])
         # The library gives the next free id, or the one of a piece with this text.
         given = tokenizer.token_to_id(token.content)
+        if given is None:
+            raise UserError(f"{directory}: its added token with id {wanted} is an empty text")
         if given != wanted:
             raise UserError(
                 f"{directory}: its added token {token.content!r} should have id {wanted}, but "

@@ -54,6 +54,7 @@ def test_a_card_has_rounded_figures_and_no_paths(command, speaking, tmp_path):
         ((), "is a folder that only this machine has, and the card must say which base"),
         (("--base_model=here",), "--base_model=here is no repository of the hub; give OWNER/NAME"),
         (NAMES[:1], "the card must name a license, and "),
+        ((NAMES[0], "--license="), "the card must name a license, and "),
     ],
 )
 def test_a_card_without_base_or_license_is_refused(command, speaking, tmp_path, given, message):

@@ -120,6 +120,9 @@ def test_added_tokens_follow_the_models(fixtures, tmp_path):
     (folder / "added_tokens.json").write_text('{"<more>": 500}')
     with pytest.raises(UserError, match="its added token '<more>' should have id 500"):
         load_tokenizer(folder)
+    (folder / "added_tokens.json").write_text('{"": 401}')
+    with pytest.raises(UserError, match="its added token with id 401 is an empty text"):
+        load_tokenizer(folder)
 
 
 def test_a_llama_without_settings_is_known_by_its_config(fixtures, tmp_path):
