@@ -51,7 +51,7 @@ def parse_flags(
     if stray:
         raise UserError(f"unexpected argument {stray[0]!r}: flags are written --name=value")
     # absl replaces --flagfile by the file's lines; the names are wanted for the default workdir.
-    values.flagfile = flagfiles
+    values.flagfile = flagfiles  # type: ignore[assignment]  # absl's stub takes no value at all
     # Libraries below (grain, orbax) look at absl's global flags and insist that they were parsed.
     if not absl_flags.FLAGS.is_parsed():
         absl_flags.FLAGS.mark_as_parsed()
@@ -69,7 +69,7 @@ def define_settings(flags: absl_flags.FlagValues, kind: type) -> None:
     for name, declared in declared_settings(kind).items():
         if name not in flags:
             _define(flags, name, kinds[name], defaults[name], declared)
-            flags[name].group = declared.group
+            group_flags(flags, declared.group, name)
 
 
 def _define(
@@ -79,22 +79,23 @@ def _define(
     default: Any,
     declared: Setting,
 ) -> None:
-    shared = {"name": name, "default": default, "help": declared.help, "flag_values": flags}
+    shared: dict[str, Any] = {"default": default, "help": declared.help, "flag_values": flags}
     most = None if math.isinf(declared.most) else declared.most
+    bounds: dict[str, Any] = {"lower_bound": declared.least, "upper_bound": most}
 
     if tuple in kinds:
         define = absl_flags.DEFINE_multi_string if declared.repeated else absl_flags.DEFINE_list
-        define(**(shared | {"default": list(default)}))
+        define(name, **(shared | {"default": list(default)}))
     elif bool in kinds:
-        absl_flags.DEFINE_bool(**shared)
+        absl_flags.DEFINE_bool(name, **shared)
     elif int in kinds:
-        absl_flags.DEFINE_integer(**shared, lower_bound=declared.least, upper_bound=most)
+        absl_flags.DEFINE_integer(name, **shared, **bounds)
     elif float in kinds:
-        absl_flags.DEFINE_float(**shared, lower_bound=declared.least, upper_bound=most)
+        absl_flags.DEFINE_float(name, **shared, **bounds)
     elif declared.choices:
-        absl_flags.DEFINE_enum(**shared, enum_values=list(declared.choices))
+        absl_flags.DEFINE_enum(name, **shared, enum_values=list(declared.choices))
     else:
-        absl_flags.DEFINE_string(**shared)
+        absl_flags.DEFINE_string(name, **shared)
 
 
 def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) -> S:
@@ -128,7 +129,8 @@ def group_flags(flags: absl_flags.FlagValues, title: str, *names: str) -> None:
     """Let `--help` list flags under a heading; those that the command lacks are passed over."""
     for name in names:
         if name in flags:
-            flags[name].group = title
+            flag: Any = flags[name]  # absl's own flags have no group
+            flag.group = title
 
 
 def define_template_flag(flags: absl_flags.FlagValues) -> None:
@@ -162,7 +164,7 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
         "read flags from this file, one a line; what comes later wins",
         flag_values=values,
     )
-    values["flagfile"].group = COMMON
+    group_flags(values, COMMON, "flagfile")
     return values
 
 
@@ -182,7 +184,7 @@ def _check_flagfile(name: str, including: tuple[str, ...]) -> None:
 
 
 def _flagfile_names(argv: Sequence[str]) -> list[str]:
-    names = []
+    names: list[str] = []
     for index, argument in enumerate(argv):
         flag, equals, value = argument.partition("=")
         if flag in ("--flagfile", "-flagfile"):

@@ -114,4 +114,5 @@ def model_spec(flags: absl_flags.FlagValues, **instead: Any) -> ModelSpec:
     from clover_jax.loading.models import ModelSpec
 
     names = [field.name for field in dataclasses.fields(ModelSpec) if field.name in flags]
-    return ModelSpec(**{name: flags[name].value for name in names} | instead)
+    given: dict[str, Any] = {name: flags[name].value for name in names}
+    return ModelSpec(**given | instead)

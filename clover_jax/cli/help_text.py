@@ -48,7 +48,7 @@ def _flag_help(flag: absl_flags.Flag, width: int) -> str:
     meaning = meaning.removesuffix("; repeat this option to specify a list of values")
     meaning = re.sub(r"^<[^>]*>: ", "", meaning)
     if flag.default not in (None, "", []):
-        meaning += f" [{flag.default_as_str.strip(chr(39))}]"
+        meaning += f" [{(flag.default_as_str or '').strip(chr(39))}]"
     folded = textwrap.fill(meaning, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
     return f"  {_flag_usage(flag)}\n{folded}"
 

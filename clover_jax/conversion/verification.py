@@ -12,6 +12,7 @@ from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.prepared import heldout_rows, is_prepared
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
 from clover_jax.data.readers import read_records
+from clover_jax.data.records import Record
 from clover_jax.decoding.tree import default_tree, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
@@ -80,7 +81,7 @@ def verification_prompts(
 
 def _openings(data: str, template: str | None, base: BaseModel, count: int) -> list[list[int]]:
     if is_prepared(data):
-        records = heldout_rows(Path(data).expanduser())
+        records: Sequence[Record] = heldout_rows(Path(data).expanduser())
     else:
         # Of small data little is held out; what a head has seen compares it as well.
         split = read_records(data)

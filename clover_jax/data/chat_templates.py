@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = Path(clover_jax.__file__).parent / "assets" / "templates"
-_ENDINGS = {
+_ENDINGS: dict[int | None, str] = {
     -signal.SIGPROF: f"takes more than {template_worker.LIMIT_SECONDS} s of processor time",
     template_worker.OUT_OF_MEMORY: f"takes more than {template_worker.LIMIT_MEGABYTES} MB",
 }
@@ -159,6 +159,8 @@ class _Renderer:
                 text=True,
                 process_group=0,  # Ctrl-C is for this process, which then ends the other
             )
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
         try:
             self._process.stdin.write(request + "\n")
             self._process.stdin.flush()
@@ -176,6 +178,8 @@ class _Renderer:
         process, self._process = self._process, None
         if process is None:
             return None
+        assert process.stdin is not None
+        assert process.stdout is not None
         # The end of its input ends it; a pipe that it left already has nothing to flush.
         with contextlib.suppress(BrokenPipeError):
             process.stdin.close()

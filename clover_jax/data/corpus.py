@@ -134,5 +134,7 @@ def _package_directory(package: str) -> Path:
 
 def _without_repeats(documents: list[Document]) -> list[Document]:
     """Drop documents whose text an earlier one has too."""
-    seen: set[str] = set()
-    return [d for d in documents if not (d.text in seen or seen.add(d.text))]
+    first: dict[str, Document] = {}
+    for document in documents:
+        first.setdefault(document.text, document)
+    return list(first.values())

@@ -127,7 +127,7 @@ def as_batch(packed: dict[str, Any], samples: Samples, hidden_rows: Iterable[int
 
 def _read_hidden(
     packed: dict[str, np.ndarray], samples: Samples, rows: Iterable[int]
-) -> dict[str, np.ndarray]:
+) -> dict[str, Any]:
     number, place, segment = packed["sample"], packed["place"], packed["tokens_segment_ids"]
     # Untouched zeros take no memory. (Empty slots say sample 0, which is always there.)
     hidden = {

@@ -9,6 +9,7 @@ Before the first of them, `prepare --regenerate` has DIR/regenerated.jsonl.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -53,9 +54,12 @@ class PreparedSamples:
             )
         self.directory, self.hidden_names = directory, hidden_names
         self._samples = ShardReader(directory / TRAIN)
-        self._hidden = ShardReader(directory / HIDDEN) if hidden_names else None
-        if self._hidden is not None:
+        if hidden_names:
             self._check_hidden()
+
+    @functools.cached_property
+    def _hidden(self) -> ShardReader:
+        return ShardReader(self.directory / HIDDEN)
 
     @property
     def made_from(self) -> Mapping[str, Any]:

@@ -106,10 +106,11 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
     Raises UserError naming file, line, what is wrong and what would be right; OSError for a file
     that cannot be opened.
     """
-    rows = read_prompts_and_mistakes(path)
-    for row in rows:
+    rows = []
+    for row in read_prompts_and_mistakes(path):
         if isinstance(row, BadPrompt):
             raise UserError(row.error)
+        rows.append(row)
     return rows
 
 

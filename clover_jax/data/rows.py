@@ -5,14 +5,13 @@ from __future__ import annotations
 import collections
 import contextlib
 import gzip
-import io
 import json
 import lzma
 import sys
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from clover_jax.errors import UserError
 
@@ -21,7 +20,7 @@ STANDARD_INPUT = Path("-")
 LABELS = frozenset(
     ("id", "index", "question_id", "prompt_id", "category", "source", "answer", "reference")
 )
-_OPENERS = {".gz": gzip.open, ".xz": lzma.open}
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def plain_name(path: Path) -> str:
@@ -34,7 +33,7 @@ def plain_name(path: Path) -> str:
 
 
 @contextlib.contextmanager
-def open_rows(path: Path) -> Iterator[io.BufferedIOBase]:
+def open_rows(path: Path) -> Iterator[IO[bytes]]:
     """Open a file for reading, unpacked where its name ends in .gz or .xz; "-" is standard input.
 
     Raises UserError where the packed file is broken, OSError where there is none.

@@ -55,7 +55,7 @@ class SampleCounts:
         total = cls()
         for part in parts:
             # Shards of earlier versions have no pieces: where tokens count, some are there.
-            for name, value in ({"pieces": part["counted"]} | part).items():
+            for name, value in {"pieces": part["counted"], **part}.items():
                 before = getattr(total, name)
                 if name == "reason":
                     total.reason = before or value

@@ -55,7 +55,7 @@ class RecordSamples:
         the chat template does not understand must not end a run that has begun.
     """
 
-    hidden_names = ()
+    hidden_names: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -69,8 +69,10 @@ class RecordSamples:
         self.sections: list[Record] = []
         for record in records:
             # A long document's sections are shuffled apart; a conversation is cut only later.
-            is_text = isinstance(record, Text)
-            self.sections += cut_text(record, CHARS_PER_TOKEN * seq_len) if is_text else [record]
+            if isinstance(record, Text):
+                self.sections += cut_text(record, CHARS_PER_TOKEN * seq_len)
+            else:
+                self.sections.append(record)
         self.seq_len, self.eos_token_ids = seq_len, eos_token_ids
         self.refused: dict[int, str] = {}
         self._tokenizer, self._vocab_size = tokenizer, vocab_size
@@ -85,6 +87,10 @@ class RecordSamples:
         except UserError as error:
             self._refuse(index, str(error))
             return Encoded(np.zeros(0, np.int32), np.zeros(0, bool))
+
+    def hidden(self, index: int) -> Mapping[str, np.ndarray]:
+        """Return nothing: only prepared samples have activations."""
+        return {}
 
     def _refuse(self, index: int, reason: str) -> None:
         if index in self.refused:

@@ -30,6 +30,7 @@ def main() -> None:
         # Nobody handles the signal, so it ends the process, whatever C function it is in.
         signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
         try:
+            reply: dict[str, str | bool]
             reply = {"text": _checked(render_jinja_template(**json.loads(line))[0][0], line)}
         except MemoryError:
             os._exit(OUT_OF_MEMORY)

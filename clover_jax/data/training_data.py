@@ -38,13 +38,15 @@ class TrainingData(NamedTuple):
     @property
     def hash(self) -> str:
         """Hash of the records that are trained on."""
-        return self.identity["data"]
+        return str(self.identity["data"])
 
     @property
     def tokens_only(self) -> Samples:
         """The same samples without activations, which would be large to read for nothing."""
         samples = self.samples
-        return PreparedSamples(samples.directory) if samples.hidden_names else samples
+        if isinstance(samples, PreparedSamples) and samples.hidden_names:
+            return PreparedSamples(samples.directory)
+        return samples
 
 
 def load_training_data(
@@ -94,7 +96,7 @@ def _load_prepared(
     # tokenizer files takes anybody's token ids.
     ours = tokenizer_hash(tokenizer) if tokenizer is not None else None
     theirs = made_from["tokenizer"]
-    if theirs != ours and None not in (theirs, ours):
+    if theirs is not None and ours is not None and theirs != ours:
         raise UserError(
             f"{directory} was prepared with another tokenizer than the base's: {theirs[:12]} "
             f"against {ours[:12]}; give the base that it was prepared for, or prepare it again"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, TextIO
 
-from clover_jax.data.prompts import Prompt
+from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.generation.row_state import Turn
 from clover_jax.generation.row_stream import RowEvent
 
@@ -34,7 +34,7 @@ class LiveText:
     def take(self, event: RowEvent) -> None:
         """Write what an event brought."""
         progress = event.progress
-        if progress is None:
+        if progress is None or isinstance(event.prompt, BadPrompt):
             return
         if not self._is_begun:
             self._write(self._prompt_text(event.prompt, progress.turn), _PROMPT)
@@ -58,7 +58,7 @@ class LiveText:
         if prompt.text is not None:
             return prompt.text
         if self._tokenizer is not None:
-            return self._tokenizer.decode(turn.prompt_ids)
+            return str(self._tokenizer.decode(turn.prompt_ids))
         return " ".join(map(str, turn.prompt_ids)) + " "
 
     def _write(self, text: str, style: str) -> None:

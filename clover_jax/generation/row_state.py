@@ -95,7 +95,7 @@ class RowState:
         Raises UserError or Skipped when the turn cannot be decoded, naming the row.
         """
         base, tokenizer = self._models.base.config, self._models.tokenizer
-        answers = [turn.text for turn in self._turns]
+        answers = [turn.text or "" for turn in self._turns]
         ids = encode_prompt(self.prompt, tokenizer, base.vocab_size, answers)
         fitting = fit_context(ids, base, self._settings, self.prompt.source)
 
@@ -103,7 +103,8 @@ class RowState:
         self._num_cut, self._num_seen = len(ids) - len(fitting), 0
         self._answer = None
         if tokenizer is not None:
-            self._answer = AnswerText(self._settings.stop, lambda: TextStream(tokenizer, fitting))
+            stop = tuple(self._settings.stop or ())
+            self._answer = AnswerText(stop, lambda: TextStream(tokenizer, fitting))
         return Request(
             self.prompt.index,
             fitting,
@@ -134,7 +135,7 @@ class RowState:
         if ended:
             self._turns.append(turn)
             if self._is_watched and self._answer:
-                pieces.append(Piece(row.target_forwards, [], self._answer.rest(turn.text)))
+                pieces.append(Piece(row.target_forwards, [], self._answer.rest(turn.text or "")))
         return TurnProgress(turn, row, pieces, ended, self._num_cut)
 
     def _watch(self, row: Generation) -> tuple[list[Piece], StopCut | None]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import io
 import sys
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
@@ -91,8 +92,9 @@ class GenerateOptions:
     @property
     def begun(self) -> Path | None:
         """The row file that is gone on with, if it is there; None where nothing is."""
-        fresh = self.output is None or self.overwrite
-        return None if fresh else Path(self.output).expanduser()
+        if self.output is None or self.overwrite:
+            return None
+        return Path(self.output).expanduser()
 
     @property
     def is_live(self) -> bool:
@@ -114,7 +116,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
             # A tree that is searched for is found on the loaded models, from the draft's own on.
             models = load(dataclasses.replace(spec, tree=None) if options.searches_tree else spec)
         if options.searches_tree:
-            slots = 1 if options.is_live else min(options.batch_size, len(prompts))
+            slots = 1 if prompts is None else min(options.batch_size, len(prompts))
             models = with_auto_tree(
                 models,
                 sampling_for(settings, []),
@@ -138,7 +140,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
             return _decode(options, settings, models, prompts, sink)
 
 
-def _read(options: GenerateOptions) -> list[Prompt | BadPrompt] | None:
+def _read(options: GenerateOptions) -> Sequence[Prompt | BadPrompt] | None:
     if options.prompt is not None:
         return [text_prompt(options.prompt)]
     if options.prompts is None:
@@ -151,7 +153,7 @@ def _open_sink(
     options: GenerateOptions,
     settings: GenerationSettings,
     models: Models,
-    prompts: list[Prompt | BadPrompt],
+    prompts: Sequence[Prompt | BadPrompt],
 ) -> RowSink:
     if options.output is None:
         return RowPrinter(quiet=options.is_live)
@@ -175,7 +177,7 @@ def _decode(
     options: GenerateOptions,
     settings: GenerationSettings,
     models: Models,
-    prompts: list[Prompt | BadPrompt],
+    prompts: Sequence[Prompt | BadPrompt],
     sink: RowSink,
 ) -> dict[str, Any]:
     # Rows of earlier runs count in the report, and are not decoded again.

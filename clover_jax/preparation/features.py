@@ -29,7 +29,7 @@ ASK_FROM = 10e9  # bytes
 
 
 # From tokens, segment ids and positions, [B, S] each, to name -> [B, S, D].
-Read = Callable[[Array, Array, Array], dict[str, Array]]
+Read = Callable[[np.ndarray, np.ndarray, np.ndarray], dict[str, Array]]
 
 
 class Rows(NamedTuple):
@@ -87,7 +87,7 @@ def write_features(
         "seq_len": options.seq_len,
         "names": list(names),
         "dtype": options.feature_dtype,
-        "base_dtype": str(base.lm_head.dtype),
+        "base_dtype": str(base.params["embedding"].dtype),
     }
     writer = ShardWriter(options.output, HIDDEN, made_from)
 
@@ -181,7 +181,8 @@ def _pack_rows(
 
 
 def _empty_rows(batch_size: int, seq_len: int) -> Rows:
-    return Rows(*(np.zeros((batch_size, seq_len), np.int32) for _ in range(3)), [])
+    tokens, segment_ids, positions = (np.zeros((batch_size, seq_len), np.int32) for _ in range(3))
+    return Rows(tokens, segment_ids, positions, places=[])
 
 
 def _read_ahead(

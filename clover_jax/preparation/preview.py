@@ -55,5 +55,5 @@ def _text_between(
     if tokenizer is None:
         return "".join(f"{token} " for token in sample.tokens[start:end])
     # Decoders look at neighbours, so a part is what it adds to the whole.
-    decoded = [tokenizer.decode(sample.tokens[:stop].tolist()) for stop in (start, end)]
+    decoded = [str(tokenizer.decode(sample.tokens[:stop].tolist())) for stop in (start, end)]
     return decoded[1][len(decoded[0]) :]

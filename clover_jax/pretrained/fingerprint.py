@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ import numpy as np
 
 from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import JsonConfig
+from clover_jax.models.int8 import Int8Matrix
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.distributed import to_host
 from clover_jax.tokenizers.tokenizer import load_tokenizer, template_hash, tokenizer_hash
@@ -45,7 +47,7 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
     """Return the fingerprint of a loaded base."""
     names = {field.name for field in dataclasses.fields(BaseFingerprint)}
     shapes = {name: value for name, value in vars(base.config).items() if name in names}
-    hashes = {"lm_head": lm_head_hash(base)}
+    hashes: dict[str, Any] = {"lm_head": lm_head_hash(base)}
 
     # A folder may come without a tokenizer, for prompts of token ids.
     tokenizer = load_tokenizer(base.directory)
@@ -57,7 +59,10 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
 
 def lm_head_hash(base: BaseModel) -> str:
     """Return the hash of the output matrix as it was read."""
-    return base.lm_head_hash or matrix_hash(base.lm_head)
+    if base.lm_head_hash is not None:
+        return base.lm_head_hash
+    assert not isinstance(base.lm_head, Int8Matrix)  # a quantized base keeps the hash
+    return matrix_hash(base.lm_head)
 
 
 def matrix_hash(matrix: Float[Array, "V D"]) -> str:

@@ -92,7 +92,7 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
                 f"{path}: rope type {kind!r} needs a positive number {name}, not "
                 f"{fields.get(name)!r}"
             )
-    scaling = {name: float(fields[name]) for name in needed}
+    scaling: dict[str, Any] = {name: float(fields[name]) for name in needed}
     if kind == "llama3":
         # transformers takes the context's length where the original one is not given.
         name = "original_max_position_embeddings"

@@ -81,8 +81,8 @@ def _qkv(config: LayerConfig, path: Path, prefix: str, width: int) -> Leaf:
         name, shape = f"{prefix}{letter}_proj.weight", (math.prod(split), width)
         axes = (len(split), *range(len(split)))  # the width comes first here, there it is last
         pieces.append(Piece(name, shape, (*split, width), axes, (_EVERY, _EVERY, slot)))
-    shape = (width, config.num_kv_heads, config.num_groups + 2, config.head_dim)
-    return Leaf((*path, "qkv"), shape, tuple(pieces))
+    fused = (width, config.num_kv_heads, config.num_groups + 2, config.head_dim)
+    return Leaf((*path, "qkv"), fused, tuple(pieces))
 
 
 def _qkv_bias(config: LayerConfig, path: Path, prefix: str) -> Leaf:

@@ -98,10 +98,10 @@ def shape_config(source: str) -> BaseConfig:
     Raises UserError for an unknown name or a width that heads of 64 do not fill.
     """
     # A known name, with fewer layers where a whole model would take too long.
-    name, _, layers = source.removeprefix(PREFIX).partition(":")
-    if name in SHAPES and (not layers or (layers.isdecimal() and int(layers) > 0)):
+    name, _, fewer = source.removeprefix(PREFIX).partition(":")
+    if name in SHAPES and (not fewer or (fewer.isdecimal() and int(fewer) > 0)):
         config = SHAPES[name]
-        return dataclasses.replace(config, num_layers=int(layers or config.num_layers))
+        return dataclasses.replace(config, num_layers=int(fewer or config.num_layers))
 
     sizes = _GENERIC.fullmatch(name)
     if sizes is None:

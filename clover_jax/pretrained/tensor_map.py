@@ -17,7 +17,7 @@ import numpy as np
 from clover_jax.array_types import Params
 
 Path = tuple[str, ...]
-Place = Callable[[Path, np.ndarray], jax.Array]
+Place = Callable[[Path, Any], jax.Array]  # of an array on the host or on a device
 
 
 @dataclasses.dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from typing import Any
 
 import jax.monitoring
 
@@ -34,8 +33,8 @@ class CompileClock:
     def __exit__(self, *exception: object) -> None:
         jax.monitoring.unregister_event_duration_listener(self._note)
 
-    def _note(self, event: str, seconds: float, **details: Any) -> None:
+    def _note(self, event: str, duration_secs: float, **details: str | int) -> None:
         # JAX reports a span at its end.
         if event.startswith(_COMPILING):
             now = time.perf_counter()
-            self._spans.append((now - seconds, now))
+            self._spans.append((now - duration_secs, now))

@@ -154,4 +154,6 @@ def _settled_length(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) 
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
-    return tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    # A list of ids gives one text, but the library's annotation allows several.
+    text = tokenizer.decode(list(ids), skip_special_tokens=True, clean_up_tokenization_spaces=False)
+    return str(text)

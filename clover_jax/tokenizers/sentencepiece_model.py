@@ -10,7 +10,7 @@ import enum
 import struct
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from clover_jax.errors import UserError
 
@@ -99,14 +99,15 @@ def _parse(data: bytes) -> SentencePieceModel:
     )
 
 
-def _piece(fields: dict[int, int | bytes]) -> TextPiece:
+def _piece(fields: dict[int, Any]) -> TextPiece:
     (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
     return TextPiece(fields[1].decode("utf-8"), score, Kind(fields.get(3, Kind.NORMAL)))
 
 
-def _fields(data: bytes) -> Iterator[tuple[int, int | bytes]]:
+def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     """Yield (field number, value): an integer for varints, else the bytes of the value."""
     at = 0
+    value: int | bytes
     while at < len(data):
         key, at = _varint(data, at)
         number, wire_type = key >> 3, key & 7

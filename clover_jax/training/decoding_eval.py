@@ -21,6 +21,7 @@ from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
 from clover_jax.data.records import Record
 from clover_jax.data.samples import RecordSamples
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
+from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request
 from clover_jax.decoding.tree import TreeConfig, portable_name
@@ -73,7 +74,7 @@ class DecodingEvaluator:
         self,
         base: BaseModel,
         head: DraftHead,
-        tree: TreeConfig,
+        tree: TreeConfig | AdaptiveTree,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
         batch_size: int = 8,
@@ -86,7 +87,7 @@ class DecodingEvaluator:
         # A slot without a row is computed all the same.
         self._base, self._prompts, self._max_new_tokens = base, prompts, max_new_tokens
         batch_size = min(batch_size, len(prompts))
-        options = {"batch_size": batch_size, "mesh": mesh}
+        options: dict[str, Any] = {"batch_size": batch_size, "mesh": mesh}
         self._engine = Engine(base.config, head, tree, **options)
         self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)
         self._depth = tree.depth
@@ -103,7 +104,7 @@ class DecodingEvaluator:
         Raises Interrupted when `stop` is set meanwhile.
         """
         # As a user will decode: in the base's dtype, not in the optimiser's.
-        dtype = self._base.lm_head.dtype
+        dtype = self._base.params["embedding"].dtype
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         # Equality is promised in float32, which accelerators multiply less exactly by default.
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):

@@ -6,7 +6,7 @@ gathers the P states that aim at each.
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -74,7 +74,8 @@ class Chunk:
 
 
 # Where R is in each field of a chunk, for `jax.vmap` over its groups.
-GROUP_AXES = Chunk(hidden=1, states=0, teacher=0, reachable=0, next_tokens=0, mask=1, has_next=0)
+_AXES: dict[str, Any] = dict.fromkeys(Chunk.__annotations__, 0) | {"hidden": 1, "mask": 1}
+GROUP_AXES = Chunk(**_AXES)
 
 
 def num_chunks(operands: Operands, size: int) -> Int[Array, ""]:

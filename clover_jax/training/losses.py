@@ -182,6 +182,7 @@ def counted_pairs(
     """
     likely = None
     if head.config.loss.label_mask:
+        assert target_states is not None
         likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups)
     return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
 
@@ -312,7 +313,7 @@ def _masked_sum(mask: Array, values: Array) -> Array:
 def _weigh(head: DraftHead, scale: Terms, sums: Terms) -> Array:
     """Return the loss of these sums; a term of weight 0 costs no gradient."""
     spec = head.config.loss
-    weights = Terms(spec.regression, spec.soft_ce, spec.hard_ce, spec.total_variation)
+    weights = (spec.regression, spec.soft_ce, spec.hard_ce, spec.total_variation)
     parts = zip(weights, scale, sums, strict=True)
     return sum(((w * s * term).sum() for w, s, term in parts if w), jnp.zeros(()))
 

@@ -47,7 +47,7 @@ class MetricsLog:
         append_row(self._paths[kind], row)
 
         # TensorBoard knows single numbers only.
-        scalars = {}
+        scalars: dict[str, Any] = {}
         for name, value in row.items():
             if isinstance(value, list):
                 scalars |= {f"{kind}/{name}/{i}": item for i, item in enumerate(value)}

@@ -20,6 +20,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.models.decoder import project
+from clover_jax.models.int8 import Matrix
 
 # Of the label mask: how many tokens A holds at most, and the mass that may come before one of them.
 CANDIDATES = 8
@@ -47,7 +48,8 @@ def pair_mask(
     size = segment_ids.shape[1]
     counted = _shift_right(loss_mask, 1)
 
-    masks, reached = [], True
+    masks = []
+    reached: Array | bool = True
     for i in range(num_positions):
         source = _shift_right(segment_ids, i + 1)[:, :size]
         if likely is not None:
@@ -73,7 +75,7 @@ def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
 
 
 def likely_next(
-    lm_head: Float[Array, "V D"],
+    lm_head: Matrix,
     states: Float[Array, "B S D"],
     tokens: Int[Array, "B S"],
     chunk: int,

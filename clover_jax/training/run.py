@@ -99,7 +99,7 @@ def _train(
     """
     # Of activations a process reads its own rows only; None is all of them.
     mesh = inputs.step.mesh
-    rows = rows_of_process(inputs.pipeline.batch_size, mesh) if mesh else None
+    rows = rows_of_process(inputs.pipeline.batch_size, mesh) if isinstance(mesh, Mesh) else None
     dataset = make_pipeline(inputs.data.samples, inputs.pipeline, rows)
 
     with contextlib.ExitStack() as stack:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 from clover_jax.config import LossSpec
 from clover_jax.errors import UserError
@@ -118,7 +119,7 @@ class TrainSettings(ChatSettings, CommonSettings):
     def loss(self, default: LossSpec) -> LossSpec:
         """Return the method's loss with the weights that were given."""
         # label_mask can be switched on and not off: a method that has it by default keeps it.
-        given = {
+        given: dict[str, Any] = {
             "regression": self.regression_weight,
             "soft_ce": self.soft_ce_weight,
             "hard_ce": self.hard_ce_weight,

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from clover_jax.config import BaseConfig
 from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.pipeline import PipelineConfig
+from clover_jax.data.prepared import PreparedSamples
 from clover_jax.data.samples import RecordSamples
 from clover_jax.data.training_data import TrainingData, load_training_data
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
@@ -147,6 +148,7 @@ def open_data(
     if not names:
         return data
 
+    assert isinstance(data.samples, PreparedSamples)  # others have no activations
     # Another base of the same sizes would train without an error, towards the wrong states.
     theirs = BaseFingerprint.from_dict(data.samples.hidden_made_from["base"])
     differing = differences(theirs, base_fingerprint)

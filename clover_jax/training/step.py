@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -125,7 +125,9 @@ def head_loss(
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
 
     follows = getattr(config.head.module, "follows_progress", False)
-    forward = functools.partial(config.head.module.apply, method="train_forward")
+    forward: Callable[..., Any] = functools.partial(
+        config.head.module.apply, method="train_forward"
+    )
     if config.remat:
         forward = jax.checkpoint(forward, policy=KEPT)
     with jax.named_scope("head"):
@@ -255,7 +257,8 @@ def train_step(
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
     metrics = StepMetrics(loss, positions, gradient_norm=optax.tree.norm(gradient))
-    return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
+    state = dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1)
+    return state, metrics
 
 
 def make_train_step(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 from flax import struct
 
@@ -58,7 +60,8 @@ def _stored_activations(
 ) -> dict[str, Array]:
     """Return activations that `prepare` kept, in the base's dtype, and g where only h was kept."""
     # Bytes on disk may be fewer than the base computes with.
-    hidden = {name: each.astype(base_params["embedding"].dtype) for name, each in stored.items()}
+    dtype = base_params["embedding"].dtype
+    hidden: dict[str, Any] = {name: each.astype(dtype) for name, each in stored.items()}
     if "post_norm" not in hidden:
         scale = {"params": base_params["final_norm"]}
         hidden["post_norm"] = RMSNorm(base.rms_norm_eps).apply(scale, hidden["pre_norm"])
@@ -77,5 +80,7 @@ def read_base(
     Documents of one row do not see each other.
     """
     decoder = Decoder(base)
-    output = decoder.apply({"params": base_params}, tokens, positions, packed_mask(segment_ids))
+    output: Any = decoder.apply(
+        {"params": base_params}, tokens, positions, packed_mask(segment_ids)
+    )
     return output.hidden

@@ -12,6 +12,7 @@ from typing import Any
 
 import grain
 import jax
+from jax.sharding import Mesh
 
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
@@ -46,6 +47,7 @@ class Trainer:
         Raises UserError where loss or gradient is not finite, naming the step.
         """
         config, steps = self.inputs.step, self.settings.steps
+        mesh = config.mesh
         train_step = make_train_step(config)
         base_params = with_draft_rows(self.inputs.base.params, config.head.config)
         if done and self._measured_at(done):
@@ -59,7 +61,7 @@ class Trainer:
                 # The step is dispatched and not waited for: the next batch is made meanwhile.
                 with clock.waiting():
                     batch = next(self.batches)
-                    batch = place_rows(batch, config.mesh) if config.mesh else batch
+                    batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
                 state, metrics = train_step(state, base_params, batch)
                 done += 1
                 watch.take(done, metrics)
@@ -143,6 +145,7 @@ class FiniteWatch:
     def settle(self) -> StepMetrics:
         """Check the step taken last, waiting for it, and return its metrics."""
         # Reading a value waits for the device, so every caller has a reason to wait anyway.
+        assert self._pending is not None  # a step was taken
         step, metrics = self._pending
         for name, value in (("loss", metrics.loss), ("gradient", metrics.gradient_norm)):
             if not math.isfinite(float(value)):
