@@ -135,6 +135,7 @@ def generate(
     chosen = _chosen(GenerationSettings, settings)
     for event in open_stream(models, [row], chosen, seed=seed, strict=True, is_watched=True):
         if event.progress is None:
+            assert event.row is not None  # of a prompt that was skipped
             raise UserError(event.row["skipped"])
         turn, new = event.progress.turn, event.progress.pieces
         text = "".join(piece.text for piece in new)
@@ -265,7 +266,7 @@ def _flags(command: ModuleType, **given: Any) -> absl_flags.FlagValues:
         if name not in defined or name == "flagfile":
             known = ", ".join(sorted(set(defined) - {"flagfile"}))
             raise UserError(f"{name!r} is no setting; the settings are {known}")
-        values = [] if value is None else [value]
+        values: Sequence[Any] = [] if value is None else [value]
         if isinstance(value, list | tuple):
             # A list is one flag with commas, but for a flag that is written again for each value.
             is_repeated = isinstance(defined[name], absl_flags.MultiFlag)

@@ -66,7 +66,14 @@ def main(flags) -> int:
 def _refuse_idle_flags(flags) -> None:
     """Raise UserError for a flag that would do nothing beside the others."""
     if flags.target is not None:
-        idle = ("sweep", "batch_sizes", "nodes", "output", "force_accept", "rounds")
+        idle: tuple[str, ...] = (
+            "sweep",
+            "batch_sizes",
+            "nodes",
+            "output",
+            "force_accept",
+            "rounds",
+        )
         why = "to measure, not for --target"
     elif flags.sweep:
         idle, why = ("program", "force_accept", "batch_size"), "not for --sweep"

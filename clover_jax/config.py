@@ -45,7 +45,7 @@ def _revive(hint: Any, value: Any) -> Any:
         return None
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
-    if dataclasses.is_dataclass(hint):
+    if isinstance(hint, type) and issubclass(hint, JsonConfig):
         return hint.from_dict(value)
     if typing.get_origin(hint) is tuple:
         inner = typing.get_args(hint)[0]

@@ -115,12 +115,13 @@ def check_settings(settings: Any) -> None:
             raise UserError(f"{name} ({value}) must be at most {declared.most}, and finite")
 
 
-def check_types(settings: Any) -> None:
+def check_types(settings: object) -> None:
     """Raise UserError naming the first field of a dataclass that is not what its annotation says.
 
     A whole number is a number too, True is none.
     """
-    for name, kinds in field_kinds(type(settings)).items():
+    # mypy takes the __hash__ of a class's instances for that of the class.
+    for name, kinds in field_kinds(type(settings)).items():  # type: ignore[arg-type]
         value = getattr(settings, name)
         if not any(_is_a(kind, value) for kind in kinds):
             wanted = " or ".join(_WORDS.get(kind, "None") for kind in kinds)

@@ -16,6 +16,7 @@ batches that the raw files would give; `train --teacher=cached` then reads the a
 
 import sys
 from pathlib import Path
+from typing import Any
 
 from absl import flags as absl_flags
 
@@ -88,7 +89,7 @@ def execute(flags: absl_flags.FlagValues) -> dict:
     from clover_jax.preparation.run import run_prepare
 
     names = [field.name for field in dataclasses.fields(PrepareOptions) if field.name in flags]
-    values = {name: flags[name].value for name in names}
+    values: dict[str, Any] = {name: flags[name].value for name in names}
     output = flags.output and Path(flags.output).expanduser()
     values["output"] = output or cli.workdir_of(flags, "prepare")
     return run_prepare(PrepareOptions(model_spec(flags), **values))

@@ -14,11 +14,13 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
-from clover_jax.array_types import Array, Params
+from clover_jax.array_types import Params
 from clover_jax.drafters.drafter import DRAFT_ROWS, frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.models.int8 import Int8Matrix, Matrix, quantize
@@ -105,20 +107,20 @@ def round_params(params: Params) -> Params:
     """Return params with the matrices of INPUTS rounded."""
 
     def each(path: tuple, leaf: Matrix) -> Matrix:
-        return leaf if isinstance(leaf, Int8Matrix) else _round_leaf(path[-1].key, leaf)
+        return _round_leaf(path[-1].key, leaf)
 
     return jax.tree.map_with_path(each, params, is_leaf=lambda x: isinstance(x, Int8Matrix))
 
 
 def _rounding(place: Place) -> Place:
-    def place_rounded(path: Path, array: Array) -> Matrix:
+    def place_rounded(path: Path, array: np.ndarray) -> Any:  # a Matrix, in place of an array
         placed = place(path, array)
         return placed if path[-1] == "lm_head" else _round_leaf(path[-1], placed)
 
     return place_rounded
 
 
-def _round_leaf(name: str, leaf: Array) -> Matrix:
+def _round_leaf(name: str, leaf: Matrix) -> Matrix:
     # Numbered leaves (lm_head_0 ..) are as their name without the number.
     inputs = INPUTS.get(name, INPUTS.get(re.sub(r"_\d+$", "", name)))
-    return leaf if inputs is None else _round(leaf, inputs)
+    return leaf if inputs is None or isinstance(leaf, Int8Matrix) else _round(leaf, inputs)

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.timing.turns import time_in_turns
+from clover_jax.timing.turns import Run, time_in_turns
 
 READ_BYTES = 256 * 2**20  # far beyond any cache
 COPY_BYTES = 2**30
@@ -44,7 +44,8 @@ def _read_bandwidth() -> float:
     # Which of them keeps up with the memory differs from machine to machine.
     floats = np.ones(READ_BYTES // 4, np.float32)
     words = floats.view(np.uint64)
-    runs = {"max": floats.max, "or": lambda: np.bitwise_or.reduce(words), "sum": words.sum}
+    join = functools.partial(np.bitwise_or.reduce, words)
+    runs: dict[str, Run] = {"max": floats.max, "or": join, "sum": words.sum}
     return READ_BYTES / min(time_in_turns(runs, ROUNDS).values())
 
 

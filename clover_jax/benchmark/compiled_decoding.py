@@ -238,13 +238,13 @@ def compile_step(
     draft_weight_bytes = _draft_weight_bytes(models, weights, states) / shape.tensor
 
     # A program does not say how often it goes through the live part of a cache.
-    text = compiled.program.as_text()
+    text: Any = compiled.program.as_text()
     program = Program(text)
     trips = functools.partial(program_costs.cache_turns, program, context)
     moved = program_costs.moved_by_part(program, trips)
     estimate = program_costs.estimated_seconds(program, target.chip, trips)
 
-    memory = compiled.program.memory_analysis()
+    memory: Any = compiled.program.memory_analysis()
     return CompiledStep(
         target=target.name,
         devices=shape.size,
@@ -261,7 +261,7 @@ def compile_step(
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
         moved_bytes=sum(moved.values()),
         counted_bytes=program_costs.compilers_cost(compiled.program, "bytes accessed"),
-        estimated_seconds=estimate and sum(estimate.values()),
+        estimated_seconds=None if estimate is None else sum(estimate.values()),
         moved_by_part=moved,
         seconds_by_part=estimate,
         draft_floor_bytes=draft_weight_bytes + live * draft_cache_bytes,

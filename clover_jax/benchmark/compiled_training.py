@@ -122,7 +122,7 @@ def compile_training_step(
         raise _refusal(target, error) from error
 
     # The loss goes through as many chunks as there would be if every position had a target.
-    text = compiled.program.as_text()
+    text: Any = compiled.program.as_text()
     program, trips = Program(text), step.trips(mesh.num_row_shards)
     sent = program.sent(trips)
     return CompiledTraining(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
@@ -48,7 +48,7 @@ class EngineRun:
         stream.close()
         return 1 + statistics.mean(count for row in rows for count in row.accepted)
 
-    def _stream(self, length: int, end: int) -> Iterator[RowUpdate]:
+    def _stream(self, length: int, end: int) -> Generator[RowUpdate]:
         prompt = [index % self._models.base.config.vocab_size for index in range(1, length + 1)]
         requests = [Request(index, prompt, end - length) for index in range(self._batch)]
         weights = self._models.weights

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -113,7 +113,9 @@ def _batch_shapes(settings: TrainSettings, head: DraftHead, dtype: jnp.dtype) ->
     if settings.teacher == "cached":
         states = jax.ShapeDtypeStruct((*shape, head.config.layer.hidden_size), dtype)
         hidden = dict.fromkeys(stored_names(head.config.features), states)
-    return Batch(ids, ids, ids, jax.ShapeDtypeStruct(shape, bool), hidden)
+    # Shapes stand where the arrays will be.
+    fields: tuple[Any, ...] = (ids, ids, ids, jax.ShapeDtypeStruct(shape, bool), hidden)
+    return Batch(*fields)
 
 
 def gigabytes(number: float) -> str:

@@ -11,8 +11,7 @@ from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
 
 
-@struct.dataclass
-class Accepted:
+class Accepted(struct.PyTreeNode):
     """The accepted path of each row.
 
     path:  [B, A] slots from the root down; the first count + 1 are valid, the others are 0.

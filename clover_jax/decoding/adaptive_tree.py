@@ -59,8 +59,9 @@ class AdaptiveTree(JsonConfig):
 
     def levels_within(self, max_depth: int | None) -> int:
         """Return how deep the tree goes with a head that drafts `max_depth` tokens (None: any)."""
-        cut = self.rule == "clover4" and max_depth is not None
-        return min(self.depth, max_depth) if cut else self.depth
+        if self.rule != "clover4" or max_depth is None:
+            return self.depth
+        return min(self.depth, max_depth)
 
     @property
     def pool_size(self) -> int:

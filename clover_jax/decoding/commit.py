@@ -13,8 +13,7 @@ from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
 from clover_jax.models.cache import Cache, after, gather_rows, write_rows
 
 
-@struct.dataclass
-class StepRecord:
+class StepRecord(struct.PyTreeNode):
     """What one step did, per row; a row that had finished before emits 0.
 
     accepted: [B] drafted tokens that the verifier accepted, before EOS or the limit cut them.
@@ -30,8 +29,7 @@ class StepRecord:
     ranks: Int[Array, "B D"]
 
 
-@struct.dataclass
-class Emission:
+class Emission(struct.PyTreeNode):
     """The tokens of one step that reach the text.
 
     count:  [B] how many of the candidates.

@@ -20,8 +20,7 @@ from clover_jax.models.cache import Cache
 SUPPORT = 16  # tokens to which a sampled draft gives mass: its most probable ones
 
 
-@struct.dataclass
-class DraftDistributions:
+class DraftDistributions(struct.PyTreeNode):
     """q of expanded nodes, on the few tokens that the draft gives any mass.
 
     ids:         [B, R, Q] target ids.
@@ -32,8 +31,7 @@ class DraftDistributions:
     probability: Float[Array, "B R Q"]
 
 
-@struct.dataclass
-class Children:
+class Children(struct.PyTreeNode):
     """Candidates of one level's expanded nodes.
 
     ids: [B, W, k] in the order in which they are verified.
@@ -44,8 +42,7 @@ class Children:
     drafts: DraftDistributions | None = None
 
 
-@struct.dataclass
-class Drafted:
+class Drafted(struct.PyTreeNode):
     """A drafted tree and, for sampled children, the distributions they came from."""
 
     tree: TokenTree

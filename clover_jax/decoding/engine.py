@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 import functools
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import jax
@@ -128,7 +128,7 @@ class Engine:
 
     def stream(
         self, base_params: Params, draft_params: Params, requests: Iterable[Request | None]
-    ) -> Iterator[RowUpdate]:
+    ) -> Generator[RowUpdate]:
         """Decode requests as slots become free; yield every row's tokens as they come.
 
         requests: asked for the next one whenever a slot is free; None means none for now, as when
@@ -141,11 +141,11 @@ class Engine:
 
     def _stream(
         self, weights: Weights, source: Iterator[Request | None], compiling: CompileClock
-    ) -> Iterator[RowUpdate]:
+    ) -> Generator[RowUpdate]:
         # What the host knows of each slot: its row, and when that began.
         slots: list[Generation | None] = [None] * self.batch_size
         started = [0.0] * self.batch_size
-        state = None
+        state: DecodeState | None = None
         while True:
             # Fill every free slot before the next steps; a source without a request may have one
             # later.
@@ -160,6 +160,7 @@ class Engine:
                 return
 
             # Run steps on the device, then read once what they gave.
+            assert state is not None  # the first slot that was filled made it
             filled = np.array([row is not None for row in slots])
             state, records = self._decode(weights, state, filled)
             after = self._look(state, records)
@@ -176,8 +177,8 @@ class Engine:
 
     def _look(self, state: DecodeState, records: Records) -> _AfterChunk:
         """Bring what a chunk gave to the host."""
-        small = self._placement.read((state.tokens, state.end, state.finish))
-        return _AfterChunk(*small, read_records(records))
+        tokens, end, finish = self._placement.read((state.tokens, state.end, state.finish))
+        return _AfterChunk(tokens, end, finish, read_records(records))
 
     def prefilled(
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]
@@ -187,6 +188,8 @@ class Engine:
         state = None
         for slot, request in enumerate(requests):
             state = self._fill(weights, state, slot, request)
+        if state is None:
+            raise ValueError("there is no request to prefill")
         return state
 
     def buffer_size(self, num_positions: int) -> int:

@@ -32,8 +32,7 @@ from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 
 
-@struct.dataclass
-class _Descent:
+class _Descent(struct.PyTreeNode):
     """Where a row stands: its slot, how many nodes it has accepted, whether it still descends."""
 
     slot: Int[Array, " B"]
@@ -73,8 +72,7 @@ def accept_drawn(
     return Accepted(path=path, count=end.count, bonus=end.bonus)
 
 
-@struct.dataclass
-class _Walk:
+class _Walk(struct.PyTreeNode):
     """Where a row stands: its slot, its path so far, and whether it still descends.
 
     residual: the distribution of the token after the slot, given what was rejected.
@@ -87,8 +85,7 @@ class _Walk:
     residual: Float[Array, "B V"]
 
 
-@struct.dataclass
-class _Residual:
+class _Residual(struct.PyTreeNode):
     """What is left of p: its entries on q's few tokens, and a factor for all the others.
 
     on:    [B, Q] p of the tokens that q gives mass.

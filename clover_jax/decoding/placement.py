@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from clover_jax.array_types import Array, PyTree
 from clover_jax.decoding.state import DecodeState
@@ -36,7 +37,7 @@ class Placement:
         shards = shape_of(self.mesh).num_row_shards if self.mesh else 1
         return -(-batch_size // shards) * shards
 
-    def array(self, value: Any, dtype: np.dtype | None = None) -> Array:
+    def array(self, value: Any, dtype: DTypeLike | None = None) -> Array:
         """Put a host's value on the device, or whole on every device of the mesh."""
         if self.mesh is None:
             return jnp.array(value, dtype)
@@ -60,14 +61,15 @@ class Placement:
 
     def compiled(self, function: Callable, **options: Any) -> Callable:
         """Return a compiled function of states; on a mesh its result lies as states do there."""
-        if self.mesh is None:
+        mesh = self.mesh
+        if mesh is None:
             return jax.jit(function, **options)
 
         def placed(*arguments: Any) -> Any:
             # XLA may choose another layout for a result; the next call would then copy the caches.
             result = function(*arguments)
             states, *records = result if isinstance(result, tuple) else (result,)
-            there = decode_state_shardings(states, self.mesh)
+            there = decode_state_shardings(states, mesh)
             states = jax.lax.with_sharding_constraint(states, there)
             return (states, *records) if records else states
 

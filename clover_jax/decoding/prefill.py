@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +33,7 @@ def prefill_chunk(
     positions = starts[:, None] + jnp.arange(size)
 
     # Read this chunk of every row's prompt.
-    output = Decoder(config.base).apply(
+    output: Any = Decoder(config.base).apply(
         {"params": weights.base}, tokens, positions, causal_mask(batch, size), state.cache, starts
     )
     features = tree_features(config, output.hidden)
@@ -47,6 +49,7 @@ def _absorb(
     config: StepConfig, weights: Weights, state: DecodeState, features: Array, start: Array
 ) -> DecodeState:
     """Let the head take in all prompt positions but the last, whose next token is not known yet."""
+    assert config.head is not None  # plain decoding has nothing to take in
     size = features.shape[1]
     # The token after the last position of a chunk lies in the next chunk.
     padded = jnp.pad(state.tokens, ((0, 0), (0, 1)))

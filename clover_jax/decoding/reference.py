@@ -71,7 +71,8 @@ def draft_tokens(
     count = jnp.asarray([len(context)])
     accepted = AcceptedPositions(features, next_tokens, zero, count)
     start, cache = apply("absorb", frozen, accepted, cache)
-    states, tokens = {(): start}, {}
+    states: dict[tuple[int, ...], Any] = {(): start}
+    tokens: dict[tuple[int, ...], int] = {}
 
     # Parents come before children, so each path goes on from its parent's state.
     for path in tree.paths:
@@ -136,7 +137,8 @@ def _full_forward(config: BaseConfig) -> Callable[..., DecoderOutput]:
     def forward(params: Params, tokens: Array) -> DecoderOutput:
         positions = jnp.arange(tokens.shape[1])[None]
         mask = causal_mask(*tokens.shape)
-        return Decoder(config).apply({"params": params}, tokens, positions, mask)
+        output: Any = Decoder(config).apply({"params": params}, tokens, positions, mask)
+        return output
 
     return jax.jit(forward)
 

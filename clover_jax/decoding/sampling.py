@@ -79,8 +79,7 @@ class Warping(JsonConfig):
     top_p: float = 1.0
 
 
-@struct.dataclass
-class RowSampling:
+class RowSampling(struct.PyTreeNode):
     """Each row's own settings.
 
     key:         [B, 2] raw bits of the row's random key.

@@ -17,8 +17,7 @@ from clover_jax.models.cache import Cache, init_cache
 RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
 
 
-@struct.dataclass
-class DecodeState:
+class DecodeState(struct.PyTreeNode):
     """A batch in the middle of decoding; every leaf has a leading B.
 
     tokens:   [B, S] prompt and emitted tokens; tokens[b, length[b]] is the root: emitted, not yet

@@ -101,16 +101,14 @@ def check_tree(head: DraftHead, tree: TreeConfig | AdaptiveTree) -> None:
         )
 
 
-@struct.dataclass
-class Weights:
+class Weights(struct.PyTreeNode):
     """The parameters of a step: the frozen base's and the head's ({} without a head)."""
 
     base: Params
     draft: Params
 
 
-@struct.dataclass
-class Absorbed:
+class Absorbed(struct.PyTreeNode):
     """What the head knows after it has taken in what was accepted last.
 
     root: its state at the last accepted position, that of a single branch.
@@ -121,8 +119,7 @@ class Absorbed:
     cache: Cache
 
 
-@struct.dataclass
-class Verified:
+class Verified(struct.PyTreeNode):
     """What one base forward says of every slot.
 
     choices: [B, T] the most probable token after each slot, where the rule asks for no more.
@@ -181,6 +178,7 @@ def absorb_and_draft(
 
 def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
     """Let the head take in the positions that the last step accepted."""
+    assert config.head is not None  # plain decoding drafts nothing
     # As in `verify_tree`; what an ended row's slot holds is never read again.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     root, cache = config.head.module.apply(
@@ -201,6 +199,7 @@ def draft_tree(
     root_state: Any,
 ) -> Drafted:
     """Grow the tree from the head's root state; `state` holds the cache that absorbing gave."""
+    assert config.head is not None  # plain decoding drafts nothing
     frozen, sampling = frozen_from_base(weights.base), config.sampling
     arguments = (config.head, weights.draft, frozen, root, root_state, state.draft_cache)
     if isinstance(config.tree, AdaptiveTree):
@@ -236,6 +235,7 @@ def accept(
     if sampling.needs_choices_only:
         return accept_path(tree, verified.choices, depth)
     logits = verified.logits
+    assert logits is not None  # `verify_tree` gives them to all further rules
     # It judges drafted tokens: without any, plain decoding draws as ever.
     if sampling.verify == "typical" and config.head is not None:
         log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))
@@ -244,6 +244,7 @@ def accept(
     rows, truncate, length = state.sampling, sampling.truncate, state.length
     if drafted.drafts is None:
         return accept_drawn(tree, logits, rows, length, truncate, depth)
+    assert isinstance(config.tree, TreeConfig)  # StepConfig refuses draws of others
     return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
 
 

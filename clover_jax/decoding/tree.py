@@ -102,7 +102,8 @@ class TreeConfig(JsonConfig):
     def levels(self) -> list[Level]:
         """Return the levels below the root, nearest first."""
         # Only nodes with children cost a recurrent step, so levels index those.
-        levels, expanded_above = [], [()]
+        levels: list[Level] = []
+        expanded_above: list[tuple[int, ...]] = [()]
         parents = {path[:-1] for path in self.paths}
         for depth in range(1, self.depth + 1):
             nodes = [path for path in self.paths if len(path) == depth]
@@ -126,8 +127,7 @@ class TreeConfig(JsonConfig):
         return np.array([-1, *(slot[path[:-1]] for path in self.paths)], np.int32)
 
 
-@struct.dataclass
-class TokenTree:
+class TokenTree(struct.PyTreeNode):
     """A drafted tree per batch row, parents before children.
 
     tokens: [B, T] the root and the drafted tokens; PAD_TOKEN in unused slots.
@@ -177,7 +177,8 @@ def portable_name(tree: TreeConfig | AdaptiveTree) -> str:
 
     Example: "file:a.json" with [[0], [0, 2]] in it gives "paths:0/0.2".
     """
-    if tree.name != AUTO and not tree.name.startswith("file:"):
+    is_named = tree.name != AUTO and not tree.name.startswith("file:")
+    if is_named or isinstance(tree, AdaptiveTree):
         return tree.name
     return "paths:" + "/".join(".".join(map(str, path)) for path in tree.paths)
 

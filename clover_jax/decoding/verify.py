@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
@@ -31,7 +33,8 @@ def verify(
     """
     mask = ancestor_mask(tree.parent, depth)
     positions = length[:, None] + node_depth(mask)
-    output = Decoder(config).apply({"params": params}, tree.tokens, positions, mask, cache, length)
+    given = (tree.tokens, positions, mask, cache, length)
+    output: Any = Decoder(config).apply({"params": params}, *given)
     # Without the barrier XLA keeps each layer's whole product with qkv until the commit.
     hold = jax.lax.optimization_barrier
     fresh = jax.lax.platform_dependent(output.fresh, cpu=lambda x: x, default=hold)

@@ -84,8 +84,7 @@ class CloverConfig(DrafterConfig):
             check_heads(self.layer, self.decoder_heads)
 
 
-@struct.dataclass
-class CloverState:
+class CloverState(struct.PyTreeNode):
     """What a branch knows.
 
     state: [B, W, D] h^i; [B, 1, D] z at all levels where there is no regressive connection.

@@ -63,8 +63,7 @@ class Clover2Config(DrafterConfig):
         check_heads(self.layer)
 
 
-@struct.dataclass
-class Clover2State:
+class Clover2State(struct.PyTreeNode):
     """The recurrent state of W branches.
 
     state: [B, W, D] s^i.
@@ -151,9 +150,9 @@ class Clover2(nn.Module):
         # Teacher forcing: position i follows the text's token, not its own proposal.
         state, outputs = z, [self._first_output(z)]
         for depth in range(1, count):
-            following = functools.partial(window, start=depth + 1, size=tokens.shape[1])
-            state = self.attention_decoder_2.mix(state, following(key_value))
-            outputs.append(self._later_output(state, following(projected)))
+            shifted = functools.partial(window, start=depth + 1, size=tokens.shape[1])
+            state = self.attention_decoder_2.mix(state, shifted(key_value))
+            outputs.append(self._later_output(state, shifted(projected)))
         return jnp.stack(outputs[: self.num_positions])
 
     def logits(

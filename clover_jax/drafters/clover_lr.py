@@ -61,7 +61,7 @@ from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
-from clover_jax.models.int8 import contract
+from clover_jax.models.int8 import contract, widen
 from clover_jax.models.layers import RMSNorm
 
 NOISE = 0.01  # of the initialisation, as Clover-2's
@@ -107,8 +107,7 @@ class CloverLRConfig(DrafterConfig):
         check_heads(self.layer)
 
 
-@struct.dataclass
-class CloverLRState:
+class CloverLRState(struct.PyTreeNode):
     """What a level of branches carries.
 
     block: [B, P, Vd] logits of all positions before any correction, shared by all branches.
@@ -347,7 +346,10 @@ def init_from_base(
         directions = principal_directions(lm_head, config.rank)
         new["state_in"] = jnp.linalg.qr(random)[0][:, : config.rank]
         rows = output_matrix(config, frozen_from_base(with_draft_rows(base_params, config)))
-        new |= {"token_in": directions, "correction_out": rows @ directions}
+        new |= {
+            "token_in": directions,
+            "correction_out": widen(rows, directions.dtype) @ directions,
+        }
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
 
 

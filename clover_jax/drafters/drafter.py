@@ -7,6 +7,7 @@ x_0 .. x_t; its features at t, paired with x_{t+1}, let position i of the head p
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax.numpy as jnp
@@ -22,8 +23,7 @@ DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
 State = Any  # a pytree of the drafter's own; leaves [B, W, ...], or what all branches share
 
 
-@struct.dataclass
-class Frozen:
+class Frozen(struct.PyTreeNode):
     """The base's matrices that a head may read.
 
     lm_head:    [V, D] output matrix; its rows also serve Clover as token embeddings.
@@ -39,8 +39,7 @@ class Frozen:
     draft_lm_head: Matrix | None = None
 
 
-@struct.dataclass
-class AcceptedPositions:
+class AcceptedPositions(struct.PyTreeNode):
     """Positions that the base has accepted and the head has not read yet.
 
     The first count[b] of A positions of a row are valid, the rest is ignored.
@@ -61,6 +60,8 @@ class Drafter(Protocol):
     """What a draft head's linen module implements; called through `apply(..., method=name)`."""
 
     config: DrafterConfig
+    init: Callable[..., Any]  # linen's own, as every module has them
+    apply: Callable[..., Any]
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         """Return the head's own key/value cache, or an empty tuple."""

@@ -94,7 +94,7 @@ class Eagle3(LayerDrafter):
         embedded = embed(frozen, shift_left(tokens, 1))
         hidden, rows = self.run(embedded, self.fuse(features), positions, mask)
         outputs, prefix = [hidden], Prefix(rows, mask, positions)
-        path = empty_path(self.config.layer, *tokens.shape, hidden.dtype)
+        path = empty_path(self.config.layer, len(tokens), tokens.shape[1], hidden.dtype)
 
         # Later steps read their own output, and attend along their own path only.
         for step in range(1, self.num_positions):

@@ -39,12 +39,11 @@ def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> L
     layer = dataclasses.replace(base.layer, rope=rope or base.rope)
     if not llama_layer:
         return layer
-    extras = ("qkv_bias", "output_bias", "mlp_bias", "query_key_norm", "alibi")
-    return dataclasses.replace(layer, **dict.fromkeys(extras, False))
+    no_bias = dataclasses.replace(layer, qkv_bias=False, output_bias=False, mlp_bias=False)
+    return dataclasses.replace(no_bias, query_key_norm=False, alibi=False)
 
 
-@struct.dataclass
-class Path:
+class Path(struct.PyTreeNode):
     """Keys and values that one branch alone sees: those of the J drafted tokens that led to it.
 
     key, value: [B, W, J, K, H]
@@ -62,8 +61,7 @@ class Path:
         )
 
 
-@struct.dataclass
-class BranchState:
+class BranchState(struct.PyTreeNode):
     """W branches of a drafted tree.
 
     hidden: [B, W, D] the layer's output at the branch's last token.
@@ -203,7 +201,8 @@ def attend_path(
     own = path.extended(fresh)
     scores = jnp.einsum("bkgth,btjkh->bkgtj", query, own.key, preferred_element_type=jnp.float32)
     scores *= query.shape[-1] ** -0.5
-    if bias is not None:  # ALiBi: heads have no window
+    if bias is not None:
+        assert bias.slopes is not None  # ALiBi: heads have no window
         back = jnp.arange(own.key.shape[2])[::-1]
         scores -= bias.slopes[:, :, None, None] * back
     peak = scores.max(axis=-1)
@@ -221,6 +220,7 @@ def attend_path(
         mask = prefix.mask[:, None, None]
         softmax = absorb_rows(query, prefix.rows, mask, softmax, bias, prefix.positions)
     if cache is not None:
+        assert length is not None  # a cache and its lengths come together
         softmax = absorb_cache(query, cache, length, softmax, bias)
     return finish(softmax, query.dtype)
 

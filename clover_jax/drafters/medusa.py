@@ -32,6 +32,7 @@ from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import project
+from clover_jax.models.int8 import widen
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -53,8 +54,7 @@ class MedusaConfig(DrafterConfig):
             )
 
 
-@struct.dataclass
-class MedusaState:
+class MedusaState(struct.PyTreeNode):
     """What every head reads, the same on all levels. state: [B, 1, D] g at the last position."""
 
     state: Float[Array, "B 1 D"]
@@ -147,7 +147,7 @@ def make_config(
 def init_from_base(config: MedusaConfig, params: Params, base_params: Params, rng: Array) -> Params:
     """Start as the base: residual blocks at zero, output matrices as its lm_head."""
     frozen = frozen_from_base(with_draft_rows(base_params, config))
-    lm_head = output_matrix(config, frozen)
+    lm_head = widen(output_matrix(config, frozen), frozen.embedding.dtype)
     zeros = jax.tree.map(jnp.zeros_like, params["heads"])
     matrices = {
         name: lm_head.astype(leaf.dtype) for name, leaf in params.items() if name != "heads"

@@ -64,7 +64,8 @@ class Hits(NamedTuple):
 
 def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]:
     """Yield the number of each text and its hits; texts of one length go together."""
-    base, head = method.models.base, method.models.draft.head
+    base, head = method.models.base, method.models.head
+    assert head is not None  # plain decoding proposes nothing
     weights = weights_for(head, base.params, method.models.draft_params)
     program = jax.jit(functools.partial(count_hits, base.config, head))
 
@@ -90,7 +91,8 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
 
 def total(parts: Sequence[Hits]) -> Hits:
     """Add up the counts of several texts."""
-    return Hits(sum(one.pairs for one in parts), sum(one.hits for one in parts))
+    pairs, hits = [one.pairs for one in parts], [one.hits for one in parts]
+    return Hits(np.sum(pairs, axis=0), np.sum(hits, axis=0))
 
 
 def _pack(texts: Sequence[Text], rows: int, size: int) -> tuple[Batch, np.ndarray, np.ndarray]:
@@ -103,7 +105,9 @@ def _pack(texts: Sequence[Text], rows: int, size: int) -> tuple[Batch, np.ndarra
         first[row], end[row] = len(text.prompt_ids), text.size
     slots = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
     segments = (slots < end[:, None]).astype(np.int32)
-    return Batch(tokens, segments, slots, segments > 0), first, end
+    # NumPy's, which the program takes to the device.
+    fields: tuple[Any, ...] = (tokens, segments, slots, segments > 0)
+    return Batch(*fields), first, end
 
 
 def count_hits(

@@ -24,7 +24,7 @@ _HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 _LINES = ("-", "--", "-.", ":")
 WIDTH, _HEIGHT = 6.4, 3.8
 _INCHES_PER_CHARACTER = 0.085  # at the size of the font below, rounded up
-_RC = {
+_RC: dict[Any, Any] = {  # matplotlib's annotation lists every key
     "font.size": 10,
     "text.parse_math": False,  # a task's name may have a "$"
     "axes.spines.top": False,

@@ -79,8 +79,9 @@ def compare_passes(
             again = compare_rows(row, plain[row["row"]])
             # A text that changed may have become plain decoding's.
             if again.divergence:
-                place = {"batch_size": one.key.batch_size, "repeat": one.key.repeat}
-                again = Comparison(True, dataclasses.replace(again.divergence, **place))
+                size, repeat = one.key.batch_size, one.key.repeat
+                placed = dataclasses.replace(again.divergence, batch_size=size, repeat=repeat)
+                again = Comparison(True, placed)
             compared[row["row"]].append(again)
     return compared
 

@@ -62,6 +62,7 @@ def hardware() -> dict[str, Any]:
 
 def _draft(method: Method) -> dict[str, Any]:
     draft, identity = method.models.draft, method.models.identity()
+    assert draft is not None  # only the first method is plain decoding
     return {
         "source": draft.source,
         "kind": draft.head.config.kind,

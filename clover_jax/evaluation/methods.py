@@ -101,7 +101,8 @@ def warm_up(method: Method, engine: Engine, longest: int) -> None:
     Buffers come in buckets: one pass in each, and one that grows through all of them.
     """
     context, depth = engine.config.base.max_position_embeddings, method.depth
-    requests, size = [], 0
+    requests: list[Request] = []
+    size = 0
     while size < engine.buffer_size(min(longest, context)):
         size = engine.buffer_size(size - depth + 1 if size else 1)
         # A prompt of one token whose limit fills the buffer.

@@ -136,7 +136,7 @@ def classify(
 
     lengths = [len(case.output_ids) for case in cases]
     threshold = max(
-        _largest_change(margin[i, :length], single[i].margin[0, :length])
+        _largest_change(margin[i, :length], np.asarray(single[i].margin[0, :length]))
         for i, length in enumerate(lengths)
     )
     return [

@@ -43,9 +43,9 @@ class Plan:
         return [prompt for rows in self.tasks.values() for prompt in rows]
 
     @property
-    def by_index(self) -> dict[int, Prompt | BadPrompt]:
-        """All rows by their place in the input."""
-        return {prompt.index: prompt for prompt in self.prompts}
+    def by_index(self) -> dict[int, Prompt]:
+        """The rows that can be read, by their place in the input."""
+        return {prompt.index: prompt for prompt in self.prompts if isinstance(prompt, Prompt)}
 
     @property
     def is_equality_expected(self) -> bool:

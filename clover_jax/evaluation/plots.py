@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -48,7 +49,7 @@ def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
     for by in ("step", "tokens"):
         runs = {name: _tau_in_training(report, name, by) for name in overall}
         if any(len(points) > 1 for points in runs.values()):
-            plots[f"tau_by_{by}"] = lambda runs=runs, by=by: _tau_by(runs, by)
+            plots[f"tau_by_{by}"] = functools.partial(_tau_by, runs, by)
     return plots
 
 

@@ -194,6 +194,7 @@ def _training(source: str | None) -> list[dict[str, Any]]:
     Tokens are those of all batches so far; left out where the run's settings are not there.
     """
     # A draft is named by its workdir or by a folder in it, such as best/.
+    assert source is not None  # a draft comes from somewhere
     folder = Path(source).expanduser()
     workdirs = [place for place in (folder, folder.parent) if (place / EVAL).is_file()]
     if not workdirs:

@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
 
+from clover_jax.data.prompts import Prompt
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.row_totals import turn_columns
 
@@ -55,7 +56,7 @@ class RowMaker:
         columns = self._forwards.pop(event.row["index"], _empty_columns())
         if "output_ids" not in event.row:
             return event.row
-        if event.prompt.num_turns == 1:
+        if isinstance(event.prompt, Prompt) and event.prompt.num_turns == 1:
             columns = {name: values[0] for name, values in columns.items()}
         return {**event.row, **columns}
 

@@ -47,12 +47,13 @@ def evaluate(
     Raises UserError for what cannot be done; rows that fail are counted instead.
     """
     source = None if options.prompts is None else Path(options.prompts).expanduser()
-    prompts = source and read_prompts_and_mistakes(source)  # before the models, which take longer
+    # Before the models, which take longer.
+    prompts = None if source is None else read_prompts_and_mistakes(source)
     with exact_matmuls(str(resolve_dtype(options.spec.dtype))):
         with passing_note(f"loading {options.spec.base}"):
             methods = load_methods(options, settings)
         plain = methods[0].models
-        if source is None:
+        if prompts is None:
             source = shipped_prompts(plain.base.directory, "--prompts=FILE")
             prompts = read_prompts_and_mistakes(source)
 

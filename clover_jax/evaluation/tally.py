@@ -23,7 +23,7 @@ class Tally:
         self.rows = self.failed = self.skipped = self.truncated = self.turns = 0
         self._depth, self._proposed = depth, 0
         self._lengths = AcceptedLengths()
-        self._ranks = [collections.Counter() for _ in range(depth)]
+        self._ranks: list[collections.Counter[int]] = [collections.Counter() for _ in range(depth)]
         self._context_forwards: collections.Counter[int] = collections.Counter()
         self._context_accepted: collections.Counter[int] = collections.Counter()
 

@@ -68,7 +68,8 @@ class TimedPass:
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> TimedPass:
         """Read a row of the journal."""
-        key, origin = (kind(*(row[name] for name in kind._fields)) for kind in (PassKey, Origin))
+        key = PassKey(*(row[name] for name in PassKey._fields))
+        origin = Origin(*(row[name] for name in Origin._fields))
         return cls(key, origin, **{name: row[name] for name in _OWN})
 
 

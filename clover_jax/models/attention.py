@@ -124,6 +124,7 @@ def attend(
 
     # Then the committed cache, in chunks.
     if cache is not None:
+        assert length is not None  # a cache and its lengths come together
         bias = bias and bias.within(num_cached + size)
         softmax = absorb_cache(query, cache, length, softmax, bias)
     return finish(softmax, query.dtype)
@@ -153,6 +154,7 @@ def absorb_rows(
     # Rescale what was summed so far to the new peak, then add these rows.
     scores = _scores(query, rows.key, mask)
     if bias is not None:
+        assert positions is not None
         scores = _apply_bias(bias, scores, positions)
     peak = jnp.maximum(old.peak, scores.max(axis=-1))
     shrink = jnp.exp(old.peak - peak)
@@ -207,8 +209,8 @@ def _read_rows(
         part = query[rows]
         if groups:  # one after the other: they would be fused, and their scores stored side by side
             part, groups[-1] = jax.lax.optimization_barrier((part, groups[-1]))
-        others = jax.tree.map(lambda x, rows=rows: x[rows], (cache, length, softmax))
-        groups.append(_read(part, *others, bias and bias.of_rows(rows), policy))
+        keys, ends, seen = jax.tree.map(lambda x, rows=rows: x[rows], (cache, length, softmax))
+        groups.append(_read(part, keys, ends, seen, bias and bias.of_rows(rows), policy))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
 
 

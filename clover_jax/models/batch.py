@@ -7,8 +7,7 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Int
 
 
-@struct.dataclass
-class Batch:
+class Batch(struct.PyTreeNode):
     """B packed rows of S positions.
 
     tokens:      [B, S] token ids; 0 where there is padding.

@@ -17,8 +17,7 @@ from clover_jax.config import LayerConfig
 MOST_ROWS_ONE_BY_ONE = 128
 
 
-@struct.dataclass
-class KeyValue:
+class KeyValue(struct.PyTreeNode):
     """Keys and values of one layer.
 
     key:   [B, K, S, H] rotated keys.

@@ -25,8 +25,7 @@ from clover_jax.models.position_bias import PositionBias
 Attend = Callable[..., Array]
 
 
-@struct.dataclass
-class DecoderOutput:
+class DecoderOutput(struct.PyTreeNode):
     """What the base gives for T positions.
 
     hidden: name -> [B, T, D]: "layer_0" .. (the state entering that layer), "pre_norm" (h,
@@ -81,8 +80,8 @@ class SelfAttention(nn.Module):
 
         # The new keys and values stay outside of the cache until they are accepted.
         fresh = KeyValue(key=query_key[:, :, groups], value=fused[:, :, groups + 1])
-        bias = PositionBias.of(cfg, positions)
-        mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, bias)
+        rules = PositionBias.of(cfg, positions)
+        mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, rules)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
         heads_last = jnp.moveaxis(mixed, 3, 1).reshape(*x.shape[:2], -1)
         result = contract("btn,nd->btd", heads_last, out.reshape(-1, width))

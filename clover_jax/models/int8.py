@@ -17,8 +17,7 @@ from clover_jax.array_types import Array, Float, Int
 LARGEST = 127  # -128 is left out, so that a matrix and its negative round alike
 
 
-@struct.dataclass
-class Int8Matrix:
+class Int8Matrix(struct.PyTreeNode):
     """A rounded matrix, which takes a matrix's place in params and in products.
 
     values: int8, in the matrix's shape. (First: flax checks the shape of a param's first leaf.)

@@ -53,11 +53,14 @@ class PositionBias:
 
     def mask(self, key_positions: Int[Array, "*b S"]) -> Bool[Array, "B 1 1 T S"]:
         """Return True where a key lies within the window."""
+        assert self.window is not None  # who has none does not ask
         return self._back(key_positions) < self.window
 
     def bias(self, key_positions: Int[Array, "*b S"]) -> Float[Array, "B K G T S"]:
         """Return what the slopes add to the scores."""
-        return -self.slopes[:, :, None, None] * self._back(key_positions).astype(jnp.float32)
+        assert self.slopes is not None  # who has none does not ask
+        distance = self._back(key_positions).astype(jnp.float32)
+        return jnp.multiply(-self.slopes[:, :, None, None], distance)
 
     def first_needed(self, length: Int[Array, " B"]) -> Int[Array, ""] | int:
         """Return a committed position before which no query of any row looks."""

@@ -85,7 +85,9 @@ def verify_loop(
     config = dataclasses.replace(config, sampling=GREEDY)
 
     def body(tokens: Array) -> Array:
-        return verify_tree(config, weights, state, tree.replace(tokens=tokens)).choices
+        choices = verify_tree(config, weights, state, tree.replace(tokens=tokens)).choices
+        assert choices is not None  # GREEDY asks for nothing else
+        return choices
 
     return _repeat(body, tree.tokens)
 

@@ -261,9 +261,7 @@ def train_step(
     return state, metrics
 
 
-def make_train_step(
-    config: TrainStepConfig,
-) -> Callable[[TrainState, Params, Batch], tuple[TrainState, StepMetrics]]:
+def make_train_step(config: TrainStepConfig) -> jax.stages.Wrapped:
     """Return the compiled step `step(state, base_params, batch)`; it consumes `state`.
 
     On a mesh the new state lies where the old one did, and every device has the metrics.

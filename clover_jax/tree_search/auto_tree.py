@@ -151,6 +151,7 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
 
 
 def _costs(models: Models, batch_size: int) -> CostTable:
+    assert models.head is not None  # only a head's tree has costs
     base = models.base.config
     context = min(CONTEXT, base.max_position_embeddings // 2)
     key = _machine(models.mesh) | {
@@ -180,6 +181,7 @@ def ranked_depth(head: DrafterConfig) -> int:
 
 
 def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.ndarray:
+    assert models.head is not None  # ranks are a head's
     depth = ranked_depth(models.head.config)
     identity = models.identity()
     key: dict[str, Any] = {

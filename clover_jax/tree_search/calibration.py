@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +55,7 @@ def measure_ranks(
     truncate = temperature > 0 and (top_k > 0 or top_p < 1)
     sampling = SamplingConfig(verify="lossless" if temperature else "greedy", truncate=truncate)
     engine = models.plain().engine(batch_size, sampling)
-    warping = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
+    warping: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
     requests = [
         Request(index, prompt, new_tokens, **(warping if temperature else {}))
         for index, prompt in enumerate(prompts)
@@ -106,16 +107,16 @@ def _walk(
         state = prefill(models.weights, state, np.int32(start))
 
     num_samples = max(new_tokens - 1 - depth, 0)
-    text = jnp.asarray(tokens)
+    given = jnp.asarray(tokens)
     # Prefill ended with the base's own choice, which a sampled text need not have taken.
-    root = jnp.take_along_axis(text, state.length[:, None], axis=1)
+    root = jnp.take_along_axis(given, state.length[:, None], axis=1)
     next_tokens = jnp.broadcast_to(root, state.next_tokens.shape)
-    state = state.replace(tokens=jnp.copy(text), next_tokens=next_tokens)
+    state = state.replace(tokens=jnp.copy(given), next_tokens=next_tokens)
 
     # One program over all positions: a call for each would cost more than its work.
     ranks = jnp.zeros((num_samples, len(texts), depth), jnp.int32)
     walk = repeated(functools.partial(_probe, config))
-    _, ranks = walk((models.weights, text), (state, ranks), num_samples)
+    _, ranks = walk((models.weights, given), (state, ranks), num_samples)
     return np.asarray(ranks).reshape(-1, depth)
 
 
@@ -149,6 +150,7 @@ def _ranks(
     state: DecodeState,
     true: Int[Array, "B D"],
 ) -> Int[Array, "B D"]:
+    assert config.head is not None  # ranks are a head's
     frozen = frozen_from_base(weights.base)
     apply = functools.partial(config.head.module.apply, {"params": weights.draft}, frozen)
     ranks = []

@@ -40,6 +40,7 @@ def measure_costs(
         costs of deeper trees come out a little low.
     Raises UserError where the context is longer than the base's.
     """
+    assert models.head is not None  # only a head's tree has costs
     deepest = models.head.config.max_depth or depth
     models = models.with_tree(parse_tree(f"chain:{min(depth, deepest)}"))
     size = cache_size(models, context, room=0)

@@ -21,7 +21,7 @@ MOST_NODES = 127
 MOST_FINALISTS = 2
 MOST_WIDTH = 8  # of an adaptive level; a wider one was not measured
 WORTH_A_TRIAL = 0.8  # of plain decoding: parts timed apart are not that exact
-Points = tuple[tuple[float, ...], ...]  # (size, seconds) pairs, sizes ascending
+Points = tuple[tuple[int, float], ...]  # (size, seconds) pairs, sizes ascending
 
 
 @dataclasses.dataclass(frozen=True)

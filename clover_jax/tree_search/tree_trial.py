@@ -134,7 +134,9 @@ def speed_up(trial: Trial, plain: Trial) -> SpeedUp:
     Example: 30 and 12 tokens a second where plain decoding had 20 and 10: 1.35, 1.2 to 1.5.
     """
     ratios = [a / b for a, b in zip(trial.rates, plain.rates, strict=True)]
-    return SpeedUp.of(ratios)
+    gain = SpeedUp.of(ratios)
+    assert gain is not None  # a trial has rounds
+    return gain
 
 
 def fastest(speed_ups: Sequence[SpeedUp]) -> int | None:

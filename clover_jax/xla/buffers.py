@@ -18,7 +18,7 @@ import tempfile
 import time
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 from jax.experimental.compilation_cache import compilation_cache
@@ -54,7 +54,7 @@ class CompiledProgram(NamedTuple):
     @property
     def resident_bytes(self) -> int:
         """The most that a device holds at one time."""
-        memory = self.program.memory_analysis()
+        memory: Any = self.program.memory_analysis()
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + new + self.temporaries.allocated
 
@@ -64,12 +64,14 @@ def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> Co
     # A program from the cache has left no assignment in the folder.
     with tempfile.TemporaryDirectory() as folder, _without_cache():
         started = time.perf_counter()
-        compiled = lowered.compile(compiler_options={**(options or {}), "xla_dump_to": folder})
+        settings: dict[str, Any] = {**(options or {}), "xla_dump_to": folder}
+        compiled = lowered.compile(compiler_options=settings)
         seconds = time.perf_counter() - started
         temporaries = read_temporaries(Path(folder))
 
     if temporaries is None:
-        counted = compiled.memory_analysis().temp_size_in_bytes
+        memory: Any = compiled.memory_analysis()
+        counted = memory.temp_size_in_bytes
         temporaries = Temporaries(allocated=counted, filled=counted)
     return CompiledProgram(compiled, seconds, temporaries)
 
@@ -77,7 +79,8 @@ def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> Co
 @contextlib.contextmanager
 def _without_cache() -> Iterator[None]:
     """Leave the cache on disk alone: programs for another target cannot be read from it again."""
-    before = jax.config.jax_enable_compilation_cache
+    # jax makes the attributes of its config at import, so its stubs lack them.
+    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # it remembers whether it is used
     try:

@@ -260,7 +260,7 @@ class Program:
         trips: how often loops run that do not say it.
         """
         # A collective that runs beside other work is spread over fusions, which share its channel.
-        by_channel = {}
+        by_channel: dict[int | str, Sent] = {}
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():
                 kind = instruction.opcode.removesuffix("-start")

@@ -141,10 +141,9 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
 
         # Only headers and closing braces stand at the margin, and tables of source lines.
         elif not line.startswith((" ", "HloModule")):
-            header = _COMPUTATION.match(line)
-            current = Computation(header[2], {}) if header else None
-            if current:
-                computations[current.name] = current
+            header, current = _COMPUTATION.match(line), None
+            if header:
+                current = computations[header[2]] = Computation(header[2], {})
                 entry = current.name if header[1] else entry
 
     return computations, entry

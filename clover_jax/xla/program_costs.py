@@ -31,7 +31,7 @@ def sum_by_part(
 ) -> dict[str, float]:
     """Return part -> sum of a value over its executed instructions; parts: names of scopes."""
     by_computation = {name: part_of(program, name, parts) for name in program.executed}
-    totals: collections.Counter[str] = collections.Counter()
+    totals: dict[str, float] = collections.defaultdict(float)
     for computation, instruction in program.instructions():
         part = by_computation[computation.name][instruction.name]
         totals[part] += value(computation, instruction)
@@ -134,7 +134,7 @@ def titled_lines(groups: Mapping[str, Sequence[str]]) -> list[str]:
 def costly(program: Program, chip: Chip, trips: Trips) -> list[str]:
     """Return the ops that cost most above the time that their bytes take."""
     # Where the compiler estimates no cycles, the bytes written stand for the cost.
-    above: collections.Counter[str] = collections.Counter()
+    above: dict[str, float] = collections.defaultdict(float)
     for computation, instruction in program.instructions():
         scope = short_source(instruction.source) or instruction.opcode
         if chip.clock:  # bytes that must be moved are no excess
@@ -143,7 +143,8 @@ def costly(program: Program, chip: Chip, trips: Trips) -> list[str]:
         else:
             seconds = program.written_bytes(computation, instruction) / chip.bandwidth
         above[f"{instruction.opcode} {scope}"] += seconds * program.times(computation, trips)
-    return [f"{1e6 * seconds:.0f} us {name}" for name, seconds in above.most_common(TOP)]
+    most = sorted(above.items(), key=lambda each: -each[1])[:TOP]
+    return [f"{1e6 * seconds:.0f} us {name}" for name, seconds in most]
 
 
 def largest(program: Program) -> list[str]:

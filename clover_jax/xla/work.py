@@ -105,7 +105,7 @@ def _size_of(operand: Any, at_rest: dict[Any, int]) -> int:
 def _product(equation: core.JaxprEqn, sizes: list[int]) -> Work:
     if not any(sizes):
         return Work()
-    operands = [operand.aval.size for operand in equation.invars]
+    operands = [math.prod(_shape(operand)) for operand in equation.invars]
     read = sum(size * entries for size, entries in zip(sizes, operands, strict=True))
     return Work(read, _product_flops(equation))
 
@@ -121,7 +121,7 @@ def _flops(jaxpr: core.Jaxpr, loop_trips: int) -> float:
         elif name == "cond":  # the branches are ways to do the same
             total += max(inner)
         else:
-            times = {"scan": equation.params.get("length"), "while": loop_trips}.get(name, 1)
+            times = {"scan": equation.params.get("length", 0), "while": loop_trips}.get(name, 1)
             total += times * sum(inner)
     return total
 
@@ -139,5 +139,9 @@ def _inner(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 def _product_flops(equation: core.JaxprEqn) -> float:
     # Each entry of the result sums over the contracted axes.
     (contracted, _), _ = equation.params["dimension_numbers"]
-    inner = math.prod(equation.invars[0].aval.shape[axis] for axis in contracted)
-    return 2.0 * math.prod(equation.outvars[0].aval.shape) * inner
+    inner = math.prod(_shape(equation.invars[0])[axis] for axis in contracted)
+    return 2.0 * math.prod(_shape(equation.outvars[0])) * inner
+
+
+def _shape(operand: Any) -> tuple[int, ...]:
+    return operand.aval.shape
