@@ -16,6 +16,7 @@ from clover_jax.decoding.top_k import argmax
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.cache import after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.sharding.placement import gathered_in_use
 
 
 def prefill_chunk(
@@ -27,7 +28,7 @@ def prefill_chunk(
         chunks. The row whose last prompt token lies in this chunk emits its first token. Rows of
         other lengths share a chunk: what lies past a row's prompt is garbage, overwritten later.
     """
-    batch = state.tokens.shape[0]
+    weights, batch = gathered_in_use(weights), state.tokens.shape[0]
     tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, size, axis=1)
     starts = jnp.broadcast_to(start, (batch,))
     positions = starts[:, None] + jnp.arange(size)

@@ -39,6 +39,7 @@ from clover_jax.drafters.drafter import (
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache
+from clover_jax.sharding.placement import gathered_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,6 +170,7 @@ def absorb_and_draft(
     config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
 ) -> tuple[DecodeState, Drafted]:
     """Let the head take in what the last step accepted, and draft a tree under `root`."""
+    weights = gathered_in_use(weights)
     with jax.named_scope("absorb"):
         absorbed = absorb_pending(config, weights, state)
     state = state.replace(draft_cache=absorbed.cache)
@@ -216,6 +218,7 @@ def verify_tree(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> Verified:
     """Run the base over every slot of the tree."""
+    weights = gathered_in_use(weights)
     # A row that has ended must not make the others read as far as it got.
     length = jnp.where(state.finish == RUNNING, state.length, 0)
     output = verify(config.base, weights.base, tree, config.tree.depth, state.cache, length)

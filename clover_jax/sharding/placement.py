@@ -82,6 +82,18 @@ def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
     return jax.tree.map_with_path(gather, params)
 
 
+def gathered_in_use(params: PyTree) -> PyTree:
+    """Gather params over fsdp where all axes of the mesh in use (`jax.set_mesh`) are above 1.
+
+    For weights within a compiled program that has no mesh of its own. Where rows are split over
+    data and fsdp, a weight over tensor and fsdp, and a product sums over tensor, XLA's partitioner
+    may hand devices the rows of others (experiments/results/upstream/xla_partitioner_dot.md). It
+    takes three axes; on fewer the weights stay, since the activations are less to send.
+    """
+    mesh = _mesh_in_use()
+    return params if mesh is None or min(mesh.shape.values()) == 1 else gathered(params, mesh)
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(whole: NamedSharding, at_rest: NamedSharding, leaf: Array) -> Array:
     """Lay out anew; the gradient is laid out as the leaf lies at rest.
@@ -186,8 +198,8 @@ def logits_spec(shape: tuple[int, ...], least: int) -> PartitionSpec | None:
     For functions that compute the shards apart, because the compiler would gather them: the last
     axis is split over `tensor` where it is a vocabulary, of `least` entries or more.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or set(AXES) - set(mesh.axis_names) or len(shape) < 2:
+    mesh = _mesh_in_use()
+    if mesh is None or len(shape) < 2:
         return None
     # A batch that does not divide lies whole on every device.
     sizes = shape_of(mesh)
@@ -195,6 +207,11 @@ def logits_spec(shape: tuple[int, ...], least: int) -> PartitionSpec | None:
     is_split = sizes.tensor > 1 and shape[-1] >= least and shape[-1] % sizes.tensor == 0
     between = (None,) * (len(shape) - 2)
     return PartitionSpec(rows, *between, "tensor" if is_split else None)
+
+
+def _mesh_in_use() -> AnyMesh | None:
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty or set(AXES) - set(mesh.axis_names) else mesh
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:

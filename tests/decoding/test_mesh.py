@@ -4,6 +4,8 @@ import json
 
 import pytest
 
+from tests.tiny_models import DRAFTERS
+
 SETUP = """
 import dataclasses, functools, json, re, sys
 import jax, jax.numpy as jnp
@@ -37,9 +39,36 @@ for name in sys.argv[1:]:
 
 
 def test_greedy_tokens_on_a_mesh_are_those_of_one_device(run_python):
-    meshes = ("", "data=2,tensor=2", "data=2,tensor=2 by calls")
+    meshes = ("", "data=2,tensor=2", "data=2,fsdp=2,tensor=2 by calls")
     alone, *split = run_python(TOKENS, *meshes, devices=8).splitlines()
     assert [json.loads(rows) for rows in split] == [json.loads(alone)] * 2
+    assert any(any(accepted) for _, accepted in json.loads(alone))
+
+
+# A vocabulary so small that every head is accepted now and then, trained or not.
+EVERY_DRAFTER = (
+    TOKENS.replace("vocab_size=1024", "vocab_size=32")
+    .replace("random_head(base)", "random_head(base, sys.argv.pop(1))")
+    .replace('"paper25"', "default_tree(head.config.max_depth)")
+    .replace("import parse_tree", "import default_tree, parse_tree")
+)
+MESHES = (
+    "data=2",
+    "fsdp=2",
+    "tensor=2",
+    "data=2,fsdp=2",
+    "data=2,tensor=2",
+    "fsdp=2,tensor=2",
+    "data=2,fsdp=2,tensor=2",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_accepts_on_every_mesh_what_it_does_on_one_device(run_python, name):
+    alone, *split = run_python(EVERY_DRAFTER, name, "", *MESHES, devices=8).splitlines()
+    for mesh, rows in zip(MESHES, split, strict=True):
+        assert json.loads(rows) == json.loads(alone), mesh
     assert any(any(accepted) for _, accepted in json.loads(alone))
 
 
@@ -77,7 +106,7 @@ def models_on(mesh):
     return Models(model, None, draft, parse_tree("paper25"), mesh)
 
 
-alone, split = models_on(None), models_on(make_mesh(parse_mesh("data=2,tensor=2", 8)))
+alone, split = models_on(None), models_on(make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8)))
 prompts = random_prompts(4, vocab_size=base.vocab_size)
 ranks = [measure_ranks(models, prompts, 12, 3) for models in (alone, split)]
 costs = measure_costs(split, 3, 64, slots=(1, 4), widths=(1, 2), rounds=1)
