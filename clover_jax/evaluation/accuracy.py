@@ -18,6 +18,7 @@ import numpy as np
 from clover_jax.array_types import Array, Int, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.engine import bucket
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.top_k import argmax, top_k
 from clover_jax.drafters.drafter import Frozen, frozen_from_base
@@ -25,6 +26,7 @@ from clover_jax.drafters.registry import DraftHead
 from clover_jax.evaluation.methods import Method
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
+from clover_jax.sharding.placement import gathered_in_use
 from clover_jax.training.teacher import teach
 
 TOP = (1, 3, 5)
@@ -83,7 +85,9 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
         for start in range(0, len(numbers), rows):
             group = numbers[start : start + rows]
             batch, first, end = _pack([texts[number] for number in group], rows, size)
-            counted = program(weights.base, weights.draft, batch, first, end, np.zeros(num_targets))
+            arguments = (weights.base, weights.draft, batch, first, end, np.zeros(num_targets))
+            with Placement(method.models.mesh).in_use():
+                counted = program(*arguments)
             pairs, hits = jax.device_get(counted)
             for row, number in enumerate(group):
                 yield number, Hits(pairs[row], hits[row])
@@ -125,6 +129,7 @@ def count_hits(
     first, end: where a row's emitted tokens begin and where it ends. slots: [O], at least as many
         as a row has emitted tokens; only its length matters.
     """
+    base_params, params = gathered_in_use((base_params, params))
     frozen = frozen_from_base(base_params)
     teacher = teach(base, base_params, head.config.features, batch)
     hidden = head.module.apply(

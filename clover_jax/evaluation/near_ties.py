@@ -34,6 +34,7 @@ from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, after, write_rows
+from clover_jax.sharding.placement import gathered_in_use
 
 # How much margins depend on the batch is seen in a batch of at least this size, and on some more
 # rows than those that differ.
@@ -219,6 +220,7 @@ def add_margin(
 ) -> tuple[Cache, Margins]:
     """Decode plainly for one step, with the given token in the place of its own."""
     (weights, state, fed, other), (cache, margins_so_far) = given, carry
+    weights = gathered_in_use(weights)
     token, rival = fed[:, number], other[:, number]
     length = jnp.minimum(state.length - 1 + number, state.tokens.shape[1] - 1)
     # A tree of the root alone is plain decoding.

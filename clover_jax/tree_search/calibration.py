@@ -30,6 +30,7 @@ from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.loading.models import Models
+from clover_jax.sharding.placement import gathered_in_use
 
 PREFILL = 64
 MISSED = -1  # rank of a token that no tree would hold
@@ -128,6 +129,7 @@ def _probe(
 ) -> tuple[DecodeState, Int[Array, "n B D"]]:
     """Go one token forward along the text; add the ranks of the tokens after it."""
     (weights, text), (state, ranks) = given, carry
+    weights = gathered_in_use(weights)
     absorbed = absorb_pending(config, weights, state)
     state = state.replace(draft_cache=absorbed.cache)
     following = state.length[:, None] + jnp.arange(config.tree.depth + 1)
