@@ -15,6 +15,7 @@ from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.cache import Cache
+from clover_jax.sharding.placement import over_rows
 
 MASS, SHARE = 0.8, 0.25  # Clover: children up to this mass, and this share of the best sibling
 
@@ -89,7 +90,7 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
     below 0.8 and they have at least a quarter of the best one's; of a level the best `remaining`
     by joint probability are kept.
     """
-    batch, rows = root.shape[0], jnp.arange(root.shape[0])[:, None]
+    batch = root.shape[0]
     tokens = jnp.full((batch, tree.nodes), PAD_TOKEN)
     parents = jnp.zeros((batch, tree.nodes), jnp.int32)
     score, slots = jnp.zeros((batch, 1)), jnp.zeros((batch, 1), jnp.int32)
@@ -108,9 +109,9 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
         place = jnp.where(kept, place, tree.nodes)  # out of range: dropped
         parent = jnp.take_along_axis(candidates.parent, best.ids, axis=1)
         token = jnp.take_along_axis(candidates.token, best.ids, axis=1)
-        tokens = tokens.at[rows, place].set(token, mode="drop")
+        tokens = over_rows(_write, tokens, place, token)
         above = jnp.take_along_axis(slots, parent, axis=1)
-        parents = parents.at[rows, place].set(above, mode="drop")
+        parents = over_rows(_write, parents, place, above)
 
         # Nodes that were not kept go on with a score of -inf, so nothing hangs on them.
         if depth + 1 < num_levels:
@@ -119,6 +120,13 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
         slots = place + 1
         used += kept.sum(axis=1, keepdims=True)
     return _with_root(root, tokens, parents)
+
+
+def _write(
+    nodes: Int[Array, "B n"], place: Int[Array, "B W"], new: Int[Array, "B W"]
+) -> Int[Array, "B n"]:
+    """Write to places of each row; one that is out of range is dropped."""
+    return nodes.at[jnp.arange(len(nodes))[:, None], place].set(new, mode="drop")
 
 
 class _Grower(NamedTuple):

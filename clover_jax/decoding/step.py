@@ -39,7 +39,7 @@ from clover_jax.drafters.drafter import (
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache
-from clover_jax.sharding.placement import gathered_in_use
+from clover_jax.sharding.placement import by_rows, gathered_in_use
 
 
 @dataclasses.dataclass(frozen=True)
@@ -255,4 +255,4 @@ def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
     """Return what the head reads of the base's activations: [B, T, F], F = 0 without a head."""
     if not config.features:
         return hidden["post_norm"][..., :0]
-    return select_features(hidden, config.features)
+    return by_rows(select_features(hidden, config.features))

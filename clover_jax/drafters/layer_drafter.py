@@ -26,6 +26,7 @@ from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_row
 from clover_jax.models.cache import Cache, KeyValue, init_cache
 from clover_jax.models.decoder import Attend, attend
 from clover_jax.models.position_bias import PositionBias
+from clover_jax.sharding.placement import by_rows
 
 
 def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> LayerConfig:
@@ -172,7 +173,7 @@ class LayerDrafter(nn.Module, abc.ABC):
 
 def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     """Return the tokens' rows of the base's input embedding."""
-    return jnp.take(frozen.embedding, tokens, axis=0, mode="clip")
+    return by_rows(jnp.take(frozen.embedding, tokens, axis=0, mode="clip"))
 
 
 def empty_path(config: LayerConfig, batch: int, width: int, dtype: jnp.dtype) -> Path:

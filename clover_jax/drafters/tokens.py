@@ -7,13 +7,14 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.models.int8 import take_rows, widen
+from clover_jax.sharding.placement import by_rows
 
 
 def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     """Return the tokens' rows of lm_head, the token embedding of the Clover heads."""
     # Rows of lm_head, not of the embedding: the paper's heads read the matrix that they propose
     # with.
-    return widen(take_rows(frozen.lm_head, tokens), frozen.embedding.dtype)
+    return by_rows(widen(take_rows(frozen.lm_head, tokens), frozen.embedding.dtype))
 
 
 def shift_left(tokens: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:

@@ -24,6 +24,7 @@ A `Mesh` or an `AbstractMesh` (`make_abstract_mesh`) will do for everything that
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -207,6 +208,32 @@ def logits_spec(shape: tuple[int, ...], least: int) -> PartitionSpec | None:
     is_split = sizes.tensor > 1 and shape[-1] >= least and shape[-1] % sizes.tensor == 0
     between = (None,) * (len(shape) - 2)
     return PartitionSpec(rows, *between, "tensor" if is_split else None)
+
+
+def by_rows(x: Array) -> Array:
+    """Split the rows of activations over the mesh in use and keep their width whole.
+
+    Left to itself, the compiler may split the width as some head's weights are, all the way through
+    the base, and gather it again for every product. Without a mesh in use x is as it is.
+    """
+    mesh = _mesh_in_use()
+    if mesh is None:
+        return x
+    rows = ROWS if x.shape[0] % shape_of(mesh).num_row_shards == 0 else None
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows)))
+
+
+def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
+    """Apply a function of rows where they lie on the mesh in use, to those of each device.
+
+    For what writes to places that are computed: the compiler does not see that a row writes to
+    itself, and sends all places to all devices.
+    """
+    mesh = _mesh_in_use()
+    if mesh is None or arrays[0].shape[0] % shape_of(mesh).num_row_shards:
+        return function(*arrays)
+    rows = PartitionSpec(ROWS)
+    return jax.shard_map(function, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
 
 
 def _mesh_in_use() -> AnyMesh | None:
