@@ -2,8 +2,16 @@
 
 import json
 
+import pytest
+
+from tests.tiny_models import DRAFTERS
+
 MESHES = ("data=8", "data=2,fsdp=2,tensor=2", "fsdp=4,tensor=2", "tensor=8")
 IN_PARTS = "data=2,fsdp=2,tensor=2:2"  # the batch in two parts
+
+HEAD = """registry.head(
+    registry.config_for_base("clover2", base, num_positions=2, num_augmenting_layers=1)
+)"""
 
 # Prints, for one device and each mesh: losses of all steps, the worst relative difference of the
 # first step's gradients, and the shapes that are gathered or reduced in the compiled step.
@@ -51,7 +59,7 @@ def check(condition):
 
 
 def distance(a, b):
-    return float(np.abs(a - b).max() / np.abs(b).max())
+    return float(np.abs(a - b).max() / max(np.abs(b).max(), 1e-30))  # a gradient may be 0
 
 
 reference = None
@@ -85,6 +93,22 @@ def test_every_mesh_trains_as_one_device_does(run_python):
         vocabulary = [shape for shape in gathered[name] if shape[-1] == 128]
         assert vocabulary == [], f"{name}: logits are gathered"
         assert (128, 32) not in gathered[name], f"{name}: the whole lm_head is gathered"
+
+
+EVERY_DRAFTER = (
+    STEPS.replace(HEAD, "random_head(base, sys.argv.pop(1))[0]")
+    .replace("import TINY, random_base", "import TINY, random_base, random_head")
+    .replace("range(20)", "range(4)")
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+def test_every_drafter_trains_on_three_axes_as_on_one_device(run_python, name):
+    found = run_python(EVERY_DRAFTER, name, "data=2,fsdp=2,tensor=2", devices=8).splitlines()
+    alone, split = (json.loads(line) for line in found)
+    assert split["gradient"] < 1e-5
+    assert split["losses"] == pytest.approx(alone["losses"], rel=1e-4)
 
 
 # Prints, for each mesh: the worst relative difference of the loss's gradients from one device's,
