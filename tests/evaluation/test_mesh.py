@@ -11,13 +11,13 @@ from pathlib import Path
 import jax, numpy as np
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree import TreeConfig, parse_tree
-from clover_jax.drafters.directory import Draft
+from clover_jax.interchange.directory import Draft
 from clover_jax.evaluation import accuracy, near_ties
 from clover_jax.evaluation.methods import Method
-from clover_jax.generation.models import Models
-from clover_jax.meshes import make_mesh, parse_mesh
-from clover_jax.models.base import BaseModel
-from clover_jax.sharding import param_shardings
+from clover_jax.loading.models import Models
+from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from clover_jax.pretrained.base import BaseModel
+from clover_jax.sharding.placement import param_shardings
 from tests.tiny_models import TINY, lively_params, random_base, random_head
 
 config = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)
