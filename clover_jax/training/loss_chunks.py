@@ -29,8 +29,7 @@ class Terms(NamedTuple):
     total_variation: Array
 
 
-@struct.dataclass
-class Operands:
+class Operands(struct.PyTreeNode):
     """What the loss reads and never differentiates.
 
     params:      the head's other params (its `logits` may set up all of them).
@@ -51,8 +50,7 @@ class Operands:
     targets: CompactTargets
 
 
-@struct.dataclass
-class Chunk:
+class Chunk(struct.PyTreeNode):
     """C targets a group; slots beyond the last used one repeat some target, all masked.
 
     hidden:      [P, R, C, D] the states whose pairs have these targets.

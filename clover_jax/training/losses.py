@@ -65,8 +65,7 @@ from clover_jax.training.pairs import (
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
 
 
-@struct.dataclass
-class LossMetrics:
+class LossMetrics(struct.PyTreeNode):
     """Per draft position, [P] each.
 
     regression, soft_ce, hard_ce, total_variation: the terms R_i, S_i, H_i, V_i, unweighted.

@@ -136,8 +136,7 @@ def count_pairs(mask: Bool[Array, "P B S"], has_next: Bool[Array, "B S"]) -> Pai
     )
 
 
-@struct.dataclass
-class CompactTargets:
+class CompactTargets(struct.PyTreeNode):
     """The targets that any pair needs, moved to the front of their group of rows.
 
     The B rows form R groups of consecutive ones, each with n = B S / R flattened target indices. On

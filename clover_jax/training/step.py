@@ -35,8 +35,7 @@ from clover_jax.training.teacher import TeacherOutput, teach
 KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
-@struct.dataclass
-class TrainState:
+class TrainState(struct.PyTreeNode):
     """What a step changes.
 
     params:    the head's, float32.
@@ -51,8 +50,7 @@ class TrainState:
     key: Array
 
 
-@struct.dataclass
-class StepMetrics:
+class StepMetrics(struct.PyTreeNode):
     """What a step measured, before its update.
 
     loss: [] total loss.
@@ -257,8 +255,7 @@ def train_step(
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
     metrics = StepMetrics(loss, positions, gradient_norm=optax.tree.norm(gradient))
-    state = dataclasses.replace(state, params=params, opt_state=opt_state, step=state.step + 1)
-    return state, metrics
+    return state.replace(params=params, opt_state=opt_state, step=state.step + 1), metrics
 
 
 def make_train_step(config: TrainStepConfig) -> jax.stages.Wrapped:

@@ -15,8 +15,7 @@ from clover_jax.models.decoder import Decoder, packed_mask
 from clover_jax.models.layers import RMSNorm
 
 
-@struct.dataclass
-class TeacherOutput:
+class TeacherOutput(struct.PyTreeNode):
     """What the base says about a batch; no gradient flows into it.
 
     features: [B, S, F] the activations that the head reads.
