@@ -29,7 +29,7 @@ ALL_TERMS = LossSpec(
 def reference(fixtures_dir):
     folder = fixtures_dir / "clover2_reference"
     base = load_base(str(folder / "base"))
-    config, params = read_layout("clover2", folder / "clover2", base, jnp.float32, 10_000.0, True)
+    config, params = read_layout("clover2", folder / "clover2", base)
     expected = np.load(folder / "expected.npz")
     tokens = jnp.asarray(expected["input_ids"], jnp.int32)
     batch = Batch(
