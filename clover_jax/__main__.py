@@ -16,6 +16,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if argv is None else argv
     name, *rest = given or ["--help"]
+    # Only the command that was named is imported: the list of them answers at once.
     if name in COMMANDS:
         command = importlib.import_module(f"clover_jax.{name}")
         return cli.run(command.main, command.define_flags, rest)

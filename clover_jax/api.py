@@ -113,6 +113,7 @@ def load_draft(
     source: a draft directory, a training workdir, or a folder or hub id in an official layout.
     tree: as `generate --tree` takes it, "auto" excepted; by default the draft's own, else paper25.
     """
+    # What is shared with the base is not loaded again.
     spec = ModelSpec(
         draft=str(source),
         tree=tree,
@@ -131,6 +132,7 @@ def generate(
     settings: fields of `GenerationSettings`: max_new_tokens, temperature, top_k, top_p, stop, ...
     A second call with the same models and kind of settings compiles nothing.
     """
+    # One row, watched: every forward that settles text is an event.
     row = as_prompt(prompt)
     chosen = _chosen(GenerationSettings, settings)
     for event in open_stream(models, [row], chosen, seed=seed, strict=True, is_watched=True):
@@ -138,6 +140,7 @@ def generate(
             assert event.row is not None  # of a prompt that was skipped
             raise UserError(event.row["skipped"])
         turn, new = event.progress.turn, event.progress.pieces
+        # A chunk of steps may hold several forwards; a caller wants their text at once.
         text = "".join(piece.text for piece in new)
         ids = [id_ for piece in new for id_ in piece.ids]
         figures = (len(turn.output_ids), turn.target_forwards, turn.tau, turn.finish_reason)
@@ -160,6 +163,7 @@ def generate_rows(
         {"index": 4, "error": "..."}, as the command does.
     Yields what `generate --output` writes: index (of the prompt), output_ids, text, tau, ...
     """
+    # A text is iterable too: it would be decoded letter by letter.
     if isinstance(prompts, str | bytes | Mapping):
         raise UserError(f"prompts must be several, not {prompts!r}; give [{prompts!r}] for one")
     rows = [_row(prompt, index, strict) for index, prompt in enumerate(prompts)]
@@ -182,6 +186,7 @@ def train(
     settings: fields of `TrainSettings`, which are the flags of `python -m clover_jax.train`.
     """
     chosen = _chosen(TrainSettings, settings)
+    # A run looks at the event between steps; without a caller's it is never set.
     stop = stop or threading.Event()
     return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
 
@@ -196,6 +201,7 @@ def evaluate(
     """
     from clover_jax import evaluate as command
 
+    # The command's own parser checks these, so both refuse the same.
     named = ",".join(f"{name}={source}" for name, source in (drafts or {}).items())
     return command.execute(_flags(command, output=output, drafts=named or None, **settings))
 
@@ -224,6 +230,7 @@ def _row(prompt: PromptLike | Mapping[str, Any], index: int, strict: bool) -> Pr
     try:
         return as_prompt(prompt, index)
     except UserError as error:
+        # A row keeps its place in the output, so that later indices stay right.
         if strict:
             raise
         return BadPrompt(index, f"prompt {index}", str(error))
@@ -249,6 +256,7 @@ def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
 
 def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
     """Return settings of a kind; raises UserError listing its fields where one is unknown."""
+    # Python would name only the first argument that is too many, not those that exist.
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = [name for name in given if name not in known]
     if unknown:
@@ -260,6 +268,7 @@ def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
 
 def _flags(command: ModuleType, **given: Any) -> absl_flags.FlagValues:
     """Return a command's flags with these values, checked as on the command line; None is unset."""
+    # Values go through the flags' own text form, which has one checker.
     defined = command_flags.defined(command.define_flags)
     argv = []
     for name, value in given.items():
@@ -273,6 +282,7 @@ def _flags(command: ModuleType, **given: Any) -> absl_flags.FlagValues:
             values = value if is_repeated else [",".join(map(str, value))]
         argv += [f"--{name}={one}" for one in values]
 
+    # The command turns these into one line; a caller of the library gets the same line.
     try:
         return command_flags.parse_flags(command.define_flags, argv)
     except absl_flags.Error as error:

@@ -72,6 +72,7 @@ class RopeConfig(JsonConfig):
     def __post_init__(self):
         if self.kind not in ("default", "linear", "llama3"):
             raise ValueError(f"rope kind {self.kind!r} is not one of default, linear, llama3")
+        # A wavelength of 0 or below would turn positions into NaN.
         if self.theta <= 0 or self.factor <= 0:
             raise ValueError(
                 f"rope theta ({self.theta}) and factor ({self.factor}) must be positive"
@@ -102,11 +103,13 @@ class LayerConfig(JsonConfig):
     sliding_window: int | None = None
 
     def __post_init__(self):
+        # Each key head serves a whole group of query heads.
         if self.num_heads % self.num_kv_heads:
             raise ValueError(
                 f"num_heads ({self.num_heads}) must be divisible by "
                 f"num_kv_heads ({self.num_kv_heads})"
             )
+        # Rotation takes the dimensions in pairs.
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary positions")
         if self.sliding_window is not None and self.sliding_window < 1:
@@ -152,6 +155,7 @@ class BaseConfig(JsonConfig):
     @property
     def layer(self) -> LayerConfig:
         """The shape of every decoder layer, and of a draft head's: heads have no window."""
+        # A head drafts a few tokens beyond the text, so no window of the base concerns it.
         shared = {
             field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)
         }
@@ -159,6 +163,7 @@ class BaseConfig(JsonConfig):
 
     def layer_at(self, index: int) -> LayerConfig:
         """Return what the base's layer `index` computes: the shape, and its window if any."""
+        # Some families alternate layers with and without a window.
         window = None if index in self.full_attention_layers else self.sliding_window
         return dataclasses.replace(self.layer, sliding_window=window)
 
@@ -188,6 +193,7 @@ class LossSpec(JsonConfig):
     label_mask: bool = False
 
     def __post_init__(self):
+        # EAGLE-3 divides by all positions, the other methods by what counts.
         if self.divisor not in ("pairs", "positions"):
             raise ValueError(f"loss divisor {self.divisor!r} must be pairs or positions")
 
@@ -215,6 +221,7 @@ class DrafterConfig(JsonConfig):
 
     def __post_init__(self):
         table = self.draft_to_target
+        # The head proposes from the whole vocabulary.
         if table is None:
             return
         # Ascending, so that the lowest id comes first among equals in either vocabulary.

@@ -58,6 +58,7 @@ def parse_parts(words: Sequence[str]) -> tuple[str, ...]:
 
     words: a single string stands for words between commas.
     """
+    # A caller of the library may give a list, a flag gives text.
     words = words.split(",") if isinstance(words, str) else words
     for word in words:
         if word not in PARTS:
@@ -86,6 +87,7 @@ def load_rounded_base(
     base = load_base(source, dtype, place)
     if not parts:
         return base
+    # The hash is of the weights that were read: heads were trained for those.
     known = lm_head_hash(base)
     return dataclasses.replace(base, params=round_base(base.params, parts), lm_head_hash=known)
 
@@ -95,6 +97,7 @@ def round_base(params: Params, parts: Sequence[str]) -> Params:
 
     A tied lm_head is rounded beside the embedding, which is looked up as it was.
     """
+    # A tied base keeps its embedding as it was: rows are looked up there, not multiplied.
     lm_head = frozen_from_base(params).lm_head
     if "base" in parts:
         return round_params({**params, "lm_head": lm_head})

@@ -151,6 +151,7 @@ def stop_signals_as_event() -> Iterator[threading.Event]:
 
 
 def _command_name(main: Callable) -> str:
+    # A module that runs as a script is called __main__; its spec still has the name.
     module = sys.modules[main.__module__]
     spec = getattr(module, "__spec__", None)
     return spec.name if spec else Path(getattr(module, "__file__", None) or main.__module__).stem
@@ -166,6 +167,7 @@ def _say(command: str, message: str) -> None:
 
 def _describe_mistake(error: Exception) -> str | None:
     """Say what the user got wrong and what would be right; None for what is no user's mistake."""
+    # absl ends its sentences otherwise; every mistake is one line of ours.
     if isinstance(error, absl_flags.Error):
         return f"{str(error).rstrip(' .')}; see --help"
     if isinstance(error, UserError):

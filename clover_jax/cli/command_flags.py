@@ -64,6 +64,7 @@ def define_settings(flags: absl_flags.FlagValues, kind: type) -> None:
     Its type is the annotation's, its default, help, bounds and choices the field's; `--help` lists
     it under the field's group. A flag that another dataclass of the command shares is defined once.
     """
+    # The annotation is the flag's type, so neither can say something else.
     kinds = field_kinds(kind)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name, declared in declared_settings(kind).items():
@@ -103,6 +104,7 @@ def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) ->
 
     others: values of fields that are no flags, or that the command changes.
     """
+    # absl gives lists; frozen settings hold tuples.
     given = {name: flags[name].value for name in declared_settings(kind)}
     plain = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return kind(**(plain | others))
@@ -184,6 +186,7 @@ def _check_flagfile(name: str, including: tuple[str, ...]) -> None:
 
 
 def _flagfile_names(argv: Sequence[str]) -> list[str]:
+    # Both forms that absl takes: --flagfile=FILE and --flagfile FILE.
     names: list[str] = []
     for index, argument in enumerate(argv):
         flag, equals, value = argument.partition("=")

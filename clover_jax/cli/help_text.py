@@ -23,6 +23,7 @@ def help_text(
 
     everything: list the groups of RARE as well.
     """
+    # Lines longer than a page are hard to read on a wide terminal.
     width = min(shutil.get_terminal_size().columns, 100)
     groups: dict[str, list[absl_flags.Flag]] = {}
     for name in flags:
@@ -43,6 +44,7 @@ def help_text(
 
 
 def _flag_help(flag: absl_flags.Flag, width: int) -> str:
+    # absl wraps and repeats itself for its own layout; here the text is folded anew.
     meaning = " ".join((flag.help or "").split())
     # absl adds what is said by the usage line.
     meaning = meaning.removesuffix("; repeat this option to specify a list of values")
@@ -56,6 +58,7 @@ def _flag_help(flag: absl_flags.Flag, width: int) -> str:
 def _flag_usage(flag: absl_flags.Flag) -> str:
     if flag.boolean:
         return f"--[no]{flag.name}"
+    # Choices say more than the word TEXT.
     choices = getattr(flag.parser, "enum_values", None)
     value = "|".join(choices) if choices else _PLACEHOLDER.get(flag.parser.flag_type(), "VALUE")
     return f"--{flag.name}={value}"

@@ -51,6 +51,7 @@ def cut(
 
     Example: candidates [[4, 2, 9]], count [3], room [8], eos [[2]] emit 2 tokens, finish EOS.
     """
+    # An EOS token is emitted, what follows it is not; room counts what may still be emitted.
     slots = jnp.arange(candidates.shape[1])
     ends = (candidates[..., None] == eos[:, None, :]).any(axis=-1) & (slots < count[:, None])
     first_end = jnp.where(ends, slots, candidates.shape[1]).min(axis=-1) + 1

@@ -30,6 +30,7 @@ def repeated(
 
     It applies body(given, carry, number) for the numbers from 0 to count - 1. options: of jax.jit.
     """
+    # One call at a time: each program gets weights and caches as plain arguments.
     if not loops_on_device():
         step = jax.jit(body, donate_argnums=1, **options)
 

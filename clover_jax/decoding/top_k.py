@@ -62,6 +62,7 @@ def _over_shards(find: Callable[[Array], TopK], logits: Float[Array, "*b V"], k:
 
 def _merge_shards(found: TopK, size: int, axis: str) -> TopK:
     """Return the best k of all shards' best k; shards of `size` entries lie along a mesh axis."""
+    # Ids of a shard count from its first entry.
     k = found.values.shape[1]
     ids = found.ids + size * jax.lax.axis_index(axis)
     values, ids = (jax.lax.all_gather(x, axis, axis=1) for x in (found.values, ids))
@@ -72,6 +73,7 @@ def _merge_shards(found: TopK, size: int, axis: str) -> TopK:
 def _top_k(rows: Float[Array, "R V"], k: int) -> TopK:
     vocabulary = rows.shape[1]
     one_stage, two_stages = (functools.partial(f, k=k) for f in (_one_stage, _two_stages))
+    # Few chunks, or many candidates of each, leave the second stage as much to do as one stage.
     if vocabulary < 4 * CHUNK or k > CHUNK // 4:
         return one_stage(rows)
     # On TPU one stage is faster: 45 against 76 us for 16 rows of 128k (the compiler's estimate).

@@ -31,6 +31,7 @@ def verify(
 
     depth: bound of the tree's height; a slot's position is length + its depth.
     """
+    # A slot's ancestors are its context, so their number is its distance from the root.
     mask = ancestor_mask(tree.parent, depth)
     positions = length[:, None] + node_depth(mask)
     given = (tree.tokens, positions, mask, cache, length)

@@ -67,6 +67,7 @@ def cosine_similarity(
     query: Float[Array, "*b N H"], key: Float[Array, "*b N H"], eps: float
 ) -> Float[Array, "*b N"]:
     """Return q.k / (max(|q|, eps) max(|k|, eps)), each norm clamped by itself, in float32."""
+    # Cosines of bfloat16 lose the small differences that decide between tokens.
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
     return (unit(query, eps) * unit(key, eps)).sum(axis=-1)
 
@@ -92,6 +93,7 @@ def split_width(config: LayerConfig, num_heads: int = 0) -> tuple[int, int]:
 
 def check_heads(config: LayerConfig, num_heads: int = 0) -> None:
     """Raise ValueError where the width does not split into the Attention Decoder's heads."""
+    # A head narrower than the width would leave columns that nothing reads.
     if num_heads < 0 or (num_heads and config.hidden_size % num_heads):
         raise ValueError(
             f"decoder_heads ({num_heads}) must divide hidden_size ({config.hidden_size})"

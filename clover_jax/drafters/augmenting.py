@@ -42,6 +42,7 @@ def check_depth(num_positions: int, num_augmenting_layers: int, least_layers: in
 
 def take_last(x: Float[Array, "B A D"], count: Int[Array, " B"]) -> Float[Array, "B 1 D"]:
     """Return the last of the first count[b] positions of each row."""
+    # A row with nothing accepted reads position 0; its state is not used.
     last = jnp.maximum(count - 1, 0)[:, None, None]
     return jnp.take_along_axis(x, last, axis=1)
 

@@ -69,6 +69,7 @@ class CloverConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        # The ablation may leave the Augmenting Block out, not the positions.
         check_depth(self.num_positions, self.num_augmenting_layers, least_layers=0)
         if self.max_depth != self.num_positions:
             raise ValueError(
@@ -123,6 +124,7 @@ class Clover(nn.Module):
     config: CloverConfig
 
     def setup(self):
+        # One regressive block serves all positions; each has a residual head of its own.
         cfg = self.config
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         if cfg.regressive_block == "attention_decoder":
@@ -230,6 +232,7 @@ def make_config(
 
     The loss defaults to cross-entropy to the text, weighted 0.8^i.
     """
+    # The Augmenting Block starts as the base's last layer, so it has its shape.
     layer = dataclasses.replace(base.layer, rope=rope or base.rope)
     return CloverConfig(
         layer=layer,

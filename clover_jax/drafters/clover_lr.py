@@ -88,15 +88,20 @@ class CloverLRConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        # The trunk is Clover-2's, so its bounds hold here too.
         check_depth(self.num_positions, self.num_augmenting_layers)
         if not 0 <= self.rank <= self.layer.hidden_size:
             raise ValueError(
                 f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"
             )
+
+        # What is fed back in training must exist, and be a share.
         if not 0 <= self.drafted_share <= 1:
             raise ValueError(f"drafted_share ({self.drafted_share}) must lie between 0 and 1")
         if self.drafted_share and not self.rank:
             raise ValueError("rank 0 feeds no token back: drafted_share must be 0")
+
+        # The fusion starts as the last state, so that must be among the features, and last.
         if self.features[-1] != "pre_norm":
             raise ValueError(f"the last of the features {self.features} must be pre_norm")
         if self.max_depth != self.num_positions:
@@ -295,11 +300,13 @@ def make_config(
         by default 3, or as many as the base has layers.
     Raises ValueError for what no such head can be.
     """
+    # Features of evenly spaced layers; the last one is the base's own last state.
     depth = base.num_layers
     count = min(DEFAULT_FEATURES, depth) if num_features is None else num_features
     if not 1 <= count <= depth:
         raise ValueError(f"num_features ({count}) must lie between 1 and the base's {depth} layers")
     layers = tuple(f"layer_{depth * j // count}" for j in range(1, count))
+    # A narrow base has no room for the default rank.
     return CloverLRConfig(
         layer=dataclasses.replace(base.layer, rope=rope or base.rope),
         vocab_size=base.vocab_size,

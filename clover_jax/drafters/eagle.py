@@ -47,6 +47,7 @@ class EagleConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        # Later positions are the head's own output, which training does not show it.
         if self.num_positions != 1:
             raise ValueError(
                 f"EAGLE is trained to predict one position and drafts further ones by itself: "
@@ -60,6 +61,7 @@ class Eagle(LayerDrafter):
     config: EagleConfig
 
     def setup(self):
+        # fc is stored as two matrices, so that neither input is copied to lie beside the other.
         width = self.config.layer.hidden_size
         matrix = nn.initializers.normal((2 * width) ** -0.5)
         self.fc = self.param("fc", matrix, (2, width, width))  # of the embedding, of the state

@@ -68,6 +68,7 @@ class Eagle3(LayerDrafter):
     reads_lm_head = False  # the base's
 
     def setup(self):
+        # The head has norms, an MLP and an output matrix of its own; the base's are only read.
         layer = self.config.layer
         width, eps = layer.hidden_size, layer.rms_norm_eps
         matrix = nn.initializers.normal((NUM_FEATURES * width) ** -0.5)
@@ -130,6 +131,7 @@ class Eagle3(LayerDrafter):
         attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return o, without its norm, and the layer's fresh keys and values."""
+        # Token and state are normed apart, because their scales have nothing in common.
         x = jnp.concatenate([self.embedding_norm(embedded), self.state_norm(state)], axis=-1)
         mixed, fresh = self.attention(x, positions, mask, cache, length, attend)
         x = state + mixed
@@ -144,6 +146,7 @@ def feature_layers(num_layers: int) -> tuple[str, ...]:
 
     Example: 32 layers give layer_2, layer_16, layer_29; 4 give layer_1, layer_2, pre_norm.
     """
+    # Small bases have no three states so far apart.
     if num_layers < 7:
         return (f"layer_{min(1, num_layers - 1)}", f"layer_{num_layers // 2}", "pre_norm")
     return tuple(f"layer_{index}" for index in (2, num_layers // 2, num_layers - 3))

@@ -134,6 +134,7 @@ def make_config(
     base: BaseConfig, num_positions: int = 5, own_output: bool = True, loss: LossSpec | None = None
 ) -> MedusaConfig:
     """Return the config of heads for a base; the loss defaults to cross-entropy to the text."""
+    # A head for each position: deeper trees than these have no weights.
     return MedusaConfig(
         layer=base.layer,
         vocab_size=base.vocab_size,

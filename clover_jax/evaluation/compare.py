@@ -124,6 +124,7 @@ def differences(one: Values, other: Values) -> dict[str, list[str]]:
 
 
 def _text_conditions(report: Values) -> dict[str, Any]:
+    # What decides a text: weights, config, template, prompts, precision, sampling.
     manifest, base = report["manifest"], report["manifest"]["base"]
     flags = manifest["flags"]
     return {
@@ -140,6 +141,7 @@ def _text_conditions(report: Values) -> dict[str, Any]:
 
 
 def _time_conditions(report: Values) -> dict[str, Any]:
+    # What decides a time: batch, code, mesh, machine, versions.
     manifest = report["manifest"]
     read = {
         "flags": ("mesh", "int8"),
@@ -154,6 +156,7 @@ def _time_conditions(report: Values) -> dict[str, Any]:
 
 
 def _read_both(names: str) -> list[Report]:
+    # A folder stands for the report in it.
     parts = [name.strip() for name in names.split(",")]
     if len(parts) != 2 or not all(parts):
         raise UserError(f"--compare={names}: give two reports, A,B")
@@ -182,6 +185,7 @@ def _page(
     tasks: Sequence[str],
     differing: Mapping[str, Sequence[str]],
 ) -> str:
+    # What spoils the comparison stands above the figures.
     parts = [f"# {reports[0].name} against {reports[1].name}"]
     if differing["texts"]:
         parts.append(f"**Not the same texts: {'; '.join(differing['texts'])}.**")
@@ -215,6 +219,7 @@ def _write(
     columns: Sequence[Column],
     tasks: Sequence[str],
 ) -> None:
+    # Without a draft there is nothing to plot.
     picture = save("compare", lambda: _plot(columns, tasks), folder) if columns else None
     write_json(folder / "compare.json", plain_values(result))
     shown = f"\n\n![{picture.stem}]({picture.name})" if picture else ""
@@ -222,6 +227,7 @@ def _write(
 
 
 def _plot(columns: Sequence[Column], tasks: Sequence[str]) -> Figure:
+    # Tasks side by side: tau above, speed-up below.
     groups = _groups(tasks)
     figure, (upper, lower) = new_figure(rows=2, width=max(WIDTH, 1.25 * len(groups)))
     labels = [task or "overall" for task in groups]

@@ -58,6 +58,7 @@ class Plan:
 
     def request(self, prompt: Prompt, prompt_ids: Sequence[int], turn: int = 0) -> Request:
         """Return the request of a turn of a row, with the row's own settings."""
+        # A prompt row may bring settings of its own.
         own = self.settings.for_row(prompt)
         names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
         values = {name: getattr(own, name) for name in names}
@@ -68,6 +69,7 @@ class Plan:
 
         Who begins changes from round to round.
         """
+        # A method that always begins would always meet a cold cache.
         names, round_number = list(methods), 0
         for batch_size in self.batch_sizes:
             for task in self.tasks:
@@ -87,8 +89,10 @@ def group_by_task(
     `source`. MT-bench's categories are one task where a file has others besides.
     limit: rows of each task at most.
     """
+    # Rows without a category are named after their file.
     stem = Path(source).name.partition(".")[0] or "prompts"
     categories = [getattr(prompt, "category", None) for prompt in prompts]
+    # Spec-Bench counts MT-bench as one task; MT-bench's own file has nothing else.
     is_mixed = set(categories) - {None} > _MT_BENCH_CATEGORIES
 
     tasks: Tasks = {}

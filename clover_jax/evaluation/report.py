@@ -87,6 +87,7 @@ def build_report(
 
 def problems(report: Mapping[str, Any]) -> list[str]:
     """Return what makes the run fail, a line each."""
+    # A failed row is a problem whoever failed it; a differing text only where equality is due.
     lines = []
     for name, cells in report["methods"].items():
         shown, failed = display_name(name), cells["overall"]["failed"]
@@ -105,6 +106,7 @@ def problems(report: Mapping[str, Any]) -> list[str]:
 
 def write_report(directory: Path, report: dict[str, Any]) -> None:
     """Write report.json, then what is drawn from it."""
+    # report.json first: the page and the plots can be drawn again from it.
     write_json(directory / JSON, report)
     plots = draw_plots(report, directory / PLOTS)
     write_text(directory / MARKDOWN, report_text(report, plots))
@@ -112,6 +114,7 @@ def write_report(directory: Path, report: dict[str, Any]) -> None:
 
 def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the last line of the command's output."""
+    # One line for scripts: overall figures, at the first batch size.
     overall = {name: cells["overall"] for name, cells in report["methods"].items()}
     speeds = report["speed"][str(report["batch_sizes"][0])]
     drafts = [name for name in overall if name != VANILLA]
@@ -140,6 +143,7 @@ def _cell(
     method: Method, evaluation: Evaluation, measured: Measured, task: str | None
 ) -> dict[str, Any]:
     """Return a method's figures on one task, or on all."""
+    # What rows alone say, then what needs plain decoding's text beside them.
     cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell
@@ -180,6 +184,7 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
 
 def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
     """Return the revisions of the code that timed the passes and of this, the oldest first."""
+    # The revision that wrote the page counts too, and comes last.
     by_age = sorted((one.origin for one in passes), key=lambda origin: origin.session)
     revisions = dict.fromkeys([*(origin.revision for origin in by_age), here])
     if set(revisions) <= {None}:

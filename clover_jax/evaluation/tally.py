@@ -29,6 +29,7 @@ class Tally:
 
     def add(self, row: dict[str, Any]) -> None:
         """Count an output row."""
+        # A row of several turns counts once here, and each of its turns below.
         self.rows += 1
         self.failed += "error" in row
         self.skipped += "skipped" in row
@@ -38,6 +39,7 @@ class Tally:
             self._add_turn(turn)
 
     def _add_turn(self, turn: TurnRow) -> None:
+        # What a limit or an end cut is part of the accepted lengths, not of tau.
         self.turns += 1
         self._lengths.add(len(turn.output_ids), turn.accepted)
         self._proposed += sum(turn.proposed)

@@ -143,6 +143,7 @@ class DecoderLayer(nn.Module):
 
         attend: which keys the queries meet, where mask and cache do not say all of it.
         """
+        # EAGLE-1's layer reads what fc gives, which has no scale to take away.
         normed = self.attention_norm(x) if self.input_norm else x
         mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
         x = x + mixed
@@ -200,6 +201,7 @@ def project(
     them flat, and a product that keeps its batch axes comes out in another layout on TPU, to be
     copied.
     """
+    # One product of two matrices, whatever axes the states have.
     rows = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(matrix, Int8Matrix):
         logits = contract("rd,vd->rv", rows, matrix, jnp.float32)

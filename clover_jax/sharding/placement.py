@@ -169,6 +169,7 @@ def place_rows(batch: PyTree, mesh: Mesh) -> PyTree:
 
 def rows_of_process(batch_size: int, mesh: Mesh) -> list[int]:
     """Return the rows of a batch that devices of this process hold."""
+    # Which rows a process must read: the data of the others it never needs.
     places = NamedSharding(mesh, PartitionSpec(ROWS)).addressable_devices_indices_map((batch_size,))
     held = [range(batch_size)[index[0]] for index in places.values() if index is not None]
     return sorted(set().union(*held))
