@@ -2,6 +2,7 @@
 
 import json
 import threading
+from pathlib import Path
 
 import pytest
 
@@ -47,16 +48,18 @@ def test_the_hubs_card_tells_of_a_trained_head(whole_run, data, tmp_path):
     out = tmp_path / "out"
     options = {"input": str(workdir), "output": str(out), "base": str(BASE), "to": "orbax"}
     published = conversion.convert(
-        conversion.ConvertOptions(**options, push="me/head", card_only=True)
+        conversion.ConvertOptions(
+            **options, push="me/head", card_only=True, base_model="me/base", license="mit"
+        )
     )
     assert (published["repository"], published["uploaded"]) == ("me/head", None)
     made = json.loads((out / "draft.json").read_text())["provenance"]
     assert made["converted_from"] == str(workdir)
     card = (out / "README.md").read_text().splitlines()
-    assert f"| data | {data} |" in card
+    assert f"| data | {Path(data).name} |" in card
     assert f"| data (SHA-256) | {made['data_hash']} |" in card
     assert f"| steps | {report['best_step']} |" in card
-    assert f"| tau | {report['tau']} |" in card
+    assert f"| tau | {report['tau']:.2f} |" in card
     assert "| tree | chain:3 |" in card
     assert_same_params(params_of(tmp_path, "out"), params_of(workdir, "best"))
 
