@@ -10,7 +10,7 @@ from clover_jax import cli, evaluate
     [
         (["--compare=a"], "--compare=a: give two reports, A,B"),
         (["--compare=/nowhere/a.json,b"], "/nowhere/a.json cannot be read"),
-        (["--drafts=x"], "'x' should be NAME=DIR"),
+        (["--drafts=x="], "'x=' should be NAME=DIR, or DIR"),
         (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
     ],
