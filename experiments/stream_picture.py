@@ -3,7 +3,7 @@
     python experiments/stream_picture.py ROWS.jsonl BASE OUTPUT.svg [INDEX]
 
 ROWS.jsonl is what `generate --output` wrote, BASE a folder with tokenizer files, INDEX the row [0].
-The picture of README.md was made so; experiments/results/heads.md says how to train its head.
+README.md shows a shipped prompt, decoded at temperature 0.5 with the head of launch/quickstart.
 """
 
 import json
