@@ -105,6 +105,7 @@ class TreeConfig(JsonConfig):
         levels: list[Level] = []
         expanded_above: list[tuple[int, ...]] = [()]
         parents = {path[:-1] for path in self.paths}
+
         for depth in range(1, self.depth + 1):
             nodes = [path for path in self.paths if len(path) == depth]
             expanded = [i for i, path in enumerate(nodes) if path in parents]

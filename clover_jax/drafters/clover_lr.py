@@ -306,13 +306,14 @@ def make_config(
     if not 1 <= count <= depth:
         raise ValueError(f"num_features ({count}) must lie between 1 and the base's {depth} layers")
     layers = tuple(f"layer_{depth * j // count}" for j in range(1, count))
-    # A narrow base has no room for the default rank.
+
     return CloverLRConfig(
         layer=dataclasses.replace(base.layer, rope=rope or base.rope),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,
         features=(*layers, "pre_norm"),
+        # A narrow base has no room for the default rank.
         rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
         num_augmenting_layers=num_augmenting_layers,
         unit_inputs=unit_inputs,

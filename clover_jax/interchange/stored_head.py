@@ -100,6 +100,8 @@ def find_head(source: str, rope_theta: float | None = None) -> FoundHead:
                 "layouts)"
             )
         return FoundHead(directory, recognise(directory))
+
+    # A native head was trained with the rotary base that its config names.
     if rope_theta is not None:
         raise UserError(
             f"{native} says its own rotary base; a rope theta ({rope_theta:g}) can be given for "

@@ -151,11 +151,12 @@ def absorb_rows(
     positions: where the rows lie, which `bias` needs.
     stores_weights: as `CacheReadPolicy` has it.
     """
-    # Rescale what was summed so far to the new peak, then add these rows.
     scores = _scores(query, rows.key, mask)
     if bias is not None:
         assert positions is not None
         scores = _apply_bias(bias, scores, positions)
+
+    # Rescale what was summed so far to the new peak, then add these rows.
     peak = jnp.maximum(old.peak, scores.max(axis=-1))
     shrink = jnp.exp(old.peak - peak)
     weight = jnp.exp(scores - peak[..., None])
