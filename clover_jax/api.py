@@ -34,7 +34,9 @@ from clover_jax.data.prompts import BadPrompt, Prompt, parse_prompt
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import Models, ModelSpec, load
+from clover_jax.loading.models import Models, load
+from clover_jax.loading.spec import ModelSpec
+from clover_jax.quantization import parse_parts
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.storage.jsonl import plain_values
 from clover_jax.training.run import run_training
@@ -96,7 +98,8 @@ def load_base(
     int8: whose matrices to round to 8 bits: "draft", which leaves the text as it is, "base".
     chat_template: a Jinja file, or "vicuna" or "baichuan2"; None: the base's own.
     """
-    spec = ModelSpec(source, dtype=dtype, mesh=mesh, int8=int8, chat_template=chat_template)
+    parts = parse_parts(int8)
+    spec = ModelSpec(source, dtype=dtype, mesh=mesh, int8=parts, chat_template=chat_template)
     return load(spec)
 
 

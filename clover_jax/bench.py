@@ -17,19 +17,18 @@ import os
 import sys
 
 from clover_jax import cli
-from clover_jax.cli.command_flags import define_settings
-from clover_jax.cli.decoding_flags import define_int8_flag, model_spec
+from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
+from clover_jax.loading.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class BenchSettings:
     """The flags of `bench` beside those that it shares with other commands."""
 
-    draft: str = setting("random:clover2", "a draft, random:KIND for random weights, or none")
-    tree: str | None = setting(
-        None, "drafted tree, as in generate [the one the draft was measured with]"
+    draft: str = setting(
+        "random:clover2", "a draft, random:KIND for random weights, or none", group="draft"
     )
     batch_size: int = setting(1, "rows decoded at once", least=1)
     context: int | None = setting(
@@ -52,7 +51,7 @@ class BenchSettings:
 def define_flags(flags):
     """Define this command's flags."""
     define_settings(flags, BenchSettings)
-    define_int8_flag(flags)
+    define_settings(flags, ModelSpec, "tree", "int8")
     cli.define_common_flags(flags)
 
 
@@ -101,7 +100,7 @@ def _measure(flags) -> dict:
 
     # Random weights are of a base that no head was trained for.
     is_random = flags.base.startswith("shape:")
-    spec = model_spec(flags, allow_base_mismatch=is_random, tokenizer=False)
+    spec = settings_from(flags, ModelSpec, allow_base_mismatch=is_random, tokenizer=False)
     shared = {"context": flags.context, "rounds": flags.rounds}
     sizes = "--batch_sizes" if flags.sweep else "--batch_size"
     advice = f"give smaller {sizes}, --context or --tree, --dtype=bfloat16 or --int8=base,draft"
@@ -120,7 +119,8 @@ def _compile(flags) -> dict:
     prepare_environment(target, os.environ)  # before JAX is imported
     from clover_jax import benchmark
 
-    spec = model_spec(flags, dtype="bfloat16" if flags.dtype == "auto" else flags.dtype)
+    dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype
+    spec = settings_from(flags, ModelSpec, dtype=dtype)
     return benchmark.compile_and_describe(
         target, spec, batch=flags.batch_size, context=flags.context, program=flags.program
     )

@@ -14,46 +14,20 @@ Status 1: rows failed, or a draft's text is not that of plain decoding although 
 
 import sys
 
-from absl import flags as absl_flags
-
 from clover_jax import cli
-from clover_jax.cli.decoding_flags import define_decoding_flags, generation_settings, model_spec
+from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.evaluation.options import Options
+from clover_jax.generation.settings import GenerationSettings
+from clover_jax.loading.spec import ModelSpec
+
+_SPEC = ("int8", "chat_template", "draft_rope_theta", "allow_base_mismatch")
 
 
 def define_flags(flags):
     """Define this command's flags."""
-
-    def text(name, default, meaning):
-        absl_flags.DEFINE_string(name, default, meaning, flag_values=flags)
-
-    def whole(name, default, meaning):
-        absl_flags.DEFINE_integer(name, default, meaning, lower_bound=1, flag_values=flags)
-
-    text(
-        "drafts",
-        None,
-        "NAME=DIR,NAME=DIR or DIR,DIR: the drafts to measure, each as generate's --draft",
-    )
-    text(
-        "tree",
-        None,
-        "drafted tree of all drafts, or NAME=TREE,NAME=TREE: paper25, chain:P, "
-        "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, auto (measured) [the one the draft was "
-        "measured with, or paper25]",
-    )
-    text(
-        "prompts", None, "file of prompt rows, .jsonl (also .gz, .xz) [those of the base's folder]"
-    )
-    text("output", None, "folder for the report [the workdir]")
-    whole("batch_size", 8, "rows decoded at once; on a mesh more, if its devices cannot share them")
-    text("batch_sizes", None, "further batch sizes at which speed is measured, such as 1,4,16")
-    whole("repeats", 3, "times that everything is decoded, for the spread of the speed-up")
-    whole("limit_prompts", None, "rows of each task at most [all]")
-    absl_flags.DEFINE_bool(
-        "overwrite", False, "start the output folder anew, whatever is there", flag_values=flags
-    )
-    text("compare", None, "A,B: two reports to set side by side; nothing is decoded")
-    define_decoding_flags(flags)
+    define_settings(flags, Options)
+    define_settings(flags, ModelSpec, *_SPEC)  # the drafts and their trees are told by `Options`
+    define_settings(flags, GenerationSettings)
     cli.define_common_flags(flags)
 
 
@@ -71,18 +45,17 @@ def main(flags) -> int:
 
 def execute(flags) -> dict:
     """Measure what the flags ask for and return the report's key figures."""
-    from clover_jax.evaluation.options import Options
     from clover_jax.evaluation.run import evaluate
 
-    names = (
-        *("drafts", "tree", "prompts", "batch_size", "batch_sizes", "repeats", "limit_prompts"),
-        *("seed", "overwrite"),
+    options = settings_from(
+        flags,
+        Options,
+        spec=settings_from(flags, ModelSpec, tree=None),  # --tree is for the drafts
+        seed=flags.seed,
+        workdir=cli.workdir_of(flags, "evaluate"),
     )
-    output = flags.output or str(cli.workdir_of(flags, "evaluate"))
-    spec = model_spec(flags, tree=None)  # --tree is for the drafts
-    options = Options(spec, output=output, **{name: flags[name].value for name in names})
-    settings = cli.flag_settings(flags, "compare", "overwrite")
-    return evaluate(options, generation_settings(flags), settings)
+    recorded = cli.flag_settings(flags, "compare", "overwrite")
+    return evaluate(options, settings_from(flags, GenerationSettings), recorded)
 
 
 if __name__ == "__main__":

@@ -68,8 +68,8 @@ def declared_settings(kind: type) -> dict[str, Setting]:
 
 
 @dataclasses.dataclass(frozen=True)
-class CommonSettings(JsonConfig):
-    """The settings of every command that computes with a base."""
+class BaseSettings(JsonConfig):
+    """The base, and how it computes."""
 
     base: str = setting(
         "builtin:tiny",
@@ -82,6 +82,12 @@ class CommonSettings(JsonConfig):
         group=COMMON,
         choices=("auto", "float32", "bfloat16"),
     )
+
+
+@dataclasses.dataclass(frozen=True)
+class CommonSettings(BaseSettings):
+    """The settings of every command that computes with a base."""
+
     seed: int = setting(
         0,
         "the seed of everything random",

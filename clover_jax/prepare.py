@@ -15,58 +15,22 @@ batches that the raw files would give; `train --teacher=cached` then reads the a
 """
 
 import sys
-from pathlib import Path
-from typing import Any
 
 from absl import flags as absl_flags
 
 from clover_jax import cli
-from clover_jax.cli.command_flags import define_template_flag
-from clover_jax.cli.decoding_flags import define_sampling_flags, model_spec
+from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.decoding.sampling_config import Warping
 from clover_jax.errors import UserError
+from clover_jax.loading.spec import ModelSpec
+from clover_jax.preparation.options import PrepareOptions
 
 
 def define_flags(flags: absl_flags.FlagValues) -> None:
     """Define the flags of `prepare`."""
-
-    def define(kind, name, default, meaning, **limits):
-        getattr(absl_flags, f"DEFINE_{kind}")(name, default, meaning, flag_values=flags, **limits)
-
-    define("string", "data", "builtin:python", "training data: paths or globs, comma-separated")
-    define("string", "output", None, "folder to write [the workdir]")
-    define("integer", "seq_len", 512, "tokens of a training row", lower_bound=2)
-    define(
-        "float",
-        "max_truncated",
-        None,
-        "refuse data where a larger share of the conversations is longer than a row [only warn]",
-        lower_bound=0.0,
-        upper_bound=1.0,
-    )
-    define_template_flag(flags)
-    define(
-        "bool", "preview", False, "show some samples with what is imitated marked; write nothing"
-    )
-    define("integer", "preview_samples", 3, "samples to show", lower_bound=1)
-    define(
-        "string",
-        "features",
-        "none",
-        "activations to keep for --teacher=cached: a drafter's name for what it is trained on, or "
-        "names such as pre_norm,post_norm,layer_2",
-    )
-    absl_flags.DEFINE_enum(
-        "feature_dtype", "bfloat16", ["bfloat16", "float32"], "how they are kept", flag_values=flags
-    )
-    define("integer", "batch_size", 8, "rows that the base reads at once", lower_bound=1)
-    define("bool", "yes", False, "agree to more than 10 GB of activations")
-    define("bool", "overwrite", False, "start --output anew, whatever is there")
-    define("bool", "regenerate", False, "replace the answers by those that the base itself gives")
-    define("string", "draft", "none", "with --regenerate: decode with this draft, for speed")
-    define("string", "tree", None, "drafted tree [the one the draft was measured with]")
-    define("bool", "allow_base_mismatch", False, "use a draft that was trained for another base")
-    define("integer", "max_new_tokens", 512, "tokens of an answer at most", lower_bound=1)
-    define_sampling_flags(flags)
+    define_settings(flags, PrepareOptions)
+    define_settings(flags, Warping)
+    define_settings(flags, ModelSpec, "chat_template", "draft", "tree", "allow_base_mismatch")
     cli.define_common_flags(flags)
 
 
@@ -83,16 +47,17 @@ def execute(flags: absl_flags.FlagValues) -> dict:
     """Prepare what the flags ask for and return the report."""
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: prepare uses one device; leave --mesh out")
-    import dataclasses
-
-    from clover_jax.preparation.options import PrepareOptions
     from clover_jax.preparation.run import run_prepare
 
-    names = [field.name for field in dataclasses.fields(PrepareOptions) if field.name in flags]
-    values: dict[str, Any] = {name: flags[name].value for name in names}
-    output = flags.output and Path(flags.output).expanduser()
-    values["output"] = output or cli.workdir_of(flags, "prepare")
-    return run_prepare(PrepareOptions(model_spec(flags), **values))
+    options = settings_from(
+        flags,
+        PrepareOptions,
+        spec=settings_from(flags, ModelSpec),
+        warping=settings_from(flags, Warping),
+        seed=flags.seed,
+        workdir=cli.workdir_of(flags, "prepare"),
+    )
+    return run_prepare(options)
 
 
 def _summary(report: dict) -> str:

@@ -15,7 +15,8 @@ from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import state_shapes
-from clover_jax.loading.models import ModelSpec, load, load_shapes
+from clover_jax.loading.models import load, load_shapes
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.models.batch import Batch
 from clover_jax.models.int8 import Int8Matrix, quantize, widen
 from clover_jax.pretrained.fingerprint import fingerprint
@@ -130,7 +131,7 @@ def test_loaded_models_are_known_by_their_base_as_it_was(parts, fixtures_dir):
     folder = fixtures_dir / "clover2_reference"
     source = str(folder / "base")
     # The head comes with copies of the base's matrices, which are compared with the base's.
-    models = load(ModelSpec(source, str(folder / "clover2"), dtype="float32", int8=parts))
+    models = load(ModelSpec(source, draft=str(folder / "clover2"), dtype="float32", int8=parts))
     assert models.int8 == parts
     assert fingerprint(models.base) == fingerprint(load_base(source))
     assert isinstance(models.base.params["layers_0"]["mlp"]["down"], Int8Matrix) == (
@@ -172,7 +173,7 @@ def test_a_product_reads_one_byte_an_entry():
 
 
 def test_what_bench_compiles_and_what_it_times_are_rounded_alike():
-    spec = ModelSpec("shape:64x1x96", "random:clover2", "chain:2", "float32")
+    spec = ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:2", dtype="float32")
     int8 = dataclasses.replace(spec, int8=("draft", "base"))
     timed, compiled = load(int8), load_shapes(int8)
     assert timed.int8 == compiled.int8 == ("base", "draft")

@@ -15,7 +15,8 @@ from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import cache_size, fitting_context, state_shapes
-from clover_jax.loading.models import Models, ModelSpec, load_shapes
+from clover_jax.loading.models import Models, load_shapes
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions

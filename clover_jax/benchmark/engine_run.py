@@ -7,7 +7,7 @@ from collections.abc import Generator, Iterator
 
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.loading.models import Models
 from clover_jax.timing.turns import WARM_UP, Run
 

@@ -11,10 +11,11 @@ import jax
 from clover_jax.array_types import PyTree
 from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import cache_size, fitting_context, running_state
-from clover_jax.loading.models import Models, ModelSpec, load
+from clover_jax.loading.models import Models, load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions

@@ -11,7 +11,8 @@ from clover_jax.benchmark.measured import describe_run
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import fitting_context
-from clover_jax.loading.models import Models, ModelSpec, load
+from clover_jax.loading.models import Models, load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.storage.files import atomic_file

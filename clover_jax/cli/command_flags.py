@@ -15,13 +15,13 @@ from absl import flags as absl_flags
 from clover_jax.errors import UserError
 from clover_jax.field_types import (
     COMMON,
-    ChatSettings,
     CommonSettings,
     Setting,
     declared_settings,
     field_kinds,
     setting,
 )
+from clover_jax.loading.spec import ModelSpec
 
 S = TypeVar("S")
 
@@ -58,17 +58,17 @@ def parse_flags(
     return values
 
 
-def define_settings(flags: absl_flags.FlagValues, kind: type) -> None:
-    """Define a flag for every field of a dataclass that `field_types.setting` made.
+def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> None:
+    """Define a flag for every field, or for those named, that `field_types.setting` made.
 
     Its type is the annotation's, its default, help, bounds and choices the field's; `--help` lists
-    it under the field's group. A flag that another dataclass of the command shares is defined once.
+    it under the field's group. A flag that is there already stays as it is.
     """
     # The annotation is the flag's type, so neither can say something else.
     kinds = field_kinds(kind)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name, declared in declared_settings(kind).items():
-        if name not in flags:
+        if name not in flags and (not names or name in names):
             _define(flags, name, kinds[name], defaults[name], declared)
             group_flags(flags, declared.group, name)
 
@@ -102,21 +102,17 @@ def _define(
 def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) -> S:
     """Return the settings that the flags of `define_settings(flags, kind)` ask for.
 
-    others: values of fields that are no flags, or that the command changes.
+    others: values of fields that are no flags, or that the command changes. A setting whose flag
+    the command lacks has its default.
     """
     # absl gives lists; frozen settings hold tuples.
-    given = {name: flags[name].value for name in declared_settings(kind)}
+    given = {name: flags[name].value for name in declared_settings(kind) if name in flags}
     plain = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
     return kind(**(plain | others))
 
 
 @dataclasses.dataclass(frozen=True)
 class _CommonFlags(CommonSettings):
-    mesh: str | None = setting(
-        None,
-        'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest',
-        group=COMMON,
-    )
     workdir: str | None = setting(
         None, "folder for what a run keeps [runs/ and the flagfile's name]", group=COMMON
     )
@@ -125,6 +121,7 @@ class _CommonFlags(CommonSettings):
 def define_common_flags(flags: absl_flags.FlagValues) -> None:
     """Define the flags that mean the same in every command."""
     define_settings(flags, _CommonFlags)
+    define_settings(flags, ModelSpec, "mesh")
 
 
 def group_flags(flags: absl_flags.FlagValues, title: str, *names: str) -> None:
@@ -133,11 +130,6 @@ def group_flags(flags: absl_flags.FlagValues, title: str, *names: str) -> None:
         if name in flags:
             flag: Any = flags[name]  # absl's own flags have no group
             flag.group = title
-
-
-def define_template_flag(flags: absl_flags.FlagValues) -> None:
-    """Define which chat template conversations go through."""
-    define_settings(flags, ChatSettings)
 
 
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:

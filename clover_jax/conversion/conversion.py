@@ -21,7 +21,8 @@ from clover_jax.interchange.card import CARD, native_directory
 from clover_jax.interchange.layouts import NATIVE, layout_for, recognise
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.interchange.write_head import write_foreign, write_native
-from clover_jax.loading.models import ModelSpec, load
+from clover_jax.loading.models import load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.loading import open_base
 from clover_jax.storage.files import check_replaceable, put_in_place, scratch_directory

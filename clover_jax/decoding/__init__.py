@@ -8,7 +8,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "adaptive_tree": ["AdaptiveTree"],
         "engine": ["Engine"],
         "requests": ["Generation", "Request", "RowUpdate"],
-        "sampling": ["GREEDY", "SamplingConfig", "Warping"],
+        "sampling_config": ["GREEDY", "SamplingConfig", "Warping"],
         "step": ["StepConfig", "Weights", "speculate_and_verify", "weights_for"],
         "tree": ["TokenTree", "TreeConfig", "parse_tree"],
     },

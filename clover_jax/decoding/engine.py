@@ -25,7 +25,8 @@ from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.requests import Generation, Request, RowUpdate, check_request
-from clover_jax.decoding.sampling import GREEDY, RowSampling, SamplingConfig, check_seed
+from clover_jax.decoding.sampling import RowSampling
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, check_seed
 from clover_jax.decoding.state import (
     EMPTY,
     EOS,

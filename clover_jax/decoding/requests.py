@@ -6,7 +6,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.sampling import SamplingConfig, check_seed, check_warping
+from clover_jax.decoding.sampling_config import SamplingConfig, check_seed, check_warping
 from clover_jax.errors import UserError
 
 

@@ -7,76 +7,15 @@ a position was reached in one step or in another.
 
 from __future__ import annotations
 
-import dataclasses
-import math
-
 import jax
 import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
-from clover_jax.config import JsonConfig
 from clover_jax.decoding.top_k import argmax
-from clover_jax.errors import UserError
 
-VERIFICATIONS = ("greedy", "lossless", "typical")
-DRAFT_SAMPLINGS = ("topk", "sampled")
-LARGEST_TEMPERATURE = float(jnp.finfo(jnp.float32).max)
 # What a draw is for; each has its own stream of randomness at a position.
 TOKEN, CHILDREN, ACCEPT = 0, 1, 2
-
-
-@dataclasses.dataclass(frozen=True)
-class SamplingConfig(JsonConfig):
-    """How drafted tokens are chosen and verified; static.
-
-    verify: "greedy" (temperature 0 only; reduces logits to their argmax), "lossless" (the text is
-        distributed as plain sampling's) or "typical" (Medusa's rule: not lossless).
-    draft_sampling: "topk" children by probability, or children "sampled" without replacement.
-    truncate: whether any row uses top-k or top-p, which cost a sort.
-    typical_epsilon, typical_delta: Medusa's thresholds.
-    force_accept: for timing greedy steps only: accept exactly this many drafted tokens, whatever
-        they are.
-    """
-
-    verify: str = "greedy"
-    draft_sampling: str = "topk"
-    truncate: bool = False
-    typical_epsilon: float = 0.09
-    typical_delta: float = 0.3
-    force_accept: int | None = None
-
-    def __post_init__(self):
-        if self.verify not in VERIFICATIONS:
-            raise ValueError(f"verify {self.verify!r} is not one of {', '.join(VERIFICATIONS)}")
-        if self.draft_sampling not in DRAFT_SAMPLINGS:
-            raise ValueError(
-                f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
-            )
-        if self.force_accept is not None and self.verify != "greedy":
-            raise ValueError(f"force_accept times greedy verification, not {self.verify!r}")
-        if self.draft_sampling == "sampled" and self.verify != "lossless":
-            raise ValueError(
-                f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}: the other "
-                "rules take children as given"
-            )
-
-    @property
-    def needs_choices_only(self) -> bool:
-        """Whether the base's most probable tokens decide, and no other logits are looked at."""
-        return self.verify == "greedy"
-
-
-GREEDY = SamplingConfig()
-
-
-@dataclasses.dataclass(frozen=True)
-class Warping(JsonConfig):
-    """How a row's distribution is warped: temperature 0 is greedy, top_k 0 and top_p 1 keep all."""
-
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
 
 
 class RowSampling(struct.PyTreeNode):
@@ -102,24 +41,6 @@ def empty_sampling(batch: int) -> RowSampling:
         top_k=jnp.zeros(batch, jnp.int32),
         top_p=jnp.ones(batch),
     )
-
-
-def check_warping(temperature: float, top_k: int, top_p: float) -> None:
-    """Raise UserError for values that make no distribution."""
-    if not 0 <= temperature < math.inf:
-        raise UserError(f"temperature ({temperature}) must be 0 or more")
-    if temperature > LARGEST_TEMPERATURE:  # it would become infinite on the device
-        raise UserError(f"temperature ({temperature:g}) must be {LARGEST_TEMPERATURE:g} or less")
-    if top_k < 0:
-        raise UserError(f"top_k ({top_k}) must be 1 or more, or 0 for all tokens")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p ({top_p}) must lie in (0, 1]")
-
-
-def check_seed(seed: int) -> None:
-    """Raise UserError for a seed of more bits than a key has; JAX would drop them."""
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed ({seed}) must lie in 0 .. {2**32 - 1}")
 
 
 def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:

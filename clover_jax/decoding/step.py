@@ -26,7 +26,8 @@ from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
-from clover_jax.decoding.sampling import GREEDY, SamplingConfig, warp
+from clover_jax.decoding.sampling import warp
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.decoding.verify import tree_choices, tree_logits, verify

@@ -18,14 +18,13 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Int, typed
 from clover_jax.config import JsonConfig
-from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
+from clover_jax.decoding.adaptive_tree import AUTO, AdaptiveTree, parse_adaptive
 from clover_jax.errors import UserError
 
 # The release's tree of 25 nodes, by child ranks.
 PAPER25 = (
     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 )
-AUTO = "auto"  # a tree that was measured, not named: tree_search/auto_tree.py
 PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 
 

@@ -8,11 +8,11 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import SamplingConfig
-from clover_jax.decoding.tree import AUTO
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, check_names, load

@@ -7,7 +7,8 @@ import re
 from pathlib import Path
 
 from clover_jax.errors import UserError
-from clover_jax.loading.models import ModelSpec
+from clover_jax.field_types import setting
+from clover_jax.loading.spec import ModelSpec
 
 VANILLA = "vanilla"  # plain decoding's name in files, where it is measured beside every draft
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # it names a file
@@ -33,23 +34,43 @@ class DraftChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The options of a run, by the names of the command's flags.
+    """The flags of `evaluate` beside those of `ModelSpec` and `GenerationSettings`.
 
     spec: of plain decoding; a draft's differs from it by the draft and the tree.
-    limit_prompts: rows of each task at most; None takes all.
+    workdir: where the report goes without `output`.
     """
 
     spec: ModelSpec
-    drafts: str | None
-    tree: str | None
-    prompts: str | None
-    output: str
-    batch_size: int
-    batch_sizes: str | None
-    repeats: int
-    limit_prompts: int | None
     seed: int
-    overwrite: bool
+    workdir: Path
+    drafts: str | None = setting(
+        None,
+        "NAME=DIR,NAME=DIR or DIR,DIR: the drafts to measure, each as generate's --draft",
+        group="draft",
+    )
+    tree: str | None = setting(
+        None,
+        "drafted tree of all drafts, or NAME=TREE,NAME=TREE: paper25, chain:P, "
+        "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, auto (measured) [the one the draft was "
+        "measured with, or paper25]",
+        group="draft",
+    )
+    prompts: str | None = setting(
+        None, "file of prompt rows, .jsonl (also .gz, .xz) [those of the base's folder]"
+    )
+    output: str | None = setting(None, "folder for the report [the workdir]")
+    batch_size: int = setting(
+        8, "rows decoded at once; on a mesh more, if its devices cannot share them", least=1
+    )
+    batch_sizes: str | None = setting(
+        None, "further batch sizes at which speed is measured, such as 1,4,16"
+    )
+    repeats: int = setting(
+        3, "times that everything is decoded, for the spread of the speed-up", least=1
+    )
+    limit_prompts: int | None = setting(None, "rows of each task at most [all]", least=1)
+    overwrite: bool = setting(False, "start the output folder anew, whatever is there")
+    compare: str | None = setting(None, "A,B: two reports to set side by side; nothing is decoded")
 
     def __post_init__(self):
         # Read them once, so that mistakes are raised before anything is loaded.
@@ -58,7 +79,7 @@ class Options:
     @property
     def directory(self) -> Path:
         """The folder for the report."""
-        return Path(self.output).expanduser()
+        return Path(self.output or self.workdir).expanduser()
 
     def rows_path(self, name: str) -> Path:
         """Return where a method's rows are kept."""

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.evaluation.timed_passes import PassKey
 from clover_jax.generation.settings import GenerationSettings
 

@@ -20,9 +20,8 @@ from clover_jax.data.prompts import (
     shipped_prompts,
     text_prompt,
 )
-from clover_jax.decoding.tree import AUTO
-from clover_jax.errors import UserError
 from clover_jax.generation.live_text import LiveText
+from clover_jax.generation.options import GenerateOptions
 from clover_jax.generation.output import (
     DecodingClock,
     RowPrinter,
@@ -33,7 +32,7 @@ from clover_jax.generation.output import (
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.loading.models import NO_DRAFT, Models, ModelSpec, load
+from clover_jax.loading.models import Models, load
 from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import rounding_notice
 from clover_jax.runtime.compile_clock import CompileClock
@@ -42,64 +41,6 @@ from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.storage.row_writer import RowWriter
 from clover_jax.tree_search.auto_tree import with_auto_tree
-
-
-@dataclasses.dataclass(frozen=True)
-class GenerateOptions:
-    """What a user asks for, by the names of the command's flags."""
-
-    spec: ModelSpec
-    prompt: str | None
-    prompts: str | None
-    batch_size: int
-    seed: int
-    output: str | None
-    overwrite: bool
-    strict: bool
-    calibration: str | None = None
-
-    def __post_init__(self):
-        if self.calibration is not None and not self.searches_tree:
-            raise UserError(
-                f"--calibration={self.calibration} is for --tree=auto; add that, or leave it out"
-            )
-        if self.searches_tree and self.spec.draft == NO_DRAFT:
-            raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
-
-        # What the prompts are, and where rows go, before minutes are spent on a base.
-        if self.prompt is not None and self.prompts is not None:
-            raise UserError("--prompt and --prompts exclude each other; give one of them")
-        if self.output is not None and _resolved(self.output) in map(_resolved, self._inputs):
-            raise UserError(f"--output={self.output} is a file of prompts; give another name")
-        if self.output is not None and not _can_keep_rows(Path(self.output).expanduser()):
-            raise UserError(
-                f"--output={self.output} is no file that rows can be kept in: a run that was "
-                "stopped goes on from the rows in its file; leave --output out to have them on "
-                "stdout"
-            )
-        if self.overwrite and self.output is None:
-            raise UserError("--overwrite is for --output=FILE, which is missing")
-
-    @property
-    def searches_tree(self) -> bool:
-        """Whether the tree is found by measurement."""
-        return self.spec.tree == AUTO
-
-    @property
-    def _inputs(self) -> list[str]:
-        return [path for path in (self.prompts, self.calibration) if path is not None]
-
-    @property
-    def begun(self) -> Path | None:
-        """The row file that is gone on with, if it is there; None where nothing is."""
-        if self.output is None or self.overwrite:
-            return None
-        return Path(self.output).expanduser()
-
-    @property
-    def is_live(self) -> bool:
-        """Whether one row is watched as it comes."""
-        return self.prompts is None
 
 
 def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
@@ -237,13 +178,3 @@ def _bar(options: GenerateOptions, total: int, finished: int, compiling: Compile
     is_hidden = options.output is None and sys.stdout.isatty()
     file = io.StringIO() if is_hidden else None
     return progress_bar(total, "generate", "row", initial=finished, file=file, compiling=compiling)
-
-
-def _resolved(path: str) -> Path:
-    return Path(path).expanduser().resolve()
-
-
-def _can_keep_rows(path: Path) -> bool:
-    """Return whether a path is, or may become, a regular file; folders are refused elsewhere."""
-    is_device = Path("/dev") in path.parents and Path("/dev/shm") not in path.parents
-    return not is_device and (path.is_file() or path.is_dir() or not path.exists())

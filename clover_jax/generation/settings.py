@@ -3,66 +3,72 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterable
 
-from clover_jax.config import JsonConfig
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.decoding.sampling import SamplingConfig, Warping, check_warping
+from clover_jax.decoding.sampling_config import (
+    DRAFT_SAMPLINGS,
+    VERIFICATIONS,
+    SamplingConfig,
+    Warping,
+    check_warping,
+)
 from clover_jax.errors import UserError
-from clover_jax.field_types import check_types
+from clover_jax.field_types import check_settings, check_types, setting
 
-OVERFLOW_POLICIES = ("error", "truncate_left", "skip")
 _ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+
+_text = functools.partial(setting, group="text")
+_sampling = functools.partial(setting, group="sampling")
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationSettings(JsonConfig):
+class GenerationSettings(Warping):
     """What holds for a row.
 
-    max_new_tokens: tokens to emit at most, for each turn.
-    ignore_eos: go on after an end-of-sequence token.
-    context_overflow: what becomes of a prompt that fills the base's context: one of
-        OVERFLOW_POLICIES.
-    verify: how drafted tokens are accepted, one of VERIFICATIONS; None is greedy where every row is
-        at temperature 0, else lossless.
-    draft_sampling: how children are chosen, one of DRAFT_SAMPLINGS.
-    temperature, top_k, top_p: 0 is greedy; 0 and 1 keep all tokens.
     seed: of a row's own randomness; None derives it from the run's seed and the row's index.
-    stop: strings that end the text; a single one may be given as such, and None for none.
+    stop: a single string may be given as such, and None for none.
     """
 
-    max_new_tokens: int = 128
-    ignore_eos: bool = False
-    context_overflow: str = "error"
-    verify: str | None = None
-    draft_sampling: str = "topk"
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    max_new_tokens: int = _text(128, "tokens to emit at most, a turn", least=1)
+    stop: str | tuple[str, ...] | None = _text(
+        (), "end the text before this; may be given again", repeated=True
+    )
+    ignore_eos: bool = _text(False, "go on after an end-of-sequence token")
+    context_overflow: str = _text(
+        "error",
+        "what becomes of a prompt that is longer than the base's context",
+        choices=("error", "truncate_left", "skip"),
+    )
+    verify: str | None = _sampling(
+        None,
+        "how drafted tokens are accepted [greedy at temperature 0, else lossless]: lossless text "
+        "has the distribution of plain sampling; typical is Medusa's rule and is not lossless",
+        choices=VERIFICATIONS,
+    )
+    draft_sampling: str = _sampling(
+        "topk",
+        "children by probability, or drawn from the draft (static trees)",
+        choices=DRAFT_SAMPLINGS,
+    )
     seed: int | None = None
-    stop: str | tuple[str, ...] | None = ()
 
     def __post_init__(self):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         stop = [] if stop is None else stop
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
 
-        # Types first: what follows compares values.
+        # Types first: what follows compares values. Then what a distribution needs, in its words.
         check_types(self)
-        if self.max_new_tokens < 1:
-            raise UserError(f"max_new_tokens ({self.max_new_tokens}) must be at least 1")
         check_warping(self.temperature, self.top_k, self.top_p)
+        check_settings(self)
         if self.temperature > 0 and self.verify == "greedy":
             raise UserError(
                 f"temperature {self.temperature:g} asks for sampling, which verify=greedy does not "
                 "do; use verify=lossless, or temperature 0"
             )
 
-        if self.context_overflow not in OVERFLOW_POLICIES:
-            raise UserError(
-                f"context_overflow {self.context_overflow!r} is not one of "
-                f"{', '.join(OVERFLOW_POLICIES)}"
-            )
         if not all(isinstance(text, str) for text in self.stop):
             raise UserError(f"stop must be strings, not {self.stop!r}")
         if "" in self.stop:

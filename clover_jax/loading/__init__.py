@@ -4,5 +4,5 @@ import lazy_loader
 
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
-    submod_attrs={"models": ["ModelSpec", "Models", "load", "load_shapes"]},
+    submod_attrs={"models": ["Models", "load", "load_shapes"], "spec": ["ModelSpec"]},
 )

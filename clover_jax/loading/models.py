@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -19,7 +18,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree, portable_name
 from clover_jax.drafters import registry
@@ -27,6 +26,7 @@ from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.interchange.directory import Draft, load_draft
 from clover_jax.interchange.stored_head import find_head
+from clover_jax.loading.spec import NO_DRAFT, RANDOM, ModelSpec
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
 from clover_jax.pretrained.loading import describe_base
@@ -39,38 +39,6 @@ from clover_jax.tokenizers.tokenizer import load_tokenizer, template_hash, templ
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-NO_DRAFT = "none"  # what --draft says for plain decoding
-RANDOM = "random:"  # before a drafter's kind: a head with random weights
-
-
-@dataclasses.dataclass(frozen=True)
-class ModelSpec:
-    """What to decode with, by the names of the commands' flags.
-
-    base: a Hugging Face folder, a hub id, "builtin:tiny", or "shape:NAME" for random weights.
-    draft: a draft directory, a training workdir, a folder or hub id in an official layout,
-        "random:KIND" for a head with random weights, or NO_DRAFT for plain decoding.
-    tree: its name; None takes the one that the draft was measured with, else `default_tree`.
-    dtype: "float32", "bfloat16", or "auto": float32 on CPU, bfloat16 elsewhere.
-    mesh: devices along each axis, such as "tensor=4"; None: a single device.
-    int8: whose matrices to quantize: "draft", "base".
-    chat_template: a Jinja file, "vicuna" or "baichuan2"; None takes the base's own.
-    draft_rope_theta: rotary base for an official layout that does not say it.
-    allow_base_mismatch: take a draft that was trained for another base or chat template.
-    tokenizer: False where no text is read or written; chat templates are not compared then.
-    """
-
-    base: str = "builtin:tiny"
-    draft: str = NO_DRAFT
-    tree: str | None = None
-    dtype: str = "auto"
-    mesh: str | None = None
-    int8: Sequence[str] = ()
-    chat_template: str | None = None
-    draft_rope_theta: float | None = None
-    allow_base_mismatch: bool = False
-    tokenizer: bool = True
 
 
 @dataclasses.dataclass(frozen=True)

@@ -80,7 +80,7 @@ def write_features(
     Raises UserError where the disk is too small, or large files were not agreed to.
     """
     # Samples first, then activations: the manifest names the data that they belong to.
-    samples = PreparedSamples(options.output)
+    samples = PreparedSamples(options.directory)
     made_from = {
         "base": fingerprint(base).to_dict(),
         "data_hash": samples.made_from["data_hash"],
@@ -89,7 +89,7 @@ def write_features(
         "dtype": options.feature_dtype,
         "base_dtype": str(base.params["embedding"].dtype),
     }
-    writer = ShardWriter(options.output, HIDDEN, made_from)
+    writer = ShardWriter(options.directory, HIDDEN, made_from)
 
     if not writer.is_complete:
         # Tokens, and so bytes, are known before the first forward.
@@ -115,8 +115,9 @@ def _counted(records: Iterator[bytes], count: Callable[[], None]) -> Iterator[by
 
 def _agree_to_size(needed: int, there: int, options: PrepareOptions) -> None:
     # Shards of an earlier run take no more room than they do.
-    free = shutil.disk_usage(options.output).free
-    say = f"{needed / 1e9:.1f} GB for activations in {options.output}, {free / 1e9:.1f} GB are free"
+    free = shutil.disk_usage(options.directory).free
+    where = f"in {options.directory}, {free / 1e9:.1f} GB are free"
+    say = f"{needed / 1e9:.1f} GB for activations {where}"
     print(say, file=sys.stderr, flush=True)
     if needed - there > free:
         raise UserError(f"the disk is too small: {say}; give an --output elsewhere, or less data")

@@ -5,32 +5,46 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from clover_jax.decoding.sampling_config import Warping
 from clover_jax.errors import UserError
-from clover_jax.loading.models import NO_DRAFT, ModelSpec
+from clover_jax.field_types import setting
+from clover_jax.loading.spec import NO_DRAFT, ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
-    """By the names of the command's flags; `output` is the folder."""
+    """The flags of `prepare` beside those of `ModelSpec` and `Warping`.
+
+    workdir: where the data go without `output`.
+    """
 
     spec: ModelSpec
+    warping: Warping
     seed: int
-    data: str
-    output: Path
-    seq_len: int
-    max_truncated: float | None
-    preview: bool
-    preview_samples: int
-    features: str
-    feature_dtype: str
-    batch_size: int
-    yes: bool
-    overwrite: bool
-    regenerate: bool
-    max_new_tokens: int
-    temperature: float
-    top_k: int
-    top_p: float
+    workdir: Path
+    data: str = setting("builtin:python", "training data: paths or globs, comma-separated")
+    output: str | None = setting(None, "folder to write [the workdir]")
+    seq_len: int = setting(512, "tokens of a training row", least=2)
+    max_truncated: float | None = setting(
+        None,
+        "refuse data where a larger share of the conversations is longer than a row [only warn]",
+        most=1.0,
+    )
+    preview: bool = setting(False, "show some samples with what is imitated marked; write nothing")
+    preview_samples: int = setting(3, "samples to show", least=1)
+    features: str = setting(
+        "none",
+        "activations to keep for --teacher=cached: a drafter's name for what it is trained on, or "
+        "names such as pre_norm,post_norm,layer_2",
+    )
+    feature_dtype: str = setting("bfloat16", "how they are kept", choices=("bfloat16", "float32"))
+    batch_size: int = setting(8, "rows that the base reads at once", least=1)
+    yes: bool = setting(False, "agree to more than 10 GB of activations")
+    overwrite: bool = setting(False, "start --output anew, whatever is there")
+    regenerate: bool = setting(
+        False, "replace the answers by those that the base itself gives; --draft makes it faster"
+    )
+    max_new_tokens: int = setting(512, "tokens of an answer at most", least=1)
 
     def __post_init__(self):
         # A flag that would do nothing is a misunderstanding.
@@ -40,3 +54,8 @@ class PrepareOptions:
         for name, is_given in given.items():
             if is_given and not self.regenerate:
                 raise UserError(f"--{name} is for --regenerate, which is missing")
+
+    @property
+    def directory(self) -> Path:
+        """The folder to write."""
+        return Path(self.output or self.workdir).expanduser()

@@ -43,14 +43,10 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
 
     # A conversation that outgrows the context is left out, not cut: its answers would be others.
     settings = GenerationSettings(
-        max_new_tokens=options.max_new_tokens,
-        temperature=options.temperature,
-        top_k=options.top_k,
-        top_p=options.top_p,
-        context_overflow="skip",
+        **vars(options.warping), max_new_tokens=options.max_new_tokens, context_overflow="skip"
     )
 
-    path, figures = options.output / REGENERATED, RowTotals()
+    path, figures = options.directory / REGENERATED, RowTotals()
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
     with RowWriter(
         path,

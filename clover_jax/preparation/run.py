@@ -47,17 +47,17 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
 
     if options.preview:
         return _preview(records, reading, options)
-    options.output.mkdir(parents=True, exist_ok=True)
-    with only_process_in(options.output, "is preparing", "--output"):
+    options.directory.mkdir(parents=True, exist_ok=True)
+    with only_process_in(options.directory, "is preparing", "--output"):
         if options.overwrite:
-            _remove_prepared(options.output)
+            _remove_prepared(options.directory)
         return _prepare(records, reading, names, options)
 
 
 def _prepare(
     records: Records, reading: Reading, names: tuple[str, ...], options: PrepareOptions
 ) -> dict[str, Any]:
-    report: dict[str, Any] = {"output": str(options.output)}
+    report: dict[str, Any] = {"output": str(options.directory)}
     if options.regenerate:
         # Held-out records keep their answers: they are measured with, not trained on.
         regenerated = regenerate(records.train, options)

@@ -57,7 +57,7 @@ def _write_split(
         "seq_len": options.seq_len,
     }
 
-    writer = ShardWriter(options.output, manifest, made_from)
+    writer = ShardWriter(options.directory, manifest, made_from)
     samples = reading.samples(records, options.seq_len)
     if not writer.is_complete:
         total, done = len(samples), writer.num_records

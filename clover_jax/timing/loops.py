@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.chunk import decode_chunk
 from clover_jax.decoding.repeated import loops_on_device
-from clover_jax.decoding.sampling import GREEDY
+from clover_jax.decoding.sampling_config import GREEDY
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
     StepConfig,

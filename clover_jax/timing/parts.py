@@ -18,7 +18,7 @@ from clover_jax.array_types import PyTree
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import commit
 from clover_jax.decoding.compiler_options import options_here
-from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
     StepConfig,

@@ -14,7 +14,7 @@ from clover_jax.config import DrafterConfig
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts, text_prompt
 from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
-from clover_jax.decoding.sampling import SamplingConfig, Warping
+from clover_jax.decoding.sampling_config import SamplingConfig, Warping
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models

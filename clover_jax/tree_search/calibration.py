@@ -24,7 +24,7 @@ from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.repeated import repeated
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import DecodeState, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree

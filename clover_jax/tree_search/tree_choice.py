@@ -14,8 +14,8 @@ import dataclasses
 import numpy as np
 
 from clover_jax.config import JsonConfig
-from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
-from clover_jax.decoding.tree import AUTO, TreeConfig
+from clover_jax.decoding.adaptive_tree import AUTO, AdaptiveTree, parse_adaptive
+from clover_jax.decoding.tree import TreeConfig
 
 MOST_NODES = 127
 MOST_FINALISTS = 2

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from clover_jax.config import JsonConfig
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import SamplingConfig, Warping
+from clover_jax.decoding.sampling_config import SamplingConfig, Warping
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.timing.spread import Spread

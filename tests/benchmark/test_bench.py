@@ -13,7 +13,8 @@ from clover_jax.decoding import engine
 from clover_jax.decoding.state import empty_state
 from clover_jax.loading import decode_states
 from clover_jax.loading.decode_states import fitting_context
-from clover_jax.loading.models import ModelSpec, load, load_shapes
+from clover_jax.loading.models import load, load_shapes
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.tree_search.tree_choice import CostTable
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
@@ -80,16 +81,16 @@ def test_the_context_is_what_a_short_base_leaves_beside_the_rounds(command, monk
 
 
 def test_the_context_is_no_longer_than_the_docstring_says():
-    tiny = load_shapes(ModelSpec("builtin:tiny", "random:clover2", None, "float32"))
+    tiny = load_shapes(ModelSpec("builtin:tiny", draft="random:clover2", dtype="float32"))
     assert fitting_context(tiny, room=912) == 112
-    long = load_shapes(ModelSpec("shape:llama3-8b", "none", None, "float32"))
+    long = load_shapes(ModelSpec("shape:llama3-8b", dtype="float32"))
     assert fitting_context(long, room=912) == 1024
 
 
 @pytest.mark.parametrize(("kind", "tree"), [("clover", "clover4"), ("clover2", "paper25")])
 def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
     base = "shape:64x1x96"
-    assert load(ModelSpec(base, f"random:{kind}", None, "float32")).tree.name == tree
+    assert load(ModelSpec(base, draft=f"random:{kind}", dtype="float32")).tree.name == tree
 
 
 @pytest.fixture

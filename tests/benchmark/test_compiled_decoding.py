@@ -13,7 +13,8 @@ import pytest
 
 from clover_jax.benchmark import compiled_decoding
 from clover_jax.errors import UserError
-from clover_jax.loading.models import ModelSpec, load_shapes
+from clover_jax.loading.models import load_shapes
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.xla.targets import CHIPS, Target
 from tests.conftest import REPOSITORY
 
@@ -30,7 +31,7 @@ def is_installed(module):
 
 def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
     monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices()[:1])
-    models = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
+    models = load_shapes(ModelSpec("shape:64x1x96", dtype="float32"))
     with jax.default_matmul_precision("default"):
         _, text = compiled_decoding.compile_step(models, HERE, None, batch=1, context=10)
     products = [line for line in text.splitlines() if " dot(" in line]
@@ -40,7 +41,7 @@ def test_float32_is_compiled_as_it_is_decoded(monkeypatch):
 
 def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
     monkeypatch.setattr(compiled_decoding, "find_devices", lambda target: jax.devices() * 4)
-    models = load_shapes(ModelSpec("shape:64x1x96", "none", None, "float32"))
+    models = load_shapes(ModelSpec("shape:64x1x96", dtype="float32"))
     with pytest.raises(UserError, match=r"--mesh=fsdp=-1: fsdp=4 is for training; .* tensor"):
         compiled_decoding.compile_step(models, HERE, "fsdp=-1", batch=4, context=10)
 
@@ -50,12 +51,12 @@ ON_A_MESH = """
 import sys, jax
 from clover_jax.benchmark import compiled_decoding
 from clover_jax.xla.targets import CHIPS, Target
-from clover_jax.loading.models import ModelSpec
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.storage.jsonl import to_json
 
 compiled_decoding.find_devices = lambda target: jax.devices()
 batch, mesh = sys.argv[1:]
-spec = ModelSpec("shape:64x1x96", "none", dtype="float32", mesh=mesh)
+spec = ModelSpec("shape:64x1x96", dtype="float32", mesh=mesh)
 found = compiled_decoding.compile_and_describe(
     Target("here", "cpu", CHIPS["v6e"], "4"), spec, batch=int(batch), context=10
 )
@@ -83,7 +84,7 @@ def compile_tiny(monkeypatch):
     def run(program):
         return compiled_decoding.compile_and_describe(
             Target("here", "cpu", CHIPS["v6e"], "1"),
-            ModelSpec("shape:64x1x96", "none", dtype="float32"),
+            ModelSpec("shape:64x1x96", dtype="float32"),
             batch=1,
             context=10,
             program=str(program),

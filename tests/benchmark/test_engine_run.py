@@ -3,8 +3,9 @@
 import pytest
 
 from clover_jax.benchmark.engine_run import EngineRun
-from clover_jax.decoding.sampling import SamplingConfig
-from clover_jax.loading.models import ModelSpec, load
+from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.loading.models import load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.timing.loops import STEPS
 from clover_jax.timing.turns import WARM_UP
 
@@ -13,7 +14,7 @@ CONTEXT, ROUNDS, BATCH = 200, 3, 2
 
 @pytest.fixture(scope="module")
 def models():
-    return load(ModelSpec("shape:64x1x96", "random:clover2", "chain:2", "float32"))
+    return load(ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:2", dtype="float32"))
 
 
 @pytest.mark.parametrize("pace", [2, None])

@@ -4,7 +4,8 @@ import pytest
 
 from clover_jax.benchmark import measured
 from clover_jax.benchmark.ceilings import Ceilings
-from clover_jax.loading.models import ModelSpec, load
+from clover_jax.loading.models import load
+from clover_jax.loading.spec import ModelSpec
 
 
 @pytest.fixture
@@ -22,7 +23,7 @@ def measure(monkeypatch):
 
 
 def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(measure):
-    models = load(ModelSpec("shape:64x1x96", "none", None, "float32"))
+    models = load(ModelSpec("shape:64x1x96", dtype="float32"))
     found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
     weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
     keys = 2 * 4 * 64 * 100
@@ -31,7 +32,9 @@ def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(meas
 
 
 def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
-    models = load(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
+    models = load(
+        ModelSpec("shape:64x1x96", draft="random:clover", tree="clover4", dtype="float32")
+    )
     found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
     levels = [name for name in found.parts if name.startswith("draft level")]
     assert levels == ["draft level 1", "draft level 2", "draft level 3"]

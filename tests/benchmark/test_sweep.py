@@ -7,13 +7,16 @@ import pytest
 from clover_jax.benchmark import sweep
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.errors import UserError
-from clover_jax.loading.models import ModelSpec, load_shapes
+from clover_jax.loading.models import load_shapes
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.tree_search.tree_choice import CostTable
 
 
 @pytest.fixture
 def models():
-    return load_shapes(ModelSpec("shape:64x1x96", "random:clover2", "chain:3", "float32"))
+    return load_shapes(
+        ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:3", dtype="float32")
+    )
 
 
 @pytest.fixture
@@ -64,5 +67,7 @@ def test_expanded_widths(name, widths, models):
 
 
 def test_what_a_head_of_three_positions_cannot_draft_is_not_expanded():
-    models = load_shapes(ModelSpec("shape:64x1x96", "random:clover", "clover4", "float32"))
+    models = load_shapes(
+        ModelSpec("shape:64x1x96", draft="random:clover", tree="clover4", dtype="float32")
+    )
     assert sweep.expanded_widths(models) == [4, 4]

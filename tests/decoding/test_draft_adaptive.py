@@ -8,7 +8,7 @@ import pytest
 from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, DEFAULT_WIDTH, AdaptiveTree
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import PAD_TOKEN, TreeConfig, parse_tree
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base

@@ -16,7 +16,8 @@ from scipy import stats
 from clover_jax.config import BaseConfig
 from clover_jax.decoding import lossless, step
 from clover_jax.decoding.prefill import prefill_chunk
-from clover_jax.decoding.sampling import RowSampling, SamplingConfig
+from clover_jax.decoding.sampling import RowSampling
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import parse_tree

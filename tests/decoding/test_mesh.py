@@ -127,7 +127,7 @@ def test_a_tree_is_chosen_by_what_the_mesh_costs(run_python):
 COLLECTIVES = (
     SETUP
     + """
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings

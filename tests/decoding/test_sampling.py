@@ -8,7 +8,8 @@ import pytest
 from clover_jax.decoding.accept import accept_typical, log_softmax
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import TOKEN, RowSampling, SamplingConfig, gumbel, warp
+from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 from clover_jax.errors import UserError

@@ -10,7 +10,7 @@ import pytest
 
 from clover_jax.decoding.chunk import decode_chunk
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import TreeConfig, parse_tree

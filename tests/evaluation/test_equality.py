@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import GREEDY, SamplingConfig
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.evaluation import near_ties
 from clover_jax.evaluation.equality import (

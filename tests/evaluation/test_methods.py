@@ -12,7 +12,8 @@ from clover_jax.evaluation.methods import load_methods, sizes_on
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.evaluation.run import make_plan
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import Models, ModelSpec
+from clover_jax.loading.models import Models
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
 from clover_jax.storage.row_writer import manifest_path
 from clover_jax.tree_search import auto_tree
@@ -30,15 +31,14 @@ def options(tmp_path_factory):
     base = save_tiny_base(root / "base")
     (base / "prompts.jsonl").write_text(json.dumps({"prompt_ids": [5, 6, 7, 8]}) + "\n")
     draft = save_tiny_draft(root / "draft", base)
-    rest = dict.fromkeys(("prompts", "batch_sizes", "limit_prompts"))
-    flags = {"repeats": 1, "seed": 0, "overwrite": False} | rest
     return Options(
         ModelSpec(str(base), dtype="float32"),
+        seed=0,
+        workdir=root / "out",
         drafts=f"a={draft},b={draft}",
         tree="a=auto,b=chain:1",
-        output=str(root / "out"),
         batch_size=2,
-        **flags,
+        repeats=1,
     )
 
 

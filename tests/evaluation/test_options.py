@@ -1,23 +1,16 @@
 """Which drafts, trees and batch sizes the flags ask for."""
 
+from pathlib import Path
+
 import pytest
 
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import DraftChoice, Options, parse_drafts
-from clover_jax.loading.models import ModelSpec
+from clover_jax.loading.spec import ModelSpec
 
 
 def options(**given):
-    values = {
-        **dict.fromkeys(("drafts", "tree", "prompts", "batch_sizes", "limit_prompts")),
-        "spec": ModelSpec("b"),
-        "output": "o",
-        "batch_size": 4,
-        "repeats": 1,
-        "seed": 0,
-        "overwrite": False,
-    }
-    return Options(**values | given)
+    return Options(ModelSpec("b"), seed=0, workdir=Path("o"), batch_size=4, **given)
 
 
 def test_the_drafts_of_the_example():

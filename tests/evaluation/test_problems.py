@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.evaluation.equality import Comparison, Divergence
 from clover_jax.evaluation.near_ties import judge
 from clover_jax.evaluation.plan import Plan

@@ -3,7 +3,8 @@
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import ModelSpec, load
+from clover_jax.loading.models import load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_folders import save_tiny_base
 

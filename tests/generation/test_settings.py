@@ -3,7 +3,7 @@
 import pytest
 
 from clover_jax.data.prompts import parse_prompt
-from clover_jax.decoding.sampling import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.errors import UserError
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 

@@ -8,8 +8,9 @@ import pytest
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.loading.models import ModelSpec, params_hash
 from clover_jax.loading.models import load as load_spec
+from clover_jax.loading.models import params_hash
+from clover_jax.loading.spec import ModelSpec
 from tests.tiny_checkpoints import edit_json
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
@@ -20,7 +21,7 @@ def base(tmp_path_factory):
 
 
 def load(base, draft="none", tree=None):
-    return load_spec(ModelSpec(str(base), str(draft), tree, "float32"))
+    return load_spec(ModelSpec(str(base), draft=str(draft), tree=tree, dtype="float32"))
 
 
 def test_the_tree_is_what_is_asked_else_the_draft_s_else_paper25(base, tmp_path):

@@ -38,7 +38,7 @@ def test_a_mistake_is_one_line_and_status_2(command, base, data, tmp_path, chang
 def test_every_option_has_a_flag():
     flags = parse_flags(prepare.define_flags, [])
     names = {field.name for field in dataclasses.fields(PrepareOptions)}
-    assert names - {"spec"} <= set(flags)
+    assert names - {"spec", "warping"} <= set(flags)
 
 
 @pytest.mark.parametrize(
@@ -48,7 +48,7 @@ def test_large_files_need_consent_and_a_disk(monkeypatch, tmp_path, capsys, free
     monkeypatch.setattr(
         features.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free})
     )
-    options = type("Options", (), {"output": tmp_path, "yes": yes})
+    options = type("Options", (), {"directory": tmp_path, "yes": yes})
     with pytest.raises(UserError, match=message):
         features._agree_to_size(20_000_000_000, 0, options)
     assert "20.0 GB for activations" in capsys.readouterr().err

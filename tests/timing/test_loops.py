@@ -8,7 +8,8 @@ import pytest
 
 from clover_jax.decoding.step import absorb_and_draft, roots
 from clover_jax.loading.decode_states import running_state
-from clover_jax.loading.models import ModelSpec, load
+from clover_jax.loading.models import load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.timing.loops import STEPS, draft_loop
 from clover_jax.xla.hlo import Program
 
@@ -33,7 +34,9 @@ def products(function, *arguments):
 
 @pytest.mark.parametrize("kind", ["medusa", "clover", "clover2"])
 def test_drafting_is_computed_whole_in_every_turn(kind):
-    subject = load(ModelSpec("shape:64x1x96", f"random:{kind}", "chain:3", "float32"))
+    subject = load(
+        ModelSpec("shape:64x1x96", draft=f"random:{kind}", tree="chain:3", dtype="float32")
+    )
     config, weights = subject.step(), subject.weights
     state = running_state(subject, 2, 64, 9)
     in_loop = products(functools.partial(draft_loop, config), weights, state)

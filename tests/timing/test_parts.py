@@ -4,13 +4,16 @@ import jax
 import pytest
 
 from clover_jax.loading.decode_states import running_state
-from clover_jax.loading.models import ModelSpec, load
+from clover_jax.loading.models import load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.timing import parts
 
 
 @pytest.fixture(scope="module")
 def bench():
-    subject = load(ModelSpec("shape:64x1x96", "random:clover2", "chain:1", "float32"))
+    subject = load(
+        ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:1", dtype="float32")
+    )
     return parts.Bench(subject, running_state(subject, 1, 512, 100), 100)
 
 

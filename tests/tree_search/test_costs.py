@@ -7,7 +7,8 @@ import pytest
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.loading.decode_states import running_state
-from clover_jax.loading.models import ModelSpec, load
+from clover_jax.loading.models import load
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.timing.loops import steps_at_once
 from clover_jax.tree_search import costs
 
@@ -45,7 +46,7 @@ def measure_costs(monkeypatch):
 
 @pytest.fixture(scope="module")
 def subject():
-    return load(ModelSpec("shape:64x1x96", "random:clover2", "paper25", "float32"))
+    return load(ModelSpec("shape:64x1x96", draft="random:clover2", tree="paper25", dtype="float32"))
 
 
 def test_what_is_left_of_a_step_hangs_on_no_size_that_was_not_measured(measure_costs, subject):

@@ -1,0 +1,91 @@
+"""The static side of sampling: the rules of a step, how a row is warped, and what is refused.
+
+Nothing here imports JAX: the flags of the commands are made from it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+
+from clover_jax.config import JsonConfig
+from clover_jax.errors import UserError
+from clover_jax.field_types import setting
+
+VERIFICATIONS = ("greedy", "lossless", "typical")
+DRAFT_SAMPLINGS = ("topk", "sampled")
+LARGEST_TEMPERATURE = (2 - 2**-23) * 2.0**127  # the largest finite float32
+
+_warping = functools.partial(setting, group="sampling")
+
+
+@dataclasses.dataclass(frozen=True)
+class SamplingConfig(JsonConfig):
+    """How drafted tokens are chosen and verified; static.
+
+    verify: "greedy" (temperature 0 only; reduces logits to their argmax), "lossless" (the text is
+        distributed as plain sampling's) or "typical" (Medusa's rule: not lossless).
+    draft_sampling: "topk" children by probability, or children "sampled" without replacement.
+    truncate: whether any row uses top-k or top-p, which cost a sort.
+    typical_epsilon, typical_delta: Medusa's thresholds.
+    force_accept: for timing greedy steps only: accept exactly this many drafted tokens, whatever
+        they are.
+    """
+
+    verify: str = "greedy"
+    draft_sampling: str = "topk"
+    truncate: bool = False
+    typical_epsilon: float = 0.09
+    typical_delta: float = 0.3
+    force_accept: int | None = None
+
+    def __post_init__(self):
+        if self.verify not in VERIFICATIONS:
+            raise ValueError(f"verify {self.verify!r} is not one of {', '.join(VERIFICATIONS)}")
+        if self.draft_sampling not in DRAFT_SAMPLINGS:
+            raise ValueError(
+                f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
+            )
+        if self.force_accept is not None and self.verify != "greedy":
+            raise ValueError(f"force_accept times greedy verification, not {self.verify!r}")
+        if self.draft_sampling == "sampled" and self.verify != "lossless":
+            raise ValueError(
+                f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}: the other "
+                "rules take children as given"
+            )
+
+    @property
+    def needs_choices_only(self) -> bool:
+        """Whether the base's most probable tokens decide, and no other logits are looked at."""
+        return self.verify == "greedy"
+
+
+GREEDY = SamplingConfig()
+
+
+@dataclasses.dataclass(frozen=True)
+class Warping(JsonConfig):
+    """How a row's distribution is warped; `check_warping` says which values make one."""
+
+    temperature: float = _warping(0.0, "0 takes the most probable token")
+    top_k: int = _warping(0, "draw from this many tokens at most; 0: from all")
+    top_p: float = _warping(1.0, "draw from the most probable tokens up to this mass", most=1.0)
+
+
+def check_warping(temperature: float, top_k: int, top_p: float) -> None:
+    """Raise UserError for values that make no distribution."""
+    if not 0 <= temperature < math.inf:
+        raise UserError(f"temperature ({temperature}) must be 0 or more")
+    if temperature > LARGEST_TEMPERATURE:  # it would become infinite on the device
+        raise UserError(f"temperature ({temperature:g}) must be {LARGEST_TEMPERATURE:g} or less")
+    if top_k < 0:
+        raise UserError(f"top_k ({top_k}) must be 1 or more, or 0 for all tokens")
+    if not 0 < top_p <= 1:
+        raise UserError(f"top_p ({top_p}) must lie in (0, 1]")
+
+
+def check_seed(seed: int) -> None:
+    """Raise UserError for a seed of more bits than a key has; JAX would drop them."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed ({seed}) must lie in 0 .. {2**32 - 1}")

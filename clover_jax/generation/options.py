@@ -1,0 +1,83 @@
+"""The options of `generate`, checked before anything is loaded."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+
+from clover_jax.decoding.adaptive_tree import AUTO
+from clover_jax.errors import UserError
+from clover_jax.field_types import setting
+from clover_jax.loading.spec import NO_DRAFT, ModelSpec
+
+
+@dataclasses.dataclass(frozen=True)
+class GenerateOptions:
+    """The flags of `generate` beside those of `ModelSpec` and `GenerationSettings`."""
+
+    spec: ModelSpec
+    seed: int
+    prompt: str | None = setting(None, "text to continue")
+    prompts: str | None = setting(
+        None, "file of prompt rows, .jsonl (also .gz, .xz); - is standard input"
+    )
+    calibration: str | None = setting(
+        None, "prompt rows for --tree=auto [the base's own, or shipped]", group="draft"
+    )
+    batch_size: int = setting(8, "rows decoded at once, with --prompts", least=1)
+    output: str | None = setting(None, "file for the rows [stdout, with --prompts]")
+    overwrite: bool = setting(False, "start --output anew, whatever is there")
+    strict: bool = setting(False, "stop at the first row that fails")
+
+    def __post_init__(self):
+        if self.calibration is not None and not self.searches_tree:
+            raise UserError(
+                f"--calibration={self.calibration} is for --tree=auto; add that, or leave it out"
+            )
+        if self.searches_tree and self.spec.draft == NO_DRAFT:
+            raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
+
+        # What the prompts are, and where rows go, before minutes are spent on a base.
+        if self.prompt is not None and self.prompts is not None:
+            raise UserError("--prompt and --prompts exclude each other; give one of them")
+        if self.output is not None and _resolved(self.output) in map(_resolved, self._inputs):
+            raise UserError(f"--output={self.output} is a file of prompts; give another name")
+        if self.output is not None and not _can_keep_rows(Path(self.output).expanduser()):
+            raise UserError(
+                f"--output={self.output} is no file that rows can be kept in: a run that was "
+                "stopped goes on from the rows in its file; leave --output out to have them on "
+                "stdout"
+            )
+        if self.overwrite and self.output is None:
+            raise UserError("--overwrite is for --output=FILE, which is missing")
+
+    @property
+    def searches_tree(self) -> bool:
+        """Whether the tree is found by measurement."""
+        return self.spec.tree == AUTO
+
+    @property
+    def _inputs(self) -> list[str]:
+        return [path for path in (self.prompts, self.calibration) if path is not None]
+
+    @property
+    def begun(self) -> Path | None:
+        """The row file that is gone on with, if it is there; None where nothing is."""
+        if self.output is None or self.overwrite:
+            return None
+        return Path(self.output).expanduser()
+
+    @property
+    def is_live(self) -> bool:
+        """Whether one row is watched as it comes."""
+        return self.prompts is None
+
+
+def _resolved(path: str) -> Path:
+    return Path(path).expanduser().resolve()
+
+
+def _can_keep_rows(path: Path) -> bool:
+    """Return whether a path is, or may become, a regular file; folders are refused elsewhere."""
+    is_device = Path("/dev") in path.parents and Path("/dev/shm") not in path.parents
+    return not is_device and (path.is_file() or path.is_dir() or not path.exists())

@@ -1,0 +1,49 @@
+"""What to decode with, by name; nothing here imports JAX, so that flags are made from it."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+from clover_jax.field_types import COMMON, BaseSettings, ChatSettings, setting
+
+NO_DRAFT = "none"  # what --draft says for plain decoding
+RANDOM = "random:"  # before a drafter's kind: a head with random weights
+
+_draft = functools.partial(setting, group="draft")
+_foreign = functools.partial(setting, group="drafts of others")
+
+
+@dataclasses.dataclass(frozen=True)
+class ModelSpec(ChatSettings, BaseSettings):
+    """A base, a draft and a tree, as a user names them.
+
+    draft: "random:KIND" gives a head with random weights.
+    tree: None without a recorded one takes `default_tree`.
+    tokenizer: False where no text is read or written; chat templates are not compared then.
+    """
+
+    draft: str = _draft(
+        NO_DRAFT,
+        "a draft directory, a training workdir, or a folder in an official layout; none decodes "
+        "plainly",
+    )
+    tree: str | None = _draft(
+        None,
+        "drafted tree: paper25, chain:P, dynamic:NODES:DEPTH:WIDTH (the NODES most probable of "
+        "DEPTH levels [6], each WIDTH [8] wide), clover4, file:PATH, or, in generate and "
+        "evaluate, auto: what pays, by measurement [the one the draft was measured with, or "
+        "paper25]",
+    )
+    mesh: str | None = setting(
+        None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest', group=COMMON
+    )
+    int8: tuple[str, ...] = _draft(
+        (),
+        "whose matrices to round to 8 bits: draft, which leaves the text as it is, or base,draft",
+    )
+    draft_rope_theta: float | None = _foreign(None, "rotary base for a layout that does not say it")
+    allow_base_mismatch: bool = _foreign(
+        False, "use a draft that was trained for another base or chat template"
+    )
+    tokenizer: bool = True
