@@ -19,42 +19,15 @@ can be.
 import sys
 
 from clover_jax import cli
-
-TARGETS = (
-    "orbax",
-    "clover2",
-    "eagle",
-    "eagle_vllm",
-    "eagle_sglang",
-    "eagle3",
-    "medusa",
-    "medusa_vllm",
-    "speculators",
-)
+from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.conversion.options import ConvertOptions
+from clover_jax.loading.spec import ModelSpec
 
 
 def define_flags(flags):
     """Define this command's flags."""
-    from absl import flags as absl_flags
-
-    def define(kind, name, default, help_text, **limits):
-        getattr(absl_flags, f"DEFINE_{kind}")(name, default, help_text, flag_values=flags, **limits)
-
-    define("string", "input", None, "the head to convert")
-    define("string", "output", None, "folder to write")
-    absl_flags.DEFINE_enum("to", "orbax", TARGETS, "layout to write", flag_values=flags)
-    define("float", "draft_rope_theta", None, "rotary base for a layout that does not say it")
-    define("bool", "allow_base_mismatch", False, "convert a draft of another base")
-    define("bool", "cut_vocab", False, "leave out rows beyond the base's vocabulary (padding)")
-    define("bool", "verify", False, "decode with both heads; fail where accepted lengths differ")
-    define("string", "prompts", None, "prompts to verify with [the base's, else of the data]")
-    define("integer", "num_prompts", 8, "prompts to verify with, at most", lower_bound=1)
-    define("integer", "max_new_tokens", 64, "tokens to decode for each of them", lower_bound=2)
-    define("string", "push", None, "hub repository to upload the result to, OWNER/NAME")
-    define("bool", "card_only", False, "with --push: write the model card, upload nothing")
-    define("string", "base_model", None, "with --push: the base's name on the hub [--base]")
-    define("string", "license", None, "with --push: the head's license [the base's]")
-    define("bool", "overwrite", False, "replace what is at --output")
+    define_settings(flags, ConvertOptions)
+    define_settings(flags, ModelSpec, "draft_rope_theta", "allow_base_mismatch")
     cli.define_common_flags(flags)
 
 
@@ -69,16 +42,10 @@ def main(flags) -> int:
 
 def execute(flags) -> dict:
     """Convert what the flags ask for and return the report."""
-    from clover_jax.conversion.conversion import ConvertOptions, convert
-    from clover_jax.errors import UserError
+    from clover_jax.conversion.conversion import convert
 
-    for name in ("input", "output"):
-        if not flags[name].value:
-            raise UserError(f"--{name} is missing; give the folder")
-    if flags.prompts and not flags.verify:
-        raise UserError(f"--prompts={flags.prompts} are for --verify, which is missing")
-    names = [field for field in ConvertOptions.__dataclass_fields__ if field in flags]
-    return convert(ConvertOptions(**{name: flags[name].value for name in names}))
+    spec = settings_from(flags, ModelSpec, mesh=None)  # it is verified on one device
+    return convert(settings_from(flags, ConvertOptions, spec=spec))
 
 
 def _verdict(report: dict) -> str:

@@ -5,7 +5,8 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "conversion": ["ConvertOptions", "convert"],
+        "conversion": ["convert"],
+        "options": ["ConvertOptions"],
         "verification": ["Verification", "verify"],
     },
 )

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from clover_jax.conversion.options import ConvertOptions
 from clover_jax.conversion.publish import (
     check_repository,
     license_of,
@@ -22,33 +23,9 @@ from clover_jax.interchange.layouts import NATIVE, layout_for, recognise
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.interchange.write_head import write_foreign, write_native
 from clover_jax.loading.models import load
-from clover_jax.loading.spec import ModelSpec
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.loading import open_base
 from clover_jax.storage.files import check_replaceable, put_in_place, scratch_directory
-
-
-@dataclasses.dataclass(frozen=True)
-class ConvertOptions:
-    """What a user asks for, by the names of the command's flags."""
-
-    input: str
-    output: str
-    base: str
-    to: str
-    overwrite: bool = False
-    allow_base_mismatch: bool = False
-    draft_rope_theta: float | None = None
-    cut_vocab: bool = False
-    verify: bool = False
-    prompts: str | None = None
-    num_prompts: int = 8
-    max_new_tokens: int = 64
-    dtype: str = "auto"
-    push: str | None = None
-    card_only: bool = False
-    base_model: str | None = None
-    license: str | None = None
 
 
 def convert(options: ConvertOptions) -> dict[str, Any]:
@@ -56,9 +33,7 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
 
     Raises UserError for what cannot be done.
     """
-    if options.card_only and not options.push:
-        raise UserError("--card_only prepares what --push would upload; give --push=OWNER/NAME")
-    output, base = Path(options.output).expanduser(), open_base(options.base)
+    output, base = Path(options.output).expanduser(), open_base(options.spec.base)
     _check_output(output, options, base)
 
     # A card that cannot be written stops everything before anything is.
@@ -72,8 +47,8 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
     head = open_head(
         options.input,
         base,
-        options.draft_rope_theta,
-        options.allow_base_mismatch,
+        options.spec.draft_rope_theta,
+        options.spec.allow_base_mismatch,
         options.cut_vocab,
     )
     report = convert_head(options, base, head, output)
@@ -110,9 +85,8 @@ def convert_head(
     with scratch_directory(output) as scratch:
         staged = scratch / "head"
         write_head(staged, head, options.to, base, options.input)
-        result = open_head(str(staged), base, allow_base_mismatch=options.allow_base_mismatch)
-        models = load(ModelSpec(options.base, dtype=options.dtype))
-        verification = verify(models, head, result, prompts, options.max_new_tokens)
+        result = open_head(str(staged), base, allow_base_mismatch=options.spec.allow_base_mismatch)
+        verification = verify(load(options.spec), head, result, prompts, options.max_new_tokens)
         report |= {"bytes": _num_bytes(staged)} | verification.to_dict()
         if verification.differing:
             return report | {"output": None}

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from clover_jax.conversion import conversion
+from clover_jax.conversion.options import ConvertOptions
+from clover_jax.loading.spec import ModelSpec
 from tests.conversion.corrupt_archives import TORCH
 from tests.conversion.corrupt_drafts import NATIVE
 from tests.conversion.corrupt_heads import CLOVER2, SPECULATORS
@@ -40,10 +42,8 @@ def speculators(fixtures_dir, tmp_path_factory):
     """An EAGLE-3 head as vLLM's speculators describe it, and its base."""
     reference, folder = fixtures_dir / "eagle3_reference", tmp_path_factory.mktemp("speculators")
     copy_of(reference / "base", folder / "base")
-    given = {"input": reference / "eagle3", "output": folder / "head", "base": folder / "base"}
-    conversion.convert(
-        conversion.ConvertOptions(**{k: str(v) for k, v in given.items()}, to="speculators")
-    )
+    spec, source = ModelSpec(str(folder / "base")), str(reference / "eagle3")
+    conversion.convert(ConvertOptions(spec, source, str(folder / "head"), to="speculators"))
     return folder
 
 

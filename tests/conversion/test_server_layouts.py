@@ -16,7 +16,7 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 
 from clover_jax.config import RopeConfig
-from clover_jax.convert import TARGETS
+from clover_jax.conversion.options import TARGETS
 from clover_jax.drafters import registry
 from clover_jax.interchange.directory import load_draft, save_draft
 from clover_jax.interchange.layouts import LAYOUTS, NATIVE

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from clover_jax.conversion import conversion
+from clover_jax.conversion.options import ConvertOptions
 from clover_jax.interchange.card import read_card
+from clover_jax.loading.spec import ModelSpec
 from clover_jax.training import trainer
 from clover_jax.training.run import run_training
 from tests.training.small_runs import BASE, assert_same_params, params_of, rows, settings
@@ -46,10 +48,15 @@ def test_the_hubs_card_tells_of_a_trained_head(whole_run, data, tmp_path):
     """`convert --push` finds in the draft what the run recorded."""
     workdir, report = whole_run
     out = tmp_path / "out"
-    options = {"input": str(workdir), "output": str(out), "base": str(BASE), "to": "orbax"}
+    paths = {"input": str(workdir), "output": str(out)}
     published = conversion.convert(
-        conversion.ConvertOptions(
-            **options, push="me/head", card_only=True, base_model="me/base", license="mit"
+        ConvertOptions(
+            ModelSpec(str(BASE)),
+            **paths,
+            push="me/head",
+            card_only=True,
+            base_model="me/base",
+            license="mit",
         )
     )
     assert (published["repository"], published["uploaded"]) == ("me/head", None)
