@@ -9,38 +9,14 @@ on from its last checkpoint when the same command is given again.
 import sys
 
 from clover_jax import cli
+from clover_jax.cli.command_flags import define_settings, settings_from
+from experiments.tiny_base.settings import PretrainConfig, PretrainOptions
 
 
 def define_flags(flags):
     """Define this command's flags."""
-    from absl import flags as absl_flags
-
-    def define(kind, name, default, help_text, **limits):
-        getattr(absl_flags, f"DEFINE_{kind}")(name, default, help_text, flag_values=flags, **limits)
-
-    define("string", "output", None, "folder to write the base to [WORKDIR/base]")
-    define("bool", "overwrite", False, "replace what is at --output")
-    define("string", "workdir", None, "folder for checkpoints and metrics [runs/<flagfile stem>]")
-    define("string", "sources", None, "folder of Python sources [the standard library]")
-    define("list", "packages", [], "installed packages to learn from too, separated by commas")
-    define("integer", "seed", 0, "the seed of everything random", lower_bound=0)
-    define("integer", "vocab_size", 2048, "tokens of the BPE vocabulary", lower_bound=1)
-    define("integer", "hidden_size", 256, "width of the decoder", lower_bound=1)
-    define("integer", "intermediate_size", 768, "width of its MLPs", lower_bound=1)
-    define("integer", "num_layers", 4, "decoder layers", lower_bound=1)
-    define("integer", "num_heads", 4, "query heads", lower_bound=1)
-    define("integer", "num_kv_heads", 2, "key/value heads", lower_bound=1)
-    define("integer", "steps", 2000, "optimiser steps", lower_bound=1)
-    define(
-        "float", "minutes", 0.0, "time budget; the schedule ends with it if before --steps. 0: none"
-    )
-    define("integer", "tokens_per_step", 8192, "tokens of an optimiser step", lower_bound=1)
-    define("float", "learning_rate", 0.02, "Muon's peak learning rate", lower_bound=0.0)
-    define("float", "embedding_learning_rate", 0.004, "Adam's, for embeddings", lower_bound=0.0)
-    define("float", "weight_decay", 0.05, "decoupled weight decay of matrices", lower_bound=0.0)
-    define("integer", "log_every", 20, "steps between rows of metrics.jsonl", lower_bound=1)
-    define("integer", "checkpoint_every", 100, "steps between checkpoints", lower_bound=1)
-    define("integer", "prompts", 200, "held-out prompts to ship with the base", lower_bound=0)
+    define_settings(flags, PretrainOptions)
+    define_settings(flags, PretrainConfig)
 
 
 def main(flags) -> int:
@@ -51,8 +27,12 @@ def main(flags) -> int:
     settings = cli.flag_settings(
         flags, "workdir", "output", "overwrite", "log_every", "checkpoint_every", "prompts"
     )
+    # Gradients of parts of a step are summed, so that activations stay in cache.
+    part = min(PretrainConfig.tokens_per_part, flags.tokens_per_step)
+    config = settings_from(flags, PretrainConfig, tokens_per_part=part)
+    options = settings_from(flags, PretrainOptions)
     with cli.stop_signals_as_event() as stop:
-        result = run_pretraining(flags, settings, workdir, stop)
+        result = run_pretraining(options, config, settings, workdir, stop)
     cli.report(result)
     return 0
 

@@ -9,10 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags as absl_flags
 from tokenizers import Tokenizer
 
-from clover_jax.config import BaseConfig
 from clover_jax.data.corpus import Document, builtin_documents
 from clover_jax.errors import UserError
 from clover_jax.runtime.progress import Progress, progress_bar
@@ -22,14 +20,14 @@ from clover_jax.storage.jsonl import append_row, keep_rows
 from experiments.tiny_base.pretrain_card import is_made_here
 from experiments.tiny_base.pretrain_export import FinishedRun, export_run
 from experiments.tiny_base.pretraining import (
-    PretrainConfig,
     PretrainState,
     init_state,
     load_state,
     pretrain,
     save_state,
 )
-from experiments.tiny_base.token_windows import BLOCK, TokenStream
+from experiments.tiny_base.settings import BLOCK, PretrainConfig, PretrainOptions
+from experiments.tiny_base.token_windows import TokenStream
 from experiments.tiny_base.tokenizer_training import (
     BOS,
     EOS,
@@ -80,27 +78,32 @@ class StepLog:
 
 
 def run_pretraining(
-    flags: absl_flags.FlagValues, settings: dict[str, Any], workdir: Path, stop: threading.Event
+    options: PretrainOptions,
+    config: PretrainConfig,
+    settings: dict[str, Any],
+    workdir: Path,
+    stop: threading.Event,
 ) -> dict[str, Any]:
     """Train, or go on training, and write the base; return what the command reports.
+
+    settings: what the base depends on, by the names of the options.
 
     Raises:
       UserError: `workdir` holds a run of other settings or another process's, or the settings
         make no model.
     """
-    config = _train_config(flags)
-    train = builtin_documents("train", root=flags.sources, packages=flags.packages)
-    heldout = builtin_documents("heldout", root=flags.sources, packages=flags.packages)
-    base = _base_config(flags)
-    check_vocab_size(flags.vocab_size)
-    output = Path(flags.output).expanduser() if flags.output else workdir / "base"
+    train = builtin_documents("train", root=options.sources, packages=options.packages)
+    heldout = builtin_documents("heldout", root=options.sources, packages=options.packages)
+    base = options.base_config()
+    check_vocab_size(options.vocab_size)
+    output = Path(options.output).expanduser() if options.output else workdir / "base"
     # Without --output, a base of this workdir is made anew.
-    replaces = flags.overwrite or not flags.output
+    replaces = options.overwrite or not options.output
     check_replaceable(output, replaces, "base made by pretrain", is_made_here)
     workdir.mkdir(parents=True, exist_ok=True)
     with only_process_in(workdir, "is training", "--workdir"):
         claim_workdir(workdir, settings)
-        tokenizer = _tokenizer(workdir / "tokenizer.json", train, flags.vocab_size)
+        tokenizer = _tokenizer(workdir / "tokenizer.json", train, options.vocab_size)
         base = dataclasses.replace(
             base,
             vocab_size=tokenizer.get_vocab_size(),
@@ -119,14 +122,14 @@ def run_pretraining(
             state = load_state(checkpoint_path(workdir), state)
         keep_rows(workdir / METRICS, lambda row: row["step"] <= state.step)
         with progress_bar(config.steps, "pretrain", initial=state.step) as bar:
-            log = StepLog(workdir, bar, flags.log_every, flags.checkpoint_every, stop)
+            log = StepLog(workdir, bar, options.log_every, options.checkpoint_every, stop)
             try:
                 state = pretrain(base, config, stream, state, log)
             except Stopped:
                 return {"workdir": str(workdir), "finished": False}
         save_state(checkpoint_path(workdir), state)
         run = FinishedRun(base, tokenizer, state, stream.num_tokens, train, heldout, settings)
-        return export_run(run, output, flags.prompts)
+        return export_run(run, output, options.prompts)
 
 
 def checkpoint_path(workdir: Path) -> Path:
@@ -151,44 +154,6 @@ def claim_workdir(workdir: Path, settings: dict[str, Any]) -> None:
                 f"{workdir} holds a run with --{name}={before.get(name)}, not "
                 f"{settings.get(name)}; use the same settings or another --workdir"
             )
-
-
-def _train_config(flags: absl_flags.FlagValues) -> PretrainConfig:
-    return PretrainConfig(
-        steps=flags.steps,
-        minutes=flags.minutes,
-        seed=flags.seed,
-        tokens_per_step=flags.tokens_per_step,
-        tokens_per_part=min(2048, flags.tokens_per_step),
-        learning_rate=flags.learning_rate,
-        embedding_learning_rate=flags.embedding_learning_rate,
-        weight_decay=flags.weight_decay,
-    )
-
-
-def _base_config(flags: absl_flags.FlagValues) -> BaseConfig:
-    """Return the shape that the flags ask for; the tokenizer may be smaller than they allow."""
-    if flags.hidden_size % (2 * flags.num_heads):
-        raise UserError(
-            f"--hidden_size ({flags.hidden_size}) must be an even multiple of --num_heads "
-            f"({flags.num_heads})"
-        )
-    try:
-        return BaseConfig(
-            vocab_size=flags.vocab_size,
-            hidden_size=flags.hidden_size,
-            intermediate_size=flags.intermediate_size,
-            num_layers=flags.num_layers,
-            num_heads=flags.num_heads,
-            num_kv_heads=flags.num_kv_heads,
-            head_dim=flags.hidden_size // flags.num_heads,
-            max_position_embeddings=BLOCK,
-            tie_word_embeddings=True,
-            bos_token_id=0,
-            eos_token_ids=(1,),
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
 
 
 def _tokenizer(path: Path, documents: list[Document], vocab_size: int) -> Tokenizer:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import time
 from collections.abc import Callable
 from functools import lru_cache, partial
@@ -16,64 +15,13 @@ import numpy as np
 import optax
 
 from clover_jax.array_types import Array, Float, Params
-from clover_jax.config import BaseConfig, JsonConfig
+from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, packed_mask, project
 from clover_jax.storage.files import atomic_file
 from experiments.tiny_base.muon import muon
-from experiments.tiny_base.token_windows import BLOCK, TokenStream, Windows
-
-
-@dataclasses.dataclass(frozen=True)
-class PretrainConfig(JsonConfig):
-    """How to train; the model's shape is a BaseConfig.
-
-    steps: optimiser steps.
-    minutes: wall-clock budget; the schedule follows whichever of the two runs out first. 0: none.
-    tokens_per_step: read by one optimiser step, in blocks of 1024.
-    tokens_per_part: gradients are summed over parts of a step, so that activations stay in cache.
-    lengths: window lengths, short ones first: attention is cheaper and the early loss needs none.
-    length_starts: progress (0 to 1) at which each length takes over; the first is 0.
-    learning_rate: Muon's peak; embedding_learning_rate: Adam's, for embeddings and norms.
-    warmup: part of the run with rising rate, after which it falls linearly to zero.
-    """
-
-    steps: int = 2000
-    minutes: float = 0.0
-    seed: int = 0
-    tokens_per_step: int = 8192
-    tokens_per_part: int = 2048
-    lengths: tuple[int, ...] = (256, 512, 1024)
-    length_starts: tuple[float, ...] = (0.0, 0.5, 0.85)
-    learning_rate: float = 0.02
-    embedding_learning_rate: float = 0.004
-    weight_decay: float = 0.05
-    warmup: float = 0.03
-
-    def __post_init__(self):
-        if self.tokens_per_step % BLOCK or self.tokens_per_step % self.tokens_per_part:
-            raise UserError(
-                f"tokens_per_step ({self.tokens_per_step}) must be a multiple of {BLOCK} and of "
-                f"tokens_per_part ({self.tokens_per_part})"
-            )
-        if not self.learning_rate > 0:  # Adam's rate is kept as a multiple of it
-            raise UserError(f"learning_rate ({self.learning_rate}) must be positive")
-        if len(self.lengths) != len(self.length_starts) or self.length_starts[0] != 0:
-            raise ValueError(
-                f"length_starts {self.length_starts} must give a start for each of the lengths "
-                f"{self.lengths}, the first 0"
-            )
-
-    def length_at(self, progress: float) -> int:
-        """Return the window length at a progress from 0 to 1."""
-        started = sum(start <= progress for start in self.length_starts)
-        return self.lengths[started - 1]
-
-    def rate_at(self, progress: float) -> float:
-        """Return the learning rate relative to the peak: linear up, then linear down to zero."""
-        if progress < self.warmup:
-            return max(progress, 0.002) / self.warmup
-        return max(0.0, 1 - progress) / (1 - self.warmup)
+from experiments.tiny_base.settings import PretrainConfig
+from experiments.tiny_base.token_windows import TokenStream, Windows
 
 
 class PretrainState(NamedTuple):

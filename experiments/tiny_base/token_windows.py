@@ -8,9 +8,7 @@ from typing import NamedTuple
 import numpy as np
 
 from clover_jax.errors import UserError
-
-# The stream is cut and shuffled in blocks of this size; shorter windows are parts of a block.
-BLOCK = 1024
+from experiments.tiny_base.settings import BLOCK
 
 
 class Windows(NamedTuple):

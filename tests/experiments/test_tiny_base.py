@@ -22,13 +22,13 @@ from experiments.tiny_base.pretrain import define_flags, main
 from experiments.tiny_base.pretrain_card import is_made_here
 from experiments.tiny_base.pretrain_run import StepLog, Stopped, claim_workdir
 from experiments.tiny_base.pretraining import (
-    PretrainConfig,
     init_params,
     init_state,
     load_state,
     pretrain,
     save_state,
 )
+from experiments.tiny_base.settings import PretrainConfig
 from experiments.tiny_base.token_windows import TokenStream
 
 TINY = BaseConfig(

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 
 from clover_jax.errors import UserError
-from experiments.tiny_base.token_windows import BLOCK, TokenStream, cut_windows
+from experiments.tiny_base.settings import BLOCK
+from experiments.tiny_base.token_windows import TokenStream, cut_windows
 
 BOS, EOS = 0, 1
 
