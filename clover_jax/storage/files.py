@@ -55,10 +55,8 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     temporary name is fixed, so that what a killed run left behind is cleared by the next.
     """
     path = Path(path)
-    if not os.path.lexists(path) and os.path.lexists(_replaced(path)):
-        os.rename(_replaced(path), path)  # killed between two renames
+    recover_directory(path)
     unfinished = _unfinished(path)
-    _remove(unfinished)  # of a killed run
     unfinished.mkdir(parents=True)
     try:
         with naming(path):
@@ -70,6 +68,18 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
             put_in_place(unfinished, path)
     finally:
         _remove(unfinished)
+
+
+def recover_directory(path: str | os.PathLike) -> None:
+    """Undo what a process left that was killed while it wrote the folder `path`.
+
+    A folder that it had moved away is back, and what lies beside it is deleted.
+    """
+    path = Path(path)
+    if not os.path.lexists(path) and os.path.lexists(_replaced(path)):
+        os.rename(_replaced(path), path)  # killed between two renames
+    _remove(_replaced(path))
+    _remove(_unfinished(path))
 
 
 @contextlib.contextmanager

@@ -22,7 +22,7 @@ from clover_jax.runtime.distributed import agreed, is_primary
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.sharding.placement import param_shardings, rows_of_process, with_shardings
 from clover_jax.storage.checkpoint import Checkpoints
-from clover_jax.storage.files import check_renames, only_process_in, write_json
+from clover_jax.storage.files import check_renames, only_process_in, recover_directory, write_json
 from clover_jax.storage.json_files import read_json_object
 from clover_jax.training.metrics import METRICS, MetricsLog
 from clover_jax.training.optimizer import make_schedule
@@ -117,6 +117,8 @@ def _train(
             record_settings(workdir, settings, inputs.identity)
             # It tells of a run that had finished; this one has more to do.
             (workdir / RESULT).unlink(missing_ok=True)
+            for name in (DRAFT, BEST):
+                recover_directory(workdir / name)
 
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
         shown = sys.stderr if is_primary() else io.StringIO()

@@ -50,8 +50,11 @@ class Trainer:
         mesh = config.mesh
         train_step = make_train_step(config)
         base_params = with_draft_rows(self.inputs.base.params, config.head.config)
-        if done and self._measured_at(done):
-            self.measurement(done, state)  # unless it was before the run was stopped
+        if done:
+            # A killed run may have left the draft of a later step than its checkpoint's.
+            self.measurement.export(done, state)
+            if self._measured_at(done):
+                self.measurement(done, state)  # unless it was before the run was stopped
 
         watch = FiniteWatch(self.checkpoints)
         with Clock() as clock:
