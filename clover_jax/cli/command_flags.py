@@ -70,7 +70,7 @@ def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> No
     for name, declared in declared_settings(kind).items():
         if name not in flags and (not names or name in names):
             _define(flags, name, kinds[name], defaults[name], declared)
-            group_flags(flags, declared.group, name)
+            _group(flags, name, declared.group)
 
 
 def _define(
@@ -124,12 +124,10 @@ def define_common_flags(flags: absl_flags.FlagValues) -> None:
     define_settings(flags, ModelSpec, "mesh")
 
 
-def group_flags(flags: absl_flags.FlagValues, title: str, *names: str) -> None:
-    """Let `--help` list flags under a heading; those that the command lacks are passed over."""
-    for name in names:
-        if name in flags:
-            flag: Any = flags[name]  # absl's own flags have no group
-            flag.group = title
+def _group(flags: absl_flags.FlagValues, name: str, title: str) -> None:
+    """Let `--help` list a flag under a heading."""
+    flag: Any = flags[name]  # absl's own flags have no group
+    flag.group = title
 
 
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:
@@ -158,7 +156,7 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
         "read flags from this file, one a line; what comes later wins",
         flag_values=values,
     )
-    group_flags(values, COMMON, "flagfile")
+    _group(values, "flagfile", COMMON)
     return values
 
 
