@@ -23,7 +23,7 @@ from clover_jax.decoding.engine import Engine, bucket
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.repeated import repeated
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import TOKEN, gumbel, warp
+from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.top_k import top_k
@@ -57,7 +57,8 @@ class Case(NamedTuple):
 class Margins(NamedTuple):
     """Of plain decoding at every emitted token.
 
-    margin: [B, O] best score less second best. gap: [B, O] best score less that of another token.
+    margin: [B, O] best score less second best. gap: [B, O] how far differences of scores must move
+        for another token to be the choice.
     """
 
     margin: Array
@@ -150,7 +151,7 @@ def classify(
 def _largest_change(one: np.ndarray, other: np.ndarray) -> float:
     """Return the largest difference of two rows of margins.
 
-    A margin over tokens that top-k or top-p cut off is infinite and says nothing of rounding.
+    A temperature next to nothing makes margins infinite, which says nothing of rounding.
     """
     is_known = np.isfinite(one) & np.isfinite(other)
     return float(np.abs(one[is_known] - other[is_known]).max(initial=0.0))
@@ -228,24 +229,79 @@ def add_margin(
     output = verify(config.base, weights.base, tree, 0, cache, length)
     scores = _scores(config, state, tree_logits(weights.base, output), length + 1)
 
-    best = top_k(scores, 2).values
-    rival_score = jnp.take_along_axis(scores, rival[:, None], axis=-1)[:, 0]
-    new = Margins(best[:, 0] - best[:, 1], best[:, 0] - rival_score)
+    best = top_k(scores.noisy, 2).values
+    new = Margins(best[:, 0] - best[:, 1], _gap(scores, rival[:, None]))
     filled = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), margins_so_far, new)
     # The cache is written only after the scores that need it as it was.
-    return write_rows(cache, output.fresh, after(length, scores)), filled
+    return write_rows(cache, output.fresh, after(length, scores.noisy)), filled
+
+
+class Scores(NamedTuple):
+    """What the next token is the argmax of.
+
+    noisy: tempered logits with the position's noise, none cut off; the logits at temperature 0.
+    room: see `room_to_cut`.
+    """
+
+    noisy: Float[Array, "B V"]
+    room: Float[Array, "B V"]
 
 
 def _scores(
     config: StepConfig, state: DecodeState, logits: Float[Array, "B 1 V"], position: Array
-) -> Float[Array, "B V"]:
-    """Return what the next token is the argmax of: warped logits with noise.
-
-    At temperature 0 it is that of the logits, which unlike warped ones leave every token a score.
-    """
+) -> Scores:
+    logits, rows = logits[:, 0], state.sampling
+    nothing_is_cut = jnp.full(logits.shape, jnp.inf)
     if config.sampling.verify == "greedy":
-        return logits[:, 0]
-    warped = warp(logits, state.sampling, config.sampling.truncate)
-    noise = gumbel(state.sampling, position[:, None], TOKEN, logits.shape[-1])
-    is_drawn = state.sampling.temperature[:, None] > 0
-    return jnp.where(is_drawn, (warped + noise)[:, 0], logits[:, 0])
+        return Scores(logits, nothing_is_cut)
+
+    is_drawn = rows.temperature[:, None] > 0
+    scaled = warp(logits[:, None], rows, truncate=False)[:, 0]
+    noise = gumbel(rows, position[:, None], TOKEN, logits.shape[-1])[:, 0]
+    room = room_to_cut(logits, rows) if config.sampling.truncate else nothing_is_cut
+    # A row at temperature 0 takes the largest logit, whatever else its settings say.
+    return Scores(
+        jnp.where(is_drawn, scaled + noise, logits), jnp.where(is_drawn, room, nothing_is_cut)
+    )
+
+
+def _gap(scores: Scores, rival: Int[Array, "B 1"]) -> Float[Array, " B"]:
+    """Return how far differences of scores must move for `rival` to be the choice."""
+    score, room = (jnp.take_along_axis(each, rival, axis=-1) for each in scores)
+    # Each better token must be overtaken or cut off, and the rival itself must be kept.
+    lead = jnp.where(scores.noisy > score, jnp.minimum(scores.noisy - score, scores.room), 0)
+    return jnp.maximum(lead.max(axis=-1), -room[:, 0])
+
+
+def room_to_cut(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, "B V"]:
+    """Return how far differences of tempered logits must move for top-k and top-p to cut a token.
+
+    Negative for a token that is cut: how far for it to be kept. Infinite where nothing is cut.
+
+    A token changes sides where it meets the last that is kept or the first that is cut, or where
+    the mass before it meets top_p: the log odds of a mass move no further than such differences.
+
+    Example: tempered logits [2, 1.5, 1.4] and top_k 2 give [0.6, 0.1, -0.1].
+    """
+    kept_by_k = warp(logits[:, None], rows.replace(top_p=jnp.ones_like(rows.top_p)), True)[:, 0]
+    is_kept = warp(logits[:, None], rows, truncate=True)[:, 0] > -jnp.inf
+    scaled = warp(logits[:, None], rows, truncate=False)[:, 0]
+    last = jnp.where(is_kept, scaled, jnp.inf).min(axis=-1, keepdims=True)
+    first_cut = jnp.where(is_kept, -jnp.inf, scaled).max(axis=-1, keepdims=True)
+
+    # The mass before a token; equal tokens stay together, so they have that of their first.
+    order = jnp.argsort(-kept_by_k, axis=-1)
+    ranked = jnp.take_along_axis(kept_by_k, order, axis=-1)
+    probability = jax.nn.softmax(ranked, axis=-1)
+    before = jnp.clip(jnp.cumsum(probability, axis=-1) - probability, 0, 1)
+    is_first = jnp.diff(ranked, axis=-1, prepend=jnp.inf) != 0
+    before = jax.lax.cummax(jnp.where(is_first, before, 0), axis=1)
+    before = jnp.take_along_axis(before, jnp.argsort(order, axis=-1), axis=-1)
+
+    # Mass decides nothing about a token that top-k cuts, nor where top_p keeps all.
+    top_p, log_odds = rows.top_p[:, None], jax.scipy.special.logit
+    by_mass = jnp.where(top_p < 1, log_odds(top_p) - log_odds(before), jnp.inf)
+    by_mass = jnp.where(kept_by_k > -jnp.inf, by_mass, -jnp.inf)
+    return jnp.where(
+        is_kept, jnp.minimum(scaled - first_cut, by_mass), jnp.maximum(scaled - last, by_mass)
+    )

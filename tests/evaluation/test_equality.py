@@ -1,11 +1,14 @@
 """Where texts part, and whether that is a near-tie: judged by plain decoding's own margins."""
 
 import dataclasses
+import math
 
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 from clover_jax.decoding.requests import Request
+from clover_jax.decoding.sampling import empty_sampling
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.evaluation import near_ties
@@ -103,14 +106,52 @@ def test_a_row_at_temperature_0_is_judged_by_its_logits_in_a_sampled_run_too(twi
     assert tie.threshold < 1e-3
 
 
-def test_margins_over_tokens_that_were_cut_off_move_no_threshold(twins):
-    base = dataclasses.replace(twins.models.base, params=random_base())
-    method = Method("vanilla", dataclasses.replace(twins.models, base=base))
-    engine = method.models.engine(2, SamplingConfig("lossless", truncate=True))
-    request = Request(0, [3, 1, 4], 8, temperature=1.0, top_k=1)
+def almost_twins(twins):
+    """Plain decoding of a base in which token 2i + 1 scores next to nothing less than 2i."""
+    params = twins.models.base.params
+    factor = jnp.where(jnp.arange(96) % 2, 1 - 1e-5, 1.0)[:, None]
+    params = params | {"lm_head": params["lm_head"] * factor}
+    base = dataclasses.replace(twins.models.base, params=params)
+    return Method("vanilla", dataclasses.replace(twins.models, base=base))
+
+
+@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.01}], ids=["top_k", "top_p"])
+def test_a_token_that_was_only_just_cut_off_is_near(twins, cut):
+    request = Request(0, random_prompts(1, seed=2)[0], 8, temperature=1.0, **cut)
+    sampling = SamplingConfig("lossless", truncate=True)
+    near = classified(almost_twins(twins), sampling, request, lambda token: token ^ 1)
+    assert 0 < near.gap < 1e-3
+    other = classified(almost_twins(twins), sampling, request, lambda token: (token + 2) % 96)
+    assert other.kind == MISMATCH
+    assert near.gap < other.gap < float("inf")
+    assert other.threshold < 1e-3  # margins jump where a token is cut off or not, scores do not
+
+
+def test_infinite_margins_move_no_threshold(twins):
+    engine = twins.models.engine(2, SamplingConfig("lossless"))
+    request = Request(0, [3, 1, 4], 8, temperature=1e-38)
     case = near_ties.Case(request, [1, 5, 9], Divergence(0, 0, 2, 9, 2))
-    (found,) = near_ties.classify([case], method, engine, engine)
+    (found,) = near_ties.classify([case], twins, engine, engine)
     assert found.threshold == 0
+
+
+def room(logits, **changes):
+    rows = empty_sampling(1).replace(temperature=jnp.ones(1))
+    rows = rows.replace(**{name: jnp.asarray([value]) for name, value in changes.items()})
+    return near_ties.room_to_cut(jnp.asarray([logits], jnp.float32), rows)[0].tolist()
+
+
+def test_the_room_of_the_docstring():
+    assert room([2, 1.5, 1.4], top_k=2) == pytest.approx([0.6, 0.1, -0.1], abs=1e-6)
+    assert room([2, 1.5, 1.4]) == [math.inf] * 3
+
+
+def test_the_room_in_mass_is_that_of_its_odds():
+    found = room(np.log([0.5, 0.3, 0.2]).tolist(), top_p=0.79)  # just short of the third
+    odds = math.log(0.79 / 0.21) - math.log(0.8 / 0.2)
+    assert found == pytest.approx([math.log(2.5), math.log(1.5), odds], abs=1e-5)
+    # Of two equal tokens both are kept, since 0.4 before them is not enough.
+    assert min(room(np.log([0.4, 0.25, 0.25, 0.1]).tolist(), top_p=0.5)[:3]) > 0.3
 
 
 def test_text_is_fed_no_further_than_it_goes(way, twins, monkeypatch):
