@@ -161,6 +161,17 @@ def test_the_launcher_ends_all_when_one_fails():
     assert "process 1 ended with status 7; ending the other 2." in finished.stderr
 
 
+def test_the_launcher_waits_for_processes_that_it_was_told_to_stop():
+    script = 'trap "echo saved; exit 0" TERM; echo up; while true; do sleep 0.05; done'
+    command = [LAUNCH, "2", "bash", "-c", script]
+    pipe = subprocess.PIPE
+    run = subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True)
+    assert [run.stdout.readline(), run.stdout.readline()] == ["up\n", "up\n"]
+    run.terminate()
+    said, errors = run.communicate()
+    assert (run.returncode, said) == (0, "saved\nsaved\n"), errors
+
+
 def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
     source = (
         "from clover_jax.runtime.distributed import joined_processes\n"
