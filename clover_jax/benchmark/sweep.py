@@ -9,6 +9,7 @@ from typing import Any
 
 from clover_jax.benchmark.measured import describe_run
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.tree import CopyTree
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import fitting_context
 from clover_jax.loading.models import Models, load
@@ -97,7 +98,7 @@ def sweep(
 
 def expanded_widths(models: Models) -> list[int]:
     """Return the number of nodes that are expanded on each level below the root."""
-    tree = models.tree
+    tree = models.tree.drafted if isinstance(models.tree, CopyTree) else models.tree
     if isinstance(tree, AdaptiveTree):
         return [tree.width] * (models.levels - 1)
     return [level.expanded.size for level in tree.levels() if level.expanded.size]

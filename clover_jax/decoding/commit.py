@@ -9,7 +9,8 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
-from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.models.cache import Cache, after, gather_rows, write_rows
 
 

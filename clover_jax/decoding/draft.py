@@ -11,9 +11,9 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.decoding.sampling import CHILDREN, RowSampling, gumbel, warp
-from clover_jax.decoding.top_k import top_k
+from clover_jax.decoding.top_k import TopK, top_k
 from clover_jax.decoding.tree import TokenTree, TreeConfig
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.drafters.drafter import PAD_TOKEN, FewTokens, Frozen, Proposal
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.cache import Cache
 
@@ -49,8 +49,8 @@ class Drafted(struct.PyTreeNode):
     drafts: DraftDistributions | None
 
 
-# (logits [B, W, Vd], number of children k, level) -> Children
-ChooseChildren = Callable[[Array, int, int], Children]
+# (what the head proposes, number of children k, level) -> Children
+ChooseChildren = Callable[[Proposal, int, int], Children]
 
 
 def draft(
@@ -71,8 +71,8 @@ def draft(
     batch, width = root.shape[0], 1
     tokens, drafts = [root[:, None]], []
     for depth, level in enumerate(tree.levels()):
-        logits = apply_head(head, params, "propose", frozen, state, depth)
-        candidates = _to_target(head, choose(logits, int(level.rank.max()) + 1, depth))
+        proposal = apply_head(head, params, "propose", frozen, state, depth)
+        candidates = _to_target(head, choose(proposal, int(level.rank.max()) + 1, depth))
         # A head whose proposal is the same for every branch returns a single one.
         candidates = _for_branches(candidates, width)
         # Every node is its parent's child of the node's rank.
@@ -95,9 +95,22 @@ def draft(
     return Drafted(TokenTree(tokens=slots, parent=parents), joined)
 
 
-def top_children(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children:
+def top_children(proposal: Proposal, k: int, depth: int) -> Children:
     """Choose the k most probable tokens, in that order."""
-    return Children(top_k(logits, k).ids)
+    return Children(best_tokens(proposal, k).ids)
+
+
+def best_tokens(proposal: Proposal, k: int) -> TopK:
+    """Return the k largest logits, or log probabilities; PAD_TOKEN where a head knows no more."""
+    if not isinstance(proposal, FewTokens):
+        return top_k(proposal, k)
+    # They come in this order already.
+    ids, values = proposal.ids[..., :k], proposal.log_probability[..., :k]
+    missing = ((0, 0), (0, 0), (0, k - ids.shape[-1]))
+    return TopK(
+        jnp.pad(values, missing, constant_values=-jnp.inf),
+        jnp.pad(ids, missing, constant_values=PAD_TOKEN),
+    )
 
 
 def sample_children(
@@ -114,7 +127,8 @@ def sample_children(
     noise = gumbel(rows, positions, CHILDREN, support)
     noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
-    def choose(logits: Float[Array, "B W Vd"], k: int, depth: int) -> Children:
+    def choose(logits: Proposal, k: int, depth: int) -> Children:
+        assert not isinstance(logits, FewTokens)  # StepConfig refuses draws of these
         # Adding Gumbel noise and taking the k largest draws k tokens without replacement.
         values, ids = top_k(logits, support)
         warped = warp(values, rows.replace(temperature=hot), truncate)

@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.draft import apply_head, target_ids
+from clover_jax.decoding.draft import apply_head, best_tokens, target_ids
 from clover_jax.decoding.top_k import top_k
-from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
-from clover_jax.drafters.drafter import Frozen
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.drafters.drafter import PAD_TOKEN, FewTokens, Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.cache import Cache
 from clover_jax.sharding.placement import over_rows
@@ -42,13 +42,18 @@ def draft_adaptive(
     state: Any,
     cache: Cache,
     tree: AdaptiveTree,
-) -> TokenTree:
-    """Draft the tree that the rule chooses; children are deterministic, so q is a point mass."""
+) -> tuple[TokenTree, Float[Array, "B T"]]:
+    """Draft the tree that the rule chooses; children are deterministic, so q is a point mass.
+
+    Returns the log of the joint probability of each node too, -inf in unused slots.
+    """
     rule = {"dynamic": _draft_dynamic, "clover4": _draft_clover4}[tree.rule]
     return rule(_Grower(head, params, frozen, cache, tree.width), root, state, tree)
 
 
-def _draft_dynamic(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree) -> TokenTree:
+def _draft_dynamic(
+    grower: _Grower, root: Array, state: Any, tree: AdaptiveTree
+) -> tuple[TokenTree, Array]:
     """Expand the best by joint probability, level by level; keep the best of all nodes seen.
 
     Source: EAGLE-2. A child never scores above its parent and comes later, so the best nodes
@@ -78,12 +83,16 @@ def _draft_dynamic(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
     parent = jnp.take_along_axis(pool_parents, kept, axis=1)
     # Slot of a pool index: its place among the kept ones, after the root.
     slot = jnp.argmax(parent[:, :, None] == kept[:, None, :], axis=-1) + 1
-    return _with_root(
-        root, jnp.take_along_axis(pool_tokens, kept, axis=1), jnp.where(parent < 0, 0, slot)
+    kept_tokens, kept_scores = (
+        jnp.take_along_axis(x, kept, axis=1) for x in (pool_tokens, pool_scores)
     )
+    grown = _with_root(root, kept_tokens, jnp.where(parent < 0, 0, slot))
+    return grown, _with_root_score(kept_scores)
 
 
-def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree) -> TokenTree:
+def _draft_clover4(
+    grower: _Grower, root: Array, state: Any, tree: AdaptiveTree
+) -> tuple[TokenTree, Array]:
     """Spend a budget of nodes level by level, the most probable first.
 
     Source: Clover. Children of a node: by descending probability while the mass before them is
@@ -93,6 +102,7 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
     batch = root.shape[0]
     tokens = jnp.full((batch, tree.nodes), PAD_TOKEN)
     parents = jnp.zeros((batch, tree.nodes), jnp.int32)
+    scores = jnp.full((batch, tree.nodes), -jnp.inf)
     score, slots = jnp.zeros((batch, 1)), jnp.zeros((batch, 1), jnp.int32)
     used = jnp.zeros((batch, 1), jnp.int32)
     num_levels = tree.levels_within(grower.head.config.max_depth)
@@ -112,6 +122,7 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
         tokens = over_rows(_write, tokens, place, token)
         above = jnp.take_along_axis(slots, parent, axis=1)
         parents = over_rows(_write, parents, place, above)
+        scores = over_rows(_write, scores, place, best.values)
 
         # Nodes that were not kept go on with a score of -inf, so nothing hangs on them.
         if depth + 1 < num_levels:
@@ -119,12 +130,10 @@ def _draft_clover4(grower: _Grower, root: Array, state: Any, tree: AdaptiveTree)
         score = jnp.where(kept, best.values, -jnp.inf)
         slots = place + 1
         used += kept.sum(axis=1, keepdims=True)
-    return _with_root(root, tokens, parents)
+    return _with_root(root, tokens, parents), _with_root_score(scores)
 
 
-def _write(
-    nodes: Int[Array, "B n"], place: Int[Array, "B W"], new: Int[Array, "B W"]
-) -> Int[Array, "B n"]:
+def _write(nodes: Array, place: Int[Array, "B W"], new: Array) -> Array:
     """Write to places of each row; one that is out of range is dropped."""
     return nodes.at[jnp.arange(len(nodes))[:, None], place].set(new, mode="drop")
 
@@ -141,9 +150,11 @@ class _Grower(NamedTuple):
     def children(self, state: Any, score: Float[Array, "B W"], depth: int) -> _Candidates:
         """Return the most probable children of every expanded node."""
         # A child's score is its parent's plus its own log probability.
-        logits = apply_head(self.head, self.params, "propose", self.frozen, state, depth)
-        best = top_k(logits, self.num_children)
-        log_share = best.values - jax.nn.logsumexp(logits, axis=-1, keepdims=True)
+        proposal = apply_head(self.head, self.params, "propose", self.frozen, state, depth)
+        best = best_tokens(proposal, self.num_children)
+        log_share = best.values
+        if not isinstance(proposal, FewTokens):
+            log_share -= jax.nn.logsumexp(proposal, axis=-1, keepdims=True)
         log_share = jnp.minimum(log_share, 0.0)  # rounding must not lift a child over its parent
         # A head whose proposal is the same for every branch returns a single one.
         of_nodes, flat = (*score.shape, best.ids.shape[-1]), (score.shape[0], -1)
@@ -172,3 +183,8 @@ def _with_root(root: Array, tokens: Int[Array, "B n"], parent: Int[Array, "B n"]
         tokens=jnp.concatenate([root[:, None], tokens], axis=1),
         parent=jnp.pad(parent, ((0, 0), (1, 0)), constant_values=-1),
     )
+
+
+def _with_root_score(scores: Float[Array, "B n"]) -> Float[Array, "B T"]:
+    """Put the root's score before the drafted nodes': it is certain."""
+    return jnp.pad(scores, ((0, 0), (1, 0)))

@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.chunk import Records, compile_chunk, read_records
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.placement import Placement
@@ -38,7 +37,7 @@ from clover_jax.decoding.state import (
     insert,
 )
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import Tree
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
@@ -56,7 +55,7 @@ class Engine:
         self,
         base: BaseConfig,
         head: DraftHead | None,
-        tree: TreeConfig | AdaptiveTree,
+        tree: Tree,
         sampling: SamplingConfig = GREEDY,
         *,
         seed: int = 0,

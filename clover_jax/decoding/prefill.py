@@ -60,7 +60,7 @@ def _absorb(
     _, draft_cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
-        AcceptedPositions(features, next_tokens, starts, count),
+        AcceptedPositions(features, next_tokens, starts, count, state.tokens),
         state.draft_cache,
         method="absorb",
     )

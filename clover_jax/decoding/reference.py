@@ -14,7 +14,9 @@ from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.drafter import (
+    PAD_TOKEN,
     AcceptedPositions,
+    FewTokens,
     frozen_from_base,
     select_features,
     with_draft_rows,
@@ -24,6 +26,7 @@ from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask, project
 
 PADDING = 64
+_NONE = (PAD_TOKEN,) * 64  # what a head that knows few tokens proposes beyond them
 
 
 def plain_greedy(
@@ -69,7 +72,8 @@ def draft_tokens(
     # Read the whole text at once, as if nothing had been committed before.
     cache = head.module.init_cache(1, padded.shape[1], features.dtype)
     count = jnp.asarray([len(context)])
-    accepted = AcceptedPositions(features, next_tokens, zero, count)
+    known = jnp.asarray(_pad(text))
+    accepted = AcceptedPositions(features, next_tokens, zero, count, known)
     start, cache = apply("absorb", frozen, accepted, cache)
     states: dict[tuple[int, ...], Any] = {(): start}
     tokens: dict[tuple[int, ...], int] = {}
@@ -77,9 +81,13 @@ def draft_tokens(
     # Parents come before children, so each path goes on from its parent's state.
     for path in tree.paths:
         depth, above = len(path) - 1, states[path[:-1]]
-        logits = np.asarray(apply("propose", frozen, above, static=(depth,)))[0, 0]
-        # Stable sort: the lower id first among equal logits, as in lax.top_k.
-        tokens[path] = to_target[int(np.argsort(-logits, kind="stable")[path[-1]])]
+        proposal = apply("propose", frozen, above, static=(depth,))
+        if isinstance(proposal, FewTokens):
+            tokens[path] = [*np.asarray(proposal.ids)[0, 0].tolist(), *_NONE][path[-1]]
+        else:
+            # Stable sort: the lower id first among equal logits, as in lax.top_k.
+            order = np.argsort(-np.asarray(proposal)[0, 0], kind="stable")
+            tokens[path] = to_target[int(order[path[-1]])]
         token = jnp.asarray([[tokens[path]]])
         arguments = (frozen, above, cache, zero[None], token)
         states[path] = apply("advance", *arguments, static=(depth + 1,))

@@ -8,9 +8,8 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.sampling import RowSampling, empty_sampling
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import Tree
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.cache import Cache, init_cache
 
@@ -53,7 +52,7 @@ class DecodeState(struct.PyTreeNode):
 def empty_state(
     base: BaseConfig,
     head: DraftHead | None,
-    tree: TreeConfig | AdaptiveTree,
+    tree: Tree,
     batch: int,
     size: int,
     num_eos: int,

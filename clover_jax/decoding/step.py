@@ -6,6 +6,7 @@ Nothing leaves the device within a step; `chunk.py` says what the host reads in 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -23,13 +24,14 @@ from clover_jax.decoding.accept import (
 )
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord, commit
+from clover_jax.decoding.copies import add_copies, guessed_scores
 from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
 from clover_jax.decoding.sampling import warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import RUNNING, DecodeState
-from clover_jax.decoding.tree import TokenTree, TreeConfig
+from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
 from clover_jax.decoding.verify import tree_choices, tree_logits, verify
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
@@ -37,7 +39,7 @@ from clover_jax.drafters.drafter import (
     select_features,
     with_draft_rows,
 )
-from clover_jax.drafters.registry import DraftHead
+from clover_jax.drafters.registry import TRAINING_FREE, DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache
 from clover_jax.sharding.placement import by_rows, gathered_in_use
@@ -52,7 +54,7 @@ class StepConfig:
 
     base: BaseConfig
     head: DraftHead | None
-    tree: TreeConfig | AdaptiveTree
+    tree: Tree
     sampling: SamplingConfig = GREEDY
 
     def __post_init__(self):
@@ -67,6 +69,16 @@ class StepConfig:
             self._check_draws()
 
     def _check_draws(self) -> None:
+        if isinstance(self.tree, CopyTree):
+            raise ValueError(
+                f"tree {self.tree.name!r} has copies, which are no draws from the draft: use "
+                "draft_sampling topk, or a tree without copies"
+            )
+        if self.head is not None and self.head.config.kind in TRAINING_FREE:
+            raise ValueError(
+                f"{self.head.config.kind} has no distribution to draw children from: use "
+                "draft_sampling topk, whose text has the base's distribution too"
+            )
         if isinstance(self.tree, AdaptiveTree):
             raise ValueError(
                 f"tree {self.tree.name!r} is chosen by probability, so its children are no draws: "
@@ -85,9 +97,11 @@ class StepConfig:
         return self.head.config.features if self.head else ()
 
 
-def check_tree(head: DraftHead, tree: TreeConfig | AdaptiveTree) -> None:
+def check_tree(head: DraftHead, tree: Tree) -> None:
     """Raise UserError for a tree that the head cannot draft: too deep, or too wide."""
     config = head.config
+    if isinstance(tree, CopyTree):
+        tree = tree.drafted  # copies go as deep as they like
     depth = tree.levels_within(config.max_depth) if isinstance(tree, AdaptiveTree) else tree.depth
     if config.max_depth is not None and depth > config.max_depth:
         raise UserError(
@@ -187,7 +201,7 @@ def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> 
     root, cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
-        AcceptedPositions(state.features, state.next_tokens, start, state.count),
+        AcceptedPositions(state.features, state.next_tokens, start, state.count, state.tokens),
         state.draft_cache,
         method="absorb",
     )
@@ -203,16 +217,37 @@ def draft_tree(
 ) -> Drafted:
     """Grow the tree from the head's root state; `state` holds the cache that absorbing gave."""
     assert config.head is not None  # plain decoding drafts nothing
-    frozen, sampling = frozen_from_base(weights.base), config.sampling
+    frozen, sampling, tree = frozen_from_base(weights.base), config.sampling, config.tree
     arguments = (config.head, weights.draft, frozen, root, root_state, state.draft_cache)
-    if isinstance(config.tree, AdaptiveTree):
-        return Drafted(draft_adaptive(*arguments, config.tree), None)
+    if isinstance(tree, CopyTree):
+        copied = functools.partial(_with_copies, tree=tree, state=state)
+        own = tree.drafted
+        if isinstance(own, AdaptiveTree):
+            # Where nothing is worth copying its nodes take all slots.
+            wide = dataclasses.replace(own, nodes=min(tree.num_nodes, own.pool_size))
+            return copied(*draft_adaptive(*arguments, wide))
+        if own.num_nodes:
+            return copied(draft(*arguments, own, top_children).tree, guessed_scores(own))
+        return copied(TokenTree(root[:, None], jnp.full((1, 1), -1)), guessed_scores(own))
+    if isinstance(tree, AdaptiveTree):
+        return Drafted(draft_adaptive(*arguments, tree)[0], None)
     if sampling.draft_sampling == "sampled":
-        support = min(max(SUPPORT, config.tree.num_ranks), config.head.config.draft_vocab_size)
-        rows, positions = state.sampling, state.length[:, None] + 1 + jnp.arange(config.tree.depth)
+        support = min(max(SUPPORT, tree.num_ranks), config.head.config.draft_vocab_size)
+        rows, positions = state.sampling, state.length[:, None] + 1 + jnp.arange(tree.depth)
         choose = sample_children(rows, positions, sampling.truncate, support)
-        return draft(*arguments, config.tree, choose)
-    return draft(*arguments, config.tree, top_children)
+        return draft(*arguments, tree, choose)
+    return draft(*arguments, tree, top_children)
+
+
+def _with_copies(
+    drafted: TokenTree, score: Float[Array, "#B T"], tree: CopyTree, state: DecodeState
+) -> Drafted:
+    """Let copies of the text fill what a tree has left, or compete with what was drafted."""
+    score = jnp.broadcast_to(score, drafted.tokens.shape)
+    keeps = isinstance(tree.drafted, TreeConfig)
+    sizes = (tree.num_nodes, tree.depth)
+    copied = add_copies(drafted, score, state.tokens, state.length, *sizes, keep_drafted=keeps)
+    return Drafted(copied, None)
 
 
 def verify_tree(

@@ -25,7 +25,6 @@ from clover_jax.errors import UserError
 PAPER25 = (
     "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
 )
-PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 
 
 class Level(NamedTuple):
@@ -132,22 +131,74 @@ class TokenTree(struct.PyTreeNode):
 
     tokens: [B, T] the root and the drafted tokens; PAD_TOKEN in unused slots.
     parent: [B, T] slot of the parent, -1 at the root; [1, T] where all rows share one shape.
+    copied: [B, T] whether a node was copied from the text; None where nothing is copied.
     """
 
     tokens: Int[Array, "B T"]
     parent: Int[Array, "B T"]
+    copied: Bool[Array, "B T"] | None = None
 
 
-def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
+@dataclasses.dataclass(frozen=True)
+class CopyTree(JsonConfig):
+    """A tree with room for copies of the text: see copies.py.
+
+    drafted: what the head drafts; the root alone where everything is copied.
+    copies: nodes beside those. A static tree keeps its own; an adaptive one and the copies compete
+        for the nodes of both.
+    """
+
+    name: str
+    drafted: TreeConfig | AdaptiveTree
+    copies: int
+
+    def __post_init__(self):
+        if self.copies < 1:
+            raise ValueError(f"tree {self.name!r}: copies ({self.copies}) must be at least 1")
+
+    @property
+    def num_nodes(self) -> int:
+        """Drafted and copied nodes, the root not counted."""
+        return self.drafted.num_nodes + self.copies
+
+    @property
+    def num_slots(self) -> int:
+        """T: drafted and copied nodes and the root."""
+        return self.num_nodes + 1
+
+    @property
+    def num_ranks(self) -> int:
+        """Children of one drafted node that are looked at."""
+        return self.drafted.num_ranks
+
+    @property
+    def depth(self) -> int:
+        """Tokens on the longest path at most: all copies may be one chain."""
+        return max(self.drafted.depth, self.copies)
+
+
+Tree = TreeConfig | AdaptiveTree | CopyTree
+
+
+def parse_tree(name: str) -> Tree:
     """Return the tree that a name stands for.
 
     paper25, chain:P, file:PATH, paths:PATHS and none are static; dynamic:NODES[:DEPTH[:WIDTH]] and
     clover4 follow the draft's probabilities.
 
+    A tree with +copy:NODES behind it, or copy:NODES alone, has room for copies of the text.
+
     A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]], which are
     paths:0/1/0.0 as well.
     Raises UserError for an unknown name, unusable paths or an unusable file.
     """
+    # Copies beside another tree, or alone.
+    drafted, _, copies = name.rpartition("copy:")
+    if copies.isdecimal() and int(copies) > 0 and (not drafted or drafted.endswith("+")):
+        own = parse_tree(drafted[:-1]) if drafted else TreeConfig.root_only()
+        if not isinstance(own, CopyTree):
+            return CopyTree(name, own, int(copies))
+
     kind, _, argument = name.partition(":")
     # Trees with a fixed name.
     if name == "none":
@@ -168,15 +219,18 @@ def parse_tree(name: str) -> TreeConfig | AdaptiveTree:
         return parse_adaptive(name)
     raise UserError(
         f"tree {name!r} is unknown; use paper25, chain:P with P >= 1, dynamic:NODES, clover4, "
-        "file:PATH, paths:PATHS or none"
+        "file:PATH, paths:PATHS, copy:NODES, one of these +copy:NODES, or none"
     )
 
 
-def portable_name(tree: TreeConfig | AdaptiveTree) -> str:
+def portable_name(tree: Tree) -> str:
     """Return a name by which `parse_tree` finds the same tree anywhere: its paths, where need be.
 
     Example: "file:a.json" with [[0], [0, 2]] in it gives "paths:0/0.2".
     """
+    if isinstance(tree, CopyTree):
+        own = f"{portable_name(tree.drafted)}+" if tree.drafted.num_nodes else ""
+        return f"{own}copy:{tree.copies}"
     is_named = tree.name != AUTO and not tree.name.startswith("file:")
     if is_named or isinstance(tree, AdaptiveTree):
         return tree.name

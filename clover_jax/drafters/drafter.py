@@ -20,6 +20,7 @@ from clover_jax.models.cache import Cache
 from clover_jax.models.int8 import Matrix, take_rows
 
 DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
+PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 State = Any  # a pytree of the drafter's own; leaves [B, W, ...], or what all branches share
 
 
@@ -48,12 +49,28 @@ class AcceptedPositions(struct.PyTreeNode):
     next_tokens: [B, A]    the token that follows it.
     start:       [B]       where the first one lies in the text.
     count:       [B]       valid positions.
+    text:        [B, S]    the row's tokens; known up to start + count, beyond that anything.
     """
 
     features: Float[Array, "B A F"]
     next_tokens: Int[Array, "B A"]
     start: Int[Array, " B"]
     count: Int[Array, " B"]
+    text: Int[Array, "B S"]
+
+
+class FewTokens(struct.PyTreeNode):
+    """What a head proposes that knows few tokens: all others have probability 0.
+
+    ids:             [B, W, k] the most probable first; PAD_TOKEN where there are fewer.
+    log_probability: [B, W, k] -inf where there is none; their sum may be below 1.
+    """
+
+    ids: Int[Array, "B W k"]
+    log_probability: Float[Array, "B W k"]
+
+
+Proposal = Float[Array, "B W Vd"] | FewTokens
 
 
 class Drafter(Protocol):
@@ -77,10 +94,10 @@ class Drafter(Protocol):
         """
         ...
 
-    def propose(self, frozen: Frozen, state: State, depth: int) -> Float[Array, "B W Vd"]:
+    def propose(self, frozen: Frozen, state: State, depth: int) -> Proposal:
         """Return the logits of the tokens that may follow each state, `depth` levels down.
 
-        [B, 1, Vd] where they are the same for all branches.
+        [B, 1, Vd] where they are the same for all branches; or the few tokens that it knows.
         """
         ...
 

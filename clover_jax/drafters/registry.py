@@ -27,6 +27,10 @@ DRAFTERS = {
     "eagle": ("eagle", "EagleConfig", "Eagle"),
     "eagle3": ("eagle3", "Eagle3Config", "Eagle3"),
 }
+# The same for what drafts without weights; --draft takes these names.
+TRAINING_FREE = {
+    "lookup": ("lookup", "LookupConfig", "Lookup"),
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,10 +41,15 @@ class DraftHead:
     module: Drafter
 
 
-def _module_of(kind: str):
-    if kind not in DRAFTERS:
+def _entry(kind: str) -> tuple[str, str, str]:
+    known = DRAFTERS | TRAINING_FREE
+    if kind not in known:
         raise UserError(f"drafter {kind!r} is unknown; the drafters are {', '.join(DRAFTERS)}")
-    return importlib.import_module(f"clover_jax.drafters.{DRAFTERS[kind][0]}")
+    return known[kind]
+
+
+def _module_of(kind: str):
+    return importlib.import_module(f"clover_jax.drafters.{_entry(kind)[0]}")
 
 
 def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfig:
@@ -75,22 +84,26 @@ def config_from_dict(values: dict[str, Any]) -> DrafterConfig:
     """Rebuild a config written by `DrafterConfig.to_dict`."""
     # An unknown kind is named by the error.
     file = _module_of(values.get("kind", "missing"))
-    return getattr(file, DRAFTERS[values["kind"]][1]).from_dict(values)
+    return getattr(file, _entry(values["kind"])[1]).from_dict(values)
 
 
 def head(config: DrafterConfig) -> DraftHead:
     """Return the head that a config describes."""
     file = _module_of(config.kind)
-    return DraftHead(config=config, module=getattr(file, DRAFTERS[config.kind][2])(config))
+    return DraftHead(config=config, module=getattr(file, _entry(config.kind)[2])(config))
 
 
 def init_shapes(draft: DraftHead, base_params: Params) -> Params:
     """Return the head's params as ShapeDtypeStructs (float32), allocating nothing."""
+    if draft.config.kind in TRAINING_FREE:
+        return {}
     return jax.eval_shape(lambda base: _random_params(draft, base, jax.random.key(0)), base_params)
 
 
 def init_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
     """Return float32 params with the method's initialisation from the base."""
+    if draft.config.kind in TRAINING_FREE:
+        return {}
     fresh, noise = jax.random.split(rng)
     params = _random_params(draft, base_params, fresh)
     return _module_of(draft.config.kind).init_from_base(draft.config, params, base_params, noise)

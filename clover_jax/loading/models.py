@@ -20,7 +20,14 @@ from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
-from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree, portable_name
+from clover_jax.decoding.tree import (
+    CopyTree,
+    Tree,
+    TreeConfig,
+    default_tree,
+    parse_tree,
+    portable_name,
+)
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
@@ -40,6 +47,9 @@ from clover_jax.tokenizers.tokenizer import load_tokenizer, template_hash, templ
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+# What a draft without weights costs is the base's forward, so its trees are deep.
+TREES = {"lookup": "copy:25"}
+
 
 @dataclasses.dataclass(frozen=True)
 class Models:
@@ -55,7 +65,7 @@ class Models:
     base: BaseModel
     tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(repr=False)
     draft: Draft | None
-    tree: TreeConfig | AdaptiveTree
+    tree: Tree
     mesh: Mesh | None = None
     int8: tuple[str, ...] = ()
 
@@ -81,10 +91,16 @@ class Models:
 
     @property
     def levels(self) -> int:
-        """How many levels a step drafts: those of the tree that the head goes down to."""
-        if isinstance(self.tree, AdaptiveTree) and self.head is not None:
-            return self.tree.levels_within(self.head.config.max_depth)
-        return self.tree.depth
+        """How many levels a step drafts: those of the tree that the head goes down to.
+
+        1 where all nodes are copies, which are made at once.
+        """
+        tree = self.tree
+        if isinstance(tree, CopyTree):
+            return max(1, self.with_tree(tree.drafted).levels)
+        if isinstance(tree, AdaptiveTree) and self.head is not None:
+            return tree.levels_within(self.head.config.max_depth)
+        return tree.depth
 
     def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
         """Return the speculative step; raises UserError where the tree does not suit the head."""
@@ -97,7 +113,7 @@ class Models:
         """Return the base alone."""
         return dataclasses.replace(self, draft=None, tree=TreeConfig.root_only())
 
-    def with_tree(self, tree: TreeConfig | AdaptiveTree) -> Models:
+    def with_tree(self, tree: Tree) -> Models:
         """Return the same models with another tree."""
         return dataclasses.replace(self, tree=tree)
 
@@ -149,8 +165,8 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         return plain
 
     # Which base a head was trained for, its own reader checks.
-    if spec.draft.startswith(RANDOM):
-        draft = _random_draft(spec.draft, plain)
+    if _needs_no_file(spec.draft):
+        draft = _fresh_draft(spec.draft, plain)
         draft = dataclasses.replace(draft, params=random_params(draft.params, seed=1))
     else:
         allowed, theta = spec.allow_base_mismatch, spec.draft_rope_theta
@@ -172,7 +188,7 @@ def load_shapes(spec: ModelSpec) -> Models:
 
     Allocates nothing, reads no weights and splits nothing over a mesh. Raises UserError as `load`.
     """
-    if spec.draft != NO_DRAFT and not spec.draft.startswith(RANDOM):
+    if spec.draft != NO_DRAFT and not _needs_no_file(spec.draft):
         raise UserError(
             f"--draft={spec.draft}: to compile for other hardware only shapes are needed; give "
             f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
@@ -186,7 +202,7 @@ def load_shapes(spec: ModelSpec) -> Models:
     if spec.draft == NO_DRAFT:
         return plain
 
-    draft = _random_draft(spec.draft, plain)
+    draft = _fresh_draft(spec.draft, plain)
     if "draft" in parts:
         draft = dataclasses.replace(draft, params=jax.eval_shape(round_params, draft.params))
     return _with_draft(plain, draft, spec.tree)
@@ -201,18 +217,22 @@ def check_names(spec: ModelSpec) -> None:
                 f"tree {spec.tree!r} has {tree.num_nodes} nodes and there is no draft to fill "
                 "them; give --draft=DIR, or leave the tree out"
             )
-    elif not spec.draft.startswith(RANDOM):
+    elif not _needs_no_file(spec.draft):
         try:
             find_head(spec.draft, spec.draft_rope_theta)
         except UserError as error:
             raise UserError(f"--draft={spec.draft}: {error}") from error
 
 
-def _random_draft(name: str, plain: Models) -> Draft:
+def _needs_no_file(draft: str) -> bool:
+    return draft.startswith(RANDOM) or draft in registry.TRAINING_FREE
+
+
+def _fresh_draft(name: str, plain: Models) -> Draft:
     """Return a draft of shapes: a head as `train` would begin one for this base."""
     head = registry.head(registry.config_for_base(name.removeprefix(RANDOM), plain.base.config))
     shapes = cast_shapes(registry.init_shapes(head, plain.base.params), plain.dtype)
-    return Draft(head, shapes, None, {}, name)
+    return Draft(head, shapes, TREES.get(name), {}, name)
 
 
 def _with_draft(plain: Models, draft: Draft, tree: str | None) -> Models:
@@ -230,7 +250,7 @@ def _with_draft(plain: Models, draft: Draft, tree: str | None) -> Models:
 def _engine(
     base: BaseConfig,
     head: DraftHead | None,
-    tree: TreeConfig | AdaptiveTree,
+    tree: Tree,
     sampling: SamplingConfig,
     batch_size: int,
     steps_per_chunk: int,

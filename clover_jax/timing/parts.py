@@ -15,7 +15,6 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import commit
 from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
@@ -30,7 +29,7 @@ from clover_jax.decoding.step import (
     speculate_and_verify,
     verify_tree,
 )
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig
 from clover_jax.loading.models import Models
 from clover_jax.timing.loops import STEPS, step_loop, steps_at_once
 from clover_jax.timing.turns import Run
@@ -169,8 +168,12 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     return parts
 
 
-def cut_tree(tree: TreeConfig | AdaptiveTree, depth: int) -> TreeConfig | AdaptiveTree:
-    """Return the tree without its deeper levels."""
+def cut_tree(tree: Tree, depth: int) -> Tree:
+    """Return the tree without its deeper levels; copies stay."""
+    if isinstance(tree, CopyTree):
+        drafted = cut_tree(tree.drafted, depth)
+        assert not isinstance(drafted, CopyTree)  # nor was the one that was cut
+        return dataclasses.replace(tree, drafted=drafted)
     if isinstance(tree, TreeConfig):
         kept = tuple(path for path in tree.paths if len(path) <= depth)
         return TreeConfig(f"{tree.name} to level {depth}", kept)

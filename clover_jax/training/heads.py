@@ -26,6 +26,11 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
 
     Raises UserError for a setting that this kind of drafter does not have or cannot take.
     """
+    if settings.drafter in registry.TRAINING_FREE:
+        raise UserError(
+            f"--drafter={settings.drafter} has nothing to train; decode with "
+            f"--draft={settings.drafter} at once"
+        )
     options = parse_drafter_options(settings.drafter_options or "", settings.drafter)
     # Two options are common enough to have flags of their own.
     for name in ("num_positions", "num_augmenting_layers"):

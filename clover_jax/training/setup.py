@@ -10,9 +10,8 @@ from clover_jax.data.pipeline import PipelineConfig
 from clover_jax.data.prepared import PreparedSamples
 from clover_jax.data.samples import RecordSamples
 from clover_jax.data.training_data import TrainingData, load_training_data
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.step import check_tree
-from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
+from clover_jax.decoding.tree import Tree, default_tree, parse_tree
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
@@ -53,7 +52,7 @@ class TrainInputs(NamedTuple):
     step: TrainStepConfig
     draft_vocab_coverage: float | None
     pipeline: PipelineConfig
-    tree: TreeConfig | AdaptiveTree
+    tree: Tree
     evaluator: DecodingEvaluator | None
 
     @property

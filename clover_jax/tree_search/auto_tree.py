@@ -13,9 +13,9 @@ import numpy as np
 from clover_jax.config import DrafterConfig
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts, text_prompt
-from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, AdaptiveTree
+from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH
 from clover_jax.decoding.sampling_config import SamplingConfig, Warping
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree import Tree, TreeConfig, parse_tree, portable_name
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
 from clover_jax.runtime.progress import passing_note
@@ -101,7 +101,7 @@ def with_auto_tree(
     return ways[0 if best is None else best + 1]
 
 
-def _tree_of(rows: Path) -> TreeConfig | AdaptiveTree | None:
+def _tree_of(rows: Path) -> Tree | None:
     """Return the tree that a row file was begun with; None where it has no rows, or names none."""
     if not (rows.is_file() and rows.stat().st_size):
         return None
@@ -116,9 +116,9 @@ def _explain(lines: Sequence[str]) -> None:
         print(line, file=sys.stderr, flush=True)
 
 
-def _name(tree: TreeConfig | AdaptiveTree) -> str:
-    if isinstance(tree, AdaptiveTree):
-        return tree.name
+def _name(tree: Tree) -> str:
+    if not isinstance(tree, TreeConfig):
+        return portable_name(tree)
     widths = ", ".join(str(len(level.parent)) for level in tree.levels())
     return f"{tree.num_nodes} nodes, {widths} by level"
 

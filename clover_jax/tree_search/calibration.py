@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Array, Float, Int
+from clover_jax.array_types import Array, Int
 from clover_jax.config import DrafterConfig
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import commit
@@ -28,7 +28,7 @@ from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import DecodeState, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import FewTokens, Proposal, frozen_from_base
 from clover_jax.loading.models import Models
 from clover_jax.sharding.placement import gathered_in_use
 
@@ -157,8 +157,8 @@ def _ranks(
     apply = functools.partial(config.head.module.apply, {"params": weights.draft}, frozen)
     ranks = []
     for depth in range(true.shape[1]):
-        logits = apply(branch, depth, method="propose")[:, 0]
-        ranks.append(_rank_of(config.head.config, logits, true[:, depth]))
+        proposal = apply(branch, depth, method="propose")
+        ranks.append(_rank_of(config.head.config, proposal, true[:, depth]))
         # Fed the true token: an ideal tree would hold it.
         if depth + 1 < true.shape[1]:
             parent = jnp.zeros_like(true[:, :1])
@@ -168,13 +168,20 @@ def _ranks(
 
 
 def _rank_of(
-    config: DrafterConfig, logits: Float[Array, "B Vd"], token: Int[Array, " B"]
+    config: DrafterConfig, proposal: Proposal, token: Int[Array, " B"]
 ) -> Int[Array, " B"]:
-    """Return how many tokens the head puts before this one; _LACKS where it has no such token."""
+    """Return how many tokens the head puts before this one; _LACKS where it has no such token.
+
+    proposal: of a single branch.
+    """
+    if isinstance(proposal, FewTokens):
+        matches = proposal.ids[:, 0] == token[:, None]
+        return jnp.where(matches.any(axis=1), matches.argmax(axis=1), _LACKS)
     if config.draft_to_target is None:
         index, known = token, jnp.ones_like(token, bool)
     else:
         matches = jnp.asarray(config.draft_to_target) == token[:, None]
         index, known = matches.argmax(axis=1), matches.any(axis=1)
+    logits = proposal[:, 0]
     own = jnp.take_along_axis(logits, index[:, None], axis=1)
     return jnp.where(known, (logits > own).sum(axis=1), _LACKS)

@@ -15,7 +15,7 @@ import numpy as np
 
 from clover_jax.config import JsonConfig
 from clover_jax.decoding.adaptive_tree import AUTO, AdaptiveTree, parse_adaptive
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree import Tree, TreeConfig
 
 MOST_NODES = 127
 MOST_FINALISTS = 2
@@ -144,7 +144,7 @@ def _between(points: Points, size: float) -> float:
     return float(np.interp(size, sizes, seconds))
 
 
-def finalists(choice: Choice, *, adaptive: bool) -> list[TreeConfig | AdaptiveTree]:
+def finalists(choice: Choice, *, adaptive: bool) -> list[Tree]:
     """Return the trees that are worth a trial, the one with the best prospects first.
 
     adaptive: whether the children may be chosen by probability. A tree as large as the best static
@@ -154,7 +154,7 @@ def finalists(choice: Choice, *, adaptive: bool) -> list[TreeConfig | AdaptiveTr
     worth = [other for other in choice.considered if other.speed_up > WORTH_A_TRIAL]
     best = sorted(worth, key=lambda other: -other.speed_up)[:MOST_FINALISTS]
     # A sum of parts orders trees roughly, so more than one gets a run.
-    trees: list[TreeConfig | AdaptiveTree] = [other.tree for other in best]
+    trees: list[Tree] = [other.tree for other in best]
     if adaptive and trees:
         trees.append(dynamic_like(best[0].tree))
     return trees

@@ -4,7 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover_jax.decoding.accept import accept_forced, accept_path
-from clover_jax.decoding.tree import PAD_TOKEN, TokenTree
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.drafters.drafter import PAD_TOKEN
 
 
 def test_accept_path_of_the_docstring():

@@ -10,8 +10,8 @@ from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.step import StepConfig
-from clover_jax.decoding.tree import PAD_TOKEN, TreeConfig, parse_tree
-from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
+from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
@@ -30,9 +30,8 @@ class SlowHead:
         next_tokens = jnp.array([[3, 9, 27, 81]])
         zero, cache = jnp.zeros(1, jnp.int32), self.head.module.init_cache(1, 64, jnp.float32)
         self.root = 81
-        self.state, self.cache = self.apply(
-            "absorb", AcceptedPositions(features, next_tokens, zero, jnp.array([4])), cache
-        )
+        accepted = AcceptedPositions(features, next_tokens, zero, jnp.array([4]), next_tokens)
+        self.state, self.cache = self.apply("absorb", accepted, cache)
 
     def apply(self, method, *arguments, depth=()):
         """Call a method of the head, compiled; `depth` is its static last argument."""

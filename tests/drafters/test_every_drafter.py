@@ -76,7 +76,7 @@ def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
             read, following = (
                 x[:, i : i + size] for x, i in ((features, begin), (tokens, begin + 1))
             )
-            accepted = AcceptedPositions(read, following, start + begin, start + valid)
+            accepted = AcceptedPositions(read, following, start + begin, start + valid, tokens)
             state, cache = apply(accepted, cache, method="absorb")
         proposals = []
         for depth in range(head.config.num_positions):

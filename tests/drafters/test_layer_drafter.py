@@ -80,9 +80,9 @@ def test_states_of_a_drafted_tree_equal_a_full_recomputation_along_each_path(any
     first, rest = jnp.array([3, 3]), jnp.array(CONTEXT) - 3
     zero = jnp.zeros(2, jnp.int32)
     features, tokens = committed
-    begun = AcceptedPositions(features[:, :3], tokens[:, :3], zero, first)
+    begun = AcceptedPositions(features[:, :3], tokens[:, :3], zero, first, tokens)
     _, cache = apply(any_head, "absorb", frozen, begun, cache)
-    others = AcceptedPositions(features[:, 3:], tokens[:, 3:], first, rest)
+    others = AcceptedPositions(features[:, 3:], tokens[:, 3:], first, rest, tokens)
     state, cache = apply(any_head, "absorb", frozen, others, cache)
     # Every row chooses parents of its own, out of order, as an adaptive tree does.
     levels = [

@@ -50,7 +50,8 @@ def test_it_drafts_what_it_was_trained_to_draft(head):
     trained = apply("train_forward", features, batch)
     at = jnp.full(len(batch.tokens), 4)
     next_tokens = jnp.roll(batch.tokens, -1, axis=1)
-    state, cache = apply("absorb", AcceptedPositions(features, next_tokens, 0 * at, at), ())
+    accepted = AcceptedPositions(features, next_tokens, 0 * at, at, batch.tokens)
+    state, cache = apply("absorb", accepted, ())
     for i in range(3):
         expected = apply("logits", trained[i, :, 3], i)
         np.testing.assert_allclose(apply("propose", state, i)[:, 0], expected, atol=1e-5)

@@ -1,0 +1,188 @@
+"""Copies in a tree: what followed the last tokens earlier in the text, beside what a head drafted.
+
+A chain of copies begins at the root, and at every drafted node after which the text has a match.
+Chains that say the same, or what the head has drafted already, share their nodes. Every node has a
+score, the log of the probability that it is accepted, and the best ones get the slots.
+
+    score of the i-th copied node of a chain = score of its slot + sum_{i' <= i} log r(m + i')
+
+with m the length of the match and r how often a match of that length is right. A chain's scores
+fall, so the best nodes always include their ancestors.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.decoding.top_k import top_k
+from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
+from clover_jax.drafters.drafter import PAD_TOKEN
+from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
+from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
+
+
+class _Ways(NamedTuple):
+    """N ways down from the root: one to each slot and on by copies, and the root's other ways.
+
+    tokens:  [B, N, D] the tokens on the way, PAD_TOKEN beyond its end.
+    is_copy: [B, N, D] whether a token was copied; else it was drafted, or there is none.
+    score:   [B, N, D] log of the probability that a copy is accepted, -inf elsewhere.
+    """
+
+    tokens: Int[Array, "B N D"]
+    is_copy: Bool[Array, "B N D"]
+    score: Float[Array, "B N D"]
+
+
+def add_copies(
+    drafted: TokenTree,
+    score: Float[Array, "B T"],
+    text: Int[Array, "B S"],
+    end: Int[Array, " B"],
+    nodes: int,
+    depth: int,
+    *,
+    keep_drafted: bool,
+) -> TokenTree:
+    """Return a tree of `nodes` nodes: the best of the drafted ones and the copies.
+
+    score: log of the probability that each drafted node is accepted, 0 at the root; -inf drops it.
+    text, end: the row's tokens, and where the last one lies, which is the root.
+    depth: bound of the tree's height.
+    keep_drafted: whether drafted nodes keep their slots, however good the copies are.
+    """
+    num_slots = drafted.tokens.shape[1]
+    parent = jnp.broadcast_to(drafted.parent, drafted.tokens.shape)
+    mask = ancestor_mask(parent, depth)
+    level = node_depth(mask)
+    ways = _ways(drafted.tokens, parent, mask, level, score, text, end, depth)
+
+    # same[n, m, d]: the ways n and m are one down to depth d + 1. drawn[n, t, d]: slot t is the
+    # node of way n there.
+    same = jnp.cumprod(ways.tokens[:, :, None] == ways.tokens[:, None], axis=-1).astype(bool)
+    same &= (ways.tokens != PAD_TOKEN)[:, :, None]
+    drawn = same[:, :, :num_slots] & (level[:, None, :, None] == jnp.arange(1, depth + 1))
+
+    # A node of several ways belongs to the first of them and is worth what the best says.
+    copies = same & ways.is_copy[:, None]
+    first = jnp.argmax(copies, axis=2)
+    is_own = ways.is_copy & ~drawn.any(axis=2) & (first == jnp.arange(first.shape[1])[:, None])
+    worth = jnp.where(copies, ways.score[:, None], -jnp.inf).max(axis=2)
+    own_depth = jnp.maximum(level - 1, 0)[..., None]
+    of_slots = jnp.take_along_axis(worth[:, :num_slots], own_depth, axis=-1)[..., 0]
+    of_slots = jnp.full_like(score, jnp.inf) if keep_drafted else jnp.maximum(score, of_slots)
+
+    # All nodes in the order of slots: the drafted ones, then the copies, level by level.
+    pool = _joined(of_slots, jnp.where(is_own, worth, -jnp.inf))
+    tokens, above = _joined(drafted.tokens, ways.tokens), _parents(parent, drawn, first)
+    # The best keep that order. No node is worth more than its parent, so parents are kept.
+    best = top_k(pool, nodes)
+    kept = jnp.sort(jnp.where(best.values > -jnp.inf, best.ids, pool.shape[1]), axis=1)
+    is_node, index = kept < pool.shape[1], jnp.minimum(kept, pool.shape[1] - 1)
+    parents = jnp.take_along_axis(above, index, axis=1)
+    slot = jnp.argmax(parents[..., None] == kept[:, None], axis=-1) + 1
+    before = ((0, 0), (1, 0))  # the root comes first
+    chosen = jnp.where(is_node, jnp.take_along_axis(tokens, index, axis=1), PAD_TOKEN)
+    return TokenTree(
+        tokens=jnp.concatenate([drafted.tokens[:, :1], chosen], axis=1),
+        parent=jnp.pad(jnp.where(is_node & (parents >= 0), slot, 0), before, constant_values=-1),
+        copied=jnp.pad(is_node & (kept >= num_slots - 1), before),
+    )
+
+
+def guessed_scores(tree: TreeConfig) -> Float[Array, "1 T"]:
+    """Return the scores of a static tree's slots, which nobody computes, from their ranks."""
+    # The k-th child is right about half as often as the one before it.
+    of_paths = [sum(-1.0 - 0.7 * rank for rank in path) for path in tree.paths]
+    return jnp.array([[0.0, *of_paths]])
+
+
+def _joined(of_slots: Array, of_ways: Array) -> Array:
+    """Return [B, P] values of all nodes but the root: the slots' [B, T], the ways' [B, N, D]."""
+    by_level = of_ways.swapaxes(1, 2).reshape(len(of_ways), -1)
+    return jnp.concatenate([of_slots[:, 1:], by_level], axis=1)
+
+
+def _parents(
+    parent: Int[Array, "B T"], drawn: Bool[Array, "B N T D"], first: Int[Array, "B N D"]
+) -> Int[Array, "B P"]:
+    """Return each pool node's parent: its index in the pool, -1 for the root."""
+    _, num_ways, num_slots, depth = drawn.shape
+    # The node above, on the same way: a slot, or a copy of the first way that has it.
+    copy = num_slots - 1 + jnp.arange(depth) * num_ways + first
+    node = jnp.where(drawn.any(axis=2), jnp.argmax(drawn, axis=2) - 1, copy)
+    above = jnp.pad(node[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+    return _joined(parent - 1, above)
+
+
+def _ways(
+    tokens: Int[Array, "B T"],
+    parent: Int[Array, "B T"],
+    mask: Bool[Array, "B T T"],
+    level: Int[Array, "B T"],
+    score: Float[Array, "B T"],
+    text: Int[Array, "B S"],
+    end: Int[Array, " B"],
+    depth: int,
+) -> _Ways:
+    """Return the way down to every slot and on by copies, and the root's other ways."""
+    # After every slot the best match; after the root several, which go on differently.
+    suffix = _suffixes(tokens, parent, text, end)
+    at_root = find_matches(text, end, suffix[:, :1], CONTINUATIONS)
+    matches = jax.tree.map(
+        lambda slots, root: jnp.concatenate([slots[..., 0], root[:, 0, 1:]], axis=1),
+        find_matches(text, end, suffix, 1),
+        at_root,
+    )
+    place, length = matches.place, matches.length
+    more = ((0, 0), (0, CONTINUATIONS - 1))  # the root's other ways: nothing of them is drafted
+    begin = jnp.pad(level, more)
+
+    # The drafted part of a way: the ancestor at each depth.
+    on_way = mask[:, :, None] & (level[:, None, None] == jnp.arange(1, depth + 1)[:, None])
+    drafted = jnp.sum(jnp.where(on_way, tokens[:, None, None], 0), axis=-1)
+    drafted = jnp.pad(drafted, (*more, (0, 0)))
+
+    # The copied part: the text from the match on, then what was drafted, and round again as a loop
+    # of the text would go.
+    known = end[:, None] + 1 - place
+    ahead = jnp.arange(depth) - begin[..., None]
+    step = jnp.maximum(ahead, 0) % jnp.maximum(known + begin, 1)[..., None]
+    index = jnp.minimum(place[..., None] + step, text.shape[1] - 1)
+    of_text = jnp.take_along_axis(text, index.reshape(len(text), -1), axis=1).reshape(index.shape)
+    beyond = step - known[..., None]
+    of_draft = jnp.take_along_axis(drafted, jnp.clip(beyond, 0, depth - 1), axis=-1)
+    is_copy = (length[..., None] > 0) & (ahead >= 0)
+    copied = jnp.where(is_copy, jnp.where(beyond < 0, of_text, of_draft), PAD_TOKEN)
+
+    # A longer match is more often right, and a copied token makes the match longer.
+    repeats = jnp.asarray(REPEATS)
+    longer = jnp.minimum(length[..., None] + jnp.maximum(ahead, 0), MOST_MATCHED)
+    steps = jnp.cumsum(jnp.where(is_copy, jnp.log(repeats[longer]), 0.0), axis=-1)
+    # The root's k-th way is right where the ones before it are wrong.
+    wrong = jnp.cumprod(1 - repeats[at_root.length[:, 0]], axis=-1)[:, :-1]
+    of_begin = jnp.concatenate([score, jnp.log(wrong)], axis=1)
+    return _Ways(
+        tokens=jnp.where(ahead < 0, drafted, copied),
+        is_copy=is_copy,
+        score=jnp.where(is_copy, of_begin[..., None] + steps, -jnp.inf),
+    )
+
+
+def _suffixes(
+    tokens: Int[Array, "B T"], parent: Int[Array, "B T"], text: Int[Array, "B S"], end: Array
+) -> Int[Array, "B T L"]:
+    """Return the last tokens at each slot, newest first: of its ancestors, then of the text."""
+    before = last_tokens(text, end)  # the root is the first of them
+    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    suffix, back = [], jnp.zeros_like(at)
+    for _ in range(MOST_MATCHED):
+        below = jnp.take_along_axis(tokens, at, axis=1)
+        suffix.append(jnp.where(at > 0, below, jnp.take_along_axis(before, back, axis=1)))
+        back += at == 0
+        at = jnp.where(at > 0, jnp.maximum(jnp.take_along_axis(parent, at, axis=1), 0), 0)
+    return jnp.stack(suffix, axis=-1)

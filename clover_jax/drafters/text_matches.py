@@ -1,0 +1,82 @@
+"""Where a text has been before: the longest matches of its last tokens, and what followed them.
+
+Every position is compared at once, so no suffix automaton is needed in a compiled step: for all j
+
+    m_j = sum_{l < 8} prod_{l' <= l} [x_{j-1-l'} = y_{l'}]      y_0, y_1 .. the last tokens
+
+is the length of the match after which x_j came. Only the text is read, 4 bytes a position.
+"""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from flax import struct
+
+from clover_jax.array_types import Array, Int
+from clover_jax.drafters.drafter import PAD_TOKEN
+
+MOST_MATCHED = 8  # tokens that are compared; a longer match counts as this one
+
+
+class Matches(struct.PyTreeNode):
+    """The best k matches of each of W suffixes: the longest first, the newest among equals.
+
+    What followed them differs. Where there are fewer than k, length is 0 and token PAD_TOKEN.
+
+    token:  [B, W, k] what followed the match.
+    place:  [B, W, k] where that token lies in the text.
+    length: [B, W, k] tokens that match, MOST_MATCHED at most.
+    """
+
+    token: Int[Array, "B W k"]
+    place: Int[Array, "B W k"]
+    length: Int[Array, "B W k"]
+
+
+def last_tokens(text: Int[Array, "B S"], end: Int[Array, " B"]) -> Int[Array, "B L"]:
+    """Return the last MOST_MATCHED tokens of each row, newest first; PAD_TOKEN before the text.
+
+    end: index of each row's last token.
+    """
+    index = end[:, None] - jnp.arange(MOST_MATCHED)
+    tokens = jnp.take_along_axis(text, jnp.maximum(index, 0), axis=1)
+    return jnp.where(index < 0, PAD_TOKEN, tokens)
+
+
+def find_matches(
+    text: Int[Array, "B S"], end: Int[Array, " B"], suffix: Int[Array, "B W L"], count: int
+) -> Matches:
+    """Return the best matches of every suffix, `count` of them, each followed by another token.
+
+    suffix: the last tokens of W ways in which the text may go on, newest first.
+
+    Example: after "a b c a b d a b" the best is d, then c, both with a match of 2.
+    """
+    # The length of the match that ends right before each position.
+    size = text.shape[1]
+    matched = jnp.ones((*suffix.shape[:2], size), bool)
+    length = jnp.zeros(matched.shape, jnp.int32)
+    for back in range(suffix.shape[2]):
+        earlier = jnp.pad(text, ((0, 0), (back + 1, 0)), constant_values=PAD_TOKEN)[:, :size]
+        wanted = suffix[..., back, None]
+        matched &= (earlier[:, None] == wanted) & (wanted != PAD_TOKEN)
+        length += matched
+
+    # One number orders them by length, then by age; what lies beyond the text follows nothing.
+    place = jnp.arange(size)
+    known = (length > 0) & (place <= end[:, None, None])
+    order = jnp.where(known, length * size + place, -1)
+
+    # Take the best, and leave out all that say the same.
+    best, tokens = [], []
+    for _ in range(count):
+        best.append(order.max(axis=-1))
+        at = jnp.maximum(best[-1], 0) % size
+        tokens.append(jnp.where(best[-1] < 0, PAD_TOKEN, jnp.take_along_axis(text, at, axis=1)))
+        order = jnp.where(text[:, None] == tokens[-1][..., None], -1, order)
+    found = jnp.stack(best, axis=-1)
+    return Matches(
+        token=jnp.stack(tokens, axis=-1),
+        place=jnp.maximum(found, 0) % size,
+        length=jnp.maximum(found, 0) // size,
+    )
