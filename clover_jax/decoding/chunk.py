@@ -20,6 +20,7 @@ from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.repeated import loops_on_device
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
+from clover_jax.decoding.tree import CopyTree, Tree
 
 QUEUED = 2  # steps: one that runs and one that waits, so that the device never waits for the host
 
@@ -75,15 +76,16 @@ def decode_chunk(
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 
-    records = _no_records(num_steps, filled.shape[0], config.tree.depth)
+    records = _no_records(num_steps, filled.shape[0], config.tree)
     return jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, records))[1:]
 
 
-def _no_records(num_steps: int, batch: int, depth: int) -> StepRecord:
+def _no_records(num_steps: int, batch: int, tree: Tree) -> StepRecord:
     def zeros(*shape: int) -> Array:
         return jnp.zeros((num_steps, batch, *shape), jnp.int32)
 
-    return StepRecord(zeros(), zeros(), zeros(), zeros(depth))
+    copied = zeros() if isinstance(tree, CopyTree) else None
+    return StepRecord(zeros(), zeros(), zeros(), zeros(tree.depth), copied)
 
 
 def _call_steps(

@@ -22,12 +22,14 @@ class StepRecord(struct.PyTreeNode):
     proposed: [B] drafted tokens that were verified.
     ranks:    [B, A - 1] of each accepted token, how many of its siblings come before it; the first
         accepted[b] are valid.
+    copied:   [B] accepted tokens that were copied from the text; None for trees without copies.
     """
 
     accepted: Int[Array, " B"]
     emitted: Int[Array, " B"]
     proposed: Int[Array, " B"]
     ranks: Int[Array, "B D"]
+    copied: Int[Array, " B"] | None = None
 
 
 class Emission(struct.PyTreeNode):
@@ -98,11 +100,17 @@ def commit(
         count=emitted,
     )
     new = new.replace(tokens=keep_rows(running, new.tokens, state.tokens))
+    copied = None
+    if tree.copied is not None:
+        # Beyond the accepted path lies slot 0, the root, which is no copy.
+        on_path = jnp.take_along_axis(tree.copied, accepted.path, axis=1)
+        copied = jnp.where(running, on_path.sum(axis=-1), 0)
     return new, StepRecord(
         accepted=jnp.where(running, accepted.count, 0),
         emitted=emitted,
         proposed=jnp.where(running, (tree.tokens[:, 1:] != PAD_TOKEN).sum(axis=-1), 0),
         ranks=sibling_ranks(tree.parent, accepted.path[:, 1:]),
+        copied=copied,
     )
 
 

@@ -6,8 +6,9 @@ score, the log of the probability that it is accepted, and the best ones get the
 
     score of the i-th copied node of a chain = score of its slot + sum_{i' <= i} log r(m + i')
 
-with m the length of the match and r how often a match of that length is right. A chain's scores
-fall, so the best nodes always include their ancestors.
+with m the length of the match and r how often a match of that length is right: as counted in the
+row so far, beside what is usual. A chain's scores fall, so the best nodes always include their
+ancestors.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.decoding.top_k import top_k
@@ -24,6 +26,28 @@ from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
 from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
 
+USUAL_WEIGHT = 4.0  # steps that what is usual counts for
+
+
+class CopyCounts(struct.PyTreeNode):
+    """How often the root's best copy was right in a row, by the length of the match.
+
+    tried, right: [B, M + 1] for lengths 0 .. M.
+    """
+
+    tried: Float[Array, "B M"]
+    right: Float[Array, "B M"]
+
+
+class BestCopy(struct.PyTreeNode):
+    """The root's best copy of a step: what is counted, whether it got slots or not.
+
+    tokens: [B, D] the copied chain, PAD_TOKEN where there is none. length: [B] of the match.
+    """
+
+    tokens: Int[Array, "B D"]
+    length: Int[Array, " B"]
+
 
 class _Ways(NamedTuple):
     """N ways down from the root: one to each slot and on by copies, and the root's other ways.
@@ -31,11 +55,39 @@ class _Ways(NamedTuple):
     tokens:  [B, N, D] the tokens on the way, PAD_TOKEN beyond its end.
     is_copy: [B, N, D] whether a token was copied; else it was drafted, or there is none.
     score:   [B, N, D] log of the probability that a copy is accepted, -inf elsewhere.
+    best:    the first of them, that of the root.
     """
 
     tokens: Int[Array, "B N D"]
     is_copy: Bool[Array, "B N D"]
     score: Float[Array, "B N D"]
+    best: BestCopy
+
+
+def no_counts(batch: int) -> CopyCounts:
+    """Return the counts of rows that have tried nothing."""
+    return CopyCounts(*(jnp.zeros((batch, MOST_MATCHED + 1)) for _ in range(2)))
+
+
+def count_copies(
+    counts: CopyCounts, best: BestCopy, emitted: Int[Array, "B A"], number: Int[Array, " B"]
+) -> CopyCounts:
+    """Count how far a step's best copy went with the text; the first number[b] tokens are valid."""
+    depth = best.tokens.shape[1]
+    follows = jnp.cumprod(best.tokens == emitted[:, :depth], axis=1).astype(bool)
+    is_tried = jnp.pad(follows[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    is_tried &= (best.tokens != PAD_TOKEN) & (jnp.arange(depth) < number[:, None])
+    # Each token of the copy makes the match longer.
+    length = jnp.minimum(best.length[:, None] + jnp.arange(depth), MOST_MATCHED)
+    of_length = jax.nn.one_hot(length, MOST_MATCHED + 1) * is_tried[..., None]
+    right = (of_length * follows[..., None]).sum(axis=1)
+    return CopyCounts(counts.tried + of_length.sum(axis=1), counts.right + right)
+
+
+def _repeats(counts: CopyCounts) -> Float[Array, "B M"]:
+    """Return how often a match of each length is right in each row."""
+    usual = USUAL_WEIGHT * jnp.asarray(REPEATS)
+    return (usual + counts.right) / (USUAL_WEIGHT + counts.tried)
 
 
 def add_copies(
@@ -43,15 +95,17 @@ def add_copies(
     score: Float[Array, "B T"],
     text: Int[Array, "B S"],
     end: Int[Array, " B"],
+    counts: CopyCounts,
     nodes: int,
     depth: int,
     *,
     keep_drafted: bool,
-) -> TokenTree:
+) -> tuple[TokenTree, BestCopy]:
     """Return a tree of `nodes` nodes: the best of the drafted ones and the copies.
 
     score: log of the probability that each drafted node is accepted, 0 at the root; -inf drops it.
     text, end: the row's tokens, and where the last one lies, which is the root.
+    counts: of the row's copies so far.
     depth: bound of the tree's height.
     keep_drafted: whether drafted nodes keep their slots, however good the copies are.
     """
@@ -59,7 +113,7 @@ def add_copies(
     parent = jnp.broadcast_to(drafted.parent, drafted.tokens.shape)
     mask = ancestor_mask(parent, depth)
     level = node_depth(mask)
-    ways = _ways(drafted.tokens, parent, mask, level, score, text, end, depth)
+    ways = _ways(drafted.tokens, parent, mask, level, score, text, end, _repeats(counts), depth)
 
     # same[n, m, d]: the ways n and m are one down to depth d + 1. drawn[n, t, d]: slot t is the
     # node of way n there.
@@ -87,11 +141,12 @@ def add_copies(
     slot = jnp.argmax(parents[..., None] == kept[:, None], axis=-1) + 1
     before = ((0, 0), (1, 0))  # the root comes first
     chosen = jnp.where(is_node, jnp.take_along_axis(tokens, index, axis=1), PAD_TOKEN)
-    return TokenTree(
+    tree = TokenTree(
         tokens=jnp.concatenate([drafted.tokens[:, :1], chosen], axis=1),
         parent=jnp.pad(jnp.where(is_node & (parents >= 0), slot, 0), before, constant_values=-1),
         copied=jnp.pad(is_node & (kept >= num_slots - 1), before),
     )
+    return tree, ways.best
 
 
 def guessed_scores(tree: TreeConfig) -> Float[Array, "1 T"]:
@@ -127,6 +182,7 @@ def _ways(
     score: Float[Array, "B T"],
     text: Int[Array, "B S"],
     end: Int[Array, " B"],
+    repeats: Float[Array, "B M"],
     depth: int,
 ) -> _Ways:
     """Return the way down to every slot and on by copies, and the root's other ways."""
@@ -160,16 +216,18 @@ def _ways(
     copied = jnp.where(is_copy, jnp.where(beyond < 0, of_text, of_draft), PAD_TOKEN)
 
     # A longer match is more often right, and a copied token makes the match longer.
-    repeats = jnp.asarray(REPEATS)
     longer = jnp.minimum(length[..., None] + jnp.maximum(ahead, 0), MOST_MATCHED)
-    steps = jnp.cumsum(jnp.where(is_copy, jnp.log(repeats[longer]), 0.0), axis=-1)
+    right = jnp.take_along_axis(repeats[:, None], longer, axis=-1)
+    steps = jnp.cumsum(jnp.where(is_copy, jnp.log(right), 0.0), axis=-1)
     # The root's k-th way is right where the ones before it are wrong.
-    wrong = jnp.cumprod(1 - repeats[at_root.length[:, 0]], axis=-1)[:, :-1]
+    of_root = jnp.take_along_axis(repeats, at_root.length[:, 0], axis=-1)
+    wrong = jnp.cumprod(1 - of_root, axis=-1)[:, :-1]
     of_begin = jnp.concatenate([score, jnp.log(wrong)], axis=1)
     return _Ways(
         tokens=jnp.where(ahead < 0, drafted, copied),
         is_copy=is_copy,
         score=jnp.where(is_copy, of_begin[..., None] + steps, -jnp.inf),
+        best=BestCopy(copied[:, 0], length[:, 0]),
     )
 
 

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.decoding.copies import BestCopy
 from clover_jax.decoding.sampling import CHILDREN, RowSampling, gumbel, warp
 from clover_jax.decoding.top_k import TopK, top_k
 from clover_jax.decoding.tree import TokenTree, TreeConfig
@@ -43,10 +44,15 @@ class Children(struct.PyTreeNode):
 
 
 class Drafted(struct.PyTreeNode):
-    """A drafted tree and, for sampled children, the distributions they came from."""
+    """A drafted tree.
+
+    drafts: for sampled children, the distributions they came from.
+    copy: for a tree with copies, the best of them.
+    """
 
     tree: TokenTree
-    drafts: DraftDistributions | None
+    drafts: DraftDistributions | None = None
+    copy: BestCopy | None = None
 
 
 # (what the head proposes, number of children k, level) -> Children

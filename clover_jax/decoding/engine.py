@@ -306,6 +306,8 @@ def _collect(row: Generation, slot: int, after: _AfterChunk, seconds: float) -> 
     accepted = after.record.accepted[steps, slot].tolist()
     row.accepted += accepted
     row.proposed += after.record.proposed[steps, slot].tolist()
+    if after.record.copied is not None:
+        row.copied += after.record.copied[steps, slot].tolist()
     ranks = after.record.ranks[steps, slot].tolist()
     row.ranks += [path[:count] for path, count in zip(ranks, accepted, strict=True)]
     row.seconds = seconds

@@ -40,6 +40,7 @@ class Generation:
     accepted: drafted tokens accepted at each target forward, before EOS or the limit cut them.
     proposed: drafted tokens verified at each.
     ranks: of each accepted token, forward by forward, how many of its siblings come before it.
+    copied: accepted tokens that were copies of the text, at each; empty without copies.
     seconds: from the start of its prefill to its last chunk of steps.
     finish_reason: "eos", "length" or "stop"; None while it runs.
     """
@@ -50,6 +51,7 @@ class Generation:
     accepted: list[int] = dataclasses.field(default_factory=list)
     proposed: list[int] = dataclasses.field(default_factory=list)
     ranks: list[list[int]] = dataclasses.field(default_factory=list)
+    copied: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     seconds: float = 0.0
 

@@ -8,8 +8,9 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.copies import CopyCounts, no_counts
 from clover_jax.decoding.sampling import RowSampling, empty_sampling
-from clover_jax.decoding.tree import Tree
+from clover_jax.decoding.tree import CopyTree, Tree
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.cache import Cache, init_cache
 
@@ -33,6 +34,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k and top-p.
+    copies: for a tree with copies, how often they were right.
     """
 
     tokens: Int[Array, "B S"]
@@ -47,6 +49,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: Int[Array, "B A"]
     count: Int[Array, " B"]
     sampling: RowSampling
+    copies: CopyCounts | None = None
 
 
 def empty_state(
@@ -80,6 +83,7 @@ def empty_state(
         next_tokens=zeros(accepted),
         count=zeros(),
         sampling=empty_sampling(batch),
+        copies=no_counts(batch) if isinstance(tree, CopyTree) else None,
     )
 
 

@@ -24,7 +24,7 @@ from clover_jax.decoding.accept import (
 )
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord, commit
-from clover_jax.decoding.copies import add_copies, guessed_scores
+from clover_jax.decoding.copies import add_copies, count_copies, guessed_scores
 from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
@@ -165,7 +165,7 @@ def speculate_and_verify(
     """Advance every running row by its accepted path and one bonus token."""
     root = roots(state)
     if config.head is None:
-        drafted = Drafted(TokenTree(root[:, None], jnp.full((1, 1), -1)), None)
+        drafted = Drafted(TokenTree(root[:, None], jnp.full((1, 1), -1)))
     else:
         state, drafted = absorb_and_draft(config, weights, state, root)
     with jax.named_scope("verify"):
@@ -173,7 +173,11 @@ def speculate_and_verify(
     with jax.named_scope("accept"):
         accepted = accept(config, state, drafted, verified)
     with jax.named_scope("commit"):
-        return commit(state, drafted.tree, accepted, verified.fresh, verified.features)
+        state, record = commit(state, drafted.tree, accepted, verified.fresh, verified.features)
+        if drafted.copy is not None and state.copies is not None:
+            counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
+            state = state.replace(copies=counted)
+        return state, record
 
 
 def roots(state: DecodeState) -> Int[Array, " B"]:
@@ -230,7 +234,7 @@ def draft_tree(
             return copied(draft(*arguments, own, top_children).tree, guessed_scores(own))
         return copied(TokenTree(root[:, None], jnp.full((1, 1), -1)), guessed_scores(own))
     if isinstance(tree, AdaptiveTree):
-        return Drafted(draft_adaptive(*arguments, tree)[0], None)
+        return Drafted(draft_adaptive(*arguments, tree)[0])
     if sampling.draft_sampling == "sampled":
         support = min(max(SUPPORT, tree.num_ranks), config.head.config.draft_vocab_size)
         rows, positions = state.sampling, state.length[:, None] + 1 + jnp.arange(tree.depth)
@@ -245,9 +249,11 @@ def _with_copies(
     """Let copies of the text fill what a tree has left, or compete with what was drafted."""
     score = jnp.broadcast_to(score, drafted.tokens.shape)
     keeps = isinstance(tree.drafted, TreeConfig)
+    assert state.copies is not None  # as for every tree with copies
+    text = (state.tokens, state.length, state.copies)
     sizes = (tree.num_nodes, tree.depth)
-    copied = add_copies(drafted, score, state.tokens, state.length, *sizes, keep_drafted=keeps)
-    return Drafted(copied, None)
+    copied, best = add_copies(drafted, score, *text, *sizes, keep_drafted=keeps)
+    return Drafted(copied, copy=best)
 
 
 def verify_tree(
