@@ -50,6 +50,9 @@ DRAFTERS = {
     "eagle3": ("eagle3", {"num_positions": 4}),
 }
 
+# What drafts without weights: every test of decoding runs over these too.
+TRAINING_FREE = {"lookup": ("lookup", {})}
+
 SMALL_TREE = TreeConfig("small", ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 
 LLAMA3_8B = SHAPES["llama3-8b"]
@@ -68,8 +71,8 @@ def random_head(
     seed: int = 1,
     draft_to_target: tuple[int, ...] | None = None,
 ):
-    """Return one of DRAFTERS for a base, and its params, initialised from `random_base(config)`."""
-    kind, options = DRAFTERS[name]
+    """Return a head of DRAFTERS or TRAINING_FREE, and its params, begun from that base."""
+    kind, options = (DRAFTERS | TRAINING_FREE)[name]
     of_base = registry.config_for_base(kind, config, **options)
     head = registry.head(dataclasses.replace(of_base, draft_to_target=draft_to_target))
     return head, _init_head(head, random_base(config), jax.random.key(seed))

@@ -20,11 +20,11 @@ from clover_jax.decoding.sampling import RowSampling
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree import CopyTree, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from tests.layer_heads import KINDS, lively_head
-from tests.tiny_models import DRAFTERS, SMALL_TREE, random_base, random_head
+from tests.tiny_models import DRAFTERS, SMALL_TREE, TRAINING_FREE, random_base, random_head
 
 BASE = BaseConfig(
     vocab_size=5,
@@ -121,6 +121,8 @@ def p_value(texts: np.ndarray, probability: np.ndarray) -> float:
 
 
 TREES = {"none": parse_tree("none"), "chain:3": parse_tree("chain:3"), "small": SMALL_TREE}
+TREES |= {"copy:6": parse_tree("copy:6"), "small+copy:4": CopyTree("small+copy:4", SMALL_TREE, 4)}
+TREES |= {"dynamic:5:3:3+copy:4": parse_tree("dynamic:5:3:3+copy:4")}
 HOT, CUT = (1.0, 1.0), (0.7, 0.9)  # temperature and top_p
 USUAL = [  # the others of the product are slow
     ("clover2", "none", "topk", CUT),
@@ -131,8 +133,15 @@ USUAL = [  # the others of the product are slow
     ("clover", "small", "sampled", CUT),
     ("medusa", "small", "sampled", HOT),
     ("medusa", "chain:3", "topk", CUT),
+    ("lookup", "copy:6", "topk", CUT),
+    ("clover2", "small+copy:4", "topk", HOT),
+    ("clover", "dynamic:5:3:3+copy:4", "topk", CUT),
 ]
-PRODUCT = itertools.product(DRAFTERS, ["chain:3", "small"], ["topk", "sampled"], [HOT, CUT])
+PRODUCT = [
+    *itertools.product(DRAFTERS, ["chain:3", "small"], ["topk", "sampled"], [HOT, CUT]),
+    *itertools.product(DRAFTERS, ["small+copy:4", "dynamic:5:3:3+copy:4"], ["topk"], [HOT, CUT]),
+    *itertools.product(TRAINING_FREE, ["chain:3", "small", "copy:6"], ["topk"], [HOT, CUT]),
+]
 CASES = [
     *(pytest.param(*case, id="-".join(map(str, case))) for case in USUAL),
     *(

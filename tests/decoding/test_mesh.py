@@ -52,6 +52,7 @@ EVERY_DRAFTER = (
     .replace('"paper25"', "default_tree(head.config.max_depth)")
     .replace("import parse_tree", "import default_tree, parse_tree")
 )
+WITH_COPIES = EVERY_DRAFTER.replace("config.max_depth)", "config.max_depth) + '+copy:6'")
 MESHES = (
     "data=2",
     "fsdp=2",
@@ -70,6 +71,17 @@ def test_every_drafter_accepts_on_every_mesh_what_it_does_on_one_device(run_pyth
     for mesh, rows in zip(MESHES, split, strict=True):
         assert json.loads(rows) == json.loads(alone), mesh
     assert any(any(accepted) for _, accepted in json.loads(alone))
+
+
+@pytest.mark.parametrize(
+    "name", ["lookup", *(pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS)]
+)
+def test_copies_are_accepted_on_every_mesh_as_on_one_device(run_python, name):
+    meshes = MESHES[-1:] if name == "lookup" else MESHES
+    alone, *split = run_python(WITH_COPIES, name, "", *meshes, devices=8).splitlines()
+    for mesh, rows in zip(meshes, split, strict=True):
+        assert json.loads(rows) == json.loads(alone), mesh
+    assert any(max(accepted) > 4 for _, accepted in json.loads(alone))
 
 
 @pytest.mark.slow

@@ -1,0 +1,191 @@
+"""Copies of the text in a tree: which nodes they are, and that no text changes by them."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from clover_jax.decoding.copies import (
+    BestCopy,
+    add_copies,
+    count_copies,
+    guessed_scores,
+    no_counts,
+)
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.tree import CopyTree, TokenTree, TreeConfig, parse_tree, portable_name
+from clover_jax.drafters.drafter import PAD_TOKEN
+from clover_jax.errors import UserError
+from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
+
+NONE = TreeConfig.root_only()
+
+
+def copied(text, nodes, drafted=NONE, tokens=(), counts=None, depth=None):
+    """Return the paths of tokens of the whole tree, in the order of slots, and which are copies."""
+    tree = TokenTree(jnp.array([[text[-1], *tokens]]), jnp.asarray(drafted.parents())[None])
+    padded = jnp.array([[*text, 99, 99]])  # what lies beyond the text is never copied
+    end = jnp.array([len(text) - 1])
+    sizes = (drafted.num_nodes + nodes, depth or max(nodes, drafted.depth))
+    found, best = add_copies(
+        tree,
+        guessed_scores(drafted),
+        padded,
+        end,
+        no_counts(1) if counts is None else counts,
+        *sizes,
+        keep_drafted=True,
+    )
+    paths = {0: ()}
+    for slot in range(1, sizes[0] + 1):
+        if found.tokens[0, slot] != PAD_TOKEN:
+            above = paths[int(found.parent[0, slot])]
+            paths[slot] = (*above, int(found.tokens[0, slot]))
+    whole = [path for path in paths.values() if path]
+    assert len(set(whole)) == len(whole), "siblings carry different tokens"
+    return whole, found.copied[0, 1:].tolist(), best
+
+
+def test_a_chain_follows_the_longest_match():
+    paths, are_copies, best = copied([1, 2, 3, 4, 5, 1, 2], 3)
+    assert paths == [(3,), (3, 4), (3, 4, 5)]
+    assert are_copies == [True] * 3
+    assert best.tokens[0].tolist() == [3, 4, 5]
+    assert best.length[0] == 2
+
+
+def test_a_loop_is_copied_round_and_round():
+    paths, _, _ = copied([7, 1, 2, 3, 1, 2, 3], 8)
+    assert paths[-1] == (1, 2, 3, 1, 2, 3, 1, 2)
+
+
+def test_two_matches_share_what_they_have_in_common():
+    # "1 2" was followed by 3 4 and before that by 3 5; both begin with 3.
+    paths, _, _ = copied([1, 2, 3, 5, 9, 1, 2, 3, 4, 9, 1, 2], 12)
+    assert (3, 4) in paths
+    assert paths.count((3,)) == 1
+    # "2" alone was followed by another token.
+    paths, _, _ = copied([2, 8, 9, 1, 2, 3, 4, 1, 2], 10)
+    assert {(3,), (8,)} <= set(paths)
+
+
+def test_a_drafted_node_is_not_copied_again_and_a_match_goes_on_after_it():
+    drafted = TreeConfig("two", ((0,), (1,), (0, 0)))
+    text = [1, 2, 3, 4, 5, 6, 7, 1, 2]
+    # The head drafts 3, which the text has as well, 6, after which the text goes on, and 3 9.
+    paths, are_copies, _ = copied(text, 4, drafted, tokens=(3, 6, 9))
+    assert paths[:3] == [(3,), (6,), (3, 9)]
+    assert are_copies == [False] * 3 + [True] * 4
+    assert {(3, 4), (6, 7)} <= set(paths[3:])
+
+
+def test_without_a_match_slots_stay_empty():
+    paths, are_copies, best = copied([1, 2, 3, 4], 5)
+    assert paths == []
+    assert are_copies == [False] * 5
+    assert (best.tokens == PAD_TOKEN).all()
+
+
+def test_a_copy_that_was_often_wrong_is_worth_less_than_a_drafted_node():
+    text = [1, 2, 3, 4, 5, 1, 2]
+    arguments = (jnp.array([[*text, 0]]), jnp.array([6]))
+    drafted = TokenTree(jnp.array([[2, 8, 9]]), jnp.array([[-1, 0, 1]]))
+    score = jnp.log(jnp.array([[1.0, 0.3, 0.2]]))
+
+    def tokens(counts):
+        tree, _ = add_copies(drafted, score, *arguments, counts, 2, 2, keep_drafted=False)
+        return sorted(tree.tokens[0, 1:].tolist())
+
+    always = jnp.full((1, MOST + 1), 50.0)
+    assert tokens(no_counts(1).replace(tried=always, right=always)) == [3, 4]
+    assert tokens(no_counts(1).replace(tried=always)) == [8, 9]
+
+
+MOST = 8
+
+
+def test_copies_are_counted_by_the_length_of_the_match():
+    best = BestCopy(jnp.array([[4, 5, 6, 7]] * 3 + [[PAD_TOKEN] * 4]), jnp.array([7, 2, 2, 0]))
+    emitted = jnp.array([[4, 5, 1, 0], [4, 5, 6, 7], [9, 5, 6, 7], [4, 5, 6, 7]])
+    counts = count_copies(no_counts(4), best, emitted, jnp.array([3, 2, 4, 4]))
+    # Right at 7 and 8, wrong at 8; right at 2 and 3; wrong at 2; nothing was copied.
+    expected = np.zeros((2, 4, MOST + 1))
+    expected[0, 0, [7, 8]], expected[1, 0, [7, 8]] = (1, 2), (1, 1)
+    expected[:, 1, [2, 3]] = 1
+    expected[0, 2, 2] = 1
+    np.testing.assert_array_equal(np.stack([counts.tried, counts.right]), expected)
+
+
+def test_every_tree_of_random_texts_is_a_tree():
+    rng = np.random.default_rng(1)
+    batch, size, nodes = 64, 40, 12
+    text = jnp.asarray(rng.integers(0, 3, (batch, size)))
+    end = jnp.asarray(rng.integers(0, size, batch))
+    drafted = TreeConfig("few", ((0,), (1,), (0, 0), (0, 1)))
+    # Siblings that a head drafts are different.
+    first, second = (np.argsort(rng.random((batch, 3)), axis=1)[:, :2] for _ in range(2))
+    root = jnp.take_along_axis(text, end[:, None], axis=1)
+    tokens = jnp.concatenate([root, jnp.asarray(first), jnp.asarray(second)], axis=1)
+    tree = TokenTree(tokens, jnp.asarray(drafted.parents())[None])
+    scores = jnp.log(jnp.array([1.0, 0.5, 0.3, 0.2, 0.1])) + jnp.zeros((batch, 1))
+    for keeps in (True, False):
+        found, _ = jax.jit(add_copies, static_argnums=(5, 6), static_argnames="keep_drafted")(
+            tree, scores, text, end, no_counts(batch), nodes, nodes, keep_drafted=keeps
+        )
+        assert found.copied.any()
+        for row in range(batch):
+            slots = np.flatnonzero(found.tokens[row] != PAD_TOKEN)[1:]
+            parents = found.parent[row, slots]
+            assert (parents < slots).all()
+            assert (found.tokens[row, parents] != PAD_TOKEN).all()
+            nodes_of = list(zip(parents.tolist(), found.tokens[row, slots].tolist(), strict=True))
+            assert len(set(nodes_of)) == len(nodes_of)
+        if keeps:
+            np.testing.assert_array_equal(found.tokens[:, :5], tokens)
+
+
+PROMPTS = random_prompts(40)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    engine = Engine(TINY, None, NONE, batch_size=8)
+    return [row.output_ids for row in engine.generate(random_base(), None, PROMPTS, 40)]
+
+
+@pytest.mark.parametrize(
+    ("head", "tree"),
+    [
+        ("lookup", "copy:9"),
+        ("lookup", "chain:4"),
+        ("lookup", "dynamic:9:4"),
+        ("clover2", "small"),
+        ("clover2", "dynamic:6:3+copy:5"),
+        ("clover_lr", "clover4+copy:5"),
+    ],
+)
+def test_text_is_plain_decodings_and_no_row_depends_on_its_neighbours(plain, head, tree):
+    drafter, params = random_head(name=head)
+    tree = CopyTree("small+copy:5", SMALL_TREE, 5) if tree == "small" else parse_tree(tree)
+    together = Engine(TINY, drafter, tree, batch_size=8)
+    rows = together.generate(random_base(), params, PROMPTS, 40)
+    assert [row.output_ids for row in rows] == plain
+    alone = Engine(TINY, drafter, tree, batch_size=1)
+    for row in rows[:6]:
+        (single,) = alone.generate(random_base(), params, [row.prompt_ids], 40)
+        assert (single.output_ids, single.accepted) == (row.output_ids, row.accepted)
+        assert single.copied == row.copied
+    if isinstance(tree, CopyTree):
+        assert sum(sum(row.copied) for row in rows) > 0
+        assert all(c <= a for row in rows for c, a in zip(row.copied, row.accepted, strict=True))
+
+
+def test_names_of_trees_with_copies():
+    tree = parse_tree("paper25+copy:16")
+    assert (tree.num_nodes, tree.depth, tree.drafted.name) == (41, 16, "paper25")
+    assert parse_tree("copy:4").drafted.num_nodes == 0
+    for name in ("copy:4", "paper25+copy:16", "dynamic:9:3+copy:2"):
+        assert portable_name(parse_tree(name)) == name
+    for wrong in ("copy:0", "copy:", "paper25+copy:2+copy:3", "paper25copy:3"):
+        with pytest.raises(UserError, match="unknown"):
+            parse_tree(wrong)
