@@ -180,6 +180,13 @@ class CopyTree(JsonConfig):
 Tree = TreeConfig | AdaptiveTree | CopyTree
 
 
+def with_copies(tree: Tree, copies: int) -> CopyTree:
+    """Return the tree with room for so many copies beside what is drafted."""
+    drafted = tree.drafted if isinstance(tree, CopyTree) else tree
+    name = f"{drafted.name}+copy:{copies}" if drafted.num_nodes else f"copy:{copies}"
+    return CopyTree(name, drafted, copies)
+
+
 def parse_tree(name: str) -> Tree:
     """Return the tree that a name stands for.
 
@@ -197,7 +204,7 @@ def parse_tree(name: str) -> Tree:
     if copies.isdecimal() and int(copies) > 0 and (not drafted or drafted.endswith("+")):
         own = parse_tree(drafted[:-1]) if drafted else TreeConfig.root_only()
         if not isinstance(own, CopyTree):
-            return CopyTree(name, own, int(copies))
+            return with_copies(own, int(copies))
 
     kind, _, argument = name.partition(":")
     # Trees with a fixed name.

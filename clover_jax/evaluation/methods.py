@@ -50,7 +50,7 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
     for spec in specs:
         check_names(spec)  # before the base, which takes longer
 
-    plain = load(options.spec)
+    plain = load(dataclasses.replace(options.spec, copy=0))
     methods = [Method(VANILLA, plain)]
     for choice, spec in zip(options.draft_choices, specs, strict=True):
         models = load(spec, plain)  # shares the base's weights

@@ -27,6 +27,7 @@ from clover_jax.decoding.tree import (
     default_tree,
     parse_tree,
     portable_name,
+    with_copies,
 )
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
@@ -180,7 +181,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         params = jax.device_put(params, param_shardings(params, plain.mesh))
     if "draft" in plain.int8:
         params = round_params(params)
-    return _with_draft(plain, dataclasses.replace(draft, params=params), spec.tree)
+    return _with_draft(plain, dataclasses.replace(draft, params=params), spec)
 
 
 def load_shapes(spec: ModelSpec) -> Models:
@@ -205,7 +206,7 @@ def load_shapes(spec: ModelSpec) -> Models:
     draft = _fresh_draft(spec.draft, plain)
     if "draft" in parts:
         draft = dataclasses.replace(draft, params=jax.eval_shape(round_params, draft.params))
-    return _with_draft(plain, draft, spec.tree)
+    return _with_draft(plain, draft, spec)
 
 
 def check_names(spec: ModelSpec) -> None:
@@ -217,6 +218,8 @@ def check_names(spec: ModelSpec) -> None:
                 f"tree {spec.tree!r} has {tree.num_nodes} nodes and there is no draft to fill "
                 "them; give --draft=DIR, or leave the tree out"
             )
+        if spec.copy:
+            raise UserError(f"--copy={spec.copy} needs a draft: --draft=lookup has nothing else")
     elif not _needs_no_file(spec.draft):
         try:
             find_head(spec.draft, spec.draft_rope_theta)
@@ -235,8 +238,13 @@ def _fresh_draft(name: str, plain: Models) -> Draft:
     return Draft(head, shapes, TREES.get(name), {}, name)
 
 
-def _with_draft(plain: Models, draft: Draft, tree: str | None) -> Models:
-    chosen = parse_tree(tree or draft.tree or default_tree(draft.head.config.max_depth))
+def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
+    name = spec.tree or draft.tree or default_tree(draft.head.config.max_depth)
+    chosen = parse_tree(name)
+    if spec.copy:
+        if spec.tree and isinstance(chosen, CopyTree):
+            raise UserError(f"tree {name!r} has copies already: give it without --copy={spec.copy}")
+        chosen = with_copies(chosen, spec.copy)
     if not chosen.num_nodes:
         raise UserError(
             f"tree {chosen.name!r} has no nodes for the draft to fill; give another tree, or no "

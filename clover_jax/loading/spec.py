@@ -25,15 +25,21 @@ class ModelSpec(ChatSettings, BaseSettings):
 
     draft: str = _draft(
         NO_DRAFT,
-        "a draft directory, a training workdir, or a folder in an official layout; none decodes "
-        "plainly",
+        "a draft directory, a training workdir, or a folder in an official layout; lookup needs "
+        "none: it copies what the text has said before; none decodes plainly",
     )
     tree: str | None = _draft(
         None,
         "drafted tree: paper25, chain:P, dynamic:NODES:DEPTH:WIDTH (the NODES most probable of "
-        "DEPTH levels [6], each WIDTH [8] wide), clover4, file:PATH, or, in generate and "
-        "evaluate, auto: what pays, by measurement [the one the draft was measured with, or "
+        "DEPTH levels [6], each WIDTH [8] wide), clover4, file:PATH, copy:NODES, or, in generate "
+        "and evaluate, auto: what pays, by measurement [the one the draft was measured with, or "
         "paper25]",
+    )
+    copy: int = _draft(
+        0,
+        "nodes of the tree, beside its own, for copies of what followed the last tokens earlier "
+        "in the text; as --tree=TREE+copy:NODES",
+        least=0,
     )
     mesh: str | None = setting(
         None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest', group=COMMON

@@ -15,7 +15,7 @@ from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts, text_prompt
 from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH
 from clover_jax.decoding.sampling_config import SamplingConfig, Warping
-from clover_jax.decoding.tree import Tree, TreeConfig, parse_tree, portable_name
+from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
 from clover_jax.runtime.progress import passing_note
@@ -42,7 +42,7 @@ MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
 ROUND_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
 LEAST_A_ROUND = 2  # prompts, however slow they are
-EDITION = 5  # of what is remembered: raised when steps, or how they are timed, change
+EDITION = 6  # of what is remembered: raised when steps, or how they are timed, change
 # For a base that brings no prompts: different kinds of text, none of them long.
 SHIPPED = (
     "The history of the city begins with",
@@ -82,10 +82,12 @@ def with_auto_tree(
     with passing_note("measuring which trees may pay"):
         costs = _costs(models, batch_size)
         ranks = _ranks(models, prompts, warping)
-    chosen_by_rank = sampling.draft_sampling == "topk"
-    choice = choose_tree(costs, ranks, gaps=chosen_by_rank)
+    by_rank = sampling.draft_sampling == "topk"
+    choice = choose_tree(costs, ranks, gaps=by_rank)
     _explain(describe_prospects(choice, costs))
-    trees = finalists(choice, adaptive=chosen_by_rank)
+    assert models.head is not None  # only a head's tree is searched
+    only_copies = models.head.config.kind == "lookup"
+    trees = finalists(choice, by_rank=by_rank, only_copies=only_copies)
     if not trees:
         _explain(["no tree comes near paying: plain decoding"])
         return models.plain()
@@ -117,8 +119,11 @@ def _explain(lines: Sequence[str]) -> None:
 
 
 def _name(tree: Tree) -> str:
+    if isinstance(tree, CopyTree):
+        drafted = f"{_name(tree.drafted)}, and " if tree.drafted.num_nodes else ""
+        return f"{drafted}{tree.copies} copies"
     if not isinstance(tree, TreeConfig):
-        return portable_name(tree)
+        return tree.name
     widths = ", ".join(str(len(level.parent)) for level in tree.levels())
     return f"{tree.num_nodes} nodes, {widths} by level"
 

@@ -15,10 +15,11 @@ import numpy as np
 
 from clover_jax.config import JsonConfig
 from clover_jax.decoding.adaptive_tree import AUTO, AdaptiveTree, parse_adaptive
-from clover_jax.decoding.tree import Tree, TreeConfig
+from clover_jax.decoding.tree import Tree, TreeConfig, with_copies
 
 MOST_NODES = 127
 MOST_FINALISTS = 2
+COPIES = (8, 16)  # nodes for copies that are tried beside or instead of what is drafted
 MOST_WIDTH = 8  # of an adaptive level; a wider one was not measured
 WORTH_A_TRIAL = 0.8  # of plain decoding: parts timed apart are not that exact
 Points = tuple[tuple[int, float], ...]  # (size, seconds) pairs, sizes ascending
@@ -144,19 +145,25 @@ def _between(points: Points, size: float) -> float:
     return float(np.interp(size, sizes, seconds))
 
 
-def finalists(choice: Choice, *, adaptive: bool) -> list[Tree]:
+def finalists(choice: Choice, *, by_rank: bool, only_copies: bool = False) -> list[Tree]:
     """Return the trees that are worth a trial, the one with the best prospects first.
 
-    adaptive: whether the children may be chosen by probability. A tree as large as the best static
-        one, which follows the draft's probabilities, costs about as much and is tried too; samples
-        of ranks do not say how many tokens it would have accepted.
+    by_rank: whether the children are chosen by probability, not drawn. A tree as large as the best
+        static one, which follows the draft's probabilities, costs about as much and is tried too,
+        and so are copies beside either: samples of ranks do not say how many tokens these would
+        have accepted.
+    only_copies: whether the head itself does nothing but copy.
     """
     worth = [other for other in choice.considered if other.speed_up > WORTH_A_TRIAL]
     best = sorted(worth, key=lambda other: -other.speed_up)[:MOST_FINALISTS]
     # A sum of parts orders trees roughly, so more than one gets a run.
     trees: list[Tree] = [other.tree for other in best]
-    if adaptive and trees:
+    if by_rank and trees:
         trees.append(dynamic_like(best[0].tree))
+        if not only_copies:
+            trees += [with_copies(tree, COPIES[0]) for tree in (trees[0], trees[-1])]
+    if only_copies:
+        trees += [with_copies(TreeConfig.root_only(), copies) for copies in COPIES]
     return trees
 
 

@@ -56,7 +56,7 @@ def test_where_no_tree_pays_decoding_is_plain():
     choice = choose_tree(dear, RANKS)
     assert (choice.tree.num_nodes, choice.speed_up) == (0, 1.0)
     assert len(choice.considered) == 3
-    assert finalists(choice, adaptive=True) == []
+    assert finalists(choice, by_rank=True) == []
 
 
 def test_without_samples_decoding_is_plain():
@@ -82,7 +82,7 @@ def test_sampled_children_get_a_tree_without_gaps_at_what_it_costs():
 def test_without_gaps_every_tree_worth_a_trial_can_be_drawn():
     ranks = np.array([[0, 3], [2, 1], [0, 3], [2, -1], [1, 0]])
     choice = choose_tree(FREE_DRAFT, ranks, gaps=False)
-    trees = finalists(choice, adaptive=False)
+    trees = finalists(choice, by_rank=False)
     assert len(trees) == 2
     assert not any(tree.has_rank_gaps for tree in trees)
     assert choice.accepted == pytest.approx(expected_accepted(choice.tree, ranks))
@@ -94,12 +94,20 @@ def test_the_table_names_every_depth():
     assert [line.split()[:2] for line in lines[2:]] == [["1", "2"], ["2", "5"], ["3", "8"]]
 
 
-def test_the_best_two_and_a_dynamic_tree_like_the_best_are_tried():
+def test_the_best_two_a_dynamic_tree_like_the_best_and_copies_beside_them_are_tried():
     choice = choose_tree(FREE_DRAFT, RANKS)
-    trees = finalists(choice, adaptive=True)
-    assert [tree.num_nodes for tree in trees] == [8, 5, 8]
+    trees = finalists(choice, by_rank=True)
+    assert [tree.num_nodes for tree in trees] == [8, 5, 8, 16, 16]
     assert trees[2].name == "dynamic:8:3:2"
-    assert finalists(choice, adaptive=False) == trees[:2]
+    assert [tree.drafted for tree in trees[3:]] == [trees[0], trees[2]]
+    assert finalists(choice, by_rank=False) == trees[:2]
+
+
+def test_a_head_that_only_copies_is_tried_with_copies_alone():
+    dear = dataclasses.replace(FREE_DRAFT, first=30.0)
+    choice = choose_tree(dear, RANKS)
+    trees = finalists(choice, by_rank=True, only_copies=True)
+    assert [tree.name for tree in trees] == ["copy:8", "copy:16"]
 
 
 def test_a_tree_a_little_dearer_than_plain_decoding_is_tried_all_the_same():
@@ -107,7 +115,7 @@ def test_a_tree_a_little_dearer_than_plain_decoding_is_tried_all_the_same():
     choice = choose_tree(dear, RANKS)
     assert choice.tree.num_nodes == 0
     assert [round(other.speed_up, 2) for other in choice.considered] == [0.5, 0.75, 0.94]
-    assert [tree.num_nodes for tree in finalists(choice, adaptive=False)] == [8]
+    assert [tree.num_nodes for tree in finalists(choice, by_rank=False)] == [8]
 
 
 def test_a_dynamic_tree_is_as_wide_as_the_docstring_says():
