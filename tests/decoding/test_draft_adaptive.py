@@ -55,7 +55,7 @@ class SlowHead:
 
     def draft(self, tree):
         arguments = (self.head, self.params, self.frozen, jnp.array([self.root]))
-        drafted = jax.jit(lambda state: draft_adaptive(*arguments, state, self.cache, tree))(
+        drafted, _ = jax.jit(lambda state: draft_adaptive(*arguments, state, self.cache, tree))(
             self.state
         )
         return drafted.tokens[0].tolist(), drafted.parent[0].tolist()

@@ -103,7 +103,8 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.nd
     for _ in range(LENGTH - 1):
         state, record = compiled(weights, state)
         most_accepted = max(most_accepted, int(record.accepted.max()))
-    assert most_accepted == min(tree.depth, 3)
+    # How much the text repeats decides how deep copies get.
+    assert most_accepted >= (1 if isinstance(tree, CopyTree) else min(tree.depth, 3))
     return np.asarray(state.tokens[:, start : start + LENGTH])
 
 
