@@ -108,18 +108,25 @@ def load_draft(
     source: str | Path,
     tree: str | None = None,
     *,
+    copy: int = 0,
+    copy_from: str | Path | None = None,
     allow_base_mismatch: bool = False,
     draft_rope_theta: float | None = None,
 ) -> Models:
     """Return models that share the base and decode with a draft.
 
-    source: a draft directory, a training workdir, or a folder or hub id in an official layout.
+    source: a draft directory, a training workdir, a folder or hub id in an official layout, or
+        "lookup", which copies from the text and needs no file.
     tree: as `generate --tree` takes it, "auto" excepted; by default the draft's own, else paper25.
+    copy: nodes for copies beside the tree's own.
+    copy_from: a text file that copies may come from too.
     """
     # What is shared with the base is not loaded again.
     spec = ModelSpec(
         draft=str(source),
         tree=tree,
+        copy=copy,
+        copy_from=None if copy_from is None else str(copy_from),
         allow_base_mismatch=allow_base_mismatch,
         draft_rope_theta=draft_rope_theta,
     )

@@ -20,7 +20,7 @@ from clover_jax.evaluation.options import Options
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.spec import ModelSpec
 
-_SPEC = ("copy", "int8", "chat_template", "draft_rope_theta", "allow_base_mismatch")
+_SPEC = ("copy", "copy_from", "int8", "chat_template", "draft_rope_theta", "allow_base_mismatch")
 
 
 def define_flags(flags):

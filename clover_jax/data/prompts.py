@@ -44,6 +44,7 @@ class Prompt:
     turns: what the user says, one turn after the other; each answer enters the context.
     seed, temperature, top_k, top_p, max_new_tokens, stop: None where the command's own holds.
     category: the row's group in reports.
+    prediction: a text that the answer may repeat; drafts are copied from it, no text changes.
     """
 
     index: int
@@ -59,6 +60,7 @@ class Prompt:
     max_new_tokens: int | None = None
     stop: tuple[str, ...] | None = None
     category: str | None = None
+    prediction: str | None = None
 
     @property
     def num_turns(self) -> int:
@@ -276,4 +278,5 @@ ROW_FIELDS = {
         lambda value: (value,) if is_text(value) else tuple(value),
     ),
     "category": RowField("category", is_text, "a string", str),
+    "prediction": RowField("prediction", is_text, "a string", str),
 }

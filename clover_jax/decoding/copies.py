@@ -104,7 +104,7 @@ def add_copies(
     """Return a tree of `nodes` nodes: the best of the drafted ones and the copies.
 
     score: log of the probability that each drafted node is accepted, 0 at the root; -inf drops it.
-    text, end: the row's tokens, and where the last one lies, which is the root.
+    text: what may be copied, PAD_TOKEN elsewhere. end: where the row's last token lies, the root.
     counts: of the row's copies so far.
     depth: bound of the tree's height.
     keep_drafted: whether drafted nodes keep their slots, however good the copies are.
@@ -204,16 +204,21 @@ def _ways(
     drafted = jnp.pad(drafted, (*more, (0, 0)))
 
     # The copied part: the text from the match on, then what was drafted, and round again as a loop
-    # of the text would go.
-    known = end[:, None] + 1 - place
+    # of the text would go. What a row brought with it just ends.
+    own, size = end[:, None] + 1, text.shape[1]
+    is_own = place < own
+    known = jnp.where(is_own, own, size) - place
+    turn = jnp.where(is_own, known + begin, size)[..., None]
     ahead = jnp.arange(depth) - begin[..., None]
-    step = jnp.maximum(ahead, 0) % jnp.maximum(known + begin, 1)[..., None]
-    index = jnp.minimum(place[..., None] + step, text.shape[1] - 1)
+    step = jnp.maximum(ahead, 0) % jnp.maximum(turn, 1)
+    index = jnp.minimum(place[..., None] + step, size - 1)
     of_text = jnp.take_along_axis(text, index.reshape(len(text), -1), axis=1).reshape(index.shape)
     beyond = step - known[..., None]
     of_draft = jnp.take_along_axis(drafted, jnp.clip(beyond, 0, depth - 1), axis=-1)
-    is_copy = (length[..., None] > 0) & (ahead >= 0)
-    copied = jnp.where(is_copy, jnp.where(beyond < 0, of_text, of_draft), PAD_TOKEN)
+    copied = jnp.where(beyond < 0, of_text, jnp.where(is_own[..., None], of_draft, PAD_TOKEN))
+    ends = jnp.cumsum((copied == PAD_TOKEN) & (ahead >= 0), axis=-1) > 0
+    is_copy = (length[..., None] > 0) & (ahead >= 0) & ~ends
+    copied = jnp.where(is_copy, copied, PAD_TOKEN)
 
     # A longer match is more often right, and a copied token makes the match longer.
     longer = jnp.minimum(length[..., None] + jnp.maximum(ahead, 0), MOST_MATCHED)

@@ -17,7 +17,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.chunk import Records, compile_chunk, read_records
 from clover_jax.decoding.commit import StepRecord
@@ -38,6 +38,7 @@ from clover_jax.decoding.state import (
 )
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import Tree
+from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
@@ -63,6 +64,7 @@ class Engine:
         steps_per_chunk: int = 8,
         prefill_size: int | None = None,
         max_eos: int | None = None,
+        source_size: int = 0,
         mesh: Mesh | None = None,
     ):
         """Prepare the programs; nothing compiles before the first request.
@@ -70,6 +72,7 @@ class Engine:
         seed: with a request's index, the key of rows that bring no seed of their own.
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
         max_eos: EOS tokens that a request may bring; by default 8, or more if the base has more.
+        source_size: tokens of other text to copy from that a request may bring; more is left out.
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes,
             and made more, so that each device has as many.
         Raises UserError when the tree does not suit the head (see StepConfig).
@@ -90,11 +93,11 @@ class Engine:
         self.max_eos = max_eos or max(8, len(base.eos_token_ids))
         check_seed(seed)
         self._seed = seed
-        self._prefill_size = prefill_size
+        self._prefill_size, self._source_size = prefill_size, source_size
 
         # States are donated, so that every program updates caches in place.
         prefill = functools.partial(prefill_chunk, self.config, prefill_size)
-        empty = functools.partial(empty_state, base, head, tree)
+        empty = functools.partial(empty_state, base, head, tree, source_size=source_size)
         compiled = self._placement.compiled
         self._prefill = compiled(prefill, donate_argnums=1)
         self._decode = compile_chunk(self.config, steps_per_chunk, self._placement)
@@ -245,10 +248,20 @@ class Engine:
             limit=self._placement.array([self._limit(request)], np.int32),
             eos=self._placement.array(eos),
             sampling=self._row_sampling(request),
+            source=self._source(request),
         )
         for start in range(0, length, self._prefill_size):
             row = self._prefill(weights, row, np.int32(start))
         return row
+
+    def _source(self, request: Request) -> Array | None:
+        """Return what a request brought to copy from, each text begun by a PAD_TOKEN."""
+        if not self._source_size:
+            return None
+        joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
+        source = np.full((1, self._source_size), PAD_TOKEN, np.int32)
+        source[0, : len(joined)] = joined[: self._source_size]
+        return self._placement.array(source)
 
     def _row_sampling(self, request: Request) -> RowSampling:
         # A row without a seed still draws the same text in any batch: its index stands for it.

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.commit import cut, keep_rows
 from clover_jax.decoding.sampling import draw, warp
-from clover_jax.decoding.state import EMPTY, DecodeState
+from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
 from clover_jax.decoding.top_k import argmax
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
@@ -60,7 +60,7 @@ def _absorb(
     _, draft_cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
-        AcceptedPositions(features, next_tokens, starts, count, state.tokens),
+        AcceptedPositions(features, next_tokens, starts, count, searched(state, starts + count)),
         state.draft_cache,
         method="absorb",
     )

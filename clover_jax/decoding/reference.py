@@ -73,6 +73,7 @@ def draft_tokens(
     cache = head.module.init_cache(1, padded.shape[1], features.dtype)
     count = jnp.asarray([len(context)])
     known = jnp.asarray(_pad(text))
+    known = jnp.where(jnp.arange(known.shape[1]) < len(text), known, PAD_TOKEN)
     accepted = AcceptedPositions(features, next_tokens, zero, count, known)
     start, cache = apply("absorb", frozen, accepted, cache)
     states: dict[tuple[int, ...], Any] = {(): start}

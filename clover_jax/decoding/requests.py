@@ -20,6 +20,7 @@ class Request:
     seed: of the row's key; None derives it from the engine's seed and `index`.
     turn: number of the answer in its conversation; each has a key of its own, since a later turn
         may draw at positions of an earlier one, whose context was cut or rewritten.
+    sources: other texts that the answer may repeat, as token ids; they change no text.
     """
 
     index: int
@@ -31,6 +32,7 @@ class Request:
     top_p: float = 1.0
     seed: int | None = None
     turn: int = 0
+    sources: Sequence[Sequence[int]] = ()
 
 
 @dataclasses.dataclass

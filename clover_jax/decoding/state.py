@@ -11,7 +11,9 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.copies import CopyCounts, no_counts
 from clover_jax.decoding.sampling import RowSampling, empty_sampling
 from clover_jax.decoding.tree import CopyTree, Tree
+from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.drafters.text_matches import known_text
 from clover_jax.models.cache import Cache, init_cache
 
 RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
@@ -34,6 +36,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k and top-p.
+    source: [B, R] other text to copy from, PAD_TOKEN where there is none; None without room for it.
     copies: for a tree with copies, how often they were right.
     """
 
@@ -49,6 +52,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: Int[Array, "B A"]
     count: Int[Array, " B"]
     sampling: RowSampling
+    source: Int[Array, "B R"] | None = None
     copies: CopyCounts | None = None
 
 
@@ -60,8 +64,12 @@ def empty_state(
     size: int,
     num_eos: int,
     dtype: jnp.dtype,
+    source_size: int = 0,
 ) -> DecodeState:
-    """Return `batch` empty slots with room for `size` positions each."""
+    """Return `batch` empty slots with room for `size` positions each.
+
+    source_size: tokens of other text that each may bring to copy from.
+    """
     accepted = tree.depth + 1
     num_features = len(head.config.features) if head else 0
     draft_cache = head.module.init_cache(batch, size, dtype) if head else ()
@@ -83,8 +91,14 @@ def empty_state(
         next_tokens=zeros(accepted),
         count=zeros(),
         sampling=empty_sampling(batch),
+        source=zeros(source_size) + PAD_TOKEN if source_size else None,
         copies=no_counts(batch) if isinstance(tree, CopyTree) else None,
     )
+
+
+def searched(state: DecodeState, end: Int[Array, " B"]) -> Int[Array, "B S"]:
+    """Return the text that copies may come from, where each row's last token lies at `end`."""
+    return known_text(state.tokens, end, state.source)
 
 
 def insert(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> DecodeState:

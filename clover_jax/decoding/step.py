@@ -30,7 +30,7 @@ from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
 from clover_jax.decoding.sampling import warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
-from clover_jax.decoding.state import RUNNING, DecodeState
+from clover_jax.decoding.state import RUNNING, DecodeState, searched
 from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
 from clover_jax.decoding.verify import tree_choices, tree_logits, verify
 from clover_jax.drafters.drafter import (
@@ -205,7 +205,9 @@ def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> 
     root, cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
-        AcceptedPositions(state.features, state.next_tokens, start, state.count, state.tokens),
+        AcceptedPositions(
+            state.features, state.next_tokens, start, state.count, searched(state, state.length)
+        ),
         state.draft_cache,
         method="absorb",
     )
@@ -250,7 +252,7 @@ def _with_copies(
     score = jnp.broadcast_to(score, drafted.tokens.shape)
     keeps = isinstance(tree.drafted, TreeConfig)
     assert state.copies is not None  # as for every tree with copies
-    text = (state.tokens, state.length, state.copies)
+    text = (searched(state, state.length), state.length, state.copies)
     sizes = (tree.num_nodes, tree.depth)
     copied, best = add_copies(drafted, score, *text, *sizes, keep_drafted=keeps)
     return Drafted(copied, copy=best)

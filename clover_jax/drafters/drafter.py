@@ -49,7 +49,8 @@ class AcceptedPositions(struct.PyTreeNode):
     next_tokens: [B, A]    the token that follows it.
     start:       [B]       where the first one lies in the text.
     count:       [B]       valid positions.
-    text:        [B, S]    the row's tokens; known up to start + count, beyond that anything.
+    text:        [B, S]    what may be copied: the row's tokens up to start + count, PAD_TOKEN
+        beyond, and what the row brought with it (`text_matches.known_text`).
     """
 
     features: Float[Array, "B A F"]

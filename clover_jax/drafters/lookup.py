@@ -43,7 +43,7 @@ class LookupState(struct.PyTreeNode):
 
     suffix: [B, W, L] last tokens of each branch, newest first.
     text:   [B, S] what is searched, the same for all branches.
-    end:    [B] index of its last token.
+    end:    [B] where the row's own text ends.
     """
 
     suffix: Int[Array, "B W L"]

@@ -43,11 +43,24 @@ def last_tokens(text: Int[Array, "B S"], end: Int[Array, " B"]) -> Int[Array, "B
     return jnp.where(index < 0, PAD_TOKEN, tokens)
 
 
+def known_text(
+    tokens: Int[Array, "B N"], end: Int[Array, " B"], source: Int[Array, "B R"] | None
+) -> Int[Array, "B S"]:
+    """Return what may be searched: a row's tokens up to `end`, PAD_TOKEN, and what it brought.
+
+    source: other text to copy from, begun by a PAD_TOKEN; None where there is none.
+    """
+    known = jnp.where(jnp.arange(tokens.shape[1]) <= end[:, None], tokens, PAD_TOKEN)
+    return known if source is None else jnp.concatenate([known, source], axis=1)
+
+
 def find_matches(
     text: Int[Array, "B S"], end: Int[Array, " B"], suffix: Int[Array, "B W L"], count: int
 ) -> Matches:
     """Return the best matches of every suffix, `count` of them, each followed by another token.
 
+    text: PAD_TOKEN where there is none. end: where the row's own text ends; of what lies beyond
+        the oldest match goes first, which leaves most to copy.
     suffix: the last tokens of W ways in which the text may go on, newest first.
 
     Example: after "a b c a b d a b" the best is d, then c, both with a match of 2.
@@ -62,21 +75,21 @@ def find_matches(
         matched &= (earlier[:, None] == wanted) & (wanted != PAD_TOKEN)
         length += matched
 
-    # One number orders them by length, then by age; what lies beyond the text follows nothing.
+    # One number orders them by length, then by age.
     place = jnp.arange(size)
-    known = (length > 0) & (place <= end[:, None, None])
-    order = jnp.where(known, length * size + place, -1)
+    age = jnp.where(place <= end[:, None], place, 2 * size - place)[:, None]
+    followed = (length > 0) & (text != PAD_TOKEN)[:, None]
+    order = jnp.where(followed, length * 2 * size + age, -1)
 
     # Take the best, and leave out all that say the same.
-    best, tokens = [], []
+    places, lengths, tokens = [], [], []
     for _ in range(count):
-        best.append(order.max(axis=-1))
-        at = jnp.maximum(best[-1], 0) % size
-        tokens.append(jnp.where(best[-1] < 0, PAD_TOKEN, jnp.take_along_axis(text, at, axis=1)))
+        best = order.max(axis=-1)
+        found = jnp.maximum(best, 0)
+        age = found % (2 * size)
+        places.append(jnp.where(age < size, age, 2 * size - age))
+        lengths.append(found // (2 * size))
+        followed_by = jnp.take_along_axis(text, places[-1], axis=1)
+        tokens.append(jnp.where(best < 0, PAD_TOKEN, followed_by))
         order = jnp.where(text[:, None] == tokens[-1][..., None], -1, order)
-    found = jnp.stack(best, axis=-1)
-    return Matches(
-        token=jnp.stack(tokens, axis=-1),
-        place=jnp.maximum(found, 0) % size,
-        length=jnp.maximum(found, 0) // size,
-    )
+    return Matches(*(jnp.stack(x, axis=-1) for x in (tokens, places, lengths)))

@@ -12,8 +12,9 @@ from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.evaluation.plan import Plan
+from clover_jax.generation.row_stream import source_size
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, check_names, load
 from clover_jax.tree_search.auto_tree import with_auto_tree
@@ -82,16 +83,19 @@ def sizes_on(mesh: Mesh | None, batch_sizes: Sequence[int]) -> list[int]:
     return list(dict.fromkeys(map(Placement(mesh).whole_rows, batch_sizes)))
 
 
-def make_engines(
-    methods: Sequence[Method], sampling: SamplingConfig, seed: int, batch_sizes: Sequence[int]
-) -> dict[int, dict[str, Engine]]:
+def make_engines(methods: Sequence[Method], plan: Plan) -> dict[int, dict[str, Engine]]:
     """Return batch size -> an engine for each method by name; nothing compiles yet.
 
     Raises UserError where a tree does not suit its head or the rules of sampling.
     """
+
+    def engine(models: Models, size: int) -> Engine:
+        room = source_size(models, plan.prompts)
+        return models.engine(size, plan.sampling, plan.seed, source_size=room)
+
     return {
-        size: {method.name: method.models.engine(size, sampling, seed) for method in methods}
-        for size in batch_sizes
+        size: {method.name: engine(method.models, size) for method in methods}
+        for size in plan.batch_sizes
     }
 
 

@@ -60,7 +60,7 @@ def evaluate(
         plan = make_plan(options, settings, plain, prompts, str(source))
         _notice(template_notice(plan.prompts, plain.tokenizer))
         # Before anything is written: a tree may not suit its head.
-        engines = make_engines(methods, plan.sampling, plan.seed, plan.batch_sizes)
+        engines = make_engines(methods, plan)
 
         with open_rows(options, methods, plan) as files:
             here = conditions(options.spec.mesh)

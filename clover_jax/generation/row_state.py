@@ -115,7 +115,20 @@ class RowState:
             top_p=self._settings.top_p,
             seed=self._settings.seed,
             turn=len(self._turns),
+            sources=self._sources(),
         )
+
+    def _sources(self) -> list[Sequence[int]]:
+        """Return the texts that drafts may be copied from, beside the row's own."""
+        models, prediction = self._models, self.prompt.prediction
+        if not models.copies:
+            return []
+        sources: list[Sequence[int]] = [models.copy_from] if models.copy_from else []
+        if prediction is not None and models.tokenizer is not None:
+            # An answer is no longer than the context.
+            ids = models.tokenizer(prediction, add_special_tokens=False)["input_ids"]
+            sources.insert(0, ids[: models.base.config.max_position_embeddings])
+        return sources
 
     def take(self, progress: RowUpdate) -> TurnProgress:
         """Take in new tokens of the current turn; stop it at a stop string."""

@@ -6,7 +6,7 @@ import collections
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
@@ -67,8 +67,22 @@ def open_stream(
         sampling=sampling_for(settings, prompts),
         seed=seed,
         steps_per_chunk=steps_per_chunk,
+        source_size=source_size(models, prompts),
     )
     return RowStream(engine, models, left, settings, strict, is_watched)
+
+
+def source_size(models: Models, prompts: Iterable[Prompt | BadPrompt]) -> int:
+    """Return the room that an engine needs for what these rows may copy from, 0 for none."""
+    if not models.copies:
+        return 0
+    # A token has at least a byte, and more than a context of them is never needed.
+    given = [row.prediction for row in prompts if isinstance(row, Prompt) and row.prediction]
+    longest = max((len(text.encode()) for text in given), default=0)
+    longest = min(longest, models.base.config.max_position_embeddings)
+    texts = [size for size in (longest, len(models.copy_from)) if size]
+    # A power of two, so that few programs are compiled; each text begins with a padding token.
+    return 1 << (sum(texts) + len(texts) - 1).bit_length() if texts else 0
 
 
 class RowStream:

@@ -29,7 +29,7 @@ from clover_jax.generation.output import (
     decode_live,
     decode_with_bar,
 )
-from clover_jax.generation.row_stream import open_stream
+from clover_jax.generation.row_stream import open_stream, source_size
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, load
@@ -76,7 +76,8 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
             print(line, file=sys.stderr, flush=True)
 
         # Before anything is written: a tree may not suit its head or the rules of sampling.
-        models.engine(batch_size=1, sampling=sampling_for(settings, prompts))
+        models.engine(1, sampling_for(settings, prompts), source_size=source_size(models, prompts))
+        _notice_predictions(models, prompts)
         with _open_sink(options, settings, models, prompts) as sink:
             return _decode(options, settings, models, prompts, sink)
 
@@ -88,6 +89,15 @@ def _read(options: GenerateOptions) -> Sequence[Prompt | BadPrompt] | None:
         return None
     path = Path(options.prompts).expanduser()
     return read_prompts(path) if options.strict else read_prompts_and_mistakes(path)
+
+
+def _notice_predictions(models: Models, prompts: Sequence[Prompt | BadPrompt]) -> None:
+    """Say once that predictions are of no use where nothing is copied."""
+    given = [row for row in prompts if isinstance(row, Prompt) and row.prediction is not None]
+    if given and not models.copies:
+        how = "--copy=16" if models.draft else "--draft=lookup"
+        line = f"{len(given)} rows bring a prediction, which nothing copies from: give {how}"
+        print(line, file=sys.stderr, flush=True)
 
 
 def _open_sink(

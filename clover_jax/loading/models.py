@@ -6,6 +6,7 @@ import dataclasses
 import functools
 import hashlib
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
@@ -48,6 +49,7 @@ from clover_jax.tokenizers.tokenizer import load_tokenizer, template_hash, templ
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+MOST_COPIED_FROM = 2**16  # tokens of --copy_from
 # What a draft without weights costs is the base's forward, so its trees are deep.
 TREES = {"lookup": "copy:25"}
 
@@ -60,6 +62,7 @@ class Models:
     draft: None for plain decoding, with the tree that has no nodes.
     mesh: the devices that the params are split over; None: a single one.
     int8: whose matrices are quantized, as `--int8` names them.
+    copy_from: token ids of a text that every row may copy from.
     Params are arrays, or ShapeDtypeStructs where `load_shapes` made them.
     """
 
@@ -69,6 +72,13 @@ class Models:
     tree: Tree
     mesh: Mesh | None = None
     int8: tuple[str, ...] = ()
+    copy_from: tuple[int, ...] = ()
+
+    @property
+    def copies(self) -> bool:
+        """Whether drafts are copied from text, alone or beside a head's."""
+        is_lookup = self.head is not None and self.head.config.kind == "lookup"
+        return is_lookup or isinstance(self.tree, CopyTree)
 
     @property
     def head(self) -> DraftHead | None:
@@ -124,9 +134,13 @@ class Models:
         sampling: SamplingConfig = GREEDY,
         seed: int = 0,
         steps_per_chunk: int = 8,
+        source_size: int = 0,
     ) -> Engine:
-        """Return an engine with `batch_size` slots; its programs compile once for all seeds."""
-        arguments = (sampling, batch_size, steps_per_chunk, self.mesh)
+        """Return an engine with `batch_size` slots; its programs compile once for all seeds.
+
+        source_size: tokens of other text that a row may bring to copy from.
+        """
+        arguments = (sampling, batch_size, steps_per_chunk, source_size, self.mesh)
         return _engine(self.base.config, self.head, self.tree, *arguments).seeded(seed)
 
     def identity(self) -> dict[str, Any]:
@@ -144,7 +158,11 @@ class Models:
             "draft_config": _config_hash(self.head.config) if self.head else None,
             "tree": tree.name,
             "tree_hash": _config_hash(tree),
+            **({"copy_from": self._copy_from_hash()} if self.copy_from else {}),
         }
+
+    def _copy_from_hash(self) -> str:
+        return hashlib.sha256(np.array(self.copy_from, np.int32).tobytes()).hexdigest()
 
 
 def load(spec: ModelSpec, plain: Models | None = None) -> Models:
@@ -227,6 +245,28 @@ def check_names(spec: ModelSpec) -> None:
             raise UserError(f"--draft={spec.draft}: {error}") from error
 
 
+def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Return the token ids of a file that every row may copy from.
+
+    Raises UserError for a file that cannot be read, or has more than MOST_COPIED_FROM tokens.
+    """
+    if path is None:
+        return ()
+    if tokenizer is None:
+        raise UserError(f"--copy_from={path}: the base has no tokenizer files to read it with")
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--copy_from={path} cannot be read as UTF-8 text: {error}") from error
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) > MOST_COPIED_FROM:
+        raise UserError(
+            f"--copy_from={path} has {len(ids)} tokens, and every step compares them all: at most "
+            f"{MOST_COPIED_FROM} are taken; give a shorter file"
+        )
+    return tuple(ids)
+
+
 def _needs_no_file(draft: str) -> bool:
     return draft.startswith(RANDOM) or draft in registry.TRAINING_FREE
 
@@ -250,7 +290,14 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
             f"tree {chosen.name!r} has no nodes for the draft to fill; give another tree, or no "
             "draft to decode plainly"
         )
-    return dataclasses.replace(plain, draft=draft, tree=chosen)
+    source = _read_source(spec.copy_from, plain.tokenizer)
+    models = dataclasses.replace(plain, draft=draft, tree=chosen, copy_from=source)
+    if source and not models.copies:
+        raise UserError(
+            f"--copy_from={spec.copy_from}: the tree {chosen.name} has no copies; give --copy=16, "
+            "or --draft=lookup"
+        )
+    return models
 
 
 # An engine is kept with its compiled programs: a second call with the same arguments makes none.
@@ -262,6 +309,7 @@ def _engine(
     sampling: SamplingConfig,
     batch_size: int,
     steps_per_chunk: int,
+    source_size: int,
     mesh: Mesh | None,
 ) -> Engine:
     return Engine(
@@ -271,6 +319,7 @@ def _engine(
         sampling,
         batch_size=batch_size,
         steps_per_chunk=steps_per_chunk,
+        source_size=source_size,
         mesh=mesh,
     )
 

@@ -41,6 +41,9 @@ class ModelSpec(ChatSettings, BaseSettings):
         "in the text; as --tree=TREE+copy:NODES",
         least=0,
     )
+    copy_from: str | None = _draft(
+        None, "a text file that copies may come from as well, the same for all rows"
+    )
     mesh: str | None = setting(
         None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest', group=COMMON
     )

@@ -15,24 +15,26 @@ from clover_jax.decoding.copies import (
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree import CopyTree, TokenTree, TreeConfig, parse_tree, portable_name
 from clover_jax.drafters.drafter import PAD_TOKEN
+from clover_jax.drafters.text_matches import known_text
 from clover_jax.errors import UserError
 from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
 
 NONE = TreeConfig.root_only()
 
 
-def copied(text, nodes, drafted=NONE, tokens=(), counts=None, depth=None):
+def copied(text, nodes, drafted=NONE, tokens=(), source=None):
     """Return the paths of tokens of the whole tree, in the order of slots, and which are copies."""
     tree = TokenTree(jnp.array([[text[-1], *tokens]]), jnp.asarray(drafted.parents())[None])
-    padded = jnp.array([[*text, 99, 99]])  # what lies beyond the text is never copied
     end = jnp.array([len(text) - 1])
-    sizes = (drafted.num_nodes + nodes, depth or max(nodes, drafted.depth))
+    buffer = jnp.array([[*text, 99, 99]])  # what lies beyond the text is never copied
+    padded = known_text(buffer, end, None if source is None else jnp.array([[PAD_TOKEN, *source]]))
+    sizes = (drafted.num_nodes + nodes, max(nodes, drafted.depth))
     found, best = add_copies(
         tree,
         guessed_scores(drafted),
         padded,
         end,
-        no_counts(1) if counts is None else counts,
+        no_counts(1),
         *sizes,
         keep_drafted=True,
     )
@@ -86,9 +88,16 @@ def test_without_a_match_slots_stay_empty():
     assert (best.tokens == PAD_TOKEN).all()
 
 
+def test_copies_of_another_text_end_with_it():
+    paths, _, _ = copied([1, 2, 3], 6, source=[9, 2, 3, 4, 5])
+    assert paths == [(4,), (4, 5)]
+    # The row's own text ends where the other begins.
+    assert copied([7, 8], 4, source=[1, 2])[0] == []
+
+
 def test_a_copy_that_was_often_wrong_is_worth_less_than_a_drafted_node():
     text = [1, 2, 3, 4, 5, 1, 2]
-    arguments = (jnp.array([[*text, 0]]), jnp.array([6]))
+    arguments = (jnp.array([[*text, PAD_TOKEN]]), jnp.array([6]))
     drafted = TokenTree(jnp.array([[2, 8, 9]]), jnp.array([[-1, 0, 1]]))
     score = jnp.log(jnp.array([[1.0, 0.3, 0.2]]))
 
@@ -127,6 +136,7 @@ def test_every_tree_of_random_texts_is_a_tree():
     root = jnp.take_along_axis(text, end[:, None], axis=1)
     tokens = jnp.concatenate([root, jnp.asarray(first), jnp.asarray(second)], axis=1)
     tree = TokenTree(tokens, jnp.asarray(drafted.parents())[None])
+    text = known_text(text, end, None)
     scores = jnp.log(jnp.array([1.0, 0.5, 0.3, 0.2, 0.1])) + jnp.zeros((batch, 1))
     for keeps in (True, False):
         found, _ = jax.jit(add_copies, static_argnums=(5, 6), static_argnames="keep_drafted")(

@@ -6,7 +6,7 @@ import numpy as np
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions
 from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
-from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
+from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, known_text, last_tokens
 from tests.tiny_models import TINY
 
 
@@ -40,7 +40,8 @@ def test_matches_are_those_of_a_slow_search():
     before = last_tokens(jnp.asarray(text), jnp.asarray(end))
     branch = np.concatenate([drafted[:, ::-1], before[:, :-2]], axis=1)
     suffixes = jnp.stack([before, jnp.asarray(branch)], axis=1)
-    found = find_matches(jnp.asarray(text), jnp.asarray(end), suffixes, count)
+    searched = known_text(jnp.asarray(text), jnp.asarray(end), None)
+    found = find_matches(searched, jnp.asarray(end), suffixes, count)
     for row in range(batch):
         known = text[row, : end[row] + 1].tolist()
         for way, suffix in enumerate([known, known + drafted[row].tolist()]):

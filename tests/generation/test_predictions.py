@@ -1,0 +1,67 @@
+"""Texts to copy from that a row brings, or all rows share: they make it faster, never different."""
+
+import json
+
+import pytest
+
+from clover_jax import api
+from clover_jax.data.prompts import parse_prompt
+from clover_jax.errors import UserError
+
+PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push", "import os\n\ndef main(")
+
+
+@pytest.fixture(scope="module")
+def base():
+    return api.load_base()
+
+
+@pytest.fixture(scope="module")
+def plain(base):
+    return decode(base, [{"prompt": prompt} for prompt in PROMPTS])
+
+
+def decode(models, rows):
+    decoded = api.generate_rows(models, rows, max_new_tokens=48, batch_size=2)
+    return sorted(decoded, key=lambda row: row["index"])
+
+
+def forwards(rows):
+    return [row["target_forwards"] for row in rows]
+
+
+def test_a_right_prediction_makes_text_arrive_sooner_and_a_wrong_one_changes_nothing(base, plain):
+    models = api.load_draft(base, "lookup", "copy:12")
+    right = [
+        {"prompt": p, "prediction": row["text"]} for p, row in zip(PROMPTS, plain, strict=True)
+    ]
+    wrong = [{"prompt": p, "prediction": "Nothing of this is Python. " * 9} for p in PROMPTS]
+    hostile = [{"prompt": p, "prediction": "a" * 100_000} for p in PROMPTS]
+    alone = decode(models, [{"prompt": p} for p in PROMPTS])
+    decoded = {
+        name: decode(models, rows)
+        for name, rows in {"right": right, "wrong": wrong, "hostile": hostile}.items()
+    }
+    for rows in (alone, *decoded.values()):
+        assert [row["text"] for row in rows] == [row["text"] for row in plain]
+    assert max(forwards(decoded["right"])) < min(forwards(plain)) / 4
+    assert sum(forwards(decoded["right"])) < sum(forwards(alone))
+    # What one row brings is no other's.
+    mixed = decode(models, [right[0], {"prompt": PROMPTS[1]}, hostile[2]])
+    assert forwards(mixed)[0] == forwards(decoded["right"])[0]
+
+
+def test_all_rows_copy_from_one_file(base, plain, tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(row["text"] for row in plain))
+    models = api.load_draft(base, "lookup", "copy:12", copy_from=path)
+    rows = decode(models, [{"prompt": p} for p in PROMPTS])
+    assert [row["text"] for row in rows] == [row["text"] for row in plain]
+    assert max(forwards(rows)) < min(forwards(plain)) / 3
+
+
+def test_a_file_to_copy_from_that_cannot_be_read_is_named(base, tmp_path):
+    with pytest.raises(UserError, match="--copy_from=.*nothing"):
+        api.load_draft(base, "lookup", copy_from=tmp_path / "nothing")
+    with pytest.raises(UserError, match="prediction must be a string"):
+        parse_prompt(json.loads('{"prompt": "a", "prediction": 5}'), 0, "rows")
