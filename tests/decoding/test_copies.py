@@ -167,11 +167,11 @@ def plain():
     ("head", "tree"),
     [
         ("lookup", "copy:9"),
-        ("lookup", "chain:4"),
         ("lookup", "dynamic:9:4"),
         ("clover2", "small"),
         ("clover2", "dynamic:6:3+copy:5"),
-        ("clover_lr", "clover4+copy:5"),
+        pytest.param("lookup", "chain:4", marks=pytest.mark.slow),
+        pytest.param("clover_lr", "clover4+copy:5", marks=pytest.mark.slow),
     ],
 )
 def test_text_is_plain_decodings_and_no_row_depends_on_its_neighbours(plain, head, tree):

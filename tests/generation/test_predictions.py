@@ -60,6 +60,19 @@ def test_all_rows_copy_from_one_file(base, plain, tmp_path):
     assert max(forwards(rows)) < min(forwards(plain)) / 3
 
 
+def test_copies_beside_a_tree_are_asked_for_by_flag_or_by_name(base):
+    assert api.load_draft(base, "lookup").tree.name == "copy:25"
+    assert api.load_draft(base, "lookup", copy=4).tree.name == "copy:4"
+    beside = api.load_draft(base, "lookup", "chain:2", copy=4).tree
+    assert (beside.name, beside.num_nodes, beside.depth) == ("chain:2+copy:4", 6, 4)
+    with pytest.raises(UserError, match="has copies already"):
+        api.load_draft(base, "lookup", "copy:3", copy=4)
+    with pytest.raises(UserError, match="--copy=4 needs a draft"):
+        api.load_draft(base, "none", copy=4)
+    with pytest.raises(UserError, match="has no copies"):
+        api.load_draft(base, "random:clover2", copy_from=__file__)
+
+
 def test_a_file_to_copy_from_that_cannot_be_read_is_named(base, tmp_path):
     with pytest.raises(UserError, match="--copy_from=.*nothing"):
         api.load_draft(base, "lookup", copy_from=tmp_path / "nothing")
