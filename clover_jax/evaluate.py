@@ -2,10 +2,11 @@
 
     python -m clover_jax.evaluate --drafts=a=runs/a,b=runs/b --prompts=spec_bench.jsonl --output=out
 
-Plain decoding (`vanilla` in file names and report.json) and every draft decode every task of the
-prompts in turns, --repeats times; another method begins each time. The output folder then holds
-report.md and report.json (tau, hit rates, accuracies, speed-up with its spread, equality with plain
-decoding, a manifest), plots/, and rows/NAME.jsonl. The same command goes on where it was stopped.
+Plain decoding (`vanilla` in file names and report.json), every draft, and every baseline, which
+drafts without training (--baselines), decode every task of the prompts in turns, --repeats times;
+another method begins each time. The output folder then holds report.md and report.json (tau, hit
+rates, accuracies, speed-up with its spread, equality with plain decoding, a manifest), plots/, and
+rows/NAME.jsonl. The same command goes on where it was stopped.
 
 --compare=A,B sets two such folders (or their report.json) side by side instead.
 

@@ -219,7 +219,9 @@ def test_the_library_measures_prepares_and_converts(folder, tmp_path):
     base = str(folder / "base")
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "he"}\n')
     settings = {"base": base, "prompts": tmp_path / "prompts.jsonl", "max_new_tokens": 4}
-    figures = api.evaluate(tmp_path / "out", {"a": folder / "draft"}, repeats=1, **settings)
+    figures = api.evaluate(
+        tmp_path / "out", {"a": folder / "draft"}, repeats=1, baselines="none", **settings
+    )
     assert (tmp_path / "out" / "report.md").is_file()
     assert figures["problems"] == []
     text = json.dumps({"text": "some text for everybody " * 20}) + "\n"

@@ -1,4 +1,4 @@
-"""The methods that are measured: plain decoding and every draft, on one loaded base."""
+"""The methods that are measured: plain decoding, every draft, baselines; on one loaded base."""
 
 from __future__ import annotations
 
@@ -12,17 +12,20 @@ from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
-from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.drafters.registry import TRAINING_FREE
+from clover_jax.errors import UserError
+from clover_jax.evaluation.options import VANILLA, DraftChoice, Options
 from clover_jax.evaluation.plan import Plan
 from clover_jax.generation.row_stream import source_size
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, check_names, load
+from clover_jax.loading.spec import NO_DRAFT
 from clover_jax.tree_search.auto_tree import with_auto_tree
 
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """Plain decoding or a draft.
+    """Plain decoding or a draft; a baseline is a draft that nobody trained.
 
     name: VANILLA or the draft's. source: where the draft was found; None for plain decoding.
     """
@@ -36,9 +39,15 @@ class Method:
         """Drafted tokens on the longest path; 0 for plain decoding."""
         return self.models.tree.depth
 
+    @property
+    def is_trained(self) -> bool:
+        """Whether it has a head with weights."""
+        head = self.models.head
+        return head is not None and head.config.kind not in TRAINING_FREE
+
 
 def load_methods(options: Options, settings: GenerationSettings) -> list[Method]:
-    """Load the base once, then every draft; plain decoding comes first.
+    """Load the base once, then every draft and every baseline; plain decoding comes first.
 
     A draft with the tree "auto" gets the one that pays at `batch_size`, or that its rows were begun
     with. Raises UserError for what is missing, broken or does not fit the base.
@@ -50,6 +59,7 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
     ]
     for spec in specs:
         check_names(spec)  # before the base, which takes longer
+    baselines = choose_baselines(options, settings)
 
     plain = load(dataclasses.replace(options.spec, copy=0))
     methods = [Method(VANILLA, plain)]
@@ -58,7 +68,38 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
         if choice.tree == AUTO:
             models = _with_tree_that_pays(choice.name, models, settings, options)
         methods.append(Method(choice.name, models, choice.source))
+
+    # With their own trees: --tree and --copy are for the drafts. Only lookup reads other texts.
+    for choice in baselines:
+        spec = dataclasses.replace(options.spec, draft=choice.source, copy=0)
+        if choice.source != "lookup":
+            spec = dataclasses.replace(spec, copy_from=None)
+        methods.append(Method(choice.name, load(spec, plain), choice.source))
     return methods
+
+
+def choose_baselines(options: Options, settings: GenerationSettings) -> list[DraftChoice]:
+    """Return what to measure beside the drafts: all that need no training, or those named.
+
+    Raises UserError for a name that is none of them.
+    """
+    names = [name.strip() for name in (options.baselines or "").split(",")]
+    names = list(dict.fromkeys(filter(None, names)))
+    if names == [NO_DRAFT]:
+        return []
+    for name in names:
+        if name not in TRAINING_FREE:
+            raise UserError(
+                f"--baselines: {name!r} is no draft without training; they are "
+                f"{', '.join(TRAINING_FREE)}, or {NO_DRAFT} alone"
+            )
+
+    # Nothing of them is drawn, which is no mistake where nobody asked for them.
+    if options.baselines is None and settings.draft_sampling != "sampled":
+        names = list(TRAINING_FREE)
+    # A draft of the user stands for the baseline that it is.
+    given = {word for draft in options.draft_choices for word in (draft.name, draft.source)}
+    return [DraftChoice(name, name) for name in names if name not in given]
 
 
 def _with_tree_that_pays(

@@ -55,6 +55,12 @@ class Options:
         "measured with, or paper25]",
         group="draft",
     )
+    baselines: str | None = setting(
+        None,
+        "what drafts without training and is measured too, such as lookup; none for nothing [all "
+        "that there is, where drafted tokens need not be drawn]",
+        group="draft",
+    )
     prompts: str | None = setting(
         None, "file of prompt rows, .jsonl (also .gz, .xz) [those of the base's folder]"
     )

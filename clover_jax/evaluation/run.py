@@ -175,6 +175,10 @@ def _accuracy(
 
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
+    # Without a head there are no positions whose proposals could be ranked.
+    if not method.is_trained:
+        bar.update(len(plain))
+        return hits
     for index, hits_of_turn in accuracy.measure(method, texts):
         hits[numbers[index]].append(hits_of_turn)
         # A row of several turns counts with its first one.

@@ -57,8 +57,8 @@ def draft_loop(
     """Absorb and draft, with the token drafted last as the next root.
 
     Everything that the head reads depends on everything that it drafted in the turn before. A head
-    that takes in no token (Medusa) would otherwise be computed once, before the loop, and only on
-    the levels that give the next root.
+    that takes in no token (Medusa) and copies of the text would otherwise be computed once, before
+    the loop, and of a head only the levels that give the next root.
     """
 
     def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
@@ -71,6 +71,7 @@ def draft_loop(
         state = state.replace(
             features=state.features + zero[:, None, None].astype(state.features.dtype),
             next_tokens=state.next_tokens + zero[:, None],
+            length=state.length + zero,
         )
         return state, jnp.maximum(tokens[:, -1], 0) + zero
 

@@ -52,12 +52,12 @@ class Finished(NamedTuple):
 
 
 def run(folder, output, *argv, prompts="bench.jsonl"):
-    """Measure one draft with two trees."""
+    """Measure one draft with two trees; `argv` may ask for baselines."""
     arguments = [
         *(f"--base={folder / 'base'}", f"--prompts={folder / prompts}"),
         *(f"--drafts=chain={folder / 'work'},short={folder / 'work'}", "--tree=short=chain:1"),
         *(f"--output={output}", "--batch_size=2", "--max_new_tokens=9", "--repeats=2"),
-        *("--context_overflow=truncate_left", *map(str, argv)),
+        *("--context_overflow=truncate_left", "--baselines=none", *map(str, argv)),
     ]
     out, err = io.StringIO(), io.StringIO()
     with (

@@ -8,11 +8,13 @@ import pytest
 
 from clover_jax.data.prompts import BadPrompt
 from clover_jax.decoding.tree import TreeConfig, parse_tree
-from clover_jax.evaluation.methods import load_methods, sizes_on
+from clover_jax.drafters.registry import TRAINING_FREE
+from clover_jax.errors import UserError
+from clover_jax.evaluation.methods import choose_baselines, load_methods, sizes_on
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.evaluation.run import make_plan
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import Models
+from clover_jax.loading.models import TREES, Models
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
 from clover_jax.storage.row_writer import manifest_path
@@ -37,6 +39,7 @@ def options(tmp_path_factory):
         workdir=root / "out",
         drafts=f"a={draft},b={draft}",
         tree="a=auto,b=chain:1",
+        baselines="none",
         batch_size=2,
         repeats=1,
     )
@@ -111,3 +114,40 @@ def test_batch_sizes_are_those_that_a_mesh_decodes(options):
     prompts = [BadPrompt(0, "a.jsonl:1", "bad")]
     plan = make_plan(asked, GenerationSettings(), models, prompts, "a.jsonl")
     assert plan.batch_sizes == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("given", "names"),
+    [
+        ({}, list(TRAINING_FREE)),
+        ({"baselines": "none"}, []),
+        ({"baselines": "lookup, lookup"}, ["lookup"]),
+        ({"baselines": "lookup", "drafts": "mine=lookup"}, []),
+        ({"baselines": "lookup", "drafts": "lookup=runs/a"}, []),
+    ],
+)
+def test_baselines_are_all_that_need_no_training_unless_named_or_given(options, given, names):
+    asked = dataclasses.replace(options, **{"baselines": None, **given}, tree=None)
+    assert [one.name for one in choose_baselines(asked, GenerationSettings())] == names
+
+
+def test_baselines_are_left_out_where_drafted_tokens_are_drawn_unless_named(options):
+    drawn = GenerationSettings(temperature=1.0, draft_sampling="sampled")
+    unasked = dataclasses.replace(options, baselines=None)
+    assert choose_baselines(unasked, drawn) == []
+    asked = dataclasses.replace(options, baselines="lookup")
+    assert [one.name for one in choose_baselines(asked, drawn)] == ["lookup"]
+    wrong = dataclasses.replace(options, baselines="lookup,eagle")
+    with pytest.raises(UserError, match="--baselines: 'eagle' is no draft without training"):
+        choose_baselines(wrong, drawn)
+
+
+def test_trees_and_copies_of_the_drafts_are_not_those_of_baselines(options):
+    spec = dataclasses.replace(options.spec, copy=2)
+    chosen = dataclasses.replace(options, baselines="lookup", tree="chain:1", spec=spec)
+    methods = load_methods(chosen, GenerationSettings())
+    trees = {method.name: method.models.tree.name for method in methods}
+    assert trees == {VANILLA: "none", "a": "chain:1+copy:2", "b": "chain:1+copy:2"} | {
+        "lookup": TREES["lookup"]
+    }
+    assert [method.is_trained for method in methods] == [False, True, True, False]
