@@ -26,6 +26,7 @@ def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
     if drafts:
         parts += ["## By position", *(_positions(name, report) for name in drafts)]
         parts += ["## Accepted drafted tokens", *(_acceptance(name, report) for name in drafts)]
+        parts += ["## Repeats and copies", *_repeats(report, drafts)]
         parts += ["## Equality with plain decoding", *_equality(report, drafts)]
     if len(report["batch_sizes"]) > 1:
         parts += ["## By batch size", _batch_sizes(report)]
@@ -74,6 +75,7 @@ def _summary(report: Mapping[str, Any]) -> str:
         f"{manifest['hardware']['device']} ({manifest['hardware']['processor']}).",
         f"Rows that failed: {plain['failed']}; left out as longer than the context: "
         f"{plain['skipped']}; cut on the left to fit it: {plain['truncated']}.",
+        f"Answers that loop: {plain['repeats']['looping_turns']} of {plain['turns']}.",
     ]
     lines += [f"**Problem: {problem}.**" for problem in report["problems"]]
 
@@ -165,6 +167,47 @@ def _acceptance(name: str, report: Mapping[str, Any]) -> str:
     return "\n\n".join([f"### {name}", lengths, contexts, ", ".join(counts)])
 
 
+def _repeats(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
+    """Yield the tables of how much the text repeats, and of what was copied from it."""
+    # A single task would be the line over all again.
+    tasks = [None, *report["tasks"]] if len(report["tasks"]) > 1 else [None]
+
+    def cell(name: str, task: str | None) -> Mapping[str, Any]:
+        cells = report["methods"][name]
+        return cells["overall"] if task is None else cells["tasks"][task]
+
+    rows = []
+    for task in tasks:
+        plain = cell(VANILLA, task)
+        repeats = plain["repeats"]
+        repeated = share(repeats["repeated"], repeats["ngrams"])
+        row = [task or "overall", repeated, f"{repeats['looping_turns']} of {plain['turns']}"]
+        for name in drafts:
+            mine = cell(name, task)["repeats"]
+            row += [number(mine["tau_looping"]), number(mine["tau_not_looping"])]
+        rows.append(row)
+    header = [f"{name}: tau where answers {loop}" for name in drafts for loop in ("loop", "do not")]
+    yield table(["task", "repeated 8-grams", "answers that loop", *header], rows)
+
+    rows = []
+    for name in drafts:
+        for task in tasks:
+            accepted, copied = (cell(name, task)[key] for key in _ACCEPTED_AND_COPIED)
+            if copied is not None:
+                figures = (accepted, accepted - copied, copied, share(copied, accepted))
+                rows.append([name, task or "overall", *figures])
+    if rows:
+        yield table(["draft", "task", "accepted", "drafted", "copied", "share copied"], rows)
+
+
+_ACCEPTED_AND_COPIED = ("num_accepted_tokens", "copied_tokens")
+
+
+def share(part: int, whole: int) -> str:
+    """Return "p %" of a whole; a dash where there is nothing."""
+    return number(100 * part / whole if whole else None, 1, " %")
+
+
 def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     keys = ("compared", "equal", "near_ties", "mismatches", "not_compared")
     counts = {name: report["methods"][name]["overall"]["equality"] for name in drafts}
@@ -253,6 +296,10 @@ _DEFINITIONS = """\
   or a little more.
 - Overall: all forwards, tokens and seconds of all tasks together (a micro-average), so a task with
   more forwards counts more. It is not the mean of the tasks' figures.
+- Repeated 8-grams: of 8 tokens in a row of an answer, the share that occurred before in its prompt
+  or in itself. An answer loops where at least half of its 8-grams do: copying then gives long
+  accepted lengths, which say little about a head. Copied: accepted tokens that were taken from the
+  row's own text, not from the head; where both say the same they count as drafted.
 - Top-k accuracy of position i: teacher forced on plain decoding's text, the base's argmax is among
   the draft's k most probable tokens.
 - tokens/s: all tokens / wall time, prefill and the host's work included, compilation not. Speed-up:

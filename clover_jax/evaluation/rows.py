@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clover_jax.data.prompts import Prompt
@@ -17,6 +17,7 @@ class TurnRow(NamedTuple):
     accepted, proposed, ranks: of each forward of the base, the drafted tokens that it accepted, how
         many it verified, and of each accepted one how many of its siblings come before it.
     num_cut: prompt tokens for which the context had no room.
+    copied: how many of the accepted tokens were copies of the text; empty for trees without copies.
     """
 
     prompt_ids: list[int]
@@ -25,11 +26,14 @@ class TurnRow(NamedTuple):
     proposed: list[int]
     ranks: list[list[int]]
     num_cut: int
+    copied: Sequence[int] = ()
 
 
 def turns_of(row: Mapping[str, Any]) -> Iterator[TurnRow]:
     """Yield every turn of an output row; nothing for one that failed or was skipped."""
-    yield from itertools.starmap(TurnRow, turn_columns(row, TurnRow._fields))
+    # Rows of trees without copies, and those of earlier versions, lack their column.
+    names = [name for name in TurnRow._fields if name != "copied" or name in row]
+    yield from itertools.starmap(TurnRow, turn_columns(row, names))
 
 
 class RowMaker:
@@ -48,6 +52,7 @@ class RowMaker:
             count = len(progress.turn.accepted)
             columns["proposed"].append(progress.generation.proposed[:count])
             columns["ranks"].append(progress.generation.ranks[:count])
+            columns["copied"].append(progress.generation.copied[:count])
             columns["num_cut"].append(progress.num_cut)
         if event.row is None:
             return None
@@ -56,10 +61,12 @@ class RowMaker:
         columns = self._forwards.pop(event.row["index"], _empty_columns())
         if "output_ids" not in event.row:
             return event.row
+        if not any(columns["copied"]):
+            del columns["copied"]
         if isinstance(event.prompt, Prompt) and event.prompt.num_turns == 1:
             columns = {name: values[0] for name, values in columns.items()}
         return {**event.row, **columns}
 
 
 def _empty_columns() -> dict[str, list]:
-    return {"proposed": [], "ranks": [], "num_cut": []}
+    return {"proposed": [], "ranks": [], "copied": [], "num_cut": []}

@@ -1,4 +1,4 @@
-"""The figures of a method's rows: tau, hit rates, histograms, acceptance by context length.
+"""The figures of a method's rows: tau, hit rates, histograms, copies, acceptance by context length.
 
 `decoding/accepted_lengths.py` has the definitions. The figures of all tasks are sums over all of
 their forwards (a micro-average), so a task with long answers counts more.
@@ -7,12 +7,14 @@ their forwards (a micro-average), so a task with long answers counts more.
 from __future__ import annotations
 
 import collections
+from collections.abc import Sequence
 from typing import Any
 
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
 from clover_jax.evaluation.rows import TurnRow, turns_of
 
 _FIRST_BIN = 64
+_NGRAM = 8  # tokens in a row that are a repeat where they occurred before
 
 
 class Tally:
@@ -26,6 +28,10 @@ class Tally:
         self._ranks: list[collections.Counter[int]] = [collections.Counter() for _ in range(depth)]
         self._context_forwards: collections.Counter[int] = collections.Counter()
         self._context_accepted: collections.Counter[int] = collections.Counter()
+        self._copied: int | None = None
+        self._ngrams = self._repeated = 0
+        self._by_looping = {True: AcceptedLengths(), False: AcceptedLengths()}
+        self._num_looping = 0
 
     def add(self, row: dict[str, Any]) -> None:
         """Count an output row."""
@@ -43,6 +49,16 @@ class Tally:
         self.turns += 1
         self._lengths.add(len(turn.output_ids), turn.accepted)
         self._proposed += sum(turn.proposed)
+        if turn.copied:
+            self._copied = (self._copied or 0) + sum(turn.copied)
+
+        # Copies are worth most where a text goes round in circles, so such answers are told apart.
+        repeated, ngrams = count_repeats(turn.prompt_ids, turn.output_ids)
+        is_looping = 0 < ngrams <= 2 * repeated
+        self._repeated += repeated
+        self._ngrams += ngrams
+        self._num_looping += is_looping
+        self._by_looping[is_looping].add(len(turn.output_ids), turn.accepted)
 
         # Each forward sees the prompt, prefill's token, and what the forwards before it emitted.
         context = len(turn.prompt_ids) + 1
@@ -89,6 +105,14 @@ class Tally:
                 }
                 for start, forwards in sorted(self._context_forwards.items())
             ],
+            "copied_tokens": self._copied,
+            "repeats": {
+                "ngrams": self._ngrams,
+                "repeated": self._repeated,
+                "looping_turns": self._num_looping,
+                "tau_looping": self._by_looping[True].tau,
+                "tau_not_looping": self._by_looping[False].tau,
+            },
             # The same by vLLM's names.
             "num_drafts": num_drafts,
             "num_draft_tokens": self._proposed,
@@ -105,3 +129,19 @@ def context_bin(length: int) -> int:
     """
     # Bins double: acceptance changes with the scale of a context, not with single tokens.
     return 0 if length < _FIRST_BIN else 1 << (length.bit_length() - 1)
+
+
+def count_repeats(prompt_ids: Sequence[int], output_ids: Sequence[int]) -> tuple[int, int]:
+    """Return how many 8-grams of an answer occurred before in prompt and answer, and how many are.
+
+    Example: after the prompt 1 .. 9 the answer 1 .. 9 has 2 of 2; 9 sevens after another prompt
+    have 1 of 2, the first being new.
+    """
+    row = [*prompt_ids, *output_ids]
+    before, repeated = set(), 0
+    for end in range(_NGRAM, len(row) + 1):
+        ngram = tuple(row[end - _NGRAM : end])
+        # One that begins in the prompt is not the answer's own.
+        repeated += end - _NGRAM >= len(prompt_ids) and ngram in before
+        before.add(ngram)
+    return repeated, max(len(output_ids) - _NGRAM + 1, 0)

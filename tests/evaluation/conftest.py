@@ -29,6 +29,15 @@ def finished(folder):
     return run(folder, folder / "out", "--batch_sizes=1")
 
 
+@pytest.fixture(scope="session")
+def copying(folder):
+    """A run with nothing but the baseline of lookup."""
+    rows = [{"category": "qa", "turns": ["he", "he"]}, {"category": "rag", "prompt": "a b a b"}]
+    write_rows(folder, "few.jsonl", rows)
+    few = ("--drafts=", "--tree=none", "--baselines=lookup", "--repeats=1", "--max_new_tokens=24")
+    return run(folder, folder / "copying", *few, prompts="few.jsonl")
+
+
 @pytest.fixture
 def logits_specs(monkeypatch):
     """How logits lie on the mesh in use, or None, each time that a traced program asks."""

@@ -1,17 +1,6 @@
 """What drafts without training stands in every report."""
 
-import pytest
-
-from tests.evaluation.command import run, write_rows
-
-
-@pytest.fixture(scope="module")
-def copying(folder):
-    """A run with nothing but the baseline of lookup."""
-    rows = [{"category": "qa", "turns": ["he", "he"]}, {"category": "rag", "prompt": "a b a b"}]
-    write_rows(folder, "few.jsonl", rows)
-    few = ("--drafts=", "--tree=none", "--baselines=lookup", "--repeats=1", "--max_new_tokens=24")
-    return run(folder, folder / "copying", *few, prompts="few.jsonl")
+from clover_jax.evaluation.rows import turns_of
 
 
 def test_a_baseline_is_measured_as_a_draft_is(copying):
@@ -25,3 +14,16 @@ def test_a_baseline_is_measured_as_a_draft_is(copying):
     assert cell["accuracy"] is None  # nobody ranks what a copy would say
     assert report["methods"]["lookup"]["step"]["draft"] > 0
     assert "| lookup | copy:25 (25) |" in (copying.output / "report.md").read_text()
+
+
+def test_rows_say_what_was_copied_and_the_page_adds_it_up(copying):
+    turns = [turn for row in copying.rows("lookup") for turn in turns_of(row)]
+    assert [len(turn.copied) for turn in turns] == [len(turn.accepted) for turn in turns]
+    assert all(turn.copied == turn.accepted for turn in turns)  # lookup has nothing else
+    assert not any("copied" in row for row in copying.rows("vanilla"))
+    cell = copying.report["methods"]["lookup"]["overall"]
+    copied = sum(sum(turn.copied) for turn in turns)
+    assert cell["copied_tokens"] == cell["num_accepted_tokens"] == copied > 0
+    page = (copying.output / "report.md").read_text()
+    assert f"| lookup | overall | {copied} | 0 | {copied} | 100.0 % |" in page
+    assert "| overall |" in page.split("| lookup: tau where answers loop |")[1]

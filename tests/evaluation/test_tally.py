@@ -2,7 +2,7 @@
 
 import pytest
 
-from clover_jax.evaluation.tally import Tally, context_bin
+from clover_jax.evaluation.tally import Tally, context_bin, count_repeats
 
 
 def row(output_ids, accepted, prompt=(1, 2), ranks=None, num_cut=0, proposed=3):
@@ -70,6 +70,31 @@ def test_acceptance_by_the_length_of_the_context():
 
 def test_the_bins_of_the_example():
     assert [context_bin(n) for n in (0, 63, 64, 127, 128)] == [0, 0, 64, 64, 128]
+
+
+def test_repeats_of_the_example():
+    assert count_repeats(range(1, 10), range(1, 10)) == (2, 2)
+    assert count_repeats([1, 2, 3], [7] * 9) == (1, 2)
+    # Seven tokens of the prompt and one of the answer are no 8-gram of the answer.
+    assert count_repeats([7] * 20, [7]) == (0, 0)
+
+
+def test_answers_that_loop_are_told_from_the_others():
+    loops, does_not = row([7] * 20, [9, 8]), row(list(range(9)), [1, 1, 2])
+    repeats = tally(loops, does_not, row([5], []), depth=9).to_dict()["repeats"]
+    assert repeats == {
+        "ngrams": 13 + 2,
+        "repeated": 12,
+        "looping_turns": 1,
+        "tau_looping": 19 / 2,
+        "tau_not_looping": 8 / 3,
+    }
+
+
+def test_copies_are_counted_where_there_are_any():
+    copies = row([9] * 6, [2, 1]) | {"copied": [2, 0]}
+    assert tally(copies, row([9], [])).to_dict()["copied_tokens"] == 2
+    assert tally(row([9] * 6, [2, 1])).to_dict()["copied_tokens"] is None
 
 
 def test_turns_count_one_by_one_and_rows_that_have_none_are_counted():
