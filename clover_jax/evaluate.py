@@ -8,7 +8,8 @@ another method begins each time. The output folder then holds report.md and repo
 rates, accuracies, speed-up with its spread, equality with plain decoding, a manifest), plots/, and
 rows/NAME.jsonl. The same command goes on where it was stopped.
 
---compare=A,B sets two such folders (or their report.json) side by side instead.
+--compare=A,B sets two such folders (or their report.json) side by side instead. --replay=FILE tells
+what copying would give on answers that are written already, by the base's tokenizer alone.
 
 Status 1: rows failed, or a draft's text is not that of plain decoding although it should be.
 """
@@ -46,8 +47,6 @@ def main(flags) -> int:
 
 def execute(flags) -> dict:
     """Measure what the flags ask for and return the report's key figures."""
-    from clover_jax.evaluation.run import evaluate
-
     options = settings_from(
         flags,
         Options,
@@ -56,6 +55,12 @@ def execute(flags) -> dict:
         workdir=cli.workdir_of(flags, "evaluate"),
     )
     recorded = cli.flag_settings(flags, "compare", "overwrite")
+    if options.replay is not None:
+        from clover_jax.evaluation.replay import replay
+
+        return replay(options, recorded)
+    from clover_jax.evaluation.run import evaluate
+
     return evaluate(options, settings_from(flags, GenerationSettings), recorded)
 
 

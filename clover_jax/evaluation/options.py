@@ -76,6 +76,11 @@ class Options:
     )
     limit_prompts: int | None = setting(None, "rows of each task at most [all]", least=1)
     overwrite: bool = setting(False, "start the output folder anew, whatever is there")
+    replay: str | None = setting(
+        None,
+        "file of rows with answers, as train's --data has them, .jsonl (also .gz, .xz): what "
+        "copying alone would give on them; nothing is decoded",
+    )
     compare: str | None = setting(None, "A,B: two reports to set side by side; nothing is decoded")
 
     def __post_init__(self):
