@@ -24,7 +24,7 @@ class Divergence:
     expected, found: plain decoding's token and the other; None where the text had ended.
     batch_size, repeat: of the later pass that gave this text; None for the row's first.
     gap: by how much plain decoding preferred its token. threshold: how much such preferences of
-        plain decoding itself depend on the batch size. kind: NEAR_TIE or MISMATCH.
+        plain decoding itself move by rounding. kind: NEAR_TIE or MISMATCH.
     """
 
     index: int

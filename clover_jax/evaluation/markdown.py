@@ -306,8 +306,9 @@ _DEFINITIONS = """\
   ratio of tokens/s to that of plain decoding in the same repeat; the median of the repeats, with
   the least and the most.
 - Near-tie: the text left that of plain decoding where its two tokens are closer than plain decoding
-  itself moves between batch 1 and the run's largest batch, or one of 8 where that is smaller; any
-  other difference is a mismatch. A row counts as the worst of its texts, of all passes.
+  itself moves between batch 1, the run's largest batch, or one of 8 where that is smaller, and 16
+  tokens read at once; any other difference is a mismatch. A row counts as the worst of its texts,
+  of all passes.
 - Break-even tau: what a step costs in steps of plain decoding; above it a draft saves time."""
 
 

@@ -2,8 +2,9 @@
 
 In low precision the same tokens round differently in another batch or tree, and two tokens of
 almost the same score can change places. How much that is, plain decoding itself shows: it is fed
-the same text alone and in a batch, and the largest change of a top-two margin is the threshold. A
-divergence at a smaller gap is a near-tie; at a larger one the text is not plain decoding's.
+the same text alone, in a batch, and several tokens at once, as a tree is read, and the largest
+change of a top-two margin is the threshold. A divergence at a smaller gap is a near-tie; at a
+larger one the text is not plain decoding's.
 """
 
 from __future__ import annotations
@@ -27,19 +28,22 @@ from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.top_k import top_k
-from clover_jax.decoding.tree import TokenTree
-from clover_jax.decoding.verify import tree_logits, verify
+from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Comparisons, Divergence
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, after, write_rows
+from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.sharding.placement import gathered_in_use
 
 # How much margins depend on the batch is seen in a batch of at least this size, and on some more
 # rows than those that differ.
 _LEAST_BATCH = 8
 _EQUAL_ROWS = 16
+# A batch alone may not show it: many kernels give a row the same bits beside any others. Tokens
+# that are read at once meet other kernels, and are attended to before the cache instead of in it.
+_AT_ONCE = 16
 
 
 class Case(NamedTuple):
@@ -132,14 +136,17 @@ def classify(
     groups = [list(cases[start : start + size]) for start in range(0, len(cases), size)]
     together = [margins(group, vanilla, batched) for group in groups]
     single = [margins([case], vanilla, alone) for case in cases]
+    wide = [margins(group, vanilla, batched, _AT_ONCE) for group in groups]
     # Slots that the last group left empty hold nothing.
     margin = np.concatenate([m.margin[: len(g)] for m, g in zip(together, groups, strict=True)])
     gap = np.concatenate([m.gap[: len(g)] for m, g in zip(together, groups, strict=True)])
+    at_once = np.concatenate([m.margin[: len(g)] for m, g in zip(wide, groups, strict=True)])
 
     lengths = [len(case.output_ids) for case in cases]
     threshold = max(
-        _largest_change(margin[i, :length], np.asarray(single[i].margin[0, :length]))
+        _largest_change(margin[i, :length], other[:length])
         for i, length in enumerate(lengths)
+        for other in (np.asarray(single[i].margin[0]), at_once[i])
     )
     return [
         _classified(case.divergence, gap[i, : lengths[i]], threshold)
@@ -166,18 +173,20 @@ def _classified(divergence: Divergence, gaps: np.ndarray, threshold: float) -> D
     return dataclasses.replace(divergence, gap=gap, threshold=threshold, kind=kind)
 
 
-def margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
-    """Feed plain decoding its own text; [B, O], and 0 beyond the longest."""
+def margins(cases: Sequence[Case], vanilla: Method, engine: Engine, at_once: int = 1) -> Margins:
+    """Feed plain decoding its own text; [B, O], and 0 beyond the longest.
+
+    at_once: tokens that each step reads, the last of the text so far; the newest one counts.
+    """
     params, placement = vanilla.models.base.params, Placement(vanilla.models.mesh)
     state = engine.prefilled(params, None, [case.request for case in cases])
     longest = max(len(case.output_ids) for case in cases)
     # Lengths in buckets, so that few programs compile.
-    fed = np.zeros((engine.batch_size, bucket(longest)), np.int32)
-    other = np.zeros_like(fed)
+    text = np.zeros(state.tokens.shape, np.int32)
+    other = np.zeros((engine.batch_size, bucket(longest)), np.int32)
     for row, case in enumerate(cases):
-        # From the prompt's last token on, so that the first emitted one has a margin too.
-        text = [case.request.prompt_ids[-1], *case.output_ids[:-1]]
-        fed[row, : len(text)] = text
+        known = [*case.request.prompt_ids, *case.output_ids[:-1]]
+        text[row, : len(known)] = known
         divergence = case.divergence
         if divergence and divergence.found is not None and divergence.position < longest:
             other[row, divergence.position] = divergence.found
@@ -185,55 +194,65 @@ def margins(cases: Sequence[Case], vanilla: Method, engine: Engine) -> Margins:
     given = Forced(
         placement.weights(Weights(params, {})),
         state.replace(cache=()),
-        placement.array(fed),
+        placement.array(text),
         placement.array(other),
     )
-    none = np.zeros(fed.shape, np.float32)
+    none = np.zeros(other.shape, np.float32)
     empty = Margins(placement.array(none), placement.array(none))
     with placement.in_use():
-        _, filled = _program(engine.config)(given, (state.cache, empty), longest)
+        _, filled = _program(engine.config, at_once)(given, (state.cache, empty), longest)
     return placement.read(filled)
 
 
 @functools.cache  # or it would be compiled anew for every draft
-def _program(config: StepConfig) -> Callable[..., tuple[Cache, Margins]]:
-    return repeated(functools.partial(add_margin, config), compiler_options=options_here())
+def _program(config: StepConfig, at_once: int) -> Callable[..., tuple[Cache, Margins]]:
+    return repeated(functools.partial(add_margin, config, at_once), compiler_options=options_here())
 
 
 class Forced(NamedTuple):
     """The text that plain decoding is fed.
 
-    state: after prefill, without its cache. fed: the prompt's last token and the emitted ones but
-    the last. other: the token of each step whose gap to the best is wanted.
+    state: after prefill, without its cache. text: prompts and emitted tokens. other: the token of
+    each step whose gap to the best is wanted.
     """
 
     weights: Weights
     state: DecodeState
-    fed: Int[Array, "B O"]
+    text: Int[Array, "B S"]
     other: Int[Array, "B O"]
 
 
 def add_margin(
     config: StepConfig,
+    at_once: int,
     given: Forced,
     carry: tuple[Cache, Margins],
     number: Int[Array, ""],
 ) -> tuple[Cache, Margins]:
     """Decode plainly for one step, with the given token in the place of its own."""
-    (weights, state, fed, other), (cache, margins_so_far) = given, carry
+    (weights, state, text, other), (cache, margins_so_far) = given, carry
     weights = gathered_in_use(weights)
-    token, rival = fed[:, number], other[:, number]
-    length = jnp.minimum(state.length - 1 + number, state.tokens.shape[1] - 1)
-    # A tree of the root alone is plain decoding.
-    tree = TokenTree(token[:, None], jnp.full((1, 1), -1))
-    output = verify(config.base, weights.base, tree, 0, cache, length)
-    scores = _scores(config, state, tree_logits(weights.base, output), length + 1)
+    rival = other[:, number]
+    # From the prompt's last token on, so that the first emitted one has a margin too.
+    newest = jnp.clip(state.length - 1 + number, 0, text.shape[1] - 1)
+    start = jnp.maximum(newest - at_once + 1, 0)
+
+    # None of the code that verifies trees is used: a fault of it must not pass as rounding.
+    read = jax.vmap(lambda row, at: jax.lax.dynamic_slice(row, (at,), (at_once,)))
+    positions, mask = start[:, None] + jnp.arange(at_once), causal_mask(len(text), at_once)
+    output: Any = Decoder(config.base).apply(
+        {"params": weights.base}, read(text, start), positions, mask, cache, start
+    )
+    index = (newest - start)[:, None, None]
+    hidden = jnp.take_along_axis(output.hidden["post_norm"], index, axis=1)
+    logits = project(frozen_from_base(weights.base).lm_head, hidden)
+    scores = _scores(config, state, logits, newest + 1)
 
     best = top_k(scores.noisy, 2).values
     new = Margins(best[:, 0] - best[:, 1], _gap(scores, rival[:, None]))
     filled = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), margins_so_far, new)
     # The cache is written only after the scores that need it as it was.
-    return write_rows(cache, output.fresh, after(length, scores.noisy)), filled
+    return write_rows(cache, output.fresh, after(start, scores.noisy)), filled
 
 
 class Scores(NamedTuple):

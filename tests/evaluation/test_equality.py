@@ -3,6 +3,7 @@
 import dataclasses
 import math
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -133,6 +134,22 @@ def test_infinite_margins_move_no_threshold(twins):
     case = near_ties.Case(request, [1, 5, 9], Divergence(0, 0, 2, 9, 2))
     (found,) = near_ties.classify([case], twins, engine, engine)
     assert found.threshold == 0
+
+
+def test_a_threshold_in_bfloat16_is_that_of_tokens_read_at_once(twins):
+    """Beside other rows plain decoding of this base rounds as it does alone."""
+    params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_base(seed=4))
+    params["lm_head"] *= 20  # logits with a standard deviation of 2
+    base = dataclasses.replace(twins.models.base, params=params)
+    method = Method("vanilla", dataclasses.replace(twins.models, base=base))
+    alone, batched = method.models.engine(1), method.models.engine(8)
+    requests = [Request(i, p, 24) for i, p in enumerate(random_prompts(8, seed=4)[:4])]
+    rows = batched.generate(params, None, [request.prompt_ids for request in requests], 24)
+    cases = [
+        near_ties.Case(request, row.output_ids, Divergence(0, 0, 0, row.output_ids[0], 1))
+        for request, row in zip(requests, rows, strict=True)
+    ]
+    assert 0.01 < near_ties.classify(cases, method, alone, batched)[0].threshold < 1
 
 
 def room(logits, **changes):
