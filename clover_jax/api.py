@@ -206,7 +206,8 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure drafts against plain decoding and return the key figures of the report in `output`.
 
-    drafts: name in the report -> draft, as `load_draft` takes it; None measures plain decoding.
+    drafts: name in the report -> draft, as `load_draft` takes it; None measures plain decoding and
+        the baselines.
     settings: the flags of `python -m clover_jax.evaluate`: base, prompts, repeats, ...
     """
     from clover_jax import evaluate as command
