@@ -116,7 +116,7 @@ def load_draft(
     """Return models that share the base and decode with a draft.
 
     source: a draft directory, a training workdir, a folder or hub id in an official layout, or
-        "lookup", which copies from the text and needs no file.
+        "lookup" or "recycle", which draft from the text and need no file.
     tree: as `generate --tree` takes it, "auto" excepted; by default the draft's own, else paper25.
     copy: nodes for copies beside the tree's own.
     copy_from: a text file that copies may come from too.

@@ -51,7 +51,7 @@ DRAFTERS = {
 }
 
 # What drafts without weights: every test of decoding runs over these too.
-TRAINING_FREE = {"lookup": ("lookup", {})}
+TRAINING_FREE = {"lookup": ("lookup", {}), "recycle": ("recycle", {})}
 
 SMALL_TREE = TreeConfig("small", ((0,), (1,), (2,), (0, 0), (0, 1), (1, 0), (0, 0, 0)))
 

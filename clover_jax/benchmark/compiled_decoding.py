@@ -17,6 +17,7 @@ from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import cache_size, fitting_context, state_shapes
 from clover_jax.loading.models import Models, load_shapes
 from clover_jax.loading.spec import ModelSpec
+from clover_jax.models.cache import key_values
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions
@@ -232,10 +233,13 @@ def compile_step(
     work = count_work(function, weights, states)
     caches = (states.cache, states.draft_cache)
     cache_places = (state_places.cache, state_places.draft_cache)
-    cache_bytes = bytes_per_device(caches, cache_places)
-    draft_cache_bytes = bytes_per_device(caches[1], cache_places[1])
     live = context / size
-    floor_bytes = work.weight_bytes / shape.tensor + live * cache_bytes
+    # What else a head keeps it looks up, a few entries a step.
+    of_base, of_draft = (
+        live * bytes_per_device(key_values(cache), key_values(places))
+        for cache, places in zip(caches, cache_places, strict=True)
+    )
+    floor_bytes = work.weight_bytes / shape.tensor + of_base + of_draft
     draft_weight_bytes = _draft_weight_bytes(models, weights, states) / shape.tensor
 
     # A program does not say how often it goes through the live part of a cache.
@@ -257,7 +261,7 @@ def compile_step(
         temporary_bytes=compiled.temporaries.allocated,
         temporary_value_bytes=compiled.temporaries.filled,
         weight_bytes=bytes_per_device(models.weights, weight_places),
-        cache_bytes=cache_bytes,
+        cache_bytes=bytes_per_device(caches, cache_places),
         floor_bytes=floor_bytes,
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
         moved_bytes=sum(moved.values()),
@@ -265,7 +269,7 @@ def compile_step(
         estimated_seconds=None if estimate is None else sum(estimate.values()),
         moved_by_part=moved,
         seconds_by_part=estimate,
-        draft_floor_bytes=draft_weight_bytes + live * draft_cache_bytes,
+        draft_floor_bytes=draft_weight_bytes + of_draft,
         cache_copies=program_costs.written_anew(program, caches, cache_places),
         weight_copies=program_costs.written_anew(program, models.weights, weight_places),
         collectives=program_costs.listed(program.collectives()),

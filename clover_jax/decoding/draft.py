@@ -14,9 +14,8 @@ from clover_jax.decoding.copies import BestCopy
 from clover_jax.decoding.sampling import CHILDREN, RowSampling, gumbel, warp
 from clover_jax.decoding.top_k import TopK, top_k
 from clover_jax.decoding.tree import TokenTree, TreeConfig
-from clover_jax.drafters.drafter import PAD_TOKEN, FewTokens, Frozen, Proposal
+from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache, FewTokens, Frozen, Proposal
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.models.cache import Cache
 
 SUPPORT = 16  # tokens to which a sampled draft gives mass: its most probable ones
 
@@ -65,7 +64,7 @@ def draft(
     frozen: Frozen,
     root: Int[Array, " B"],
     state: Any,
-    cache: Cache,
+    cache: DraftCache,
     tree: TreeConfig,
     choose: ChooseChildren,
 ) -> Drafted:

@@ -12,9 +12,8 @@ from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.draft import apply_head, best_tokens, target_ids
 from clover_jax.decoding.top_k import top_k
 from clover_jax.decoding.tree import TokenTree
-from clover_jax.drafters.drafter import PAD_TOKEN, FewTokens, Frozen
+from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache, FewTokens, Frozen
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.models.cache import Cache
 from clover_jax.sharding.placement import over_rows
 
 MASS, SHARE = 0.8, 0.25  # Clover: children up to this mass, and this share of the best sibling
@@ -40,7 +39,7 @@ def draft_adaptive(
     frozen: Frozen,
     root: Int[Array, " B"],
     state: Any,
-    cache: Cache,
+    cache: DraftCache,
     tree: AdaptiveTree,
 ) -> tuple[TokenTree, Float[Array, "B T"]]:
     """Draft the tree that the rule chooses; children are deterministic, so q is a point mass.
@@ -144,7 +143,7 @@ class _Grower(NamedTuple):
     head: DraftHead
     params: Params
     frozen: Frozen
-    cache: Cache
+    cache: DraftCache
     num_children: int
 
     def children(self, state: Any, score: Float[Array, "B W"], depth: int) -> _Candidates:

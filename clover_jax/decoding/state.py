@@ -11,10 +11,10 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.copies import CopyCounts, no_counts
 from clover_jax.decoding.sampling import RowSampling, empty_sampling
 from clover_jax.decoding.tree import CopyTree, Tree
-from clover_jax.drafters.drafter import PAD_TOKEN
+from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.text_matches import known_text
-from clover_jax.models.cache import Cache, init_cache
+from clover_jax.models.cache import Cache, init_cache, map_key_values
 
 RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
 
@@ -30,7 +30,7 @@ class DecodeState(struct.PyTreeNode):
     eos:      [B, E] tokens that end the row, padded with -1.
     finish:   [B] RUNNING, or why the row stopped.
     cache:    the base's keys and values, per layer [B, K, S, H].
-    draft_cache: the head's, or ().
+    draft_cache: what the head keeps of the text, or ().
     features: [B, A, F] base features of the positions accepted last, which the head has not
         taken in yet; the first count[b] are valid.
     next_tokens: [B, A] the token that follows each of them.
@@ -47,7 +47,7 @@ class DecodeState(struct.PyTreeNode):
     eos: Int[Array, "B E"]
     finish: Int[Array, " B"]
     cache: Cache
-    draft_cache: Cache
+    draft_cache: DraftCache
     features: Float[Array, "B A F"]
     next_tokens: Int[Array, "B A"]
     count: Int[Array, " B"]
@@ -120,8 +120,8 @@ def grow(state: DecodeState, size: int) -> DecodeState:
         widths = [(0, size - x.shape[i]) if i == axis else (0, 0) for i in range(x.ndim)]
         return jnp.pad(x, widths)
 
-    def longer(cache: Cache) -> Cache:
-        return jax.tree.map(lambda x: pad(x, 2), cache)
+    def longer(cache: DraftCache) -> DraftCache:
+        return map_key_values(lambda x: pad(x, 2), cache)
 
     # Only what has an axis of positions grows.
     return state.replace(

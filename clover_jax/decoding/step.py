@@ -25,16 +25,26 @@ from clover_jax.decoding.accept import (
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.copies import add_copies, count_copies, guessed_scores
-from clover_jax.decoding.draft import SUPPORT, Drafted, draft, sample_children, top_children
+from clover_jax.decoding.draft import (
+    SUPPORT,
+    Drafted,
+    apply_head,
+    draft,
+    sample_children,
+    top_children,
+)
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
 from clover_jax.decoding.sampling import warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import RUNNING, DecodeState, searched
+from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
 from clover_jax.decoding.verify import tree_choices, tree_logits, verify
 from clover_jax.drafters.drafter import (
+    PAD_TOKEN,
     AcceptedPositions,
+    DraftCache,
     frozen_from_base,
     select_features,
     with_draft_rows,
@@ -132,7 +142,7 @@ class Absorbed(struct.PyTreeNode):
     """
 
     root: Any
-    cache: Cache
+    cache: DraftCache
 
 
 class Verified(struct.PyTreeNode):
@@ -173,6 +183,7 @@ def speculate_and_verify(
     with jax.named_scope("accept"):
         accepted = accept(config, state, drafted, verified)
     with jax.named_scope("commit"):
+        state = observe_verified(config, weights, state, drafted.tree, verified)
         state, record = commit(state, drafted.tree, accepted, verified.fresh, verified.features)
         if drafted.copy is not None and state.copies is not None:
             counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
@@ -270,6 +281,22 @@ def verify_tree(
     if config.sampling.needs_choices_only:
         return Verified(tree_choices(weights.base, output), None, output.fresh, features)
     return Verified(None, tree_logits(weights.base, output), output.fresh, features)
+
+
+def observe_verified(
+    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree, verified: Verified
+) -> DecodeState:
+    """Show a head that learns from it what the base puts after every slot of running rows."""
+    if config.head is None or not getattr(config.head.module, "observes", False):
+        return state
+    choices = verified.choices
+    if choices is None:
+        assert verified.logits is not None  # one of the two is there
+        choices = argmax(verified.logits)
+    valid = (tree.tokens != PAD_TOKEN) & (state.finish == RUNNING)[:, None]
+    arguments = (state.draft_cache, tree.tokens, choices, valid)
+    cache = apply_head(config.head, weights.draft, "observe", *arguments)
+    return state.replace(draft_cache=cache)
 
 
 def accept(

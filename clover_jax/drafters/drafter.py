@@ -16,12 +16,12 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.models.batch import Batch
-from clover_jax.models.cache import Cache
 from clover_jax.models.int8 import Matrix, take_rows
 
 DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
 PAD_TOKEN = -1  # never equals a token, so a padding slot is never accepted
 State = Any  # a pytree of the drafter's own; leaves [B, W, ...], or what all branches share
+DraftCache = Any  # likewise; leaves [B, ...], of which those of a `KeyValue` grow with the text
 
 
 class Frozen(struct.PyTreeNode):
@@ -75,19 +75,24 @@ Proposal = Float[Array, "B W Vd"] | FewTokens
 
 
 class Drafter(Protocol):
-    """What a draft head's linen module implements; called through `apply(..., method=name)`."""
+    """What a draft head's linen module implements; called through `apply(..., method=name)`.
+
+    A module that sets `observes` also has `observe(cache, tokens, choices, valid) -> cache`, which
+    is shown each verified tree: [B, T] of its tokens, the base's most probable token after each
+    slot, and whether there is one in a running row. What is not valid must change nothing.
+    """
 
     config: DrafterConfig
     init: Callable[..., Any]  # linen's own, as every module has them
     apply: Callable[..., Any]
 
-    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return the head's own key/value cache, or an empty tuple."""
+    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
+        """Return what the head keeps of a text, as before its prompt: keys and values, or ()."""
         ...
 
     def absorb(
-        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
-    ) -> tuple[State, Cache]:
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: DraftCache
+    ) -> tuple[State, DraftCache]:
         """Read the accepted positions and return the state at the last one of each row.
 
         cache: holds start[b] committed positions; the result holds start[b] + count[b].
@@ -106,7 +111,7 @@ class Drafter(Protocol):
         self,
         frozen: Frozen,
         state: State,
-        cache: Cache,
+        cache: DraftCache,
         parent: Int[Array, "B W"],
         token: Int[Array, "B W"],
         depth: int,

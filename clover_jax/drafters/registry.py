@@ -30,6 +30,7 @@ DRAFTERS = {
 # The same for what drafts without weights; --draft takes these names.
 TRAINING_FREE = {
     "lookup": ("lookup", "LookupConfig", "Lookup"),
+    "recycle": ("recycle", "RecycleConfig", "Recycle"),
 }
 
 

@@ -51,7 +51,7 @@ if TYPE_CHECKING:
 
 MOST_COPIED_FROM = 2**16  # tokens of --copy_from
 # What a draft without weights costs is the base's forward, so its trees are deep.
-TREES = {"lookup": "copy:25"}
+TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
 
 
 @dataclasses.dataclass(frozen=True)

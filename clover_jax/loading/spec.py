@@ -25,8 +25,9 @@ class ModelSpec(ChatSettings, BaseSettings):
 
     draft: str = _draft(
         NO_DRAFT,
-        "a draft directory, a training workdir, or a folder in an official layout; lookup needs "
-        "none: it copies what the text has said before; none decodes plainly",
+        "a draft directory, a training workdir, or a folder in an official layout; lookup and "
+        "recycle need none: they propose what followed the last tokens before in the text, and "
+        "what the base put after the last token before; none decodes plainly",
     )
     tree: str | None = _draft(
         None,

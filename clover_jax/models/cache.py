@@ -7,11 +7,14 @@ What lies at or beyond a row's length is garbage: it is masked when read, never 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Float, Int
+from clover_jax.array_types import Array, Float, Int, PyTree
 from clover_jax.config import LayerConfig
 
 MOST_ROWS_ONE_BY_ONE = 128
@@ -44,6 +47,25 @@ def init_cache(
         KeyValue(key=jnp.zeros(shape, dtype), value=jnp.zeros(shape, dtype))
         for _ in range(num_layers)
     )
+
+
+def map_key_values(function: Callable[[Any], Any], cache: PyTree) -> PyTree:
+    """Apply a function to the keys and values in a cache, and leave what else lies there."""
+
+    def apply(node: Any) -> Any:
+        return jax.tree.map(function, node) if _is_key_value(node) else node
+
+    return jax.tree.map(apply, cache, is_leaf=_is_key_value)
+
+
+def _is_key_value(node: Any) -> bool:
+    return isinstance(node, KeyValue)
+
+
+def key_values(cache: PyTree) -> list[KeyValue]:
+    """Return the keys and values in a cache, or what stands for them in a tree of its structure."""
+    nodes = jax.tree.leaves(cache, is_leaf=_is_key_value)
+    return [node for node in nodes if _is_key_value(node)]
 
 
 def gather_rows(fresh: Cache, index: Int[Array, "B A"]) -> Cache:

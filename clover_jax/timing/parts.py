@@ -31,6 +31,7 @@ from clover_jax.decoding.step import (
 )
 from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig
 from clover_jax.loading.models import Models
+from clover_jax.models.cache import key_values
 from clover_jax.timing.loops import STEPS, step_loop, steps_at_once
 from clover_jax.timing.turns import Run
 from clover_jax.xla.work import Work, count_work
@@ -61,7 +62,8 @@ class Bench:
         size = state.tokens.shape[1]
         live = context / size  # the share of the caches that holds anything
         self.base_cache_bytes = live * _num_bytes(state.cache)
-        self.draft_cache_bytes = live * _num_bytes(state.draft_cache)
+        # What else a head keeps it looks up, a few entries a step.
+        self.draft_cache_bytes = live * _num_bytes(key_values(state.draft_cache))
 
     @property
     def state(self) -> DecodeState:

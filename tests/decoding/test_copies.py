@@ -168,6 +168,7 @@ def plain():
     [
         ("lookup", "copy:9"),
         ("lookup", "dynamic:9:4"),
+        ("recycle", "dynamic:9:4:3+copy:5"),
         ("clover2", "small"),
         ("clover2", "dynamic:6:3+copy:5"),
         pytest.param("lookup", "chain:4", marks=pytest.mark.slow),

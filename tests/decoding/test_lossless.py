@@ -103,8 +103,9 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.nd
     for _ in range(LENGTH - 1):
         state, record = compiled(weights, state)
         most_accepted = max(most_accepted, int(record.accepted.max()))
-    # How much the text repeats decides how deep copies get.
-    assert most_accepted >= (1 if isinstance(tree, CopyTree) else min(tree.depth, 3))
+    # How much the text repeats decides how deep copies get, and all that is not trained.
+    repeats = isinstance(tree, CopyTree) or (head and head.config.kind in TRAINING_FREE)
+    assert most_accepted >= (1 if repeats else min(tree.depth, 3))
     return np.asarray(state.tokens[:, start : start + LENGTH])
 
 
@@ -135,6 +136,7 @@ USUAL = [  # the others of the product are slow
     ("medusa", "small", "sampled", HOT),
     ("medusa", "chain:3", "topk", CUT),
     ("lookup", "copy:6", "topk", CUT),
+    ("recycle", "small", "topk", HOT),
     ("clover2", "small+copy:4", "topk", HOT),
     ("clover", "dynamic:5:3:3+copy:4", "topk", CUT),
 ]

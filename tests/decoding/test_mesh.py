@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.tiny_models import DRAFTERS
+from tests.tiny_models import DRAFTERS, TRAINING_FREE
 
 SETUP = """
 import dataclasses, functools, json, re, sys
@@ -74,10 +74,11 @@ def test_every_drafter_accepts_on_every_mesh_what_it_does_on_one_device(run_pyth
 
 
 @pytest.mark.parametrize(
-    "name", ["lookup", *(pytest.param(name, marks=pytest.mark.slow) for name in DRAFTERS)]
+    "name",
+    ["recycle", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lookup", *DRAFTERS))],
 )
 def test_copies_are_accepted_on_every_mesh_as_on_one_device(run_python, name):
-    meshes = MESHES[-1:] if name == "lookup" else MESHES
+    meshes = MESHES[-1:] if name in TRAINING_FREE else MESHES
     alone, *split = run_python(WITH_COPIES, name, "", *meshes, devices=8).splitlines()
     for mesh, rows in zip(meshes, split, strict=True):
         assert json.loads(rows) == json.loads(alone), mesh

@@ -65,6 +65,19 @@ def test_the_compiled_step_copies_no_cache(what, batch):
     assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
 
 
+@pytest.mark.parametrize(
+    "what", [{"steps": 4}, {"steps": 0}, {"sampling": SamplingConfig(verify="lossless")}], ids=str
+)
+def test_the_compiled_step_copies_no_table_of_successors(what):
+    function, shapes = chunk_and_shapes(TINY, jnp.float32, kind="recycle", tree="chain:4", **what)
+    compiled, state = function.lower(*shapes).compile(), shapes[1]
+    table = state.draft_cache
+    assert table.shape == (3, 8, TINY.vocab_size)
+    assert Program(compiled.as_text()).made(table.shape) == []
+    kept = sum(x.size * 4 for x in jax.tree.leaves((state.cache, table)))
+    assert compiled.memory_analysis().alias_size_in_bytes >= kept
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize(
     ("base", "dtype"), [(TINY, jnp.float32), (LLAMA3_8B, jnp.bfloat16)], ids=["tiny", "8b"]
