@@ -165,7 +165,7 @@ def test_mistakes_are_user_errors(models):
         list(api.generate(models, b"bytes"))
     with pytest.raises(UserError, match=r"batch_size must be a whole number, not 2\.5"):
         list(api.generate_rows(models, ["a"], batch_size=2.5))
-    with pytest.raises(UserError, match="'max_tokens' is no setting; settings are .*max_new_tok"):
+    with pytest.raises(UserError, match="'max_tokens' is no setting; the settings are .*max_new"):
         list(api.generate(models, "a", max_tokens=5))
     with pytest.raises(UserError, match="the prompt has 5000 tokens"):
         list(api.generate(models, [5] * 5000, context_overflow="skip"))
