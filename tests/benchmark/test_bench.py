@@ -39,9 +39,9 @@ def buffer_lengths(monkeypatch):
     """The lengths of all buffers that are made."""
     lengths = set()
 
-    def spied(base, head, tree, batch, size, *more):
+    def spied(base, head, tree, batch, size, *more, **named):
         lengths.add(size)
-        return empty_state(base, head, tree, batch, size, *more)
+        return empty_state(base, head, tree, batch, size, *more, **named)
 
     for module in (engine, decode_states):
         monkeypatch.setattr(module, "empty_state", spied)
