@@ -26,7 +26,7 @@ from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
 from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
 
-USUAL_WEIGHT = 4.0  # steps that what is usual counts for
+USUAL_WEIGHT = 4.0  # REPEATS count for as many tries of each length as this
 
 
 class CopyCounts(struct.PyTreeNode):
@@ -115,16 +115,16 @@ def add_copies(
     level = node_depth(mask)
     ways = _ways(drafted.tokens, parent, mask, level, score, text, end, _repeats(counts), depth)
 
-    # same[n, m, d]: the ways n and m are one down to depth d + 1. drawn[n, t, d]: slot t is the
+    # same[n, m, d]: the ways n and m are one down to depth d + 1. at_slot[n, t, d]: slot t is the
     # node of way n there.
     same = jnp.cumprod(ways.tokens[:, :, None] == ways.tokens[:, None], axis=-1).astype(bool)
     same &= (ways.tokens != PAD_TOKEN)[:, :, None]
-    drawn = same[:, :, :num_slots] & (level[:, None, :, None] == jnp.arange(1, depth + 1))
+    at_slot = same[:, :, :num_slots] & (level[:, None, :, None] == jnp.arange(1, depth + 1))
 
     # A node of several ways belongs to the first of them and is worth what the best says.
     copies = same & ways.is_copy[:, None]
     first = jnp.argmax(copies, axis=2)
-    is_own = ways.is_copy & ~drawn.any(axis=2) & (first == jnp.arange(first.shape[1])[:, None])
+    is_own = ways.is_copy & ~at_slot.any(axis=2) & (first == jnp.arange(first.shape[1])[:, None])
     worth = jnp.where(copies, ways.score[:, None], -jnp.inf).max(axis=2)
     own_depth = jnp.maximum(level - 1, 0)[..., None]
     of_slots = jnp.take_along_axis(worth[:, :num_slots], own_depth, axis=-1)[..., 0]
@@ -132,7 +132,7 @@ def add_copies(
 
     # All nodes in the order of slots: the drafted ones, then the copies, level by level.
     pool = _joined(of_slots, jnp.where(is_own, worth, -jnp.inf))
-    tokens, above = _joined(drafted.tokens, ways.tokens), _parents(parent, drawn, first)
+    tokens, above = _joined(drafted.tokens, ways.tokens), _parents(parent, at_slot, first)
     # The best keep that order. No node is worth more than its parent, so parents are kept.
     best = top_k(pool, nodes)
     kept = jnp.sort(jnp.where(best.values > -jnp.inf, best.ids, pool.shape[1]), axis=1)
@@ -163,13 +163,13 @@ def _joined(of_slots: Array, of_ways: Array) -> Array:
 
 
 def _parents(
-    parent: Int[Array, "B T"], drawn: Bool[Array, "B N T D"], first: Int[Array, "B N D"]
+    parent: Int[Array, "B T"], at_slot: Bool[Array, "B N T D"], first: Int[Array, "B N D"]
 ) -> Int[Array, "B P"]:
     """Return each pool node's parent: its index in the pool, -1 for the root."""
-    _, num_ways, num_slots, depth = drawn.shape
+    _, num_ways, num_slots, depth = at_slot.shape
     # The node above, on the same way: a slot, or a copy of the first way that has it.
     copy = num_slots - 1 + jnp.arange(depth) * num_ways + first
-    node = jnp.where(drawn.any(axis=2), jnp.argmax(drawn, axis=2) - 1, copy)
+    node = jnp.where(at_slot.any(axis=2), jnp.argmax(at_slot, axis=2) - 1, copy)
     above = jnp.pad(node[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
     return _joined(parent - 1, above)
 
@@ -241,6 +241,7 @@ def _suffixes(
 ) -> Int[Array, "B T L"]:
     """Return the last tokens at each slot, newest first: of its ancestors, then of the text."""
     before = last_tokens(text, end)  # the root is the first of them
+    # Climb one node at a time; beyond the root the text goes on backwards.
     at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     suffix, back = [], jnp.zeros_like(at)
     for _ in range(MOST_MATCHED):
