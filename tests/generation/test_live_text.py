@@ -40,7 +40,8 @@ def tokenizer(tmp_path_factory):
 def show(file, tokenizer, row, ids, accepted, stop=(), at_once=False):
     """Let an answer of `ids` come forward by forward, or all of it at once, and show every turn."""
     prompt = parse_prompt(row, 0, "p:1")
-    models = SimpleNamespace(base=SimpleNamespace(config=CONFIG), tokenizer=tokenizer)
+    base = SimpleNamespace(config=CONFIG)
+    models = SimpleNamespace(base=base, tokenizer=tokenizer, copies=False)
     state = RowState(prompt, GenerationSettings(stop=tuple(stop)), models, is_watched=True)
     screen, turn = LiveText(file, tokenizer), None
     ends = [1]
@@ -121,7 +122,8 @@ def test_every_turn_shows_its_question(tokenizer):
     turns = {"turns": ["one", "two"]}
     ids = tokenizer("yes").input_ids
     file = io.StringIO()
-    models = SimpleNamespace(base=SimpleNamespace(config=CONFIG), tokenizer=tokenizer)
+    base = SimpleNamespace(config=CONFIG)
+    models = SimpleNamespace(base=base, tokenizer=tokenizer, copies=False)
     prompt = parse_prompt(turns, 0, "p:1")
     state = RowState(prompt, GenerationSettings(), models, is_watched=True)
     screen = LiveText(file, tokenizer)

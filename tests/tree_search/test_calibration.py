@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree import parse_tree
+from clover_jax.drafters.drafter import FewTokens
 from clover_jax.tree_search.calibration import _rank_of, measure_ranks
 from tests.tiny_models import TINY, random_base, random_head, random_models, random_prompts
 
@@ -47,6 +48,10 @@ def test_a_text_is_drawn_as_it_will_be():
 
 def test_a_token_that_the_head_lacks_has_no_rank():
     config = SimpleNamespace(draft_to_target=(3, 5))
-    ranks = _rank_of(config, jnp.array([[1.0, 2.0]] * 3), jnp.array([3, 5, 4]))
+    ranks = _rank_of(config, jnp.array([[[1.0, 2.0]]] * 3), jnp.array([3, 5, 4]))
     assert ranks[:2].tolist() == [1, 0]
     assert ranks[2] > 10**6  # however few tokens the head has
+    few = FewTokens(jnp.array([[[7, 4]]] * 3), jnp.log(jnp.array([[[0.5, 0.2]]] * 3)))
+    ranks = _rank_of(config, few, jnp.array([7, 4, 3]))
+    assert ranks[:2].tolist() == [0, 1]
+    assert ranks[2] > 10**6
