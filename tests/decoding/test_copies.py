@@ -20,16 +20,19 @@ from clover_jax.errors import UserError
 from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
 
 NONE = TreeConfig.root_only()
+ROOM = 16  # of every buffer, so that few programs are compiled
+with_copies = jax.jit(add_copies, static_argnums=(5, 6), static_argnames="keep_drafted")
 
 
 def copied(text, nodes, drafted=NONE, tokens=(), source=None):
     """Return the paths of tokens of the whole tree, in the order of slots, and which are copies."""
     tree = TokenTree(jnp.array([[text[-1], *tokens]]), jnp.asarray(drafted.parents())[None])
     end = jnp.array([len(text) - 1])
-    buffer = jnp.array([[*text, 99, 99]])  # what lies beyond the text is never copied
+    beyond = [99] * (ROOM - len(text))  # is never copied
+    buffer = jnp.array([[*text, *beyond]])
     padded = known_text(buffer, end, None if source is None else jnp.array([[PAD_TOKEN, *source]]))
     sizes = (drafted.num_nodes + nodes, max(nodes, drafted.depth))
-    found, best = add_copies(
+    found, best = with_copies(
         tree,
         guessed_scores(drafted),
         padded,
@@ -102,7 +105,7 @@ def test_a_copy_that_was_often_wrong_is_worth_less_than_a_drafted_node():
     score = jnp.log(jnp.array([[1.0, 0.3, 0.2]]))
 
     def tokens(counts):
-        tree, _ = add_copies(drafted, score, *arguments, counts, 2, 2, keep_drafted=False)
+        tree, _ = with_copies(drafted, score, *arguments, counts, 2, 2, keep_drafted=False)
         return sorted(tree.tokens[0, 1:].tolist())
 
     always = jnp.full((1, MOST + 1), 50.0)
@@ -139,7 +142,7 @@ def test_every_tree_of_random_texts_is_a_tree():
     text = known_text(text, end, None)
     scores = jnp.log(jnp.array([1.0, 0.5, 0.3, 0.2, 0.1])) + jnp.zeros((batch, 1))
     for keeps in (True, False):
-        found, _ = jax.jit(add_copies, static_argnums=(5, 6), static_argnames="keep_drafted")(
+        found, _ = with_copies(
             tree, scores, text, end, no_counts(batch), nodes, nodes, keep_drafted=keeps
         )
         assert found.copied.any()
