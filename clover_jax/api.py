@@ -95,7 +95,7 @@ def load_base(
         or "shape:NAME" for random weights.
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
     mesh: the devices to decode on, such as "tensor=4"; None: one.
-    int8: whose matrices to round to 8 bits: "draft", which leaves the text as it is, "base".
+    int8: whose matrices to quantize to 8 bits: "draft", which leaves the text as it is, "base".
     chat_template: a Jinja file, or "vicuna" or "baichuan2"; None: the base's own.
     """
     parts = parse_parts(int8)

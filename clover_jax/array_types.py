@@ -3,7 +3,11 @@
 B batch, S sequence (cache) length, T tree slots including the root, A = depth + 1 slots of an
 accepted path, P trained draft positions, W beam width, D model width, F features read by a
 drafter, N query heads, K key/value heads, G = N / K query heads per key/value head, H head
-width, V vocabulary, L layers, E end-of-sequence ids. Users see drafted nodes: T - 1.
+width, V vocabulary, Vd that of a head, L layers, E end-of-sequence ids, R rows of any axes,
+flattened, I and O inputs and outputs of a matrix. Users see drafted nodes: T - 1.
+
+A small letter is a size of one module, which says what it is: d is mostly a tree's depth, n a
+number of whatever the array holds, k of the best ones; *b are any axes in front.
 """
 
 from __future__ import annotations

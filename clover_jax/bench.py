@@ -27,9 +27,6 @@ from clover_jax.loading.spec import ModelSpec
 class BenchSettings:
     """The flags of `bench` beside those that it shares with other commands."""
 
-    draft: str = setting(
-        "random:clover2", "a draft, random:KIND for random weights, or none", group="draft"
-    )
     batch_size: int = setting(1, "rows decoded at once", least=1)
     context: int | None = setting(
         None, "positions already committed in every row [1024, or what fits]", least=1
@@ -51,7 +48,8 @@ class BenchSettings:
 def define_flags(flags):
     """Define this command's flags."""
     define_settings(flags, BenchSettings)
-    define_settings(flags, ModelSpec, "tree", "int8")
+    define_settings(flags, ModelSpec, "draft", "tree", "int8")
+    flags.set_default("draft", "random:clover2")  # any weights cost the same
     cli.define_common_flags(flags)
 
 
@@ -65,19 +63,12 @@ def main(flags) -> int:
 def _refuse_idle_flags(flags) -> None:
     """Raise UserError for a flag that would do nothing beside the others."""
     if flags.target is not None:
-        idle: tuple[str, ...] = (
-            "sweep",
-            "batch_sizes",
-            "nodes",
-            "output",
-            "force_accept",
-            "rounds",
-        )
+        idle = ["sweep", "batch_sizes", "nodes", "output", "force_accept", "rounds"]
         why = "to measure, not for --target"
     elif flags.sweep:
-        idle, why = ("program", "force_accept", "batch_size"), "not for --sweep"
+        idle, why = ["program", "force_accept", "batch_size"], "not for --sweep"
     else:
-        idle = ("program", "output", "batch_sizes", "nodes")
+        idle = ["program", "output", "batch_sizes", "nodes"]
         why = "for --target (program) and --sweep (the others)"
 
     for name in idle:

@@ -24,11 +24,13 @@ from clover_jax.decoding.sampling_config import Warping
 from clover_jax.errors import UserError
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.preparation.options import PrepareOptions
+from clover_jax.training.settings import TrainSettings
 
 
 def define_flags(flags: absl_flags.FlagValues) -> None:
     """Define the flags of `prepare`."""
     define_settings(flags, PrepareOptions)
+    define_settings(flags, TrainSettings, "data", "seq_len")
     define_settings(flags, Warping)
     define_settings(flags, ModelSpec, "chat_template", "draft", "tree", "allow_base_mismatch")
     cli.define_common_flags(flags)
@@ -55,6 +57,8 @@ def execute(flags: absl_flags.FlagValues) -> dict:
         spec=settings_from(flags, ModelSpec),
         warping=settings_from(flags, Warping),
         seed=flags.seed,
+        data=flags.data,
+        seq_len=flags.seq_len,
         workdir=cli.workdir_of(flags, "prepare"),
     )
     return run_prepare(options)

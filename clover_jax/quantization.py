@@ -1,9 +1,9 @@
-"""Which matrices --int8 rounds, of a base and of a draft head.
+"""Which matrices --int8 quantizes, of a base and of a draft head.
 
     draft   the head's matrices, and a copy of lm_head that it drafts with. The base is as it was,
             and so is the text (of drawn children: its distribution): only what is drafted, and how
             much of it is accepted, may change.
-    base    every layer's matrices and lm_head. The text is that of the rounded base, which
+    base    every layer's matrices and lm_head. The text is that of the quantized base, which
             speculation reproduces as it does any other base's.
 
 Embeddings that are looked up, norms, biases and small matrices stay; so do caches and activations.
@@ -50,7 +50,7 @@ INPUTS = {
     "weight": (1,),
 }
 
-_round = jax.jit(quantize, static_argnames="inputs")
+_quantize = jax.jit(quantize, static_argnames="inputs")
 
 
 def parse_parts(words: Sequence[str]) -> tuple[str, ...]:
@@ -66,64 +66,64 @@ def parse_parts(words: Sequence[str]) -> tuple[str, ...]:
     return tuple(part for part in PARTS if part in words)
 
 
-def rounding_notice(parts: Sequence[str]) -> str | None:
+def quantization_notice(parts: Sequence[str]) -> str | None:
     """Return what a user of --int8 must know here; None where it pays."""
     if not parts or jax.default_backend() != "cpu":
         return None
     return "--int8 takes longer on CPU, which widens a matrix in memory before each product"
 
 
-def load_rounded_base(
+def load_quantized_base(
     source: str, dtype: jnp.dtype, place: Place | None, parts: Sequence[str]
 ) -> BaseModel:
-    """Load a base as `load_base` does and round it as --int8 says.
+    """Load a base as `load_base` does and quantize it as --int8 says.
 
-    Each layer's matrices are rounded as soon as they lie where they belong, so that no device ever
-    holds more than one that is not. The base goes on being known by lm_head as it was read.
+    Each layer's matrices are quantized as soon as they lie where they belong, so that no device
+    ever holds more than one that is not. The base is still known by lm_head as it was read.
     """
     # The wrapped placement sees one matrix at a time.
     if "base" in parts:
-        place = _rounding(place or place_as(dtype))
+        place = _quantizing(place or place_as(dtype))
     base = load_base(source, dtype, place)
     if not parts:
         return base
     # The hash is of the weights that were read: heads were trained for those.
     known = lm_head_hash(base)
-    return dataclasses.replace(base, params=round_base(base.params, parts), lm_head_hash=known)
+    return dataclasses.replace(base, params=quantize_base(base.params, parts), lm_head_hash=known)
 
 
-def round_base(params: Params, parts: Sequence[str]) -> Params:
-    """Return a base's params as --int8 says; what is rounded already stays.
+def quantize_base(params: Params, parts: Sequence[str]) -> Params:
+    """Return a base's params as --int8 says; what is quantized already stays.
 
-    A tied lm_head is rounded beside the embedding, which is looked up as it was.
+    A tied lm_head is quantized beside the embedding, which is looked up as it was.
     """
     # A tied base keeps its embedding as it was: rows are looked up there, not multiplied.
     lm_head = frozen_from_base(params).lm_head
     if "base" in parts:
-        return round_params({**params, "lm_head": lm_head})
+        return quantize_params({**params, "lm_head": lm_head})
     if "draft" in parts:
-        return {**params, DRAFT_ROWS: _round_leaf("lm_head", lm_head)}
+        return {**params, DRAFT_ROWS: _quantize_leaf("lm_head", lm_head)}
     return params
 
 
-def round_params(params: Params) -> Params:
-    """Return params with the matrices of INPUTS rounded."""
+def quantize_params(params: Params) -> Params:
+    """Return params with the matrices of INPUTS quantized."""
 
     def each(path: tuple, leaf: Matrix) -> Matrix:
-        return _round_leaf(path[-1].key, leaf)
+        return _quantize_leaf(path[-1].key, leaf)
 
     return jax.tree.map_with_path(each, params, is_leaf=lambda x: isinstance(x, Int8Matrix))
 
 
-def _rounding(place: Place) -> Place:
-    def place_rounded(path: Path, array: np.ndarray) -> Any:  # a Matrix, in place of an array
+def _quantizing(place: Place) -> Place:
+    def place_quantized(path: Path, array: np.ndarray) -> Any:  # a Matrix, in place of an array
         placed = place(path, array)
-        return placed if path[-1] == "lm_head" else _round_leaf(path[-1], placed)
+        return placed if path[-1] == "lm_head" else _quantize_leaf(path[-1], placed)
 
-    return place_rounded
+    return place_quantized
 
 
-def _round_leaf(name: str, leaf: Matrix) -> Matrix:
+def _quantize_leaf(name: str, leaf: Matrix) -> Matrix:
     # Numbered leaves (lm_head_0 ..) are as their name without the number.
     inputs = INPUTS.get(name, INPUTS.get(re.sub(r"_\d+$", "", name)))
-    return leaf if inputs is None or isinstance(leaf, Int8Matrix) else _round(leaf, inputs)
+    return leaf if inputs is None or isinstance(leaf, Int8Matrix) else _quantize(leaf, inputs)

@@ -21,7 +21,7 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.int8 import Int8Matrix, quantize, widen
 from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.pretrained.loading import load_base
-from clover_jax.quantization import parse_parts, round_base, round_params, rounding_notice
+from clover_jax.quantization import parse_parts, quantization_notice, quantize_base, quantize_params
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
 from clover_jax.sharding.placement import param_shardings
 from clover_jax.xla.work import Work, count_work
@@ -52,7 +52,7 @@ def widened(params):
 def test_all_matrices_are_rounded_but_those_that_are_meant_to_stay(name):
     params = random_base() if name == "base" else random_head(name=name)[1]
     leaves = jax.tree_util.tree_leaves_with_path(
-        round_params(params), is_leaf=lambda x: isinstance(x, Int8Matrix)
+        quantize_params(params), is_leaf=lambda x: isinstance(x, Int8Matrix)
     )
     kept = {path[-1].key for path, x in leaves if not isinstance(x, Int8Matrix) and x.ndim > 1}
     assert {name for name in kept if not name.endswith("bias")} <= KEPT
@@ -60,7 +60,7 @@ def test_all_matrices_are_rounded_but_those_that_are_meant_to_stay(name):
 
 @functools.cache
 def plain_texts(rounded_base: bool):
-    base = round_base(random_base(), ("base",)) if rounded_base else random_base()
+    base = quantize_base(random_base(), ("base",)) if rounded_base else random_base()
     return texts(base, None, None, TreeConfig.root_only())
 
 
@@ -70,7 +70,10 @@ def texts(base, head, params, tree):
 
 
 def test_a_rounded_head_leaves_the_text_as_it_is():
-    base, params = round_base(random_base(), ("draft",)), round_params(lively_params(name="eagle3"))
+    base, params = (
+        quantize_base(random_base(), ("draft",)),
+        quantize_params(lively_params(name="eagle3")),
+    )
     assert texts(base, random_head(name="eagle3")[0], params, SMALL_TREE) == plain_texts(False)
 
 
@@ -78,7 +81,7 @@ def test_a_rounded_head_leaves_the_text_as_it_is():
 def test_a_rounded_head_computes_with_what_its_matrices_stand_for(name):
     head, _ = random_head(name=name)
     module, width = head.module, TINY.hidden_size * len(head.config.features)
-    base = round_base(random_base(), ("draft",))
+    base = quantize_base(random_base(), ("draft",))
     tokens = jnp.arange(6)[None]
     ones, rng = jnp.ones_like(tokens), jax.random.key(1)
 
@@ -95,16 +98,19 @@ def test_a_rounded_head_computes_with_what_its_matrices_stand_for(name):
         )
         return module.apply({"params": params}, frozen, states[0], 0, method="logits")
 
-    features, params = jax.random.normal(rng, (1, 6, width)), round_params(lively_params(name=name))
+    features, params = (
+        jax.random.normal(rng, (1, 6, width)),
+        quantize_params(lively_params(name=name)),
+    )
     found = logits(params, base, features)
     expected = logits(widened(params), widened(base), features)
     np.testing.assert_allclose(found, expected, atol=1e-4)
 
 
 def test_speculation_writes_what_the_rounded_base_writes():
-    base = round_base(random_base(), ("base", "draft"))
+    base = quantize_base(random_base(), ("base", "draft"))
     head, params = random_head()
-    spoken = texts(base, head, round_params(params), SMALL_TREE)
+    spoken = texts(base, head, quantize_params(params), SMALL_TREE)
     assert spoken == plain_texts(True)
     assert texts(widened(base), None, None, TreeConfig.root_only()) == plain_texts(True)
 
@@ -112,18 +118,18 @@ def test_speculation_writes_what_the_rounded_base_writes():
 def test_a_tied_lm_head_is_rounded_beside_the_embedding():
     tied = dataclasses.replace(TINY, tie_word_embeddings=True)
     params = random_base(tied)
-    rounded = round_base(params, ("base",))
+    rounded = quantize_base(params, ("base",))
     assert rounded["embedding"] is params["embedding"]
     np.testing.assert_array_equal(
         rounded["lm_head"].values, quantize(params["embedding"], (1,)).values
     )
-    assert set(round_base(params, ("draft",))) == {*params, "draft_lm_head"}
+    assert set(quantize_base(params, ("draft",))) == {*params, "draft_lm_head"}
 
 
 def test_a_reduced_vocabulary_takes_its_rows_of_the_rounded_lm_head():
     head, params = random_head(draft_to_target=tuple(range(0, 96, 2)))
-    base = round_base(random_base(), ("draft",))
-    assert texts(base, head, round_params(params), SMALL_TREE) == plain_texts(False)
+    base = quantize_base(random_base(), ("draft",))
+    assert texts(base, head, quantize_params(params), SMALL_TREE) == plain_texts(False)
 
 
 @pytest.mark.parametrize("parts", [("draft",), ("base", "draft")])
@@ -148,13 +154,13 @@ def test_another_word_is_refused():
 
 
 def test_a_user_on_a_cpu_is_told_that_it_does_not_pay_there():
-    assert "longer on CPU" in rounding_notice(("draft",))
-    assert rounding_notice(()) is None
+    assert "longer on CPU" in quantization_notice(("draft",))
+    assert quantization_notice(()) is None
 
 
 def test_a_rounded_matrix_lies_on_a_mesh_as_the_matrix_does():
     mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=4))
-    shapes = jax.eval_shape(lambda: round_base(random_base_shapes(), ("base",)))
+    shapes = jax.eval_shape(lambda: quantize_base(random_base_shapes(), ("base",)))
     places = jax.tree.map(lambda place: place.spec, param_shardings(shapes, mesh))
     layer = places["layers_0"]
     assert layer["mlp"]["down"] == Int8Matrix(P("tensor", "fsdp"), P(None, "fsdp"))

@@ -47,9 +47,9 @@ def convert(options: ConvertOptions) -> dict[str, Any]:
     head = open_head(
         options.input,
         base,
-        options.spec.draft_rope_theta,
-        options.spec.allow_base_mismatch,
-        options.cut_vocab,
+        rope_theta=options.spec.draft_rope_theta,
+        allow_base_mismatch=options.spec.allow_base_mismatch,
+        cut_vocab=options.cut_vocab,
     )
     report = convert_head(options, base, head, output)
 

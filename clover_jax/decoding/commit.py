@@ -11,7 +11,7 @@ from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.drafters.drafter import PAD_TOKEN
-from clover_jax.models.cache import Cache, after, gather_rows, write_rows
+from clover_jax.models.cache import Cache, gather_rows, ordered_after, write_rows
 
 
 class StepRecord(struct.PyTreeNode):
@@ -28,7 +28,7 @@ class StepRecord(struct.PyTreeNode):
     accepted: Int[Array, " B"]
     emitted: Int[Array, " B"]
     proposed: Int[Array, " B"]
-    ranks: Int[Array, "B D"]
+    ranks: Int[Array, "B d"]
     copied: Int[Array, " B"] | None = None
 
 
@@ -83,7 +83,7 @@ def commit(
     emission = cut(candidates, accepted.count + 1, state.limit - state.end, state.eos)
     emitted = jnp.where(running, emission.count, 0)
     # Plain decoding always accepts slot 0: where it writes does not say that it has read.
-    write_at = after(state.length, accepted.bonus)
+    write_at = ordered_after(state.length, accepted.bonus)
 
     write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
     new = state.replace(
@@ -115,8 +115,8 @@ def commit(
 
 
 @typed
-def sibling_ranks(parent: Int[Array, "R T"], slots: Int[Array, "B D"]) -> Int[Array, "B D"]:
-    """Return how many siblings of each slot come before it in the tree; R is B or 1.
+def sibling_ranks(parent: Int[Array, "r T"], slots: Int[Array, "B d"]) -> Int[Array, "B d"]:
+    """Return how many siblings of each slot come before it in the tree; r is B or 1.
 
     Example: parent [[-1, 0, 0, 1, 0]] and slots [[4, 3, 2]] give [[2, 0, 1]].
     """
@@ -128,7 +128,7 @@ def sibling_ranks(parent: Int[Array, "R T"], slots: Int[Array, "B D"]) -> Int[Ar
 
 @typed
 def append_bonus(
-    drafted: Int[Array, "B D"], count: Int[Array, " B"], bonus: Int[Array, " B"]
+    drafted: Int[Array, "B d"], count: Int[Array, " B"], bonus: Int[Array, " B"]
 ) -> Int[Array, "B A"]:
     """Put the bonus token right after the first `count` drafted tokens; the rest is garbage.
 

@@ -32,35 +32,35 @@ USUAL_WEIGHT = 4.0  # REPEATS count for as many tries of each length as this
 class CopyCounts(struct.PyTreeNode):
     """How often the root's best copy was right in a row, by the length of the match.
 
-    tried, right: [B, M + 1] for lengths 0 .. M.
+    tried, right: [B, m] for lengths 0 .. MOST_MATCHED.
     """
 
-    tried: Float[Array, "B M"]
-    right: Float[Array, "B M"]
+    tried: Float[Array, "B m"]
+    right: Float[Array, "B m"]
 
 
 class BestCopy(struct.PyTreeNode):
     """The root's best copy of a step: what is counted, whether it got slots or not.
 
-    tokens: [B, D] the copied chain, PAD_TOKEN where there is none. length: [B] of the match.
+    tokens: [B, d] the copied chain, PAD_TOKEN where there is none. length: [B] of the match.
     """
 
-    tokens: Int[Array, "B D"]
+    tokens: Int[Array, "B d"]
     length: Int[Array, " B"]
 
 
 class _Ways(NamedTuple):
-    """N ways down from the root: one to each slot and on by copies, and the root's other ways.
+    """n ways down from the root: one to each slot and on by copies, and the root's other ways.
 
-    tokens:  [B, N, D] the tokens on the way, PAD_TOKEN beyond its end.
-    is_copy: [B, N, D] whether a token was copied; else it was drafted, or there is none.
-    score:   [B, N, D] log of the probability that a copy is accepted, -inf elsewhere.
+    tokens:  [B, n, d] the tokens on the way, PAD_TOKEN beyond its end.
+    is_copy: [B, n, d] whether a token was copied; else it was drafted, or there is none.
+    score:   [B, n, d] log of the probability that a copy is accepted, -inf elsewhere.
     best:    the first of them, that of the root.
     """
 
-    tokens: Int[Array, "B N D"]
-    is_copy: Bool[Array, "B N D"]
-    score: Float[Array, "B N D"]
+    tokens: Int[Array, "B n d"]
+    is_copy: Bool[Array, "B n d"]
+    score: Float[Array, "B n d"]
     best: BestCopy
 
 
@@ -84,7 +84,7 @@ def count_copies(
     return CopyCounts(counts.tried + of_length.sum(axis=1), counts.right + right)
 
 
-def _repeats(counts: CopyCounts) -> Float[Array, "B M"]:
+def _repeats(counts: CopyCounts) -> Float[Array, "B m"]:
     """Return how often a match of each length is right in each row."""
     usual = USUAL_WEIGHT * jnp.asarray(REPEATS)
     return (usual + counts.right) / (USUAL_WEIGHT + counts.tried)
@@ -157,14 +157,14 @@ def guessed_scores(tree: TreeConfig) -> Float[Array, "1 T"]:
 
 
 def _joined(of_slots: Array, of_ways: Array) -> Array:
-    """Return [B, P] values of all nodes but the root: the slots' [B, T], the ways' [B, N, D]."""
+    """Return [B, p] values of all nodes but the root: the slots' [B, T], the ways' [B, n, d]."""
     by_level = of_ways.swapaxes(1, 2).reshape(len(of_ways), -1)
     return jnp.concatenate([of_slots[:, 1:], by_level], axis=1)
 
 
 def _parents(
-    parent: Int[Array, "B T"], at_slot: Bool[Array, "B N T D"], first: Int[Array, "B N D"]
-) -> Int[Array, "B P"]:
+    parent: Int[Array, "B T"], at_slot: Bool[Array, "B n T d"], first: Int[Array, "B n d"]
+) -> Int[Array, "B p"]:
     """Return each pool node's parent: its index in the pool, -1 for the root."""
     _, num_ways, num_slots, depth = at_slot.shape
     # The node above, on the same way: a slot, or a copy of the first way that has it.
@@ -182,7 +182,7 @@ def _ways(
     score: Float[Array, "B T"],
     text: Int[Array, "B S"],
     end: Int[Array, " B"],
-    repeats: Float[Array, "B M"],
+    repeats: Float[Array, "B m"],
     depth: int,
 ) -> _Ways:
     """Return the way down to every slot and on by copies, and the root's other ways."""
@@ -238,7 +238,7 @@ def _ways(
 
 def _suffixes(
     tokens: Int[Array, "B T"], parent: Int[Array, "B T"], text: Int[Array, "B S"], end: Array
-) -> Int[Array, "B T L"]:
+) -> Int[Array, "B T l"]:
     """Return the last tokens at each slot, newest first: of its ancestors, then of the text."""
     before = last_tokens(text, end)  # the root is the first of them
     # Climb one node at a time; beyond the root the text goes on backwards.

@@ -23,12 +23,12 @@ SUPPORT = 16  # tokens to which a sampled draft gives mass: its most probable on
 class DraftDistributions(struct.PyTreeNode):
     """q of expanded nodes, on the few tokens that the draft gives any mass.
 
-    ids:         [B, R, Q] target ids.
-    probability: [B, R, Q] sums to 1 over Q; R counts expanded nodes, level by level.
+    ids:         [B, n, q] target ids.
+    probability: [B, n, q] sums to 1 over q; n counts expanded nodes, level by level.
     """
 
-    ids: Int[Array, "B R Q"]
-    probability: Float[Array, "B R Q"]
+    ids: Int[Array, "B n q"]
+    probability: Float[Array, "B n q"]
 
 
 class Children(struct.PyTreeNode):
@@ -119,7 +119,7 @@ def best_tokens(proposal: Proposal, k: int) -> TopK:
 
 
 def sample_children(
-    rows: RowSampling, positions: Int[Array, "B D"], truncate: bool, support: int
+    rows: RowSampling, positions: Int[Array, "B d"], truncate: bool, support: int
 ) -> ChooseChildren:
     """Return a choice of children drawn without replacement from the warped draft distribution.
 

@@ -32,8 +32,8 @@ from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 
 
-class _Descent(struct.PyTreeNode):
-    """Where a row stands: its slot, how many nodes it has accepted, whether it still descends."""
+class _DrawnWalk(struct.PyTreeNode):
+    """Where a row that draws its tokens stands: slot, accepted nodes, whether it still descends."""
 
     slot: Int[Array, " B"]
     count: Int[Array, " B"]
@@ -57,23 +57,24 @@ def accept_drawn(
     batch = length.shape[0]
     each, zeros = jnp.arange(batch), jnp.zeros(batch, jnp.int32)
 
-    def visit(walk: _Descent, level: Int[Array, ""]) -> tuple[_Descent, Int[Array, " B"]]:
+    def visit(walk: _DrawnWalk, level: Int[Array, ""]) -> tuple[_DrawnWalk, Int[Array, " B"]]:
         warped = warp(logits[each, walk.slot][:, None], rows, truncate)[:, 0]
         token = draw(warped, rows, length + 1 + level)
         child = (tree.parent == walk.slot[:, None]) & (tree.tokens == token[:, None])
         descends = walk.descends & child.any(axis=-1)
         slot = jnp.where(descends, jnp.argmax(child, axis=-1).astype(jnp.int32), walk.slot)
         bonus = jnp.where(walk.descends, token, walk.bonus)
-        return _Descent(slot, walk.count + descends, descends, bonus), jnp.where(descends, slot, 0)
+        new = _DrawnWalk(slot, walk.count + descends, descends, bonus)
+        return new, jnp.where(descends, slot, 0)
 
-    start = _Descent(slot=zeros, count=zeros, descends=jnp.ones(batch, bool), bonus=zeros)
+    start = _DrawnWalk(slot=zeros, count=zeros, descends=jnp.ones(batch, bool), bonus=zeros)
     end, below = jax.lax.scan(visit, start, jnp.arange(depth + 1))
     path = jnp.concatenate([zeros[:, None], below[:-1].T], axis=1)
     return Accepted(path=path, count=end.count, bonus=end.bonus)
 
 
-class _Walk(struct.PyTreeNode):
-    """Where a row stands: its slot, its path so far, and whether it still descends.
+class _RejectionWalk(struct.PyTreeNode):
+    """Where a row that tests its children stands: slot, path, and whether it still descends.
 
     residual: the distribution of the token after the slot, given what was rejected.
     """
@@ -88,12 +89,12 @@ class _Walk(struct.PyTreeNode):
 class _Residual(struct.PyTreeNode):
     """What is left of p: its entries on q's few tokens, and a factor for all the others.
 
-    on:    [B, Q] p of the tokens that q gives mass.
+    on:    [B, q] p of the tokens that q gives mass.
     off:   [B] the mass of all others together.
     scale: [B] what each of the others' p is multiplied by.
     """
 
-    on: Float[Array, "B Q"]
+    on: Float[Array, "B q"]
     off: Float[Array, " B"]
     scale: Float[Array, " B"]
 
@@ -119,7 +120,7 @@ def accept_sampled(
     def probability(slot: Int[Array, " B"]) -> Float[Array, "B V"]:
         return jax.nn.softmax(warp(logits[each, slot][:, None], rows, truncate)[:, 0], axis=-1)
 
-    walk = _Walk(
+    walk = _RejectionWalk(
         slot=zeros,
         path=jnp.zeros((batch, config.depth + 1), jnp.int32),
         count=zeros,
@@ -131,7 +132,7 @@ def accept_sampled(
     positions = length[:, None] + 1 + jnp.arange(config.depth)
     coins = uniform(rows, positions, ACCEPT, children.shape[1])
 
-    def descend(depth: Array, walk: _Walk) -> _Walk:
+    def descend(depth: Array, walk: _RejectionWalk) -> _RejectionWalk:
         tossed = coins[:, depth]
         return _descend(walk, depth, tree, drafts, probability, tossed, children, expansion)
 
@@ -142,18 +143,18 @@ def accept_sampled(
 
 
 def _descend(
-    walk: _Walk,
+    walk: _RejectionWalk,
     depth: Array,
     tree: TokenTree,
     drafts: DraftDistributions,
     probability: Callable[[Array], Array],
-    coins: Float[Array, "B C"],
+    coins: Float[Array, "B c"],
     children: np.ndarray,
     expansion: np.ndarray,
-) -> _Walk:
+) -> _RejectionWalk:
     """Test the children of each row's node; go to the first accepted one, or stop."""
     # The children of each row's node, and the q that they were drawn from.
-    slots = jnp.asarray(children)[walk.slot]  # [B, C], -1 where there is none
+    slots = jnp.asarray(children)[walk.slot]  # [B, c], -1 where there is none
     row = jnp.maximum(jnp.asarray(expansion)[walk.slot], 0)[:, None, None]
     ids = jnp.take_along_axis(drafts.ids, row, axis=1)[:, 0]
     q = jnp.take_along_axis(drafts.probability, row, axis=1)[:, 0]
@@ -177,7 +178,7 @@ def _descend(
     # Where a child was accepted p is its own; else the rest of p draws the bonus.
     moved = found >= 0
     stays = (walk.residual * left.scale[:, None]).at[each, ids].set(left.on)
-    return _Walk(
+    return _RejectionWalk(
         slot=jnp.where(moved, found, walk.slot),
         path=walk.path.at[:, depth + 1].set(jnp.where(moved, found, 0)),
         count=walk.count + moved,
@@ -186,7 +187,7 @@ def _descend(
     )
 
 
-def _split(p: Float[Array, "B V"], ids: Int[Array, "B Q"]) -> _Residual:
+def _split(p: Float[Array, "B V"], ids: Int[Array, "B q"]) -> _Residual:
     """Split p in its entries on q's tokens and the rest."""
     each = jnp.arange(len(p))[:, None]
     # A sum without them, not 1 minus theirs: where the rest is 0 it must be exactly 0.
@@ -194,7 +195,7 @@ def _split(p: Float[Array, "B V"], ids: Int[Array, "B Q"]) -> _Residual:
     return _Residual(on=p[each, ids], off=off, scale=jnp.ones(len(p)))
 
 
-def _without_q(left: _Residual, q: Float[Array, "B Q"]) -> _Residual:
+def _without_q(left: _Residual, q: Float[Array, "B q"]) -> _Residual:
     """Return norm(max(p - q, 0)); p itself where rounding leaves nothing."""
     on = jnp.maximum(left.on - q, 0)
     total = on.sum(axis=-1) + left.off
@@ -203,7 +204,7 @@ def _without_q(left: _Residual, q: Float[Array, "B Q"]) -> _Residual:
     return jax.tree.map(functools.partial(keep_rows, total > 0), new, left)
 
 
-def _without_token(q: Float[Array, "B Q"], taken: Bool[Array, "B Q"]) -> Float[Array, "B Q"]:
+def _without_token(q: Float[Array, "B q"], taken: Bool[Array, "B q"]) -> Float[Array, "B q"]:
     """Return q without the drawn token, renormalised (all 0 when nothing is left)."""
     rest = jnp.where(taken, 0, q)
     total = rest.sum(axis=-1, keepdims=True)
@@ -211,7 +212,7 @@ def _without_token(q: Float[Array, "B Q"], taken: Bool[Array, "B Q"]) -> Float[A
 
 
 def child_slots(config: TreeConfig) -> np.ndarray:
-    """Return [T, C] the slots of each slot's children in draw order, padded with -1.
+    """Return [T, c] the slots of each slot's children in draw order, padded with -1.
 
     Example: chain:2 gives [[1], [2], [-1]].
     """

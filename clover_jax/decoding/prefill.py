@@ -14,7 +14,7 @@ from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
 from clover_jax.decoding.top_k import argmax
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
-from clover_jax.models.cache import after, write_rows
+from clover_jax.models.cache import ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.sharding.placement import gathered_in_use
 
@@ -39,7 +39,7 @@ def prefill_chunk(
     )
     features = tree_features(config, output.hidden)
     # The write waits for the read, or XLA would keep a copy of the cache.
-    write_at = after(starts, output.hidden["post_norm"])
+    write_at = ordered_after(starts, output.hidden["post_norm"])
     state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
     if config.head is not None:
         state = _absorb(config, weights, state, features, start)

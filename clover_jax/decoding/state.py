@@ -36,7 +36,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k and top-p.
-    source: [B, R] other text to copy from, PAD_TOKEN where there is none; None without room for it.
+    source: [B, r] other text to copy from, PAD_TOKEN where there is none; None without room for it.
     copies: for a tree with copies, how often they were right.
     """
 
@@ -52,7 +52,7 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: Int[Array, "B A"]
     count: Int[Array, " B"]
     sampling: RowSampling
-    source: Int[Array, "B R"] | None = None
+    source: Int[Array, "B r"] | None = None
     copies: CopyCounts | None = None
 
 

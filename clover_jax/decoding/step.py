@@ -137,11 +137,11 @@ class Weights(struct.PyTreeNode):
 class Absorbed(struct.PyTreeNode):
     """What the head knows after it has taken in what was accepted last.
 
-    root: its state at the last accepted position, that of a single branch.
+    state: its own at the last accepted position, that of a single branch.
     cache: its own, with these positions.
     """
 
-    root: Any
+    state: Any
     cache: DraftCache
 
 
@@ -178,10 +178,14 @@ def speculate_and_verify(
         drafted = Drafted(TokenTree(root[:, None], jnp.full((1, 1), -1)))
     else:
         state, drafted = absorb_and_draft(config, weights, state, root)
+
+    # One base forward judges the whole tree, and its keys and values wait beside the cache.
     with jax.named_scope("verify"):
         verified = verify_tree(config, weights, state, drafted.tree)
     with jax.named_scope("accept"):
         accepted = accept(config, state, drafted, verified)
+
+    # The head learns from every slot; then only the accepted path enters the cache.
     with jax.named_scope("commit"):
         state = observe_verified(config, weights, state, drafted.tree, verified)
         state, record = commit(state, drafted.tree, accepted, verified.fresh, verified.features)
@@ -205,7 +209,7 @@ def absorb_and_draft(
         absorbed = absorb_pending(config, weights, state)
     state = state.replace(draft_cache=absorbed.cache)
     with jax.named_scope("draft"):
-        return state, draft_tree(config, weights, state, root, absorbed.root)
+        return state, draft_tree(config, weights, state, root, absorbed.state)
 
 
 def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
@@ -213,7 +217,7 @@ def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> 
     assert config.head is not None  # plain decoding drafts nothing
     # As in `verify_tree`; what an ended row's slot holds is never read again.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
-    root, cache = config.head.module.apply(
+    head_state, cache = config.head.module.apply(
         {"params": weights.draft},
         frozen_from_base(weights.base),
         AcceptedPositions(
@@ -222,7 +226,7 @@ def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> 
         state.draft_cache,
         method="absorb",
     )
-    return Absorbed(root, cache)
+    return Absorbed(head_state, cache)
 
 
 def draft_tree(
@@ -230,12 +234,12 @@ def draft_tree(
     weights: Weights,
     state: DecodeState,
     root: Int[Array, " B"],
-    root_state: Any,
+    head_state: Any,
 ) -> Drafted:
-    """Grow the tree from the head's root state; `state` holds the cache that absorbing gave."""
+    """Grow the tree from the head's state at the root; `state` has the cache of `Absorbed`."""
     assert config.head is not None  # plain decoding drafts nothing
     frozen, sampling, tree = frozen_from_base(weights.base), config.sampling, config.tree
-    arguments = (config.head, weights.draft, frozen, root, root_state, state.draft_cache)
+    arguments = (config.head, weights.draft, frozen, root, head_state, state.draft_cache)
     if isinstance(tree, CopyTree):
         copied = functools.partial(_with_copies, tree=tree, state=state)
         own = tree.drafted

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.drafters.drafter import AcceptedPositions
-from clover_jax.models.cache import Cache, after, write_rows
+from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask
 
 
@@ -67,7 +67,7 @@ def absorb_positions(
     # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
     z, fresh = trunk(positions, causal_mask(batch, size), cache, start)
     last = take_last(z, accepted.count)
-    return TrunkOutput(last, write_rows(cache, fresh, after(start, last)))
+    return TrunkOutput(last, write_rows(cache, fresh, ordered_after(start, last)))
 
 
 def from_last_layer(base_params: Params, num_layers: int) -> Params:

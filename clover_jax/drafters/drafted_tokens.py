@@ -14,12 +14,12 @@ CHUNK = 512  # positions whose logits exist at a time
 
 def most_probable_tokens(
     logits: Callable[[Array], Array],
-    hidden: Float[Array, "B S E"],
+    hidden: Float[Array, "B S e"],
     draft_to_target: tuple[int, ...] | None,
 ) -> Int[Array, "B S"]:
     """Return the most probable token of each position, few positions' logits at a time.
 
-    logits: maps [B, C, E] to [B, C, Vd]; no gradient flows through it.
+    logits: maps [B, c, e] to [B, c, Vd]; no gradient flows through it.
     draft_to_target: the target's ids of a reduced vocabulary.
     """
     rows, size, width = hidden.shape
@@ -27,7 +27,7 @@ def most_probable_tokens(
     padded = jnp.pad(hidden, ((0, 0), (0, -size % chunk), (0, 0)))
     chunks = jnp.moveaxis(padded.reshape(rows, -1, chunk, width), 1, 0)
 
-    def best(hidden: Float[Array, "B C E"]) -> Int[Array, "B C"]:
+    def best(hidden: Float[Array, "B c e"]) -> Int[Array, "B c"]:
         return logits(jax.lax.stop_gradient(hidden)).argmax(axis=-1)
 
     found = jnp.moveaxis(jax.lax.map(best, chunks), 0, 1).reshape(rows, -1)[:, :size]

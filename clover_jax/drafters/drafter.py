@@ -30,7 +30,7 @@ class Frozen(struct.PyTreeNode):
     lm_head:    [V, D] output matrix; its rows also serve Clover as token embeddings.
     embedding:  [V, D] input embedding (the same array as lm_head when they are tied).
     final_norm: [D]    scale of the base's final RMSNorm.
-    draft_lm_head: [Vd, D] what heads propose from in its place: a rounded copy (`--int8=draft`),
+    draft_lm_head: [Vd, D] what heads propose from in its place: a quantized copy (`--int8=draft`),
         or the rows of a reduced vocabulary, gathered once by `with_draft_rows`; else None.
     """
 

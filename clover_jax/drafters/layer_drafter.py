@@ -45,13 +45,13 @@ def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> L
 
 
 class Path(struct.PyTreeNode):
-    """Keys and values that one branch alone sees: those of the J drafted tokens that led to it.
+    """Keys and values that one branch alone sees: those of the j drafted tokens that led to it.
 
-    key, value: [B, W, J, K, H]
+    key, value: [B, W, j, K, H]
     """
 
-    key: Float[Array, "B W J K H"]
-    value: Float[Array, "B W J K H"]
+    key: Float[Array, "B W j K H"]
+    value: Float[Array, "B W j K H"]
 
     def extended(self, fresh: KeyValue) -> Path:
         """Return the paths with the branches' own rows, [B, K, W, H], at their end."""

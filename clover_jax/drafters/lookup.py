@@ -41,12 +41,12 @@ class LookupConfig(DrafterConfig):
 class LookupState(struct.PyTreeNode):
     """The ways in which a text may go on.
 
-    suffix: [B, W, L] last tokens of each branch, newest first.
+    suffix: [B, W, l] last tokens of each branch, newest first.
     text:   [B, S] what is searched, the same for all branches.
     end:    [B] where the row's own text ends.
     """
 
-    suffix: Int[Array, "B W L"]
+    suffix: Int[Array, "B W l"]
     text: Int[Array, "B S"]
     end: Int[Array, " B"]
 

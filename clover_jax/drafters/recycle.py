@@ -105,13 +105,13 @@ class Recycle(nn.Module):
 
 def remember(
     table: Int[Array, "B k V"],
-    tokens: Int[Array, "B N"],
-    following: Int[Array, "B N"],
-    valid: Bool[Array, "B N"],
+    tokens: Int[Array, "B n"],
+    following: Int[Array, "B n"],
+    valid: Bool[Array, "B n"],
 ) -> Int[Array, "B k V"]:
     """Move each following token to the front of its token's list, as if one after another.
 
-    Pairs that are not valid change nothing. All N are taken in at once, and the result is the same
+    Pairs that are not valid change nothing. All n are taken in at once, and the result is the same
     on every device: no two of them write to one place.
 
     Example: the list of 5 is 7 8. After the pairs (5, 9) and (5, 8) it is 8 9 7.
@@ -145,7 +145,7 @@ def remember(
     return table.at[row, :, at].set(lists, mode="drop")
 
 
-def _successors(table: Int[Array, "B k V"], tokens: Int[Array, "B N"]) -> Int[Array, "B N k"]:
+def _successors(table: Int[Array, "B k V"], tokens: Int[Array, "B n"]) -> Int[Array, "B n k"]:
     """Return the list of each token; an empty one of PAD_TOKEN."""
     lists = jnp.take_along_axis(table, jnp.maximum(tokens, 0)[:, None], axis=2).swapaxes(1, 2)
     return jnp.where(tokens[..., None] == PAD_TOKEN, PAD_TOKEN, lists)

@@ -33,7 +33,7 @@ class Matches(struct.PyTreeNode):
     length: Int[Array, "B W k"]
 
 
-def last_tokens(text: Int[Array, "B S"], end: Int[Array, " B"]) -> Int[Array, "B L"]:
+def last_tokens(text: Int[Array, "B S"], end: Int[Array, " B"]) -> Int[Array, "B l"]:
     """Return the last MOST_MATCHED tokens of each row, newest first; PAD_TOKEN before the text.
 
     end: index of each row's last token.
@@ -44,7 +44,7 @@ def last_tokens(text: Int[Array, "B S"], end: Int[Array, " B"]) -> Int[Array, "B
 
 
 def known_text(
-    tokens: Int[Array, "B N"], end: Int[Array, " B"], source: Int[Array, "B R"] | None
+    tokens: Int[Array, "B n"], end: Int[Array, " B"], source: Int[Array, "B r"] | None
 ) -> Int[Array, "B S"]:
     """Return what may be searched: a row's tokens up to `end`, PAD_TOKEN, and what it brought.
 
@@ -55,7 +55,7 @@ def known_text(
 
 
 def find_matches(
-    text: Int[Array, "B S"], end: Int[Array, " B"], suffix: Int[Array, "B W L"], count: int
+    text: Int[Array, "B S"], end: Int[Array, " B"], suffix: Int[Array, "B W l"], count: int
 ) -> Matches:
     """Return the best matches of every suffix, `count` of them, each followed by another token.
 

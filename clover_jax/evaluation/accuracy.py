@@ -126,7 +126,7 @@ def count_hits(
 ) -> tuple[Int[Array, "B P"], Int[Array, "B K P"]]:
     """Return the counted pairs and the hits of every row of a batch.
 
-    first, end: where a row's emitted tokens begin and where it ends. slots: [O], at least as many
+    first, end: where a row's emitted tokens begin and where it ends. slots: [n], at least as many
         as a row has emitted tokens; only its length matters.
     """
     base_params, params = gathered_in_use((base_params, params))
@@ -170,13 +170,13 @@ def _best_ids(head: DraftHead, params: Params, frozen: Frozen, u: Array, i: int)
     return ids if table is None else jnp.asarray(table)[ids]
 
 
-def _rows(x: Array, index: Int[Array, "B O"]) -> Array:
-    """Take [B, O, D] of [B, S, D]; an index outside gives some row."""
+def _rows(x: Array, index: Int[Array, "B n"]) -> Array:
+    """Take [B, n, D] of [B, S, D]; an index outside gives some row."""
     return jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1)[..., None], axis=1)
 
 
 def _in_chunks(function: Any, x: Array) -> Array:
-    """Apply a function of [n, D] to [B, O, D], a chunk of targets at a time."""
+    """Apply a function of [n, D] to [B, n, D], a chunk of targets at a time."""
     # Logits of all targets at once would be the largest array of the run.
     chunks = x.reshape(-1, _TARGETS_AT_ONCE, x.shape[-1])
     result = jax.lax.map(function, chunks)

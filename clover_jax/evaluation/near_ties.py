@@ -33,7 +33,7 @@ from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Comparisons, Dive
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
-from clover_jax.models.cache import Cache, after, write_rows
+from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.sharding.placement import gathered_in_use
 
@@ -61,7 +61,7 @@ class Case(NamedTuple):
 class Margins(NamedTuple):
     """Of plain decoding at every emitted token.
 
-    margin: [B, O] best score less second best. gap: [B, O] how far differences of scores must move
+    margin: [B, n] best score less second best. gap: [B, n] how far differences of scores must move
         for another token to be the choice.
     """
 
@@ -174,7 +174,7 @@ def _classified(divergence: Divergence, gaps: np.ndarray, threshold: float) -> D
 
 
 def margins(cases: Sequence[Case], vanilla: Method, engine: Engine, at_once: int = 1) -> Margins:
-    """Feed plain decoding its own text; [B, O], and 0 beyond the longest.
+    """Feed plain decoding its own text; [B, n], and 0 beyond the longest.
 
     at_once: tokens that each step reads, the last of the text so far; the newest one counts.
     """
@@ -219,7 +219,7 @@ class Forced(NamedTuple):
     weights: Weights
     state: DecodeState
     text: Int[Array, "B S"]
-    other: Int[Array, "B O"]
+    other: Int[Array, "B n"]
 
 
 def add_margin(
@@ -252,7 +252,7 @@ def add_margin(
     new = Margins(best[:, 0] - best[:, 1], _gap(scores, rival[:, None]))
     filled = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), margins_so_far, new)
     # The cache is written only after the scores that need it as it was.
-    return write_rows(cache, output.fresh, after(start, scores.noisy)), filled
+    return write_rows(cache, output.fresh, ordered_after(start, scores.noisy)), filled
 
 
 class Scores(NamedTuple):

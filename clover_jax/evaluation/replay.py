@@ -310,7 +310,9 @@ def accepted_lengths(
 def report_text(report: Mapping[str, Any]) -> str:
     """Return the page: a table by kind of text, and what its figures are."""
     kinds = report["kinds"]
+    # One kind is the whole: it needs no line of its own for that.
     cells = {"overall": report["overall"], **kinds} if len(kinds) > 1 else kinds
+
     rows = []
     for kind, cell in cells.items():
         repeats = cell["repeats"]
@@ -323,6 +325,7 @@ def report_text(report: Mapping[str, Any]) -> str:
                 number(repeats["tau_not_looping"]),
             ]
         )
+
     header = ["kind", "answers", "tokens", "tau of lookup", "repeated 8-grams", "answers that loop"]
     return "\n\n".join(
         [

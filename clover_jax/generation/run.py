@@ -34,7 +34,7 @@ from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, load
 from clover_jax.pretrained.shapes import shape_notice
-from clover_jax.quantization import rounding_notice
+from clover_jax.quantization import quantization_notice
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
@@ -71,7 +71,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
             shipped = shipped_prompts(models.base.directory, "--prompt=TEXT or --prompts=FILE")
             prompts = read_prompts(shipped)[:1]
         notice = template_notice(prompts, models.tokenizer)
-        notices = (notice, shape_notice(spec.base), rounding_notice(spec.int8))
+        notices = (notice, shape_notice(spec.base), quantization_notice(spec.int8))
         for line in filter(None, notices):
             print(line, file=sys.stderr, flush=True)
 

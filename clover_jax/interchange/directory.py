@@ -64,6 +64,7 @@ def load_draft(
     source: str | Path,
     base: BaseModel,
     dtype: jnp.dtype = jnp.float32,
+    *,
     allow_base_mismatch: bool = False,
     rope_theta: float | None = None,
 ) -> Draft:
@@ -75,18 +76,14 @@ def load_draft(
     rope_theta: rotary base for a foreign layout that does not say it.
     Raises UserError naming whatever is missing, broken or does not fit.
     """
-    return read_draft(open_head(str(source), base, rope_theta, allow_base_mismatch), dtype)
+    head = open_head(
+        str(source), base, rope_theta=rope_theta, allow_base_mismatch=allow_base_mismatch
+    )
+    return read_draft(head, dtype)
 
 
 def read_draft(head: StoredHead, dtype: jnp.dtype) -> Draft:
     """Read the params of an opened head, cast to `dtype`, on the default device."""
-    card = head.card
-    params = head.read_params(dtype)
-    return Draft(
-        registry.head(card.config),
-        params,
-        card.tree,
-        card.provenance,
-        head.source,
-        card.chat_template,
-    )
+    card, params = head.card, head.read_params(dtype)
+    built = registry.head(card.config)
+    return Draft(built, params, card.tree, card.provenance, head.source, card.chat_template)

@@ -113,6 +113,7 @@ def find_head(source: str, rope_theta: float | None = None) -> FoundHead:
 def open_head(
     source: str,
     base: BaseModel,
+    *,
     rope_theta: float | None = None,
     allow_base_mismatch: bool = False,
     cut_vocab: bool = False,

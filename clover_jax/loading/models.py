@@ -40,7 +40,7 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
 from clover_jax.pretrained.loading import describe_base
 from clover_jax.pretrained.shapes import base_shapes, cast_shapes, random_params
-from clover_jax.quantization import load_rounded_base, parse_parts, round_base, round_params
+from clover_jax.quantization import load_quantized_base, parse_parts, quantize_base, quantize_params
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import param_shardings, place_on
@@ -176,7 +176,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     if plain is None:
         parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
         # Tensors go to their devices one by one: no device ever holds the whole base.
-        base = load_rounded_base(spec.base, dtype, place_on(mesh, dtype) if mesh else None, parts)
+        base = load_quantized_base(spec.base, dtype, place_on(mesh, dtype) if mesh else None, parts)
         tokenizer = load_tokenizer(base.directory) if spec.tokenizer else None
         tokenizer = with_chat_template(tokenizer, spec.chat_template)
         plain = Models(base, tokenizer, None, TreeConfig.root_only(), mesh, parts)
@@ -188,17 +188,22 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         draft = _fresh_draft(spec.draft, plain)
         draft = dataclasses.replace(draft, params=random_params(draft.params, seed=1))
     else:
-        allowed, theta = spec.allow_base_mismatch, spec.draft_rope_theta
-        draft = load_draft(spec.draft, plain.base, plain.dtype, allowed, theta)
-        if not allowed:
+        draft = load_draft(
+            spec.draft,
+            plain.base,
+            plain.dtype,
+            allow_base_mismatch=spec.allow_base_mismatch,
+            rope_theta=spec.draft_rope_theta,
+        )
+        if not spec.allow_base_mismatch:
             _check_template(draft, plain.tokenizer)
 
-    # Rounded where it lies, as the base is.
+    # Quantized where it lies, as the base is.
     params = draft.params
     if plain.mesh is not None:
         params = jax.device_put(params, param_shardings(params, plain.mesh))
     if "draft" in plain.int8:
-        params = round_params(params)
+        params = quantize_params(params)
     return _with_draft(plain, dataclasses.replace(draft, params=params), spec)
 
 
@@ -215,7 +220,7 @@ def load_shapes(spec: ModelSpec) -> Models:
     described, parts = describe_base(spec.base), parse_parts(spec.int8)
     # The same functions as in `load`, traced: what is compiled is what would be loaded.
     shapes = base_shapes(described.config, resolve_dtype(spec.dtype))
-    params = jax.eval_shape(functools.partial(round_base, parts=parts), shapes)
+    params = jax.eval_shape(functools.partial(quantize_base, parts=parts), shapes)
     base = BaseModel(described.config, params, described.directory, spec.base)
     plain = Models(base, None, None, TreeConfig.root_only(), int8=parts)
     if spec.draft == NO_DRAFT:
@@ -223,7 +228,7 @@ def load_shapes(spec: ModelSpec) -> Models:
 
     draft = _fresh_draft(spec.draft, plain)
     if "draft" in parts:
-        draft = dataclasses.replace(draft, params=jax.eval_shape(round_params, draft.params))
+        draft = dataclasses.replace(draft, params=jax.eval_shape(quantize_params, draft.params))
     return _with_draft(plain, draft, spec)
 
 
@@ -258,6 +263,8 @@ def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) ->
         text = Path(path).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise UserError(f"--copy_from={path} cannot be read as UTF-8 text: {error}") from error
+
+    # Copies may begin anywhere in it, so it has no token that begins a text.
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     if len(ids) > MOST_COPIED_FROM:
         raise UserError(
@@ -285,11 +292,14 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
         if spec.tree and isinstance(chosen, CopyTree):
             raise UserError(f"tree {name!r} has copies already: give it without --copy={spec.copy}")
         chosen = with_copies(chosen, spec.copy)
+    # A draft without nodes would decode plainly and be reported as speculation.
     if not chosen.num_nodes:
         raise UserError(
             f"tree {chosen.name!r} has no nodes for the draft to fill; give another tree, or no "
             "draft to decode plainly"
         )
+
+    # Only now: reading the text needs the tokenizer, and a wrong tree should be heard of first.
     source = _read_source(spec.copy_from, plain.tokenizer)
     models = dataclasses.replace(plain, draft=draft, tree=chosen, copy_from=source)
     if source and not models.copies:

@@ -50,7 +50,8 @@ class ModelSpec(ChatSettings, BaseSettings):
     )
     int8: tuple[str, ...] = _draft(
         (),
-        "whose matrices to round to 8 bits: draft, which leaves the text as it is, or base,draft",
+        "whose matrices to quantize to 8 bits: draft, which leaves the text as it is, or "
+        "base,draft",
     )
     draft_rope_theta: float | None = _foreign(None, "rotary base for a layout that does not say it")
     allow_base_mismatch: bool = _foreign(

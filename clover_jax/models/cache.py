@@ -127,7 +127,7 @@ def _write_one_by_one(buffer: Array, new: Array, start: Array) -> Array:
     return buffer
 
 
-def after(
+def ordered_after(
     start: Int[Array, " B"], result: Float[Array, " B *a"] | Int[Array, " B *a"]
 ) -> Int[Array, " B"]:
     """Return `start`, computed from `result` as well, so that a write there comes after it.

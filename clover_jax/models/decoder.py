@@ -89,7 +89,7 @@ class SelfAttention(nn.Module):
             result = result + self.param("out_bias", nn.initializers.zeros, (width,))
         return result, fresh
 
-    def _norm_heads(self, query_key: Float[Array, "B K C T H"]) -> Float[Array, "B K C T H"]:
+    def _norm_heads(self, query_key: Float[Array, "B K c T H"]) -> Float[Array, "B K c T H"]:
         """Normalise each head by itself; all queries share one scale, all keys another."""
         cfg = self.config
         shape = (cfg.head_dim,)
@@ -100,7 +100,7 @@ class SelfAttention(nn.Module):
 
 
 def _split_heads(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
-    """Return [B, K, C, T, H] of `qkv` [D, K, C, H] as it is stored; flat, a TPU lays it anew."""
+    """Return [B, K, c, T, H] of `qkv` [D, K, c, H] as it is stored; flat, a TPU lays it anew."""
     return contract("btd,dkch->bkcth", x, qkv)
 
 

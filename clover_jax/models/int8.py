@@ -1,6 +1,6 @@
 """Matrices in int8: half the bytes of bfloat16 to read, the same products.
 
-Only what is stored is rounded. Each output channel has a step of its own (symmetric, the largest
+Only what is stored is quantized. Each output channel has a step of its own (symmetric, the largest
 entry is 127 steps), entries are widened where a product reads them, the sum is taken in float32 and
 multiplied by the step: matrix ~ values * step.
 """
@@ -18,7 +18,7 @@ LARGEST = 127  # -128 is left out, so that a matrix and its negative round alike
 
 
 class Int8Matrix(struct.PyTreeNode):
-    """A rounded matrix, which takes a matrix's place in params and in products.
+    """A quantized matrix, which takes a matrix's place in params and in products.
 
     values: int8, in the matrix's shape. (First: flax checks the shape of a param's first leaf.)
     step: float32, of the same rank, 1 along the axes that products sum over.
@@ -67,7 +67,7 @@ def contract(
 ) -> Float[Array, "..."]:
     """Return jnp.einsum(spec, x, matrix).
 
-    dtype: of the result, and of the sums of a matrix that is not rounded; by default that of x.
+    dtype: of the result, and of the sums of a matrix that is not quantized; by default that of x.
     """
     if not isinstance(matrix, Int8Matrix):
         return jnp.einsum(spec, x, matrix, preferred_element_type=dtype)
@@ -100,7 +100,7 @@ def take_rows(matrix: Matrix, ids: Int[Array, "*b"]) -> Matrix:
 
 
 def widen(matrix: Matrix, dtype: jnp.dtype) -> Array:
-    """Return an array of `dtype`: of a rounded matrix what it stands for, an array as it is."""
+    """Return an array of `dtype`: of a quantized matrix what it stands for, an array as it is."""
     if not isinstance(matrix, Int8Matrix):
         return matrix
     return (matrix.values * matrix.step).astype(dtype)

@@ -65,7 +65,7 @@ def apply_rope(
 
 
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), gate and up fused into one [D, 2, F] kernel."""
+    """down(silu(gate x) * up x), gate and up fused into one [D, 2, I] kernel."""
 
     config: LayerConfig
 

@@ -15,6 +15,7 @@ from clover_jax.loading.spec import NO_DRAFT, ModelSpec
 class PrepareOptions:
     """The flags of `prepare` beside those of `ModelSpec` and `Warping`.
 
+    data, seq_len: as in `TrainSettings`.
     workdir: where the data go without `output`.
     """
 
@@ -22,9 +23,9 @@ class PrepareOptions:
     warping: Warping
     seed: int
     workdir: Path
-    data: str = setting("builtin:python", "training data: paths or globs, comma-separated")
+    data: str
+    seq_len: int
     output: str | None = setting(None, "folder to write [the workdir]")
-    seq_len: int = setting(512, "tokens of a training row", least=2)
     max_truncated: float | None = setting(
         None,
         "refuse data where a larger share of the conversations is longer than a row [only warn]",

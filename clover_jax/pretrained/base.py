@@ -19,7 +19,7 @@ class BaseModel:
     directory: the folder that holds its config, weights and tokenizer.
     source: what the user asked for: a folder, a hub id, "builtin:NAME", or "shape:NAME", whose
         weights are random.
-    lm_head_hash: of the output matrix as it was read, where it has been rounded since.
+    lm_head_hash: of the output matrix as it was read, where it has been quantized since.
     """
 
     config: BaseConfig

@@ -77,7 +77,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
 }
 
 
-# The parts of a rounded matrix lie as the matrix does; its steps are 1 along some of the axes.
+# The parts of a quantized matrix lie as the matrix does; its steps are 1 along some of the axes.
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Int8Matrix))
 
 

@@ -133,19 +133,19 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     # Each stage runs once here, for its result is what the next one reads.
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
         absorbed = absorb_pending(config, weights, state)
-        return state.replace(draft_cache=absorbed.cache), absorbed.root
+        return state.replace(draft_cache=absorbed.cache), absorbed.state
 
     parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
-    root_state = parts["absorb"].run()[1]
+    head_state = parts["absorb"].run()[1]
 
-    def draft(config: StepConfig, weights: Weights, state: DecodeState, root_state: Any) -> Any:
-        return draft_tree(config, weights, state, roots(state), root_state)
+    def draft(config: StepConfig, weights: Weights, state: DecodeState, head_state: Any) -> Any:
+        return draft_tree(config, weights, state, roots(state), head_state)
 
     # The draft cut to its first levels, so that differences are the time of a level.
     for depth in range(1, levels + 1):
         shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
         stage = functools.partial(draft, shorter)
-        parts[f"draft to level {depth}"] = bench.reading(stage, root_state)
+        parts[f"draft to level {depth}"] = bench.reading(stage, head_state)
     drafted = parts[f"draft to level {levels}"].run()
 
     def verify(weights: Weights, state: DecodeState, tree: Any) -> Any:

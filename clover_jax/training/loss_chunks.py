@@ -33,45 +33,45 @@ class Operands(struct.PyTreeNode):
     """What the loss reads and never differentiates.
 
     params:      the head's other params (its `logits` may set up all of them).
-    states:      [R, n, D] the base's g.
-    next_tokens: [R, n] the token that follows each target, in the head's vocabulary; -1 outside.
-    mask:        [P, R, n] pairs that count, by target index.
-    has_next:    [R, n] whether that token belongs to the target's document.
+    states:      [r, n, D] the base's g.
+    next_tokens: [r, n] the token that follows each target, in the head's vocabulary; -1 outside.
+    mask:        [P, r, n] pairs that count, by target index.
+    has_next:    [r, n] whether that token belongs to the target's document.
     scale:       each term's decay^i / divisor.
     """
 
     params: Params
     frozen: Frozen
-    states: Float[Array, "R n D"]
-    next_tokens: Int[Array, "R n"]
-    mask: Bool[Array, "P R n"]
-    has_next: Bool[Array, "R n"]
+    states: Float[Array, "r n D"]
+    next_tokens: Int[Array, "r n"]
+    mask: Bool[Array, "P r n"]
+    has_next: Bool[Array, "r n"]
     scale: Terms
     targets: CompactTargets
 
 
 class Chunk(struct.PyTreeNode):
-    """C targets a group; slots beyond the last used one repeat some target, all masked.
+    """c targets of each of r groups; slots beyond the last used one repeat some target, all masked.
 
-    hidden:      [P, R, C, D] the states whose pairs have these targets.
-    states:      [R, C, D] the base's g.
-    teacher:     [R, C, Vd] softmax(lm_head g), of the tokens that the head can propose.
-    reachable:   [R, C] whether the base's most probable token is one of them.
-    next_tokens: [R, C] in the head's vocabulary; -1 outside.
-    mask:        [P, R, C]
-    has_next:    [R, C]
+    hidden:      [P, r, c, D] the states whose pairs have these targets.
+    states:      [r, c, D] the base's g.
+    teacher:     [r, c, Vd] softmax(lm_head g), of the tokens that the head can propose.
+    reachable:   [r, c] whether the base's most probable token is one of them.
+    next_tokens: [r, c] in the head's vocabulary; -1 outside.
+    mask:        [P, r, c]
+    has_next:    [r, c]
     """
 
-    hidden: Float[Array, "P R C D"]
-    states: Float[Array, "R C D"]
-    teacher: Float[Array, "R C Vd"]
-    reachable: Bool[Array, "R C"]
-    next_tokens: Int[Array, "R C"]
-    mask: Bool[Array, "P R C"]
-    has_next: Bool[Array, "R C"]
+    hidden: Float[Array, "P r c D"]
+    states: Float[Array, "r c D"]
+    teacher: Float[Array, "r c Vd"]
+    reachable: Bool[Array, "r c"]
+    next_tokens: Int[Array, "r c"]
+    mask: Bool[Array, "P r c"]
+    has_next: Bool[Array, "r c"]
 
 
-# Where R is in each field of a chunk, for `jax.vmap` over its groups.
+# Where r is in each field of a chunk, for `jax.vmap` over its groups.
 _AXES: dict[str, Any] = dict.fromkeys(Chunk.__annotations__, 0) | {"hidden": 1, "mask": 1}
 GROUP_AXES = Chunk(**_AXES)
 
@@ -113,7 +113,7 @@ def take_chunk(
     )
 
 
-def _take_rows(states: Float[Array, "R n D"], index: Int[Array, "R C"]) -> Float[Array, "R C D"]:
+def _take_rows(states: Float[Array, "r n D"], index: Int[Array, "r c"]) -> Float[Array, "r c D"]:
     """Gather rows of each group; an index before the first gives the first."""
     return jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
 

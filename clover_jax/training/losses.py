@@ -25,7 +25,7 @@ P x B x S x V never exists: targets go through in chunks, the teacher's softmax 
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
 outlive it. Targets that no pair needs are left out: the number of chunks follows the masks.
 
-The rows may form R groups (`pairs.CompactTargets`); a chunk then takes its targets from all of them
+The rows may form r groups (`pairs.CompactTargets`); a chunk then takes its targets from all of them
 side by side, and where each device of a mesh holds one group, no state leaves its device.
 """
 
@@ -89,7 +89,7 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over counted pairs, [P, R] each (or [R] for one position, [P] of all groups)."""
+    """Sums over counted pairs, [P, r] each (or [r] for one position, [P] of all groups)."""
 
     terms: Terms
     hits: Array
@@ -101,8 +101,8 @@ class _Carry(NamedTuple):
     Summed over the groups within the loop, every chunk would wait for all devices of a mesh, and
     send them whole matrices.
 
-    d_hidden: [P, R, slots, D] gradient by compact slot.
-    d_owned:  gradient of the head's own output matrices, [R, ...] each.
+    d_hidden: [P, r, slots, D] gradient by compact slot.
+    d_owned:  gradient of the head's own output matrices, [r, ...] each.
     """
 
     sums: _Sums
@@ -128,7 +128,7 @@ def distillation_loss(
     hidden: u^i_t of `train_forward`; columns beyond D, which only the head's logits read, take no
         part in the regression.
     target_states: the base's g. Neither they nor `frozen` receive a gradient.
-    chunk: targets per chunk and group. groups: R, which divides B; it changes no value.
+    chunk: targets per chunk and group. groups: r, which divides B; it changes no value.
     counts: of the batch that this one is a part of; None where it is the whole.
     """
     num_positions, rows, size, _ = hidden.shape
@@ -143,7 +143,7 @@ def distillation_loss(
 
     # What has a gradient of its own stays outside of the operands, which have none.
     owned, others = split_output_params(head, params)
-    # Rows go into groups here and nowhere else: [B, S] becomes [R, n].
+    # Rows go into groups here and nowhere else: [B, S] becomes [r, n].
     operands = Operands(
         params=others,
         frozen=frozen,
@@ -225,7 +225,7 @@ def _value_and_gradient(
         chunk = take_chunk(head.config, hidden, operands, size, number)
         parts, gradients, d_owned = [], [], carry.d_owned
 
-        # Position by position: of the head's logits only one [C, V] is live at a time.
+        # Position by position: of the head's logits only one [c, V] is live at a time.
         for i in range(num_positions):
             position_loss = functools.partial(_position_loss, head, i, operands)
             differentiate = jax.grad(position_loss, argnums=(0, 1), has_aux=True)

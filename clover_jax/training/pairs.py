@@ -1,7 +1,7 @@
 """Which (position of the head, position of the text) pairs count, and where their target lies.
 
 Position i of the head at t predicts x_{t+2+i}; its target state is the base's g at t+1+i. Here
-pairs are named by their *target index* tau = t+1+i instead of t: then the P pairs that share a
+pairs are named by their *target index* s = t+1+i instead of t: then the P pairs that share a
 target state, and so the teacher's softmax, lie in one column.
 
 Clover-2's optional `label_mask` leaves out what the base itself would have rejected before. A_s
@@ -33,14 +33,14 @@ def pair_mask(
     num_positions: int,
     likely: Bool[Array, "B S"] | None = None,
 ) -> Bool[Array, "P B S"]:
-    """Return [i, b, tau] True where the pair (tau - 1 - i, i) counts.
+    """Return [i, b, s] True where the pair (s - 1 - i, i) counts.
 
     likely: [b, s] whether x_{s+1} is a token that the base may choose at s; where given, it must
-        hold at tau-1-i .. tau-1.
+        hold at s-1-i .. s-1.
 
-    It does when m_{tau-1} is set and tau - 1 - i and tau lie in one document. (m_{t+i} of the
-    release is m_{tau-1}: the mask does not depend on i. That a document's last position never
-    counts follows from tau being in the same document.)
+    It does when m_{s-1} is set and s - 1 - i and s lie in one document. (m_{t+i} of the
+    release is m_{s-1}: the mask does not depend on i. That a document's last position never
+    counts follows from s being in the same document.)
 
     Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and P = 2 give
     [[F, T, T, F]] for i = 0 and [[F, F, T, F]] for i = 1.
@@ -60,7 +60,7 @@ def pair_mask(
 
 
 def labelled_targets(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
-    """Return [b, tau] True where x_{tau+1}, what a head should say at tau, is of the same document.
+    """Return [b, s] True where x_{s+1}, what a head should say at s, is of the same document.
 
     Example: segment_ids [[1, 1, 2, 0]] give [[T, F, F, F]].
     """
@@ -69,7 +69,7 @@ def labelled_targets(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
 
 
 def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
-    """Slot tau holds x[tau - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
+    """Slot s holds x[s - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
     size = x.shape[1]
     return jnp.pad(x, ((0, 0), (by, 0)))[:, :size]
 
@@ -139,18 +139,18 @@ def count_pairs(mask: Bool[Array, "P B S"], has_next: Bool[Array, "B S"]) -> Pai
 class CompactTargets(struct.PyTreeNode):
     """The targets that any pair needs, moved to the front of their group of rows.
 
-    The B rows form R groups of consecutive ones, each with n = B S / R flattened target indices. On
+    The B rows form r groups of consecutive ones, each with n = B S / r flattened target indices. On
     a mesh a group is what one device holds, so that nothing moves between them.
 
-    index: [R, n] flat target index b S + tau, b within the group, of each compact slot; the first
+    index: [r, n] flat target index b S + s, b within the group, of each compact slot; the first
         `count` of a group are used.
     rank:  [B, S] the compact slot of each target; meaningless for unused targets.
-    count: [R] used targets.
+    count: [r] used targets.
     """
 
-    index: Int[Array, "R n"]
+    index: Int[Array, "r n"]
     rank: Int[Array, "B S"]
-    count: Int[Array, " R"]
+    count: Int[Array, " r"]
 
 
 def compact_targets(mask: Bool[Array, "P B S"], groups: int = 1) -> CompactTargets:

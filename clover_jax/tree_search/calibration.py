@@ -124,9 +124,9 @@ def _walk(
 def _probe(
     config: StepConfig,
     given: tuple[Weights, Int[Array, "B S"]],
-    carry: tuple[DecodeState, Int[Array, "n B D"]],
+    carry: tuple[DecodeState, Int[Array, "n B d"]],
     number: Int[Array, ""],
-) -> tuple[DecodeState, Int[Array, "n B D"]]:
+) -> tuple[DecodeState, Int[Array, "n B d"]]:
     """Go one token forward along the text; add the ranks of the tokens after it."""
     (weights, text), (state, ranks) = given, carry
     weights = gathered_in_use(weights)
@@ -134,7 +134,7 @@ def _probe(
     state = state.replace(draft_cache=absorbed.cache)
     following = state.length[:, None] + jnp.arange(config.tree.depth + 1)
     here = jnp.take_along_axis(text, following, axis=1)  # the root, and what comes after it
-    ranks = ranks.at[number].set(_ranks(config, weights, absorbed.root, state, here[:, 1:]))
+    ranks = ranks.at[number].set(_ranks(config, weights, absorbed.state, state, here[:, 1:]))
 
     # Go on by the true token, whatever the head proposed.
     tree = TokenTree(here[:, :1], jnp.full((1, 1), -1))
@@ -150,8 +150,8 @@ def _ranks(
     weights: Weights,
     branch: object,
     state: DecodeState,
-    true: Int[Array, "B D"],
-) -> Int[Array, "B D"]:
+    true: Int[Array, "B d"],
+) -> Int[Array, "B d"]:
     assert config.head is not None  # ranks are a head's
     frozen = frozen_from_base(weights.base)
     apply = functools.partial(config.head.module.apply, {"params": weights.draft}, frozen)

@@ -87,9 +87,11 @@ def test_copies_are_accepted_on_every_mesh_as_on_one_device(run_python, name):
 
 @pytest.mark.slow
 def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python):
-    rounded = TOKENS.replace("random_base(base), params,", "rounded, round_params(params),")
-    rounded = f"from clover_jax.quantization import round_base, round_params\n{rounded}".replace(
-        "prompts =", "rounded = round_base(random_base(base), ('base', 'draft'))\nprompts ="
+    rounded = TOKENS.replace("random_base(base), params,", "rounded, quantize_params(params),")
+    rounded = (
+        f"from clover_jax.quantization import quantize_base, quantize_params\n{rounded}".replace(
+            "prompts =", "rounded = quantize_base(random_base(base), ('base', 'draft'))\nprompts ="
+        )
     )
     alone, split = run_python(rounded, "", "data=2,tensor=2", devices=8).splitlines()
     assert json.loads(split) == json.loads(alone)
