@@ -1,0 +1,97 @@
+"""A request's body: read with limits, and the JSON object in it."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import json
+from http import HTTPStatus
+from typing import Any, NoReturn
+
+from starlette.requests import ClientDisconnect, Request
+
+from clover_jax.data.rows import shown
+from clover_jax.serving.errors import ApiError
+
+BODY_SECONDS = 30.0  # for a whole body to arrive
+_PATIENCE = 8  # times the limit that are read of a body that is refused
+_CLOSE = {"Connection": "close"}  # what still comes of a refused body is nobody's next request
+
+
+async def read_object(
+    request: Request, max_bytes: int, seconds: float = BODY_SECONDS
+) -> dict[str, Any]:
+    """Return the JSON object that a request brings.
+
+    Raises ApiError for a body that is late, too long, or no such object.
+    """
+    # A page of another site can post plain text without asking first, but not JSON.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json" and not kind.endswith("+json"):
+        raise ApiError(
+            f"the Content-Type must be application/json, not {shown(kind)}", param="Content-Type"
+        )
+    try:
+        async with asyncio.timeout(seconds):
+            body = await _read(request, max_bytes)
+    except TimeoutError:
+        raise ApiError(
+            f"the body did not arrive within {seconds:g} s",
+            HTTPStatus.REQUEST_TIMEOUT,
+            headers=_CLOSE,
+        ) from None
+    return parse_object(body)
+
+
+async def _read(request: Request, max_bytes: int) -> bytes:
+    body, length = bytearray(), 0
+    try:
+        async for part in request.stream():
+            length += len(part)
+            if length <= max_bytes:
+                body += part
+            # Many clients read no answer before they have sent all: what is a little too long is
+            # let through, to nowhere.
+            elif length > _PATIENCE * max_bytes:
+                break
+    except ClientDisconnect:
+        raise ApiError("the client went away before its body ended", headers=_CLOSE) from None
+    if length > max_bytes:
+        raise ApiError(
+            f"the body is longer than {max_bytes} bytes; ask for less at once",
+            HTTPStatus.REQUEST_ENTITY_TOO_LARGE,
+            headers=_CLOSE,
+        )
+    return bytes(body)
+
+
+def parse_object(body: bytes) -> dict[str, Any]:
+    """Return the JSON object in `body`; raises ApiError where there is none.
+
+    Stricter than Python: no NaN, and no key twice, of which readers would take different ones.
+    """
+    try:
+        value = json.loads(
+            body.decode("utf-8-sig"), object_pairs_hook=_object, parse_constant=_refuse_constant
+        )
+    except UnicodeDecodeError as error:
+        raise ApiError(f"the body is not UTF-8 text: {error.reason} at {error.start}") from None
+    except RecursionError:
+        raise ApiError("the body is not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # bad JSON, or a number of thousands of digits
+        raise ApiError(f"the body is not JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ApiError(f"the body must be a JSON object, not {shown(value)}")
+    return value
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    value = dict(pairs)
+    if len(value) < len(pairs):
+        (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
+        raise ApiError(f"the key {shown(twice)} is there twice", param=twice)
+    return value
+
+
+def _refuse_constant(name: str) -> NoReturn:
+    raise ApiError(f"{name} is no number in JSON")

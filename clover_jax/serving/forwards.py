@@ -1,0 +1,42 @@
+"""What each forward of the base gave an answer, once EOS, limits and stop strings have cut it."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import NamedTuple
+
+from clover_jax.generation.row_state import TurnProgress, forward_groups
+
+# Why an answer ended, in OpenAI's words.
+FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
+
+
+class Forward(NamedTuple):
+    """One forward after prefill.
+
+    num_tokens: that it gave. num_drafted: that it verified. num_copied: of its tokens, how many
+    were copies of the text.
+    """
+
+    num_tokens: int
+    num_drafted: int
+    num_copied: int
+
+    @property
+    def num_accepted(self) -> int:
+        """Tokens beyond the one that plain decoding would have given."""
+        return self.num_tokens - 1
+
+
+def forwards_of(progress: TurnProgress) -> list[Forward]:
+    """Return the forwards of an answer so far; their tokens are all of its tokens but the first.
+
+    So 1 + accepted / forwards is the tau of the answer.
+    """
+    row, turn = progress.generation, progress.turn
+    kept = dataclasses.replace(row, output_ids=turn.output_ids, accepted=turn.accepted)
+    forwards = []
+    for number, ids in forward_groups(kept, 1):
+        copied = row.copied[number - 1] if row.copied else 0
+        forwards.append(Forward(len(ids), row.proposed[number - 1], min(copied, len(ids))))
+    return forwards

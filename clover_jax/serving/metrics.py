@@ -1,0 +1,132 @@
+"""Figures for Prometheus: under names of ours, and under those that vLLM's dashboards know."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from clover_jax.generation.row_state import TurnProgress
+from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
+
+_OURS, _THEIRS = "clover_jax_", "vllm:"
+# A name begins its line, or follows the words of a comment.
+_NAME = re.compile(rf"^(# HELP |# TYPE |){_OURS}", re.MULTILINE)
+
+_TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+_REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+
+
+class Metrics:
+    """Counts of one server.
+
+    model: its name, the label of every figure. is_drafting: whether forwards verify drafts.
+    """
+
+    def __init__(self, model: str, is_drafting: bool = True):
+        self._registry, self._model = CollectorRegistry(), model
+        self._is_drafting = is_drafting
+        self._running = self._gauge("num_requests_running", "requests that are decoded")
+        self._waiting = self._gauge("num_requests_waiting", "requests that wait for a slot")
+        self._first = self._histogram(
+            "time_to_first_token_seconds", "until a stream's first token", _REQUEST_SECONDS
+        )
+        self._between = self._histogram(
+            "inter_token_latency_seconds", "between two tokens of a stream", _TOKEN_SECONDS
+        )
+        self._whole = self._histogram(
+            "e2e_request_latency_seconds", "until an answer's end", _REQUEST_SECONDS
+        )
+        self._prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
+        self._new_tokens = self._counter("generation_tokens", "tokens of answers")
+        self._ended = Counter(
+            _OURS + "request_success",
+            "answers, by what ended them",
+            ["model_name", "finished_reason"],
+            registry=self._registry,
+        )
+        self._drafts = self._counter("spec_decode_num_drafts", "forwards that verified drafts")
+        self._drafted = self._counter("spec_decode_num_draft_tokens", "drafted tokens, verified")
+        self._accepted = self._counter(
+            "spec_decode_num_accepted_tokens", "tokens beyond one a forward"
+        )
+        self._accepted_at = Counter(
+            _OURS + "spec_decode_num_accepted_tokens_per_pos",
+            "forwards that gave a token beyond one, by its place",
+            ["model_name", "position"],
+            registry=self._registry,
+        )
+
+    def watch_queue(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
+        """Ask these functions for the requests that run and wait whenever figures are wanted."""
+        self._running.set_function(running)
+        self._waiting.set_function(waiting)
+
+    def first_tokens(self, seconds: float) -> None:
+        """Count the first tokens of a stream, `seconds` after it was asked for."""
+        self._first.observe(seconds)
+
+    def later_tokens(self, count: int, seconds: float) -> None:
+        """Count more tokens of a stream, `seconds` after those before them."""
+        for _ in range(count):
+            self._between.observe(seconds / count)
+
+    def ended(self, progress: TurnProgress, seconds: float) -> None:
+        """Count an answer that has ended, `seconds` after it was asked for."""
+        turn = progress.turn
+        self._whole.observe(seconds)
+        self._ended.labels(self._model, FINISH_REASONS[turn.finish_reason or "stop"]).inc()
+        self._prompt_tokens.inc(len(turn.prompt_ids))
+        self._new_tokens.inc(len(turn.output_ids))
+
+        # As the client got them, so that 1 + accepted / drafts is the tau of the rows.
+        for forward in forwards_of(progress) if self._is_drafting else []:
+            self._drafts.inc()
+            self._drafted.inc(forward.num_drafted)
+            self._accepted.inc(forward.num_accepted)
+            for position in range(forward.num_accepted):
+                self._accepted_at.labels(self._model, str(position)).inc()
+
+    def aborted(self) -> None:
+        """Count an answer that nobody waits for any more."""
+        self._ended.labels(self._model, "abort").inc()
+
+    def totals(self) -> dict[str, Any]:
+        """Return the sums that a run reports in the end; tau is None where nothing was drafted."""
+        name = {"model_name": self._model}
+        tokens, new, drafts, accepted = (
+            self._registry.get_sample_value(f"{_OURS}{figure}_total", name) or 0
+            for figure in (
+                "prompt_tokens",
+                "generation_tokens",
+                "spec_decode_num_drafts",
+                "spec_decode_num_accepted_tokens",
+            )
+        )
+        answers = self._registry.get_sample_value(f"{_OURS}e2e_request_latency_seconds_count", name)
+        return {
+            "answers": int(answers or 0),
+            "prompt_tokens": int(tokens),
+            "tokens": int(new),
+            "tau": round(1 + accepted / drafts, 4) if drafts else None,
+        }
+
+    def text(self) -> bytes:
+        """Return all figures in the text format of Prometheus."""
+        ours = generate_latest(self._registry).decode()
+        return (ours + _NAME.sub(rf"\1{_THEIRS}", ours)).encode()
+
+    def _gauge(self, name: str, help: str) -> Gauge:
+        gauge = Gauge(_OURS + name, help, ["model_name"], registry=self._registry)
+        return gauge.labels(self._model)
+
+    def _counter(self, name: str, help: str) -> Counter:
+        counter = Counter(_OURS + name, help, ["model_name"], registry=self._registry)
+        return counter.labels(self._model)
+
+    def _histogram(self, name: str, help: str, bounds: tuple[float, ...]) -> Histogram:
+        names = ["model_name"]
+        histogram = Histogram(_OURS + name, help, names, registry=self._registry, buckets=bounds)
+        return histogram.labels(self._model)

@@ -1,0 +1,122 @@
+"""The options of `serve`, checked before anything is loaded; nothing here imports JAX."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import os
+from collections.abc import Mapping
+from pathlib import Path
+
+from clover_jax.errors import UserError
+from clover_jax.field_types import Setting, check_settings, declared_settings, setting
+from clover_jax.loading.spec import ModelSpec
+
+KEY_VARIABLE = "CLOVER_JAX_API_KEY"
+LARGEST_DEFAULT_LEN = 8192  # tokens of a request where --max_model_len says nothing
+
+_listen = functools.partial(setting, group="listening")
+_limit = functools.partial(setting, group="limits")
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeSpec(ModelSpec):
+    """What to decode with; copies of the text where no draft is named, since they cost no file."""
+
+    draft: str = dataclasses.field(
+        default="lookup", metadata={"setting": declared_settings(ModelSpec)["draft"]}
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class ServeOptions:
+    """The flags of `serve` beside those of `ServeSpec`.
+
+    seed: of the requests that bring none.
+    """
+
+    spec: ModelSpec
+    seed: int = 0
+    host: str = _listen("127.0.0.1", "address to listen at; 0.0.0.0 is every one of this machine")
+    port: int = _listen(8000, "port to listen at; 0 takes a free one", least=0, most=2**16 - 1)
+    # Not shown by repr: keys belong in no log.
+    api_key: tuple[str, ...] = dataclasses.field(
+        default=(),
+        repr=False,
+        metadata={
+            "setting": Setting(
+                f"a key that clients must send; may be given again. Other users of this machine "
+                f"see flags, so better --api_key_file or the variable {KEY_VARIABLE}",
+                group="listening",
+                repeated=True,
+            )
+        },
+    )
+    api_key_file: str | None = _listen(None, "file of keys that clients must send, one a line")
+    allowed_origins: tuple[str, ...] = _listen(
+        (), "web origins whose pages may call the server, such as https://example.org; * is all"
+    )
+    served_model_name: str | None = _listen(None, "name of the model in the API [--base]")
+    page: bool = _listen(True, "serve the page for the browser at /")
+
+    batch_size: int = _limit(8, "requests decoded at once", least=1)
+    max_model_len: int | None = _limit(
+        None,
+        f"tokens of a prompt and its answer [the base's context, at most {LARGEST_DEFAULT_LEN}]",
+        least=2,
+    )
+    max_waiting: int = _limit(512, "requests that may wait for a slot; more get 429", least=1)
+    request_timeout: float = _limit(600.0, "seconds that a request may take", least=1.0)
+    max_body_bytes: int = _limit(2**20, "bytes of a request's body", least=1)
+    max_connections: int = _limit(1024, "connections at once; more get 503", least=1)
+
+    def __post_init__(self):
+        check_settings(self)
+        for origin in self.allowed_origins:
+            if origin != "*" and "://" not in origin:
+                raise UserError(
+                    f"--allowed_origins={origin}: an origin has a scheme, such as https://{origin}"
+                )
+
+    @property
+    def model_name(self) -> str:
+        """The model's name in the API."""
+        return self.served_model_name or self.spec.base
+
+    def model_len(self, context: int) -> int:
+        """Return how many tokens a prompt and its answer may have together.
+
+        context: the base's. Raises UserError where more is asked for than the base has.
+        """
+        if self.max_model_len is None:
+            return min(context, LARGEST_DEFAULT_LEN)
+        if self.max_model_len > context:
+            raise UserError(
+                f"--max_model_len={self.max_model_len}: the base's context is {context} tokens; "
+                "give that or less"
+            )
+        return self.max_model_len
+
+    def api_keys(self, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+        """Return all keys that a client may send; none where everybody is let in.
+
+        Raises UserError for an empty key, and a file that is missing or holds none.
+        """
+        keys = list(self.api_key)
+        # A variable that is set to nothing is a mistake that would leave the door open.
+        if KEY_VARIABLE in environment:
+            keys.append(environment[KEY_VARIABLE])
+        if self.api_key_file is not None:
+            lines = Path(self.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
+            listed = [line.strip() for line in lines if line.strip()]
+            if not listed:
+                raise UserError(f"--api_key_file={self.api_key_file} holds no key")
+            keys += listed
+
+        for key in keys:
+            if not (key.isascii() and key.isprintable() and key.strip() == key != ""):
+                raise UserError(
+                    "an API key must be printable ASCII without blanks around it, at least one "
+                    "character; it is not shown here"
+                )
+        return tuple(keys)

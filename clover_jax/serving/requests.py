@@ -1,0 +1,197 @@
+"""What clients ask for: bodies of OpenAI's API, turned into asks of the scheduler."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from http import HTTPStatus
+from typing import Any, NamedTuple, TypeVar
+
+from clover_jax.data.prompts import Prompt
+from clover_jax.data.rows import shown
+from clover_jax.generation.settings import GenerationSettings
+from clover_jax.serving.asks import Ask
+from clover_jax.serving.errors import ApiError
+from clover_jax.serving.shapes import (
+    ChatRequest,
+    CommonRequest,
+    CompletionRequest,
+    Message,
+    validated,
+)
+
+_SEEDS = 2**32  # keys have so many bits; OpenAI's seeds have 64
+
+R = TypeVar("R", bound=CommonRequest)
+
+
+class Served(NamedTuple):
+    """What a request is checked against.
+
+    model: the name that it may ask for. max_model_len: tokens of a prompt and its answer.
+    max_asks: texts that one request may ask for at once.
+    """
+
+    model: str
+    max_model_len: int
+    max_asks: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Call:
+    """A checked request: what to decode, and what of it the client wants to see.
+
+    asks: the choices of the first prompt, then those of the next, `n` each.
+    echo: whether the prompt stands before its answer.
+    no_output: the answer's only token is left out (max_tokens 0).
+    tells_forwards: whether streamed pieces say which forward of the base gave them.
+    """
+
+    asks: list[Ask]
+    n: int
+    is_chat: bool
+    streams: bool = False
+    include_usage: bool = False
+    echo: bool = False
+    no_output: bool = False
+    tells_forwards: bool = False
+
+    @property
+    def prompts(self) -> list[Prompt]:
+        """The prompts, each once."""
+        return [ask.prompt for ask in self.asks[:: self.n]]
+
+
+def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
+    """Check a body of /v1/completions.
+
+    peer: the client's address, its name where the request has none.
+    Raises ApiError, or UserError for values that make no distribution.
+    """
+    request = _checked(CompletionRequest, body, served)
+    max_tokens = 16 if request.max_tokens is None else request.max_tokens
+    if max_tokens == 0 and not request.echo:
+        raise ApiError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
+    return _call(
+        request,
+        _prompts(request.prompt, request.prediction),
+        served,
+        peer,
+        max_tokens=max_tokens,
+        top_logprobs=request.logprobs,
+        echo=bool(request.echo),
+    )
+
+
+def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
+    """Check a body of /v1/chat/completions, as `read_completion` does."""
+    request = _checked(ChatRequest, body, served)
+    if request.top_logprobs and not request.logprobs:
+        raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
+    messages = as_messages(request.messages)
+    limits = (request.max_completion_tokens, request.max_tokens, served.max_model_len)
+    return _call(
+        request,
+        [Prompt(0, "messages", messages=messages, prediction=request.prediction)],
+        served,
+        peer,
+        max_tokens=next(limit for limit in limits if limit is not None),
+        top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
+    )
+
+
+def as_messages(messages: Sequence[Message]) -> tuple[dict[str, str], ...]:
+    """Return messages as prompts have them."""
+    # OpenAI has renamed the system to developer; templates know it by its old name.
+    return tuple(
+        {"role": item.role.replace("developer", "system"), "content": item.content}
+        for item in messages
+    )
+
+
+def _checked(kind: type[R], body: Mapping[str, Any], served: Served) -> R:
+    request = validated(kind, body)
+    check_model(request.model, served.model)
+    return request
+
+
+def check_model(asked: str | None, served: str) -> None:
+    """Raise ApiError for a model that is not the one served; None takes any."""
+    if asked is not None and asked != served:
+        raise ApiError(
+            f"the model {shown(asked)} does not exist here; the one served is {shown(served)}",
+            HTTPStatus.NOT_FOUND,
+            param="model",
+            code="model_not_found",
+        )
+
+
+def _call(
+    request: CommonRequest,
+    prompts: Sequence[Prompt],
+    served: Served,
+    peer: str,
+    *,
+    max_tokens: int,
+    top_logprobs: int | None,
+    echo: bool = False,
+) -> Call:
+    n, streams = request.n or 1, bool(request.stream)
+    # Of more choices the best would have to be picked.
+    if request.best_of not in (None, n):
+        raise ApiError(
+            f"best_of ({request.best_of}) other than n ({n}) is not supported", param="best_of"
+        )
+    if request.stream_options is not None and not streams:
+        raise ApiError("stream_options is for stream=true", param="stream_options")
+    if len(prompts) * n > served.max_asks:
+        raise ApiError(
+            f"prompt ({len(prompts)}) and n ({n}) ask for {len(prompts) * n} texts at once, and "
+            f"the queue holds {served.max_asks}: ask for fewer in one request",
+            param="n" if len(prompts) == 1 else "prompt",
+        )
+
+    settings = GenerationSettings(
+        # As OpenAI's: plain sampling unless the client says otherwise.
+        temperature=1.0 if request.temperature is None else float(request.temperature),
+        top_p=1.0 if request.top_p is None else float(request.top_p),
+        top_k=max(request.top_k or 0, 0),
+        max_new_tokens=min(max(max_tokens, 1), served.max_model_len),
+        stop=tuple(request.stop or ()),
+        ignore_eos=bool(request.ignore_eos),
+        seed=None if request.seed is None else request.seed % _SEEDS,
+    )
+    asks = [
+        Ask(
+            prompt,
+            settings,
+            client=request.user or peer,
+            choice=choice,
+            is_watched=streams,
+            top_logprobs=top_logprobs,
+            prompt_logprobs=echo and top_logprobs is not None,
+        )
+        for prompt in prompts
+        for choice in range(n)
+    ]
+    return Call(
+        asks,
+        n,
+        is_chat=isinstance(request, ChatRequest),
+        streams=streams,
+        include_usage=bool(request.stream_options and request.stream_options.include_usage),
+        echo=echo,
+        no_output=max_tokens == 0,
+        tells_forwards=bool(request.forwards),
+    )
+
+
+def _prompts(value: list[str] | list[list[int]], prediction: str | None) -> list[Prompt]:
+    many = len(value) > 1
+    prompts = []
+    for index, part in enumerate(value):
+        # Messages about a prompt begin with its name.
+        source = f"prompt[{index}]" if many else "prompt"
+        form: dict[str, Any] = {"text": part} if isinstance(part, str) else {"prompt_ids": part}
+        prompts.append(Prompt(index, source, prediction=prediction, **form))
+    return prompts

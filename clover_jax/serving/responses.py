@@ -1,0 +1,289 @@
+"""What clients get: bodies and chunks in OpenAI's shapes."""
+
+from __future__ import annotations
+
+import abc
+import json
+import time
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from clover_jax.generation.row_state import Piece, TurnProgress
+from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
+from clover_jax.serving.requests import Call
+from clover_jax.serving.token_texts import TokenTexts
+
+LEAST_LOGPROB = -9999.0  # JSON has no infinity
+DONE = b"data: [DONE]\n\n"
+
+
+def event(value: Any) -> bytes:
+    """Return a server-sent event; its JSON is ASCII, since readers split lines at U+2028 too."""
+    return b"data: " + json.dumps(value, allow_nan=False).encode() + b"\n\n"
+
+
+class Scored(NamedTuple):
+    """A token with its log-probability and the most probable ones in its place.
+
+    log_probability: None for the first token of a prompt, which nothing predicted.
+    """
+
+    id: int
+    log_probability: float | None
+    top: list[tuple[int, float]]
+
+
+class Answers(abc.ABC):
+    """Forms the bodies of one call; an answer that streams is told piece by piece."""
+
+    kind: str
+    chunk_kind: str
+    prefix: str
+
+    def __init__(self, call: Call, model: str, texts: TokenTexts):
+        self.call, self._texts = call, texts
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": model,
+        }
+        # Of each choice that streams, how many tokens and characters have been told.
+        self._num_told = [0] * len(call.asks)
+        self._offsets = [0] * len(call.asks)
+
+    def whole(self, ended: Sequence[TurnProgress]) -> dict[str, Any]:
+        """Return the body of all answers, in the order of the asks."""
+        choices = []
+        for index, progress in enumerate(ended):
+            scored = [
+                *self._scored_prompt(index, progress),
+                *self._scored(progress, 0, progress.turn.output_ids),
+            ]
+            text = self._prompt_text(index) + self._text(progress)
+            logprobs = self._logprobs(index, scored) if self._wants_scores else None
+            choices.append(self._choice(index, text, logprobs, self._finish(progress)))
+        return self._body(self.kind, choices) | {"usage": self.usage(ended)}
+
+    def first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
+        """Return the chunks that a choice begins with, when its first tokens are there."""
+        text, scored = self._prompt_text(index), self._scored_prompt(index, progress)
+        return [self._chunk(self._piece(index, text, scored))] if text or scored else []
+
+    def next(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
+        """Return the chunks of what is new of a choice, its end included."""
+        chunks = []
+        pieces = [] if self.call.no_output else progress.pieces
+        # One piece is one forward's; whoever does not ask gets them in one.
+        for piece in pieces if self.call.tells_forwards else _joined(pieces):
+            scored = self._scored(progress, self._num_told[index], piece.ids)
+            self._num_told[index] += len(piece.ids)
+            if not (piece.text or scored or (piece.ids and self.call.tells_forwards)):
+                continue
+            choice = self._piece(index, piece.text, scored)
+            if self.call.tells_forwards:
+                choice["forward"] = _forward(piece, progress)
+            chunks.append(self._chunk(choice))
+        if progress.ended:
+            chunks.append(self._chunk(self._piece(index, None, [], self._finish(progress))))
+        return chunks
+
+    def last(self, ended: Sequence[TurnProgress]) -> list[dict[str, Any]]:
+        """Return the chunks after the last choice has ended."""
+        if not self.call.include_usage:
+            return []
+        return [self._body(self.chunk_kind, []) | {"usage": self.usage(ended)}]
+
+    def usage(self, ended: Sequence[TurnProgress]) -> dict[str, Any]:
+        """Return the tokens that were read and given; a prompt counts once for all its choices."""
+        prompt_tokens = sum(len(progress.turn.prompt_ids) for progress in ended[:: self.call.n])
+        outputs = [] if self.call.no_output else ended
+        completion_tokens = sum(len(progress.turn.output_ids) for progress in outputs)
+        accepted, rejected = self._predicted(outputs)
+        return {
+            "prompt_tokens": prompt_tokens,
+            "completion_tokens": completion_tokens,
+            "total_tokens": prompt_tokens + completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": 0},
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": accepted,
+                "rejected_prediction_tokens": rejected,
+            },
+        }
+
+    def _predicted(self, ended: Sequence[TurnProgress]) -> tuple[int, int]:
+        """Return the tokens that came from predictions, and those of predictions that did not."""
+        accepted = rejected = 0
+        for ask, progress in zip(self.call.asks, ended, strict=False):
+            if ask.prompt.prediction is None:
+                continue
+            length = len(self._texts.encode(ask.prompt.prediction, add_special_tokens=False))
+            # Copies come from the prompt and the answer too, and no record tells them apart.
+            copied = min(sum(forward.num_copied for forward in forwards_of(progress)), length)
+            accepted, rejected = accepted + copied, rejected + length - copied
+        return accepted, rejected
+
+    @property
+    def _wants_scores(self) -> bool:
+        return self.call.asks[0].top_logprobs is not None
+
+    def _finish(self, progress: TurnProgress) -> str:
+        reason = "length" if self.call.no_output else progress.turn.finish_reason
+        assert reason is not None  # an answer that has ended says why
+        return FINISH_REASONS[reason]
+
+    def _text(self, progress: TurnProgress) -> str:
+        return "" if self.call.no_output else progress.turn.text or ""
+
+    def _prompt_text(self, index: int) -> str:
+        if not self.call.echo:
+            return ""
+        prompt = self.call.asks[index].prompt
+        return self._texts.decode(prompt.prompt_ids) if prompt.prompt_ids else prompt.text or ""
+
+    def _scored_prompt(self, index: int, progress: TurnProgress) -> list[Scored]:
+        if not self.call.asks[index].prompt_logprobs:
+            return []
+        row: Any = progress.generation
+        return self._with_scores(progress.turn.prompt_ids, row.prompt_scores)
+
+    def _scored(self, progress: TurnProgress, first: int, ids: Sequence[int]) -> list[Scored]:
+        """Return tokens of an answer, from number `first` on, with their scores if wanted."""
+        if not self._wants_scores or self.call.no_output:
+            return []
+        row: Any = progress.generation
+        return self._with_scores(ids, row.scores[first : first + len(ids)])
+
+    def _with_scores(self, ids: Sequence[int], scores: Sequence[Any]) -> list[Scored]:
+        most = self.call.asks[0].top_logprobs or 0
+        scored = []
+        for id_, score in zip(ids, scores, strict=True):
+            if score is None:
+                scored.append(Scored(id_, None, []))
+                continue
+            values = [max(value, LEAST_LOGPROB) for value in score.top_log_probabilities]
+            top = list(zip(score.top_ids, values, strict=True))[:most]
+            scored.append(Scored(id_, max(score.log_probability, LEAST_LOGPROB), top))
+        return scored
+
+    def _chunk(self, choice: dict[str, Any]) -> dict[str, Any]:
+        # A stream that ends with its usage says null before, as OpenAI's do.
+        usage = {"usage": None} if self.call.include_usage else {}
+        return self._body(self.chunk_kind, [choice]) | usage
+
+    def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {"object": kind, **self._head, "choices": choices}
+
+    @abc.abstractmethod
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
+        """Return a choice of a whole body."""
+
+    @abc.abstractmethod
+    def _piece(
+        self, index: int, text: str | None, scored: list[Scored], finish: str | None = None
+    ) -> dict[str, Any]:
+        """Return a choice of a chunk; no text at its end."""
+
+    @abc.abstractmethod
+    def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
+        """Return the log-probabilities of tokens of a choice, after those told before."""
+
+
+class CompletionAnswers(Answers):
+    """Bodies of /v1/completions."""
+
+    kind = chunk_kind = "text_completion"
+    prefix = "cmpl"
+
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    def _piece(
+        self, index: int, text: str | None, scored: list[Scored], finish: str | None = None
+    ) -> dict[str, Any]:
+        logprobs = self._logprobs(index, scored) if scored else None
+        return self._choice(index, text or "", logprobs, finish)
+
+    def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
+        texts, offsets, tops = self._texts, [], []
+        for token in scored:
+            offsets.append(self._offsets[index])
+            self._offsets[index] += texts.length(token.id)
+            # The token itself is among its alternatives, wherever it ranks.
+            top = {} if token.log_probability is None else {token.id: token.log_probability}
+            top |= {id_: value for id_, value in token.top if id_ != token.id}
+            # Several tokens may read alike: the most probable one stands.
+            ranked = sorted(top.items(), key=lambda item: item[1])
+            tops.append({texts.text(id_): value for id_, value in ranked} or None)
+        return {
+            "tokens": [texts.text(token.id) for token in scored],
+            "token_logprobs": [token.log_probability for token in scored],
+            "top_logprobs": tops,
+            "text_offset": offsets,
+        }
+
+
+class ChatAnswers(Answers):
+    """Bodies of /v1/chat/completions."""
+
+    kind, chunk_kind = "chat.completion", "chat.completion.chunk"
+    prefix = "chatcmpl"
+
+    def first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
+        """Return the chunk that says who speaks."""
+        delta = {"role": "assistant", "content": ""}
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return [self._chunk(choice)]
+
+    def _choice(
+        self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None
+    ) -> dict[str, Any]:
+        message = {"role": "assistant", "content": text, "refusal": None}
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def _piece(
+        self, index: int, text: str | None, scored: list[Scored], finish: str | None = None
+    ) -> dict[str, Any]:
+        delta = {} if text is None else {"content": text}
+        logprobs = self._logprobs(index, scored) if scored else None
+        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+
+    def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
+        content = []
+        for token in scored:
+            top = [self._token(id_, value) for id_, value in token.top]
+            content.append(self._token(token.id, token.log_probability) | {"top_logprobs": top})
+        return {"content": content, "refusal": None}
+
+    def _token(self, id_: int, value: float | None) -> dict[str, Any]:
+        texts = self._texts
+        return {"token": texts.text(id_), "logprob": value, "bytes": texts.spelled(id_)}
+
+
+def answers_for(call: Call, model: str, texts: TokenTexts) -> Answers:
+    """Return what forms the bodies of a call."""
+    return (ChatAnswers if call.is_chat else CompletionAnswers)(call, model, texts)
+
+
+def _joined(pieces: Sequence[Piece]) -> list[Piece]:
+    """Return all pieces as one, none of none."""
+    if not pieces:
+        return []
+    ids = [id_ for piece in pieces for id_ in piece.ids]
+    return [Piece(pieces[-1].forward, ids, "".join(piece.text for piece in pieces))]
+
+
+def _forward(piece: Piece, progress: TurnProgress) -> dict[str, int]:
+    """Return which forward gave a piece, how many tokens, and how many of them were copies."""
+    copied = progress.generation.copied
+    # Prefill, forward 0, copies nothing; the last piece may be text that was held back.
+    num_copied = copied[piece.forward - 1] if copied and piece.forward and piece.ids else 0
+    return {
+        "forward": piece.forward,
+        "num_tokens": len(piece.ids),
+        "num_copied": min(num_copied, len(piece.ids)),
+    }

@@ -1,0 +1,256 @@
+"""The shapes of OpenAI's bodies, and what is wrong with one that has another.
+
+Fields that change nothing are ignored, as other servers do. A field that would change the text and
+is not done here is refused by its name, unless its value is the one that changes nothing.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+from pydantic import AfterValidator, BeforeValidator, Field
+
+from clover_jax.data.rows import is_text, shown
+from clover_jax.serving.errors import ApiError
+
+MOST_CHOICES = 128  # of `n`
+MOST_LOGPROBS = 20
+MOST_STOPS = 64
+
+# A field that is not done here -> the values that ask for nothing, beside null.
+_NOT_DONE: dict[str, tuple[Any, ...]] = {
+    "add_generation_prompt": (True,),
+    "add_special_tokens": (True,),
+    "allowed_token_ids": ([],),
+    "audio": (),
+    "bad_words": ([],),
+    "chat_template": (),
+    "chat_template_kwargs": ({},),
+    "continue_final_message": (False,),
+    "documents": ([],),
+    "frequency_penalty": (0,),
+    "function_call": ("none", "auto"),
+    "functions": ([],),
+    "guided_choice": ([],),
+    "guided_grammar": ("",),
+    "guided_json": ({}, ""),
+    "guided_regex": ("",),
+    "include_stop_str_in_output": (False,),
+    "length_penalty": (1,),
+    "logit_bias": ({},),
+    "logits_processors": ([],),
+    "min_p": (0,),
+    "min_tokens": (0,),
+    "modalities": (["text"], []),
+    "presence_penalty": (0,),
+    "prompt_embeds": (),
+    "prompt_logprobs": (0,),
+    "repetition_penalty": (1,),
+    "response_format": ({"type": "text"},),
+    "skip_special_tokens": (True,),
+    "stop_token_ids": ([],),
+    "structured_outputs": ({},),
+    "suffix": ("",),
+    "tool_choice": ("none", "auto"),
+    "tools": ([],),
+    "truncate_prompt_tokens": (),
+    "typical_p": (1,),
+    "use_beam_search": (False,),
+    "web_search_options": (),
+}
+_NOT_DONE_IN_MESSAGES: dict[str, tuple[Any, ...]] = {
+    "tool_calls": ([],),
+    "function_call": (),
+    "audio": (),
+}
+
+
+def _whole_text(value: str) -> str:
+    if not is_text(value):
+        raise ValueError("must be text that UTF-8 can hold, without half a surrogate pair")
+    return value
+
+
+def _as_prompts(value: Any) -> list[Any]:
+    """Return the list of prompts that a value of four forms stands for."""
+    one = isinstance(value, str) or _is_ids(value)
+    prompts = [value] if one else value
+    if isinstance(prompts, list) and prompts:
+        if all(map(_is_ids, prompts)):
+            return [tuple(ids) for ids in prompts]
+        if all(isinstance(text, str) for text in prompts):
+            return [_whole_text(text) for text in prompts]
+    raise ValueError(
+        "must be text, token ids, or a list of texts or of token ids, none of the lists empty"
+    )
+
+
+def _is_ids(value: Any) -> bool:
+    # JSON's true is an int in Python.
+    return isinstance(value, list) and len(value) > 0 and all(type(id_) is int for id_ in value)
+
+
+def _as_stops(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_content(value: Any) -> str:
+    """Return the text of a message: itself, or the text of its parts."""
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list):
+        raise ValueError("must be a string or a list of parts")
+    texts = []
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind != "text":
+            raise ValueError(f"[{index}] has the type {shown(kind)}; only text parts are supported")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"[{index}].text must be a string")
+        texts.append(part["text"])
+    return "\n".join(texts)
+
+
+def _as_prediction(value: Any) -> Any:
+    """Return the text of OpenAI's prediction object."""
+    if value is None:
+        return None
+    if not isinstance(value, dict) or value.get("type") != "content":
+        raise ValueError('must be {"type": "content", "content": text}')
+    return _as_content(value.get("content"))
+
+
+Text = Annotated[str, AfterValidator(_whole_text)]
+Content = Annotated[Text, BeforeValidator(_as_content)]
+_Stop = Annotated[Text, Field(min_length=1)]
+
+
+class _Shape(pydantic.BaseModel):
+    # Strict: "1" is no number, and true is none either. Null stands for what is not there.
+    model_config = pydantic.ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class _StreamOptions(_Shape):
+    include_usage: bool | None = None
+
+
+class CommonRequest(_Shape):
+    """Fields of both endpoints."""
+
+    model: Text | None = None
+    n: int | None = Field(None, ge=1, le=MOST_CHOICES)
+    best_of: int | None = None
+    temperature: float | None = Field(None, ge=0)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: Annotated[
+        Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None,
+        BeforeValidator(_as_stops),
+    ] = None
+    ignore_eos: bool | None = None
+    prediction: Annotated[Text | None, BeforeValidator(_as_prediction)] = None
+    stream: bool | None = None
+    stream_options: _StreamOptions | None = None
+    user: Text | None = None
+    forwards: bool | None = None
+
+
+class CompletionRequest(CommonRequest):
+    """The body of /v1/completions."""
+
+    prompt: Annotated[list[Any], BeforeValidator(_as_prompts)]
+    max_tokens: int | None = Field(None, ge=0)
+    echo: bool | None = None
+    logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+
+
+class Message(_Shape):
+    """One message of a conversation."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Content
+
+
+class ChatRequest(CommonRequest):
+    """The body of /v1/chat/completions."""
+
+    # One mistake is told; a list of thousands of them would only take time.
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    echo: Literal[False] | None = None
+
+
+class TokenizeRequest(_Shape):
+    """The body of /tokenize, as vLLM has it: a text or a conversation."""
+
+    model: Text | None = None
+    prompt: Text | None = None
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool | None = None
+
+
+class DetokenizeRequest(_Shape):
+    """The body of /detokenize, as vLLM has it."""
+
+    model: Text | None = None
+    tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(fail_fast=True)]
+
+
+S = TypeVar("S", bound=_Shape)
+_WORDS = {"missing": "is missing", "model_type": "must be an object"}
+
+
+def validated(kind: type[S], body: Mapping[str, Any]) -> S:
+    """Return a body in its shape; raises ApiError naming the first field that is wrong."""
+    if issubclass(kind, CommonRequest):
+        _refuse_not_done(body, _NOT_DONE, "")
+    messages = body.get("messages")
+    for index, message in enumerate(messages if isinstance(messages, list) else ()):
+        if isinstance(message, dict):
+            _refuse_not_done(message, _NOT_DONE_IN_MESSAGES, f"messages[{index}].")
+    try:
+        return kind.model_validate(body)
+    except pydantic.ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _refuse_not_done(
+    values: Mapping[str, Any], not_done: Mapping[str, tuple[Any, ...]], within: str
+) -> None:
+    for name, harmless in not_done.items():
+        value = values.get(name)
+        if value is None or any(_is_same(value, other) for other in harmless):
+            continue
+        instead = f", or give {shown(harmless[0])}" if harmless else ""
+        raise ApiError(
+            f"{within}{name} is not supported here: leave it out{instead}", param=within + name
+        )
+
+
+def _is_same(value: Any, other: Any) -> bool:
+    # True equals 1 in Python.
+    return value == other and isinstance(value, bool) == isinstance(other, bool)
+
+
+def _refusal(error: pydantic.ValidationError) -> ApiError:
+    """Return what is wrong first, in words of ours."""
+    first = error.errors(include_url=False)[0]
+    name = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
+    name = name.removeprefix(".")
+    if first["type"] in _WORDS:
+        return ApiError(f"{name} {_WORDS[first['type']]}", param=name)
+
+    words = re.sub("^(Input|List|String|Value) should", "must", first["msg"])
+    words = words.removeprefix("Value error, ").replace(" after validation", "")
+    # A part of a content goes on with its number; lengths are told with what they were.
+    space = "" if words.startswith("[") else " "
+    value = "" if ", not " in words else f", not {shown(first['input'])}"
+    return ApiError(f"{name}{space}{words}{value}", param=name)

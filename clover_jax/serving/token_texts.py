@@ -1,0 +1,89 @@
+"""How single tokens read, for log-probabilities and for `/tokenize`."""
+
+from __future__ import annotations
+
+import functools
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from clover_jax.errors import UserError
+from clover_jax.tokenizers.detokenization import decode_text
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+
+
+class TokenTexts:
+    """The texts of one tokenizer's tokens, each made once.
+
+    tokenizer: None where the base has none; tokens then read "token_id:7".
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None):
+        self._tokenizer = tokenizer
+        # Decoders of the SentencePiece kind drop a space at the start, so tokens follow a letter.
+        before = tokenizer("a", add_special_tokens=False)["input_ids"] if tokenizer else []
+        self._before = list(before)[-1:]
+        self._special = frozenset(tokenizer.all_special_ids) if tokenizer else frozenset()
+        self.text = functools.cache(self._text)
+        self.spelled = functools.cache(self._spelled)
+
+    def _text(self, id_: int) -> str:
+        if self._tokenizer is None:
+            return f"token_id:{id_}"
+        # Special tokens have no text, but whoever asks for tokens wants to see them.
+        if id_ in self._special:
+            return self.written(id_)
+        return decode_text(self._tokenizer, [id_], self._before)
+
+    def _spelled(self, id_: int) -> list[int] | None:
+        """Return a token's bytes; None where nobody knows them."""
+        text = self.text(id_)
+        if self._tokenizer is None:
+            return None
+        if _INCOMPLETE not in text:
+            return list(text.encode())
+        # A part of a character: what it is in bytes, its name says.
+        name = self.written(id_)
+        byte, alphabet = _BYTE_TOKEN.fullmatch(name), _byte_alphabet()
+        if byte:
+            return [int(byte[1], 16)]
+        return [alphabet[c] for c in name] if all(c in alphabet for c in name) else None
+
+    def length(self, id_: int) -> int:
+        """Return how many characters of a text a token has, 0 for a special one."""
+        return 0 if id_ in self._special else len(self.text(id_))
+
+    def written(self, id_: int) -> str:
+        """Return a token as the vocabulary writes it."""
+        return str(self._known().convert_ids_to_tokens(id_))
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Return the token ids of a text."""
+        return list(self._known()(text, add_special_tokens=add_special_tokens)["input_ids"])
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Return the text of token ids, without special tokens."""
+        return decode_text(self._known(), ids)
+
+    def _known(self) -> PreTrainedTokenizerBase:
+        if self._tokenizer is None:
+            raise UserError("the base has no tokenizer files; give and take token ids")
+        return self._tokenizer
+
+
+@functools.cache
+def _byte_alphabet() -> dict[str, int]:
+    """Return character -> byte of vocabularies of bytes, which write each as a character (GPT-2).
+
+    Printable bytes stand for themselves, the others for the characters from 256 on.
+    """
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {chr(byte): byte for byte in printable} | {
+        chr(256 + index): byte for index, byte in enumerate(others)
+    }
