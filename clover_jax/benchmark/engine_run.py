@@ -5,7 +5,6 @@ from __future__ import annotations
 import statistics
 from collections.abc import Generator, Iterator
 
-from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.loading.models import Models
@@ -18,14 +17,7 @@ class EngineRun:
     def __init__(self, models: Models, sampling: SamplingConfig, batch: int, steps: int):
         """Prepare an engine of `batch` slots that runs `steps` steps a call."""
         self._models, self._batch, self._steps = models, batch, steps
-        self._engine = Engine(
-            models.base.config,
-            models.head,
-            models.tree,
-            sampling,
-            batch_size=batch,
-            steps_per_chunk=steps,
-        )
+        self._engine = models.engine(batch, sampling, steps_per_chunk=steps)
 
     def chunks(self, context: int, end: int, rounds: int, pace: float | None) -> Run:
         """Return a function that runs the next chunk, for `time_in_turns` with `rounds` rounds.

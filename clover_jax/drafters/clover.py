@@ -127,6 +127,7 @@ class Clover(nn.Module):
         # One regressive block serves all positions; each has a residual head of its own.
         cfg = self.config
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
+        self.regressive: AttentionDecoder | RegressiveMLP | None
         if cfg.regressive_block == "attention_decoder":
             self.regressive = AttentionDecoder(
                 cfg.layer, cfg.decoder_bias, cfg.decoder_silu, cfg.decoder_heads
@@ -204,12 +205,14 @@ class Clover(nn.Module):
         return project(output_matrix(self.config, frozen), hidden)
 
     def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
+        assert self.regressive is not None  # who has none does not ask
         return self.regressive.mix(state, self._read(frozen, token))
 
     def _read(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Array:
         # A row's length says how frequent its token is, which the state need not be told.
         rows = embed(frozen, tokens)
         direction = unit(rows.astype(jnp.float32), self.config.layer.rms_norm_eps)
+        assert self.regressive is not None  # who has none does not ask
         return self.regressive.read(direction.astype(rows.dtype))
 
     def _output(self, frozen: Frozen, state: Array, position: int) -> Array:

@@ -49,7 +49,7 @@ def _entry(kind: str) -> tuple[str, str, str]:
     return known[kind]
 
 
-def _module_of(kind: str):
+def _module_of(kind: str) -> Any:  # a `DrafterKind`, and the classes that _entry names
     return importlib.import_module(f"clover_jax.drafters.{_entry(kind)[0]}")
 
 

@@ -17,6 +17,7 @@ import numpy as np
 
 from clover_jax.array_types import Array, Int, Params
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.draft import apply_head, target_ids
 from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.step import weights_for
@@ -132,16 +133,10 @@ def count_hits(
     base_params, params = gathered_in_use((base_params, params))
     frozen = frozen_from_base(base_params)
     teacher = teach(base, base_params, head.config.features, batch)
-    hidden = head.module.apply(
-        {"params": params},
-        frozen,
-        teacher.features,
-        batch,
-        None,
-        method="train_forward",
-    )
+    arguments = (frozen, teacher.features, batch, None)
+    hidden = apply_head(head, params, "train_forward", *arguments)
 
-    # Target index tau = t + 1 + i: the base's state there gives the token at tau + 1.
+    # Target index s = t + 1 + i: the base's state there gives the token at s + 1.
     target = first[:, None] + jnp.arange(slots.shape[0])
     wanted = _in_chunks(
         lambda states: argmax(project(frozen.lm_head, states)), _rows(teacher.states, target)
@@ -163,11 +158,8 @@ def count_hits(
 
 def _best_ids(head: DraftHead, params: Params, frozen: Frozen, u: Array, i: int) -> Array:
     """Return the ids of the most probable tokens of position i, in the base's vocabulary."""
-    logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
-    ids = top_k(logits, max(TOP)).ids
-    # A head over a reduced vocabulary numbers its tokens by itself.
-    table = head.config.draft_to_target
-    return ids if table is None else jnp.asarray(table)[ids]
+    logits = apply_head(head, params, "logits", frozen, u, i)
+    return target_ids(head, top_k(logits, max(TOP)).ids)
 
 
 def _rows(x: Array, index: Int[Array, "B n"]) -> Array:

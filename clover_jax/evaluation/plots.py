@@ -47,7 +47,11 @@ def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
     if len(report["batch_sizes"]) > 1:
         plots["speedup_by_batch_size"] = lambda: _speedup_by_batch_size(report, list(overall))
     for by in ("step", "tokens"):
-        runs = {name: _tau_in_training(report, name, by) for name in overall}
+        # A draft has no points where its run did not note what `by` counts.
+        runs = {
+            name: [(row[by], row["tau"]) for row in report["training"].get(name, []) if by in row]
+            for name in overall
+        }
         if any(len(points) > 1 for points in runs.values()):
             plots[f"tau_by_{by}"] = functools.partial(_tau_by, runs, by)
     return plots
@@ -147,11 +151,6 @@ def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> 
     axes.set_ylim(0, None)
     legend(figure, axes)
     return figure
-
-
-def _tau_in_training(report: Mapping[str, Any], name: str, by: str) -> list[tuple[float, float]]:
-    """Return a draft's points; none where its run did not note what `by` counts."""
-    return [(row[by], row["tau"]) for row in report["training"].get(name, []) if by in row]
 
 
 def _tau_by(runs: Mapping[str, Sequence[tuple[float, float]]], by: str) -> Figure:

@@ -69,6 +69,7 @@ class GenerationSettings(Warping):
                 "do; use verify=lossless, or temperature 0"
             )
 
+        assert isinstance(self.stop, tuple)  # as set above
         if not all(isinstance(text, str) for text in self.stop):
             raise UserError(f"stop must be strings, not {self.stop!r}")
         if "" in self.stop:

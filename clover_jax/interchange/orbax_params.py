@@ -185,7 +185,7 @@ class _LazyHandler(ocp.type_handlers.NumpyHandler):
         )
 
         # Chunks as they are stored, so that none is encoded twice.
-        steps = store.chunk_layout.write_chunk.shape
+        steps: Any = store.chunk_layout.write_chunk.shape
         corners = (range(0, size, step) for size, step in zip(value.shape, steps, strict=True))
         for corner in itertools.product(*corners):
             part = tuple(

@@ -15,7 +15,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
-from clover_jax.config import BaseConfig
 from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
@@ -140,8 +139,17 @@ class Models:
 
         source_size: tokens of other text that a row may bring to copy from.
         """
-        arguments = (sampling, batch_size, steps_per_chunk, source_size, self.mesh)
-        return _engine(self.base.config, self.head, self.tree, *arguments).seeded(seed)
+        engine = _engine(
+            self.base.config,
+            self.head,
+            self.tree,
+            sampling,
+            batch_size=batch_size,
+            steps_per_chunk=steps_per_chunk,
+            source_size=source_size,
+            mesh=self.mesh,
+        )
+        return engine.seeded(seed)
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ where the decoded rows may differ."""
@@ -311,27 +319,7 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
 
 
 # An engine is kept with its compiled programs: a second call with the same arguments makes none.
-@functools.lru_cache(maxsize=8)
-def _engine(
-    base: BaseConfig,
-    head: DraftHead | None,
-    tree: Tree,
-    sampling: SamplingConfig,
-    batch_size: int,
-    steps_per_chunk: int,
-    source_size: int,
-    mesh: Mesh | None,
-) -> Engine:
-    return Engine(
-        base,
-        head,
-        tree,
-        sampling,
-        batch_size=batch_size,
-        steps_per_chunk=steps_per_chunk,
-        source_size=source_size,
-        mesh=mesh,
-    )
+_engine = functools.lru_cache(maxsize=8)(Engine)
 
 
 def _check_template(draft: Draft, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -47,7 +47,7 @@ class SelfAttention(nn.Module):
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"],
+        mask: Bool[Array, "B T T"] | None,
         cache: KeyValue | None,
         length: Int[Array, " B"] | None,
         attend: Attend = attend,
@@ -55,6 +55,7 @@ class SelfAttention(nn.Module):
         """Return the attention output and the fresh keys and values.
 
         x: [B, T, D]; a head that reads more beside its state gives more than D columns.
+        mask: None where `attend` knows by itself which fresh positions a query sees.
         """
         # One product gives queries, keys and values; heads stay whole on every shard of K.
         cfg = self.config
@@ -134,7 +135,7 @@ class DecoderLayer(nn.Module):
         self,
         x: Float[Array, "B T D"],
         positions: Int[Array, "B T"],
-        mask: Bool[Array, "B T T"],
+        mask: Bool[Array, "B T T"] | None,
         cache: KeyValue | None = None,
         length: Int[Array, " B"] | None = None,
         attend: Attend = attend,

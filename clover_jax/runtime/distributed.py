@@ -14,7 +14,6 @@ import os
 import sys
 import threading
 from collections.abc import Iterator
-from typing import Any
 
 import jax
 import numpy as np
@@ -140,12 +139,3 @@ class AgreedEvent(threading.Event):
 def agreed(event: threading.Event) -> threading.Event:
     """Return an event that all processes see at once; alone, the very event."""
     return AgreedEvent(event) if jax.process_count() > 1 else event
-
-
-def of_primary(value: Any) -> Any:
-    """Return what the primary holds, a number or array of the same shape in every process."""
-    if jax.process_count() == 1:
-        return value
-    from jax.experimental import multihost_utils
-
-    return multihost_utils.broadcast_one_to_all(value)

@@ -55,10 +55,6 @@ class MetricsLog:
                 scalars[f"{kind}/{name}"] = value
         self._board.write(row["step"], scalars)
 
-    def evaluated(self) -> list[dict[str, Any]]:
-        """Return the rows of eval.jsonl."""
-        return list(self._evaluated)
-
     def evaluated_at(self, step: int) -> dict[str, Any] | None:
         """Return the row of eval.jsonl of a step, if it was measured."""
         return next((row for row in self._evaluated if row["step"] == step), None)

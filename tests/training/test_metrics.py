@@ -26,7 +26,7 @@ def test_rows_go_to_jsonl_and_tensorboard(tmp_path, events_of):
     log.write("eval", {"step": 2, "tau": 2.0})
     log.close()
     assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.5
-    assert log.evaluated() == [{"step": 2, "tau": 2.0}]
+    assert log.evaluated_at(2) == {"step": 2, "tau": 2.0}
     (file,) = (tmp_path / "tensorboard").iterdir()
     scalars = {
         value.tag: value.simple_value
