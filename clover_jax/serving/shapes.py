@@ -89,8 +89,9 @@ def _as_prompts(value: Any) -> list[Any]:
 
 
 def _is_ids(value: Any) -> bool:
-    # JSON's true is an int in Python.
-    return isinstance(value, list) and len(value) > 0 and all(type(id_) is int for id_ in value)
+    # JSON's true is an int in Python. Which ids are in the vocabulary is checked with the prompt.
+    is_filled = isinstance(value, list) and len(value) > 0
+    return is_filled and all(type(id_) is int and id_ >= 0 for id_ in value)
 
 
 def _as_stops(value: Any) -> Any:

@@ -108,6 +108,7 @@ def test_what_changes_nothing_passes():
         ({"prompt": None}, "prompt"),
         ({"prompt": 5}, "prompt"),
         ({"prompt": [True]}, "prompt"),
+        ({"prompt": [-1]}, "prompt"),
         ({"prompt": ["a", 1]}, "prompt"),
         ({"prompt": [[]]}, "prompt"),
         ({"prompt": "a\ud83d"}, "prompt"),
