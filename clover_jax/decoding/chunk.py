@@ -12,21 +12,24 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.typing import DTypeLike
 
-from clover_jax.array_types import Array, Bool
+from clover_jax.array_types import Array, Bool, Int
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.repeated import loops_on_device
+from clover_jax.decoding.scores import MOST_ALTERNATIVES, Scores
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree import CopyTree, Tree
+from clover_jax.decoding.tree import CopyTree
 
 QUEUED = 2  # steps: one that runs and one that waits, so that the device never waits for the host
 
 Records = StepRecord | tuple[StepRecord, ...]
-# (weights, state, filled) -> (state, records); filled: [B] which slots hold a row
-Chunk = Callable[[Weights, DecodeState, np.ndarray], tuple[DecodeState, Records]]
+# (weights, state, filled, most) -> (state, records)
+# filled: [B] which slots hold a row; most: steps to run, None for a whole chunk
+Chunk = Callable[..., tuple[DecodeState, Records]]
 Carry = tuple[Array, DecodeState, StepRecord]  # steps done, state, records so far
 
 
@@ -39,8 +42,10 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
     def compiled(function: Callable) -> Callable:
         return placement.compiled(function, donate_argnums=1, compiler_options=options_here())
 
-    def loop(weights: Weights, state: DecodeState, filled: Array) -> tuple[DecodeState, StepRecord]:
-        state, records = decode_chunk(config, num_steps, weights, state, filled)
+    def loop(
+        weights: Weights, state: DecodeState, filled: Array, most: Array
+    ) -> tuple[DecodeState, StepRecord]:
+        state, records = decode_chunk(config, num_steps, weights, state, filled, most)
         return state, placement.whole(records)
 
     def step(weights: Weights, state: DecodeState) -> tuple[DecodeState, StepRecord, Array]:
@@ -48,10 +53,15 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         return state, *placement.whole((record, state.finish == RUNNING))
 
     # A loop on CPU, calls elsewhere: see `decoding.repeated`.
-    if loops_on_device():
-        program = compiled(loop)
-        return lambda weights, state, filled: program(weights, state, placement.array(filled))
-    return functools.partial(_call_steps, compiled(step), num_steps)
+    if not loops_on_device():
+        return functools.partial(_call_steps, compiled(step), num_steps)
+    program = compiled(loop)
+
+    def call(weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None = None):
+        limit = np.int32(num_steps if most is None else min(most, num_steps))
+        return program(weights, state, placement.array(filled), placement.array(limit))
+
+    return call
 
 
 def decode_chunk(
@@ -60,15 +70,18 @@ def decode_chunk(
     weights: Weights,
     state: DecodeState,
     filled: Bool[Array, " B"],
+    most: Int[Array, ""] | int | None = None,
 ) -> tuple[DecodeState, StepRecord]:
-    """Run steps until a row of a filled slot has ended, `num_steps` at most.
+    """Run steps until a row of a filled slot has ended, `num_steps` or `most` of them at most.
 
     Records have a leading [num_steps]; steps that did not run have emitted nothing.
     """
 
+    most = num_steps if most is None else most
+
     def goes_on(carry: Carry) -> Bool[Array, ""]:
         done, state, _ = carry
-        return (done < num_steps) & ((state.finish == RUNNING) | ~filled).all()
+        return (done < most) & ((state.finish == RUNNING) | ~filled).all()
 
     def body(carry: Carry) -> Carry:
         done, state, records = carry
@@ -76,16 +89,21 @@ def decode_chunk(
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 
-    records = _no_records(num_steps, filled.shape[0], config.tree)
+    records = _no_records(num_steps, filled.shape[0], config)
     return jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, records))[1:]
 
 
-def _no_records(num_steps: int, batch: int, tree: Tree) -> StepRecord:
-    def zeros(*shape: int) -> Array:
-        return jnp.zeros((num_steps, batch, *shape), jnp.int32)
+def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:
+    def zeros(*shape: int, dtype: DTypeLike = jnp.int32) -> Array:
+        return jnp.zeros((num_steps, batch, *shape), dtype)
 
-    copied = zeros() if isinstance(tree, CopyTree) else None
-    return StepRecord(zeros(), zeros(), zeros(), zeros(tree.depth), copied)
+    depth, scores = config.tree.depth, None
+    copied = zeros() if isinstance(config.tree, CopyTree) else None
+    if config.sampling.scored:
+        top = (depth + 1, min(MOST_ALTERNATIVES, config.base.vocab_size))
+        float32 = jnp.float32
+        scores = Scores(zeros(depth + 1, dtype=float32), zeros(*top), zeros(*top, dtype=float32))
+    return StepRecord(zeros(), zeros(), zeros(), zeros(depth), copied, scores)
 
 
 def _call_steps(
@@ -94,11 +112,12 @@ def _call_steps(
     weights: Weights,
     state: DecodeState,
     filled: np.ndarray,
+    most: int | None = None,
 ) -> tuple[DecodeState, tuple[StepRecord, ...]]:
     """Do the same by single steps; when a row is seen to have ended, QUEUED - 1 more have begun."""
     records: list[StepRecord] = []
     running: list[Array] = []
-    for index in range(num_steps):
+    for index in range(num_steps if most is None else min(most, num_steps)):
         if index >= QUEUED and (filled & ~np.asarray(running[index - QUEUED])).any():
             break
         state, record, runs = step(weights, state)

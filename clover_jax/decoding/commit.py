@@ -8,6 +8,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.decoding.accept import Accepted
+from clover_jax.decoding.scores import Scores
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.drafters.drafter import PAD_TOKEN
@@ -23,6 +24,7 @@ class StepRecord(struct.PyTreeNode):
     ranks:    [B, A - 1] of each accepted token, how many of its siblings come before it; the first
         accepted[b] are valid.
     copied:   [B] accepted tokens that were copied from the text; None for trees without copies.
+    scores:   of the emitted tokens; None where nobody asked for them.
     """
 
     accepted: Int[Array, " B"]
@@ -30,6 +32,7 @@ class StepRecord(struct.PyTreeNode):
     proposed: Int[Array, " B"]
     ranks: Int[Array, "B d"]
     copied: Int[Array, " B"] | None = None
+    scores: Scores | None = None
 
 
 class Emission(struct.PyTreeNode):

@@ -1,16 +1,16 @@
 """The host's side of decoding: slots are kept full, steps run in chunks, text comes out in pieces.
 
-A slot is refilled as soon as its row has finished: the next prompt is prefilled as a batch of one
-and inserted, while the other rows keep their state. Nothing recompiles unless a request needs
-longer buffers than any before (lengths come in buckets).
+An engine holds the compiled programs; `Slots` says what they are called for, and when. A slot is
+refilled as soon as its row has finished. Nothing recompiles unless a request needs longer buffers
+than any before (lengths come in buckets).
 """
 
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
-import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,20 +19,26 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.chunk import Records, compile_chunk, read_records
-from clover_jax.decoding.commit import StepRecord
+from clover_jax.decoding.chunk import Chunk, compile_chunk
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
-from clover_jax.decoding.requests import Generation, Request, RowUpdate, check_request
+from clover_jax.decoding.requests import (
+    Generation,
+    Request,
+    RowUpdate,
+    check_request,
+    least_sampling,
+)
 from clover_jax.decoding.sampling import RowSampling
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, check_seed
+from clover_jax.decoding.scores import Scores
+from clover_jax.decoding.slots import Slots
 from clover_jax.decoding.state import (
-    EMPTY,
-    EOS,
-    RUNNING,
     DecodeState,
     clear,
+    draft_beginning,
     empty_state,
+    extract,
     grow,
     insert,
 )
@@ -43,6 +49,17 @@ from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
+
+
+class Programs(NamedTuple):
+    """What one set of sampling rules compiles to.
+
+    prefill: (weights, row, start) -> (row, scores), for a batch of one; it consumes the row.
+    decode: a chunk of steps.
+    """
+
+    prefill: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
+    decode: Chunk
 
 
 class Engine:
@@ -65,6 +82,7 @@ class Engine:
         prefill_size: int | None = None,
         max_eos: int | None = None,
         source_size: int = 0,
+        adapts: bool = False,
         mesh: Mesh | None = None,
     ):
         """Prepare the programs; nothing compiles before the first request.
@@ -73,6 +91,8 @@ class Engine:
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
         max_eos: EOS tokens that a request may bring; by default 8, or more if the base has more.
         source_size: tokens of other text to copy from that a request may bring; more is left out.
+        adapts: let every chunk of steps run by the cheapest rules of `sampling` that its rows
+            allow, each a program of its own; otherwise all run by `sampling`.
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes,
             and made more, so that each device has as many.
         Raises UserError when the tree does not suit the head (see StepConfig).
@@ -93,18 +113,19 @@ class Engine:
         self.max_eos = max_eos or max(8, len(base.eos_token_ids))
         check_seed(seed)
         self._seed = seed
-        self._prefill_size, self._source_size = prefill_size, source_size
+        self.prefill_size, self._source_size = prefill_size, source_size
 
         # States are donated, so that every program updates caches in place.
-        prefill = functools.partial(prefill_chunk, self.config, prefill_size)
         empty = functools.partial(empty_state, base, head, tree, source_size=source_size)
         compiled = self._placement.compiled
-        self._prefill = compiled(prefill, donate_argnums=1)
-        self._decode = compile_chunk(self.config, steps_per_chunk, self._placement)
-        self._insert = compiled(insert, donate_argnums=0)
+        self.insert = compiled(insert, donate_argnums=0)
+        self.clear = compiled(clear, donate_argnums=0)
+        self.extract = compiled(extract)
+        self.draft_beginning = jax.jit(draft_beginning)
         self._grow = compiled(grow, static_argnums=1)
-        self._clear = compiled(clear, donate_argnums=0)
         self._empty = compiled(empty, static_argnums=(0, 1, 2, 3))
+        self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
+        self._programs: dict[SamplingConfig, Programs] = {}
 
     def seeded(self, seed: int) -> Engine:
         """Return an engine of the same programs whose rows draw by another seed."""
@@ -138,62 +159,52 @@ class Engine:
             the next turn of a conversation waits for an answer. The stream ends when every row has
             finished and the source is exhausted or gives None.
         """
-        weights = self._placement.weights(weights_for(self.config.head, base_params, draft_params))
         with CompileClock() as compiling:  # what is compiled meanwhile is no row's time
-            yield from self._stream(weights, iter(requests), compiling)
+            slots = self.open(base_params, draft_params, compiling)
+            rows: dict[int, Generation] = {}
+            source = iter(requests)
+            while True:
+                # Fill every free slot before the next steps; a source without a request may have
+                # one later.
+                while slots.has_free and (request := next(source, None)) is not None:
+                    row = Generation(request.index, list(request.prompt_ids))
+                    rows[slots.add(request)] = row
+                    slots.read_prompts()
+                if not rows:
+                    return
 
-    def _stream(
-        self, weights: Weights, source: Iterator[Request | None], compiling: CompileClock
-    ) -> Generator[RowUpdate]:
-        # What the host knows of each slot: its row, and when that began.
-        slots: list[Generation | None] = [None] * self.batch_size
-        started = [0.0] * self.batch_size
-        state: DecodeState | None = None
-        while True:
-            # Fill every free slot before the next steps; a source without a request may have one
-            # later.
-            for slot in [i for i, row in enumerate(slots) if row is None]:
-                request = next(source, None)
-                if request is None:
-                    break
-                started[slot] = time.perf_counter() - compiling.seconds
-                state = self._fill(weights, state, slot, request)
-                slots[slot] = Generation(request.index, list(request.prompt_ids))
-            if all(row is None for row in slots):
-                return
-
-            # Run steps on the device, then read once what they gave.
-            assert state is not None  # the first slot that was filled made it
-            filled = np.array([row is not None for row in slots])
-            state, records = self._decode(weights, state, filled)
-            after = self._look(state, records)
-            now = time.perf_counter() - compiling.seconds
-
-            # Hand out the new tokens; an ended row leaves its slot to the next request.
-            for slot, row in enumerate(slots):
-                if row is not None:
-                    yield _collect(row, slot, after, now - started[slot])
+                # The consumer may stop a row when it sees its tokens.
+                for new in slots.advance():
+                    row = rows[new.slot]
+                    row.add(new)
+                    yield RowUpdate(row, new.ids, new.is_last)
                     if row.finish_reason is not None:
-                        slots[slot] = None
-                        if after.finish[slot] == RUNNING:  # the consumer stopped it
-                            state = self._clear(state, slot)
+                        del rows[new.slot]
+                        if not new.is_last:
+                            slots.remove(new.slot)
 
-    def _look(self, state: DecodeState, records: Records) -> _AfterChunk:
-        """Bring what a chunk gave to the host."""
-        tokens, end, finish = self._placement.read((state.tokens, state.end, state.finish))
-        return _AfterChunk(tokens, end, finish, read_records(records))
+    def open(
+        self,
+        base_params: Params,
+        draft_params: Params | None,
+        compiling: CompileClock,
+        size: int | None = None,
+    ) -> Slots:
+        """Return empty slots for these weights; `Slots` says what the other arguments are."""
+        weights = self._placement.weights(weights_for(self.config.head, base_params, draft_params))
+        return Slots(self, weights, compiling, size)
 
     def prefilled(
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]
     ) -> DecodeState:
         """Return a state whose first slots hold these requests, each with its first token."""
-        weights = self._placement.weights(weights_for(self.config.head, base_params, draft_params))
-        state = None
-        for slot, request in enumerate(requests):
-            state = self._fill(weights, state, slot, request)
-        if state is None:
+        slots = self.open(base_params, draft_params, CompileClock())
+        for request in requests:
+            slots.add(request)
+        slots.read_prompts()
+        if slots.state is None:
             raise ValueError("there is no request to prefill")
-        return state
+        return slots.state
 
     def buffer_size(self, num_positions: int) -> int:
         """Return the length of buffers for rows of so many prompt and emitted tokens."""
@@ -203,33 +214,58 @@ class Engine:
     def check(self, request: Request) -> None:
         """Raise UserError for a request that cannot be decoded by this base."""
         check_request(request, self.config.base, self.config.sampling, self.max_eos)
+        if request.is_scored and not self._adapts:
+            raise UserError("log-probabilities need an engine that adapts to its rows")
 
-    def _limit(self, request: Request) -> int:
-        context = self.config.base.max_position_embeddings
-        return min(len(request.prompt_ids) + request.max_new_tokens, context)
+    def programs(self, requests: Iterable[Request]) -> Programs:
+        """Return the compiled functions that decode these requests in one batch."""
+        sampling = self.config.sampling
+        if self._adapts:
+            sampling = least_sampling(sampling, requests)
+        if sampling not in self._programs:
+            config = dataclasses.replace(self.config, sampling=sampling)
+            self._programs[sampling] = Programs(
+                self._placement.compiled(self._prefill(config), donate_argnums=1),
+                compile_chunk(config, self._steps_per_chunk, self._placement),
+            )
+        return self._programs[sampling]
 
-    def _fill(
-        self, weights: Weights, state: DecodeState | None, slot: int, request: Request
+    def _prefill(self, config: StepConfig) -> Callable:
+        def prefill(
+            weights: Weights, row: DecodeState, start: Array
+        ) -> tuple[DecodeState, Scores | None]:
+            row, scores = prefill_chunk(config, self.prefill_size, weights, row, start)
+            return row, self._placement.whole(scores)
+
+        return prefill
+
+    def read_prompt(
+        self, weights: Weights, row: DecodeState, request: Request, start: int
+    ) -> tuple[DecodeState, Scores | None]:
+        """Read a chunk of a request's prompt from position `start` on; consumes the row."""
+        return self.programs([request]).prefill(weights, row, np.int32(start))
+
+    def room_for(
+        self, state: DecodeState | None, request: Request, weights: Weights
     ) -> DecodeState:
-        """Prefill a request into a slot; without a state make one."""
-        state = self._room_for(state, request, weights.base)
-        row = self._prefill_row(weights, request, state.tokens.shape[1], state)
-        return self._insert(state, slot, row)
-
-    def _room_for(
-        self, state: DecodeState | None, request: Request, base_params: Params
-    ) -> DecodeState:
-        """Return the state with buffers long enough for the request."""
-        self.check(request)
+        """Return the state with buffers long enough for the request; without one make it."""
         size = self.buffer_size(self._limit(request))
         if state is None:
-            dtype = base_params["embedding"].dtype
-            return self._empty(self.batch_size, size, self.max_eos, dtype)
+            return self.empty_state(size, weights)
         return self._grow(state, size) if size > state.tokens.shape[1] else state
 
-    def _prefill_row(
-        self, weights: Weights, request: Request, size: int, like: DecodeState
+    def empty_state(self, size: int, weights: Weights) -> DecodeState:
+        """Return empty slots with buffers of `size` positions."""
+        return self._empty(self.batch_size, size, self.max_eos, weights.base["embedding"].dtype)
+
+    def row_state(
+        self, request: Request, batch: DecodeState, begun: DecodeState | None = None
     ) -> DecodeState:
+        """Return a batch of one for a request, none of its prompt read.
+
+        batch: the state that it will be inserted into. begun: a row whose caches to go on with.
+        """
+        size = batch.tokens.shape[1]
         if size < self._limit(request) + self.config.tree.depth:
             # dynamic_update_slice would clamp, and overwrite live positions.
             raise ValueError(f"{size} positions are too few for {request}")
@@ -241,8 +277,11 @@ class Engine:
         eos = np.full((1, self.max_eos), -1, np.int32)
         eos[0, : len(request.eos_ids)] = request.eos_ids
 
-        # A batch of one with the prompt in place; prefill fills its caches chunk by chunk.
-        row = self._empty(1, size, self.max_eos, like.cache[0].key.dtype).replace(
+        # Prefill fills its caches chunk by chunk.
+        row = self._empty(1, size, self.max_eos, batch.cache[0].key.dtype)
+        if begun is not None:
+            row = row.replace(cache=begun.cache, draft_cache=begun.draft_cache)
+        return row.replace(
             tokens=self._placement.array(prompt),
             end=self._placement.array([length], np.int32),
             limit=self._placement.array([self._limit(request)], np.int32),
@@ -250,9 +289,14 @@ class Engine:
             sampling=self._row_sampling(request),
             source=self._source(request),
         )
-        for start in range(0, length, self._prefill_size):
-            row = self._prefill(weights, row, np.int32(start))
-        return row
+
+    def read_text(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Bring each slot's tokens, how many there are and `finish` to the host."""
+        return self._placement.read((state.tokens, state.end, state.finish))
+
+    def _limit(self, request: Request) -> int:
+        context = self.config.base.max_position_embeddings
+        return min(len(request.prompt_ids) + request.max_new_tokens, context)
 
     def _source(self, request: Request) -> Array | None:
         """Return what a request brought to copy from, each text begun by a PAD_TOKEN."""
@@ -296,38 +340,3 @@ def bucket(size: int, longest: int | None = None) -> int:
     if longest is None or longest > length or quarter % CACHE_CHUNK:
         return length
     return -(-longest // quarter) * quarter
-
-
-class _AfterChunk(NamedTuple):
-    """What the host reads after a chunk of steps: leaves of the state, and the steps' records."""
-
-    tokens: np.ndarray
-    end: np.ndarray
-    finish: np.ndarray
-    record: StepRecord
-
-
-def _collect(row: Generation, slot: int, after: _AfterChunk, seconds: float) -> RowUpdate:
-    """Add to a row what a chunk of steps gave it, `seconds` after the row began."""
-    # The text: what lies between the tokens known so far and the row's end.
-    first = len(row.prompt_ids) + len(row.output_ids)
-    new_ids = after.tokens[slot, first : after.end[slot]].tolist()
-    row.output_ids += new_ids
-
-    # The figures: only steps that emitted something ran for this row.
-    steps = after.record.emitted[:, slot] > 0
-    accepted = after.record.accepted[steps, slot].tolist()
-    row.accepted += accepted
-    row.proposed += after.record.proposed[steps, slot].tolist()
-    if after.record.copied is not None:
-        row.copied += after.record.copied[steps, slot].tolist()
-    ranks = after.record.ranks[steps, slot].tolist()
-    row.ranks += [path[:count] for path, count in zip(ranks, accepted, strict=True)]
-    row.seconds = seconds
-
-    # The end, as the device saw it.
-    finish = int(after.finish[slot])
-    done = finish not in (RUNNING, EMPTY)
-    if done:
-        row.finish_reason = "eos" if finish == EOS else "length"
-    return RowUpdate(row, new_ids, done)

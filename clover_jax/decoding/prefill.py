@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.commit import cut, keep_rows
 from clover_jax.decoding.sampling import draw, warp
+from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
 from clover_jax.decoding.top_k import argmax
@@ -21,12 +22,14 @@ from clover_jax.sharding.placement import gathered_in_use
 
 def prefill_chunk(
     config: StepConfig, size: int, weights: Weights, state: DecodeState, start: Int[Array, ""]
-) -> DecodeState:
+) -> tuple[DecodeState, Scores | None]:
     """Read positions start .. start + size - 1 of every row's prompt.
 
     state: tokens hold the prompts and `end` their lengths; `length` grows to `end` over the
         chunks. The row whose last prompt token lies in this chunk emits its first token. Rows of
         other lengths share a chunk: what lies past a row's prompt is garbage, overwritten later.
+    Returns the state and, where the config asks for them, the scores of the tokens after each
+    position, [B, size]: of the prompt and of the first token emitted.
     """
     weights, batch = gathered_in_use(weights), state.tokens.shape[0]
     tokens = jax.lax.dynamic_slice_in_dim(state.tokens, start, size, axis=1)
@@ -43,7 +46,18 @@ def prefill_chunk(
     state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
     if config.head is not None:
         state = _absorb(config, weights, state, features, start)
-    return _emit_first(config, weights, state, output.hidden["post_norm"], features, start)
+    post_norm = output.hidden["post_norm"]
+    state = _emit_first(config, weights, state, post_norm, features, start)
+    if not config.sampling.scored:
+        return state, None
+    logits = project(frozen_from_base(weights.base).lm_head, post_norm)
+    return state, score(logits, _tokens_after(state, start, size))
+
+
+def _tokens_after(state: DecodeState, start: Array, size: int) -> Int[Array, "B size"]:
+    """Return the token after each of `size` positions; the last one's lies in the next chunk."""
+    padded = jnp.pad(state.tokens, ((0, 0), (0, 1)))
+    return jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
 
 
 def _absorb(
@@ -52,9 +66,7 @@ def _absorb(
     """Let the head take in all prompt positions but the last, whose next token is not known yet."""
     assert config.head is not None  # plain decoding has nothing to take in
     size = features.shape[1]
-    # The token after the last position of a chunk lies in the next chunk.
-    padded = jnp.pad(state.tokens, ((0, 0), (0, 1)))
-    next_tokens = jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
+    next_tokens = _tokens_after(state, start, size)
     starts = jnp.broadcast_to(start, state.end.shape)
     count = jnp.clip(state.end - 1 - start, 0, size)
     _, draft_cache = config.head.module.apply(

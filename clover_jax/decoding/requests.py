@@ -1,12 +1,18 @@
-"""What the engine is asked and what it answers: requests, generations, progress."""
+"""What the engine is asked and what it answers: requests, new tokens, generations."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.sampling_config import SamplingConfig, check_seed, check_warping
+from clover_jax.decoding.sampling_config import (
+    GREEDY,
+    SamplingConfig,
+    check_seed,
+    check_warping,
+)
 from clover_jax.errors import UserError
 
 
@@ -21,6 +27,8 @@ class Request:
     turn: number of the answer in its conversation; each has a key of its own, since a later turn
         may draw at positions of an earlier one, whose context was cut or rewritten.
     sources: other texts that the answer may repeat, as token ids; they change no text.
+    wants_scores: whether each output token's log-probability is wanted, with those of the most
+        probable tokens at its place. wants_prompt_scores: the prompt's too.
     """
 
     index: int
@@ -33,6 +41,52 @@ class Request:
     seed: int | None = None
     turn: int = 0
     sources: Sequence[Sequence[int]] = ()
+    wants_scores: bool = False
+    wants_prompt_scores: bool = False
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether any log-probabilities are wanted."""
+        return self.wants_scores or self.wants_prompt_scores
+
+
+class TokenScore(NamedTuple):
+    """What the base gave a token of the text, before temperature.
+
+    log_probability: of the token itself.
+    top_ids, top_log_probabilities: the most probable tokens at its place, best first.
+    """
+
+    log_probability: float
+    top_ids: list[int]
+    top_log_probabilities: list[float]
+
+
+@dataclasses.dataclass(frozen=True)
+class NewTokens:
+    """What a look of the host at a slot brought: the tokens of a chunk of steps.
+
+    ids: the tokens. seconds: from the start of the row's prefill until now.
+    accepted, proposed, ranks, copied: of each forward, as in `Generation`.
+    scores: one for each token, if they were wanted; prompt_scores: with the first tokens only.
+    finish_reason: "eos" or "length"; None while the row runs.
+    """
+
+    slot: int
+    ids: list[int]
+    accepted: list[int]
+    proposed: list[int]
+    ranks: list[list[int]]
+    copied: list[int]
+    seconds: float
+    finish_reason: str | None
+    scores: list[TokenScore] = dataclasses.field(default_factory=list)
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the row has ended."""
+        return self.finish_reason is not None
 
 
 @dataclasses.dataclass
@@ -45,6 +99,8 @@ class Generation:
     copied: accepted tokens that were copies of the text, at each; empty without copies.
     seconds: from the start of its prefill to its last chunk of steps.
     finish_reason: "eos", "length" or "stop"; None while it runs.
+    scores: of each output token, if they were wanted.
+    prompt_scores: of each prompt token but the first, which nothing predicts.
     """
 
     index: int
@@ -56,6 +112,19 @@ class Generation:
     copied: list[int] = dataclasses.field(default_factory=list)
     finish_reason: str | None = None
     seconds: float = 0.0
+    scores: list[TokenScore] = dataclasses.field(default_factory=list)
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
+
+    def add(self, new: NewTokens) -> None:
+        """Take in what a chunk of steps gave."""
+        self.output_ids += new.ids
+        self.accepted += new.accepted
+        self.proposed += new.proposed
+        self.ranks += new.ranks
+        self.copied += new.copied
+        self.scores += new.scores
+        self.prompt_scores += new.prompt_scores
+        self.seconds, self.finish_reason = new.seconds, new.finish_reason
 
     @property
     def target_forwards(self) -> int:
@@ -82,6 +151,18 @@ class RowUpdate:
         Its slot is free for the next request; the row gets no further progress.
         """
         self.row.finish_reason = self.row.finish_reason or "stop"
+
+
+def least_sampling(most: SamplingConfig, requests: Iterable[Request]) -> SamplingConfig:
+    """Return the cheapest rules, within `most`, that these requests can be decoded by."""
+    requests = list(requests)
+    if any(request.is_scored for request in requests):
+        return dataclasses.replace(most, scored=True)
+    # Greedy verification reduces logits to their argmax; top-k and top-p sort them.
+    if all(request.temperature == 0 for request in requests):
+        return GREEDY
+    truncate = any(request.top_k > 0 or request.top_p < 1 for request in requests)
+    return dataclasses.replace(most, truncate=truncate)
 
 
 def check_request(

@@ -28,6 +28,7 @@ class SamplingConfig(JsonConfig):
         distributed as plain sampling's) or "typical" (Medusa's rule: not lossless).
     draft_sampling: "topk" children by probability, or children "sampled" without replacement.
     truncate: whether any row uses top-k or top-p, which cost a sort.
+    scored: whether steps report the log-probabilities of what they emit (verify "lossless" only).
     typical_epsilon, typical_delta: Medusa's thresholds.
     force_accept: for timing greedy steps only: accept exactly this many drafted tokens, whatever
         they are.
@@ -36,6 +37,7 @@ class SamplingConfig(JsonConfig):
     verify: str = "greedy"
     draft_sampling: str = "topk"
     truncate: bool = False
+    scored: bool = False
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     force_accept: int | None = None
@@ -47,6 +49,8 @@ class SamplingConfig(JsonConfig):
             raise ValueError(
                 f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
             )
+        if self.scored and self.verify != "lossless":
+            raise ValueError(f"scored steps need verify 'lossless', not {self.verify!r}")
         if self.force_accept is not None and self.verify != "greedy":
             raise ValueError(f"force_accept times greedy verification, not {self.verify!r}")
         if self.draft_sampling == "sampled" and self.verify != "lossless":

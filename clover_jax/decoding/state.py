@@ -14,7 +14,7 @@ from clover_jax.decoding.tree import CopyTree, Tree
 from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.text_matches import known_text
-from clover_jax.models.cache import Cache, init_cache, map_key_values
+from clover_jax.models.cache import Cache, init_cache, key_values, map_key_values
 
 RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
 
@@ -106,6 +106,27 @@ def insert(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> Decode
     return jax.tree.map(
         lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row
     )
+
+
+def extract(state: DecodeState, slot: Int[Array, ""], beginning: DraftCache) -> DecodeState:
+    """Return a copy of one slot as a batch of one.
+
+    beginning: the first positions of its head's cache as they were when the row was inserted. While
+        a row has ended the step writes garbage there (`step.absorb_pending`).
+    """
+    row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)
+    first = iter(jax.tree.leaves(key_values(beginning)))
+
+    def restore(x: Array) -> Array:
+        return jax.lax.dynamic_update_slice(x, next(first), (0, 0, 0, 0))
+
+    return row.replace(draft_cache=map_key_values(restore, row.draft_cache))
+
+
+def draft_beginning(row: DecodeState) -> DraftCache:
+    """Return what `extract` puts back: as many positions as a step writes."""
+    size = row.features.shape[1]
+    return map_key_values(lambda x: x[:, :, :size], row.draft_cache)
 
 
 def clear(state: DecodeState, slot: Int[Array, ""]) -> DecodeState:

@@ -37,6 +37,7 @@ from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
 from clover_jax.decoding.sampling import warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
+from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import RUNNING, DecodeState, searched
 from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
@@ -189,6 +190,8 @@ def speculate_and_verify(
     with jax.named_scope("commit"):
         state = observe_verified(config, weights, state, drafted.tree, verified)
         state, record = commit(state, drafted.tree, accepted, verified.fresh, verified.features)
+        if config.sampling.scored:
+            record = record.replace(scores=path_scores(verified, accepted, state.next_tokens))
         if drafted.copy is not None and state.copies is not None:
             counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
             state = state.replace(copies=counted)
@@ -215,7 +218,8 @@ def absorb_and_draft(
 def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
     """Let the head take in the positions that the last step accepted."""
     assert config.head is not None  # plain decoding drafts nothing
-    # As in `verify_tree`; what an ended row's slot holds is never read again.
+    # As in `verify_tree` an ended row must not make the others read as far as it got. Meanwhile it
+    # loses the first positions of the head's cache, which `state.extract` puts back.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     head_state, cache = config.head.module.apply(
         {"params": weights.draft},
@@ -324,6 +328,12 @@ def accept(
         return accept_drawn(tree, logits, rows, length, truncate, depth)
     assert isinstance(config.tree, TreeConfig)  # StepConfig refuses draws of others
     return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
+
+
+def path_scores(verified: Verified, accepted: Accepted, emitted: Int[Array, "B A"]) -> Scores:
+    """Return the scores of the tokens after each slot of the accepted path."""
+    assert verified.logits is not None  # `needs_choices_only` is False where scores are wanted
+    return score(jnp.take_along_axis(verified.logits, accepted.path[..., None], axis=1), emitted)
 
 
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:

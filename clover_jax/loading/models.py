@@ -134,10 +134,12 @@ class Models:
         seed: int = 0,
         steps_per_chunk: int = 8,
         source_size: int = 0,
+        adapts: bool = False,
     ) -> Engine:
         """Return an engine with `batch_size` slots; its programs compile once for all seeds.
 
         source_size: tokens of other text that a row may bring to copy from.
+        adapts: whether each chunk of steps runs by the cheapest rules that its rows allow.
         """
         engine = _engine(
             self.base.config,
@@ -147,6 +149,7 @@ class Models:
             batch_size=batch_size,
             steps_per_chunk=steps_per_chunk,
             source_size=source_size,
+            adapts=adapts,
             mesh=self.mesh,
         )
         return engine.seeded(seed)

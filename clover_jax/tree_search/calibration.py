@@ -105,7 +105,7 @@ def _walk(
     )
     prefill = jax.jit(functools.partial(prefill_chunk, config, PREFILL), donate_argnums=1)
     for start in range(0, max(starts), PREFILL):
-        state = prefill(models.weights, state, np.int32(start))
+        state, _ = prefill(models.weights, state, np.int32(start))
 
     num_samples = max(new_tokens - 1 - depth, 0)
     given = jnp.asarray(tokens)

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding import engine as engine_module
+from clover_jax.decoding import slots
 from clover_jax.decoding.engine import Engine, bucket
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree import TreeConfig, parse_tree
@@ -187,7 +187,7 @@ def test_a_source_that_has_nothing_yet_is_asked_again(engine):
 def test_compilation_is_not_part_of_a_rows_time(monkeypatch):
     # Clocks of our own: of 100 seconds between two looks at them, 90 were compilation.
     looks, compiled = itertools.count(0, 100), itertools.count(0, 90)
-    monkeypatch.setattr(engine_module, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
+    monkeypatch.setattr(slots, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
     monkeypatch.setattr(CompileClock, "seconds", property(lambda clock: next(compiled)))
     engine = Engine(TINY, None, TreeConfig.root_only())
     (row,) = engine.generate(random_base(), None, [[1, 2]], 4)

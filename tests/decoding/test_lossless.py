@@ -96,7 +96,7 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.nd
         sampling=rows,
     )
     # The state is an argument: as a constant, XLA would spend a minute folding it.
-    state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0)
+    state = jax.jit(prefill_chunk, static_argnums=(0, 1))(config, 4, weights, state, 0)[0]
     # A function of its own, traced anew: a test may have put a fault into the verifier.
     compiled = jax.jit(functools.partial(speculate_and_verify, config))
     most_accepted = 0

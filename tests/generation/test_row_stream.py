@@ -14,13 +14,13 @@ def test_warming_up_compiles_everything_and_reads_no_prompt(tmp_path, monkeypatc
     prompt = parse_prompt({"prompt_ids": [7] * 100}, index=0, source="here")
     stream = open_stream(models, [prompt], GenerationSettings(max_new_tokens=4))
     engine, starts = stream._engine, []
-    prefill = engine._prefill
+    read_prompt = engine.read_prompt
 
-    def counted(weights, row, start):
-        starts.append(int(start))
-        return prefill(weights, row, start)
+    def counted(weights, row, request, start):
+        starts.append(start)
+        return read_prompt(weights, row, request, start)
 
-    monkeypatch.setattr(engine, "_prefill", counted)
+    monkeypatch.setattr(engine, "read_prompt", counted)
     stream.warm_up()
     assert starts == [0]
     with CompileClock() as compiling:

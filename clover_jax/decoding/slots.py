@@ -1,0 +1,260 @@
+"""The rows that an engine decodes at once: they join, run and leave one by one.
+
+A row that joins has its prompt read as a batch of one, chunk by chunk, and is then inserted into
+its slot, while the other rows keep their state. What an earlier row of some slot left there is not
+read again: the next turn of a conversation begins where the last one ended.
+"""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import time
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+
+from clover_jax.decoding.chunk import read_records
+from clover_jax.decoding.commit import StepRecord
+from clover_jax.decoding.requests import NewTokens, Request, TokenScore
+from clover_jax.decoding.scores import Scores, read_scores
+from clover_jax.decoding.state import EMPTY, EOS, RUNNING, DecodeState
+from clover_jax.decoding.step import Weights
+from clover_jax.drafters.drafter import DraftCache
+from clover_jax.runtime.compile_clock import CompileClock
+
+if TYPE_CHECKING:
+    from clover_jax.decoding.engine import Engine
+
+
+@dataclasses.dataclass
+class _Row:
+    """A request in its slot.
+
+    state: of a batch of one while the prompt is read; None before that and after it.
+    num_read: prompt tokens that were read, or found in another slot.
+    num_new: tokens that were handed out.
+    """
+
+    request: Request
+    started: float
+    state: DecodeState | None = None
+    num_read: int = 0
+    num_new: int = 0
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
+    first_score: list[TokenScore] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_read(self) -> bool:
+        return self.num_read >= len(self.request.prompt_ids)
+
+
+class _Look(NamedTuple):
+    """What the host reads after a chunk of steps: leaves of the state, and the steps' records."""
+
+    tokens: np.ndarray
+    end: np.ndarray
+    finish: np.ndarray
+    record: StepRecord
+
+
+class Slots:
+    """The slots of an engine, with what the host knows of each.
+
+    Alternate `add` and `advance`; nothing here may be called from two threads at once.
+    """
+
+    def __init__(
+        self, engine: Engine, weights: Weights, compiling: CompileClock, size: int | None = None
+    ):
+        """Begin with empty slots.
+
+        compiling: measures what is compiled meanwhile, which is no row's time.
+        size: length of the buffers, for requests of any length that fits; None lets them grow with
+            the longest request.
+        """
+        self._engine, self._weights, self._compiling = engine, weights, compiling
+        self._state: DecodeState | None = None
+        if size is not None:
+            self._state = engine.empty_state(size, weights)
+        count = engine.batch_size
+        self._rows: list[_Row | None] = [None] * count
+        self._reading: collections.deque[int] = collections.deque()  # slots, the oldest first
+        # Tokens whose keys and values a slot holds, of the base and of the head.
+        self._held = [np.zeros(0, np.int32)] * count
+        self._beginnings: list[DraftCache] = [()] * count  # of the head's, for `engine.extract`
+        self._last_used = [0] * count
+        self._num_joined = 0
+
+    @property
+    def state(self) -> DecodeState | None:
+        """What the next step begins with; None before the first row."""
+        return self._state
+
+    @property
+    def has_free(self) -> bool:
+        """Whether another request may be added."""
+        return None in self._rows
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether a prompt is still to be read."""
+        return bool(self._reading)
+
+    def add(self, request: Request) -> int:
+        """Give a request a free slot and return it; `read_prompts` reads its prompt.
+
+        Raises UserError for a request that the engine refuses.
+        """
+        self._engine.check(request)
+
+        # The slot whose text it goes on with, or else the one that was used longest ago: what lies
+        # in the others may still be of use.
+        def order(slot: int) -> tuple[bool, int]:
+            goes_on = 2 * self._shared(slot, request) > len(self._held[slot])
+            return not goes_on, self._last_used[slot]
+
+        slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
+        self._rows[slot] = _Row(request, self._now())
+        self._reading.append(slot)
+        self._num_joined += 1
+        self._last_used[slot] = self._num_joined
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Let the row in a slot go; the slot is free at once."""
+        self._rows[slot] = None
+        if slot in self._reading:
+            self._reading.remove(slot)
+        elif self._state is not None:
+            self._state = self._engine.clear(self._state, slot)
+
+    def read_prompts(self, most_chunks: int | None = None) -> None:
+        """Read prompts that wait, in the order in which they came; all of them, or some chunks."""
+        num_chunks = 0
+        while self._reading and (most_chunks is None or num_chunks < most_chunks):
+            self._read_chunk(self._reading[0])
+            num_chunks += 1
+
+    def advance(self, num_steps: int | None = None) -> list[NewTokens]:
+        """Run a chunk of steps for the rows that are read, and return what it gave them.
+
+        num_steps: at most this many, and no more than the engine's chunk has.
+        """
+        running = np.array([row is not None and row.is_read for row in self._rows])
+        if self._state is None or not running.any():
+            return []
+        rows = [row for row in self._rows if row is not None and row.is_read]
+        decode = self._engine.programs([row.request for row in rows]).decode
+        self._state, records = decode(self._weights, self._state, running, num_steps)
+        look = _Look(*self._engine.read_text(self._state), read_records(records))
+
+        # Hand out the new tokens; an ended row leaves its slot to the next request.
+        now, given = self._now(), []
+        for slot in np.flatnonzero(running).tolist():
+            row = self._rows[slot]
+            assert row is not None  # as `running` says
+            new = _collect(row, slot, look, now - row.started)
+            given.append(new)
+            self._held[slot] = self._kept(row.request, look.tokens[slot, : look.end[slot]])
+            if new.finish_reason is not None:
+                self._rows[slot] = None
+        return given
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._compiling.seconds
+
+    def _read_chunk(self, slot: int) -> None:
+        """Read the next chunk of a slot's prompt; after the last one the row is inserted."""
+        row = self._rows[slot]
+        assert row is not None  # as everything in `_reading`
+        engine, request = self._engine, row.request
+        if row.state is None:
+            self._state = engine.room_for(self._state, request, self._weights)
+            # The batch's caches serve as the row's where another slot has read the same.
+            nearest = max(range(len(self._rows)), key=lambda other: self._shared(other, request))
+            row.num_read = self._shared(nearest, request)
+            begun = None
+            if row.num_read:
+                begun = engine.extract(self._state, nearest, self._beginnings[nearest])
+            row.state = engine.row_state(request, self._state, begun)
+
+        row.state, scores = engine.read_prompt(self._weights, row.state, request, row.num_read)
+        if scores is not None:
+            self._note_scores(row, scores)
+        row.num_read += engine.prefill_size
+        if row.is_read:
+            assert self._state is not None  # made above
+            self._beginnings[slot] = engine.draft_beginning(row.state)
+            self._state = engine.insert(self._state, slot, row.state)
+            row.state = None
+            self._held[slot] = self._kept(request, np.array(request.prompt_ids))
+            self._reading.popleft()
+
+    def _note_scores(self, row: _Row, scores: Scores) -> None:
+        """Keep what a chunk of the prompt says of the prompt's tokens and of the first new one."""
+        # Position i scores the token after it.
+        left = len(row.request.prompt_ids) - 1 - row.num_read
+        found = read_scores(scores, (0,), min(left + 1, self._engine.prefill_size))
+        if left < self._engine.prefill_size:
+            row.first_score = [found.pop()]
+        if row.request.wants_prompt_scores:
+            row.prompt_scores += found
+
+    def _shared(self, slot: int, request: Request) -> int:
+        """Return how many tokens of a prompt need not be read, since a slot holds them.
+
+        Whole chunks: the rest is read as it would be without them. A head pairs a position with
+        the token after it, so that one must be the same too.
+        """
+        if request.wants_prompt_scores:
+            return 0
+        held, prompt = self._held[slot], request.prompt_ids
+        size = min(len(held), len(prompt))
+        differ = np.asarray(held[:size]) != np.asarray(prompt[:size])
+        same = int(differ.argmax()) if differ.any() else size
+        chunk = self._engine.prefill_size
+        return max(same - 1, 0) // chunk * chunk
+
+    def _kept(self, request: Request, text: np.ndarray) -> np.ndarray:
+        """Return what a slot holds of a text: the head takes in the last step's tokens later."""
+        pending, prompt = self._engine.config.tree.depth + 1, len(request.prompt_ids)
+        # What a shorter prompt leaves out of the beginning is not kept.
+        size = max(len(text) - pending, prompt) if prompt > pending else 0
+        return text[:size].copy()
+
+
+def _collect(row: _Row, slot: int, look: _Look, seconds: float) -> NewTokens:
+    """Return what a chunk of steps gave a row, `seconds` after it began."""
+    # The text: what lies between the tokens known so far and the row's end.
+    first = len(row.request.prompt_ids) + row.num_new
+    ids = look.tokens[slot, first : look.end[slot]].tolist()
+    is_first, row.num_new = row.num_new == 0, row.num_new + len(ids)
+
+    # The figures: only steps that emitted something ran for this row.
+    record = look.record
+    emitted = np.asarray(record.emitted)[:, slot]
+    steps = np.flatnonzero(emitted > 0)
+    accepted = record.accepted[steps, slot].tolist()
+    ranks = record.ranks[steps, slot].tolist()
+    scores: list[TokenScore] = []
+    if row.request.wants_scores and record.scores is not None:
+        scores = list(row.first_score) if is_first else []
+        for step in steps.tolist():
+            scores += read_scores(record.scores, (step, slot), emitted[step])
+
+    # The end, as the device saw it.
+    finish = int(look.finish[slot])
+    is_done = finish not in (RUNNING, EMPTY)
+    return NewTokens(
+        slot=slot,
+        ids=ids,
+        accepted=accepted,
+        proposed=record.proposed[steps, slot].tolist(),
+        ranks=[path[:count] for path, count in zip(ranks, accepted, strict=True)],
+        copied=[] if record.copied is None else record.copied[steps, slot].tolist(),
+        seconds=seconds,
+        finish_reason=("eos" if finish == EOS else "length") if is_done else None,
+        scores=scores,
+        prompt_scores=row.prompt_scores if is_first else [],
+    )
