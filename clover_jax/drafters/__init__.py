@@ -7,6 +7,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
     submod_attrs={
         "clover": ["Clover", "CloverConfig"],
         "clover2": ["Clover2", "Clover2Config"],
+        "clover_copy": ["CloverCopy", "CloverCopyConfig"],
         "clover_lr": ["CloverLR", "CloverLRConfig"],
         "drafter": ["AcceptedPositions", "Drafter", "Frozen"],
         "eagle": ["Eagle", "EagleConfig"],

@@ -167,9 +167,12 @@ class CloverLR(nn.Module):
         """Run the trunk over accepted positions, and the one pass over lm_head at the last."""
         trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
         root, cache = absorb_positions(trunk, accepted, cache)
+        return self._root_state(frozen, root), cache
+
+    def _root_state(self, frozen: Frozen, z: Float[Array, "B 1 D"]) -> CloverLRState:
         # The one pass over the vocabulary of this step: every level reads its own part.
-        block = project(output_matrix(self.config, frozen), self._block(root[:, 0]))
-        return CloverLRState(block=block, state=self._first(root)), cache
+        block = project(output_matrix(self.config, frozen), self._block(z[:, 0]))
+        return CloverLRState(block=block, state=self._first(z))
 
     def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the block's logits of this level, corrected for each branch."""
@@ -211,6 +214,16 @@ class CloverLR(nn.Module):
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
         following = shift_left(tokens, 1)
         z, _ = self._trunk(frozen, features, following, batch.positions, mask, None, None)
+        return self._unrolled(frozen, z, tokens, rng, progress)
+
+    def _unrolled(
+        self,
+        frozen: Frozen,
+        z: Float[Array, "B S D"],
+        tokens: Int[Array, "B S"],
+        rng: Array | None,
+        progress: Float[Array, ""] | float,
+    ) -> Float[Array, "P B S D+r"]:
         block = jnp.moveaxis(self._block(z), -2, 0)
         if not self.config.rank:
             return block

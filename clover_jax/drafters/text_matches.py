@@ -33,14 +33,12 @@ class Matches(struct.PyTreeNode):
     length: Int[Array, "B W k"]
 
 
-def last_tokens(text: Int[Array, "B S"], end: Int[Array, " B"]) -> Int[Array, "B l"]:
-    """Return the last MOST_MATCHED tokens of each row, newest first; PAD_TOKEN before the text.
-
-    end: index of each row's last token.
-    """
-    index = end[:, None] - jnp.arange(MOST_MATCHED)
-    tokens = jnp.take_along_axis(text, jnp.maximum(index, 0), axis=1)
-    return jnp.where(index < 0, PAD_TOKEN, tokens)
+def last_tokens(text: Int[Array, "B S"], end: Int[Array, " B *w"]) -> Int[Array, " B *w l"]:
+    """Return the last MOST_MATCHED tokens up to `end`, newest first; PAD_TOKEN before the text."""
+    index = end[..., None] - jnp.arange(MOST_MATCHED)
+    inside = jnp.clip(index, 0, text.shape[1] - 1)
+    tokens = jnp.take_along_axis(text, inside.reshape(len(text), -1), axis=1)
+    return jnp.where(index < 0, PAD_TOKEN, tokens.reshape(index.shape))
 
 
 def known_text(
@@ -54,6 +52,19 @@ def known_text(
     return known if source is None else jnp.concatenate([known, source], axis=1)
 
 
+def match_lengths(text: Int[Array, "B S"], suffix: Int[Array, "B W l"]) -> Int[Array, "B W S"]:
+    """Return the length of each suffix's match that ends right before each position."""
+    size = text.shape[1]
+    matched = jnp.ones((*suffix.shape[:2], size), bool)
+    length = jnp.zeros(matched.shape, jnp.int32)
+    for back in range(suffix.shape[2]):
+        earlier = jnp.pad(text, ((0, 0), (back + 1, 0)), constant_values=PAD_TOKEN)[:, :size]
+        wanted = suffix[..., back, None]
+        matched &= (earlier[:, None] == wanted) & (wanted != PAD_TOKEN)
+        length += matched
+    return length
+
+
 def find_matches(
     text: Int[Array, "B S"], end: Int[Array, " B"], suffix: Int[Array, "B W l"], count: int
 ) -> Matches:
@@ -65,17 +76,10 @@ def find_matches(
 
     Example: after "a b c a b d a b" the best is d, then c, both with a match of 2.
     """
-    # The length of the match that ends right before each position.
-    size = text.shape[1]
-    matched = jnp.ones((*suffix.shape[:2], size), bool)
-    length = jnp.zeros(matched.shape, jnp.int32)
-    for back in range(suffix.shape[2]):
-        earlier = jnp.pad(text, ((0, 0), (back + 1, 0)), constant_values=PAD_TOKEN)[:, :size]
-        wanted = suffix[..., back, None]
-        matched &= (earlier[:, None] == wanted) & (wanted != PAD_TOKEN)
-        length += matched
+    length = match_lengths(text, suffix)
 
     # One number orders them by length, then by age.
+    size = text.shape[1]
     place = jnp.arange(size)
     age = jnp.where(place <= end[:, None], place, 2 * size - place)[:, None]
     followed = (length > 0) & (text != PAD_TOKEN)[:, None]

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import jax.numpy as jnp
+import numpy as np
 
 from clover_jax.array_types import Array, Float, Int
+from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.models.int8 import take_rows, widen
 from clover_jax.sharding.placement import by_rows
@@ -37,3 +39,16 @@ def window(x: Array, start: int, size: int) -> Array:
     `window(f(extend(tokens, by)), by, S)` equals `f(shift_left(tokens, by))`.
     """
     return x[:, start : start + size]
+
+
+def to_draft(config: DrafterConfig, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """Return tokens in the head's own vocabulary, -1 where it lacks them.
+
+    Example: with draft_to_target (2, 5), [5, 3, 2] is [1, -1, 0].
+    """
+    if config.draft_to_target is None:
+        return tokens
+    # A constant of the program, made by NumPy: the ids are static. PAD_TOKEN reads the last entry.
+    inverse = np.full(config.vocab_size + 1, -1, np.int32)
+    inverse[list(config.draft_to_target)] = np.arange(config.draft_vocab_size)
+    return jnp.asarray(inverse)[tokens]

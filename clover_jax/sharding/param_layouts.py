@@ -63,6 +63,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "gates_bias": ("- -",),
     "candidate": ("- -",),
     "mix": ("- -",),
+    # Its pointer into the text.
+    "point_from": ("D -",),
+    "point_to": ("D -",),
+    "of_length": ("- -",),
+    "gate": ("D -",),
     # EAGLE's kind: the matrix that mixes what the layer reads.
     "fc": ("- D E",),
     "fc_bias": ("-",),

@@ -10,12 +10,12 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import Frozen, output_matrix
+from clover_jax.drafters.tokens import to_draft
 from clover_jax.models.decoder import project
 from clover_jax.training.pairs import CompactTargets
 
@@ -132,16 +132,3 @@ def to_sources(by_slot: Array, operands: Operands, shape: tuple[int, ...]) -> Ar
         by_source = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
         gradients.append(jnp.where(slot[..., None] >= 0, by_source, 0))
     return jnp.stack(gradients)
-
-
-def to_draft(config: DrafterConfig, tokens: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Return tokens in the head's own vocabulary, -1 where it lacks them.
-
-    Example: with draft_to_target (2, 5), [5, 3, 2] is [1, -1, 0].
-    """
-    if config.draft_to_target is None:
-        return tokens
-    # A constant of the program, made by NumPy: the ids are static.
-    inverse = np.full(config.vocab_size, -1, np.int32)
-    inverse[list(config.draft_to_target)] = np.arange(config.draft_vocab_size)
-    return jnp.asarray(inverse)[tokens]

@@ -42,6 +42,7 @@ from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import LossSpec
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.drafters.tokens import to_draft
 from clover_jax.models.batch import Batch
 from clover_jax.training.loss_chunks import (
     GROUP_AXES,
@@ -50,7 +51,6 @@ from clover_jax.training.loss_chunks import (
     Terms,
     num_chunks,
     take_chunk,
-    to_draft,
     to_sources,
 )
 from clover_jax.training.pairs import (
