@@ -112,7 +112,7 @@ class CloverCopy(CloverLR):
         self.point_from = self.param("point_from", spread, (width, cfg.pointer_rank))
         self.point_to = self.param("point_to", zeros, (width, cfg.pointer_rank))
         self.of_length = self.param("of_length", _usual_odds, (levels, MOST_MATCHED + 1))
-        self.gate = self.param("gate", zeros, (width, levels))
+        self.copy_gate = self.param("copy_gate", zeros, (width, levels))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         """Return the Augmenting Block's cache, and the keys that are pointed at."""
@@ -235,7 +235,7 @@ class CloverCopy(CloverLR):
             ahead=jnp.where(is_there, ahead.reshape(index.shape), PAD_TOKEN),
             length=jnp.take_along_axis(length, place, axis=-1),
             score=jnp.take_along_axis(score, place, axis=-1),
-            gate=z @ self.gate,
+            gate=z @ self.copy_gate,
         )
 
     def _log_odds(self, pointers: Pointers, level: int) -> Float[Array, "B W k"]:

@@ -67,7 +67,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "point_from": ("D -",),
     "point_to": ("D -",),
     "of_length": ("- -",),
-    "gate": ("D -",),
+    "copy_gate": ("D -",),
     # EAGLE's kind: the matrix that mixes what the layer reads.
     "fc": ("- D E",),
     "fc_bias": ("-",),

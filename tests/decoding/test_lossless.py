@@ -175,13 +175,14 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
         ("eagle", "topk", None),
         ("eagle3", "sampled", (0, 2, 3)),
         ("clover_lr", "sampled", (0, 2, 3)),
+        ("clover_copy", "sampled", (0, 2, 3)),
         pytest.param("eagle", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("eagle3", "topk", None, marks=pytest.mark.slow),
         pytest.param("clover_lr", "topk", (0, 2, 3), marks=pytest.mark.slow),
     ],
 )
 def test_heads_that_feed_on_their_output_and_reduced_vocabularies(kind, draft_sampling, table):
-    if kind == "clover_lr":
+    if kind in ("clover_lr", "clover_copy"):
         drafter = random_head(BASE, kind, draft_to_target=table)
     else:
         drafter = lively_head(kind, BASE, draft_to_target=table)
