@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from clover_jax import __version__, cli
 
-COMMANDS = ("train", "generate", "evaluate", "convert", "prepare", "bench")
+COMMANDS = ("train", "generate", "evaluate", "convert", "prepare", "bench", "serve")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

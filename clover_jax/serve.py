@@ -1,0 +1,41 @@
+"""Serve OpenAI's API over HTTP: completions and chat, streamed or whole, for many clients at once.
+
+Requests share one engine and join it while others decode. Without flags it serves the package's own
+small model and drafts by copying from the text. It answers 503 until the model is ready; SIGTERM
+and Ctrl-C let it answer what it has taken, and end it.
+"""
+
+import importlib.util
+import sys
+
+from clover_jax import cli
+from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.errors import UserError
+from clover_jax.serving.options import ServeOptions, ServeSpec
+
+_PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
+
+
+def define_flags(flags):
+    """Define this command's flags."""
+    for kind in (ServeSpec, ServeOptions):
+        define_settings(flags, kind)
+    cli.define_common_flags(flags)
+
+
+def main(flags) -> None:
+    """Run the command."""
+    missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise UserError(
+            f"serve needs {', '.join(missing)}; install what it needs by "
+            "pip install 'clover-jax[serve]', or in a checkout by pip install -e '.[serve]'"
+        )
+    from clover_jax.serving.run import run
+
+    spec = settings_from(flags, ServeSpec)
+    cli.report(run(settings_from(flags, ServeOptions, spec=spec, seed=flags.seed)))
+
+
+if __name__ == "__main__":
+    sys.exit(cli.run(main, define_flags))

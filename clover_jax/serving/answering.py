@@ -1,0 +1,208 @@
+"""From a checked call to its answer: whole, or as a stream of events; nothing for who went away."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from http import HTTPStatus
+from typing import Any
+
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+from clover_jax.errors import UserError
+from clover_jax.generation.row_state import TurnProgress
+from clover_jax.serving.asks import Overloaded, TimeLimit
+from clover_jax.serving.errors import ApiError
+from clover_jax.serving.requests import Call
+from clover_jax.serving.responses import DONE, Answers, answers_for, event
+from clover_jax.serving.service import Ready, Service
+
+WRITE_SECONDS = 60.0  # for a client to take what is written; slower ones are gone
+_EVENT_HEADERS = {
+    "Content-Type": "text/event-stream; charset=utf-8",
+    "Cache-Control": "no-store",
+    "X-Accel-Buffering": "no",  # proxies of nginx would hold events back
+}
+
+Take = Callable[[int, TurnProgress], Awaitable[None]]
+
+
+class Answering(Response):
+    """The response to one call, decoded while it is sent; a client that goes away ends it."""
+
+    def __init__(self, service: Service, ready: Ready, call: Call):
+        """Take the call; `ready` decodes it."""
+        super().__init__()
+        self._service, self._scheduler, self._call = service, ready.scheduler, call
+        self._answers: Answers = answers_for(call, ready.served.model, ready.texts)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Decode and answer; raises ApiError and what the scheduler raises before it has begun."""
+        with self._service.answering():
+            if self._call.streams:
+                await _unless_gone(receive, self._stream(send))
+            else:
+                await _unless_gone(receive, self._whole(scope, receive, send))
+
+    async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async with self._decoding() as updates:
+            ended = await self._follow_all(updates)
+        await JSONResponse(self._answers.whole(ended))(scope, receive, send)
+
+    async def _stream(self, send: Send) -> None:
+        answers, told = self._answers, set[int]()
+        writer = _EventWriter(send)
+
+        async def take(index: int, progress: TurnProgress) -> None:
+            chunks = [] if index in told else answers.first(index, progress)
+            told.add(index)
+            await writer.write([*chunks, *answers.next(index, progress)])
+
+        # What is refused before anything is decoded still has a status of its own.
+        async with self._decoding() as updates:
+            await writer.start()
+            try:
+                ended = await self._follow_all(updates, take)
+            except (TimeLimit, UserError) as error:
+                await writer.end([as_api_error(error).body()])
+                return
+        await writer.end(answers.last(ended))
+
+    @contextlib.asynccontextmanager
+    async def _decoding(self) -> AsyncIterator[list[AsyncIterator[TurnProgress]]]:
+        """Yield the updates of every ask; however it ends, none of them keeps a slot."""
+        async with contextlib.AsyncExitStack() as stack:
+            updates = []
+            for ask in self._call.asks:
+                update = await self._scheduler.submit(ask)
+                stack.push_async_callback(update.aclose)
+                updates.append(update)
+            yield updates
+
+    async def _follow_all(
+        self, updates: list[AsyncIterator[TurnProgress]], take: Take | None = None
+    ) -> list[TurnProgress]:
+        """Return how every ask ended; `take` is told of all that comes before."""
+        try:
+            async with asyncio.TaskGroup() as group:
+                tasks = [
+                    group.create_task(self._follow(index, update, take))
+                    for index, update in enumerate(updates)
+                ]
+        except BaseExceptionGroup as errors:
+            # The first has cancelled the others.
+            raise errors.exceptions[0] from None
+        return [task.result() for task in tasks]
+
+    async def _follow(
+        self, index: int, updates: AsyncIterator[TurnProgress], take: Take | None
+    ) -> TurnProgress:
+        metrics, started = self._service.metrics, time.monotonic()
+        last_tokens: float | None = None
+        try:
+            async for progress in updates:
+                count = sum(len(piece.ids) for piece in progress.pieces)
+                now = time.monotonic()
+                if count and last_tokens is None:
+                    metrics.first_tokens(now - started)
+                elif count and last_tokens is not None:
+                    metrics.later_tokens(count, now - last_tokens)
+                last_tokens = now if count else last_tokens
+
+                # The last figures before the last bytes: whoever has an answer finds it counted.
+                if progress.ended:
+                    metrics.ended(progress, now - started)
+                if take is not None:
+                    await take(index, progress)
+                if progress.ended:
+                    return progress
+        except asyncio.CancelledError:
+            metrics.aborted()
+            raise
+        raise RuntimeError("the updates of an ask stopped before its end")
+
+
+class _EventWriter:
+    """Writes server-sent events, those of one choice together."""
+
+    def __init__(self, send: Send):
+        self._send, self._lock = send, asyncio.Lock()
+
+    async def start(self) -> None:
+        """Begin the response."""
+        headers = [(name.lower().encode(), v.encode()) for name, v in _EVENT_HEADERS.items()]
+        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
+
+    async def write(self, values: list[dict[str, Any]]) -> None:
+        """Write an event for each value."""
+        await self._write(b"".join(map(event, values)), True)
+
+    async def end(self, values: list[dict[str, Any]]) -> None:
+        """Write the last events, and the word that ends a stream."""
+        await self._write(b"".join(map(event, values)) + DONE, False)
+
+    async def _write(self, body: bytes, more: bool) -> None:
+        if not body:
+            return
+        # Choices come side by side, and a client may read slowly, but not for ever.
+        async with self._lock:
+            try:
+                async with asyncio.timeout(WRITE_SECONDS):
+                    await self._send(
+                        {"type": "http.response.body", "body": body, "more_body": more}
+                    )
+            except TimeoutError:
+                raise _Gone from None
+
+
+class _Gone(Exception):
+    """The client does not read what it asked for."""
+
+
+async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
+    """Await work, or cancel it when the client goes away."""
+    working = asyncio.ensure_future(work)
+    leaving = asyncio.ensure_future(_until_gone(receive))
+    try:
+        await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if working.done():
+            with contextlib.suppress(_Gone):
+                working.result()
+    finally:
+        for task in (working, leaving):
+            task.cancel()
+        await asyncio.gather(working, leaving, return_exceptions=True)
+
+
+async def _until_gone(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """Return the refusal that tells a client of an error of ours."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, Overloaded):
+        return ApiError(
+            "too many requests are waiting; try again later",
+            HTTPStatus.TOO_MANY_REQUESTS,
+            code="rate_limit_exceeded",
+            retry_after=error.retry_after,
+        )
+    if isinstance(error, TimeLimit):
+        # Clients would try again, and wait as long for the same.
+        return ApiError(
+            "the answer took longer than the server allows; ask for fewer tokens",
+            HTTPStatus.GATEWAY_TIMEOUT,
+            headers={"x-should-retry": "false"},
+        )
+    if isinstance(error, UserError):
+        # Messages about a prompt begin with where it stands in the body.
+        place = re.match(r"(prompt|messages)[^:]*(?=:)", str(error))
+        return ApiError(str(error), param=place and place[0])
+    return ApiError("the server has failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)

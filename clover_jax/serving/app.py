@@ -1,0 +1,201 @@
+"""The routes of the server, as a Starlette application."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from collections.abc import Callable, Mapping
+from http import HTTPStatus
+from pathlib import Path
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import FileResponse, JSONResponse, Response
+from starlette.routing import Route
+
+import clover_jax
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import Prompt
+from clover_jax.errors import UserError
+from clover_jax.serving.answering import Answering, as_api_error
+from clover_jax.serving.asks import Overloaded, TimeLimit
+from clover_jax.serving.body import read_object
+from clover_jax.serving.errors import ApiError
+from clover_jax.serving.requests import (
+    Call,
+    Served,
+    as_messages,
+    check_model,
+    read_chat,
+    read_completion,
+)
+from clover_jax.serving.service import Ready, Service
+from clover_jax.serving.shapes import DetokenizeRequest, TokenizeRequest, validated
+
+PAGE = Path(clover_jax.__file__).parent / "assets" / "page" / "index.html"
+_PAGE_HEADERS = {
+    # All that the page needs is in the file; nothing may be loaded from elsewhere.
+    "Content-Security-Policy": "default-src 'none'; style-src 'unsafe-inline'; "
+    "script-src 'unsafe-inline'; img-src data:; connect-src 'self'; base-uri 'none'; "
+    "form-action 'none'; frame-ancestors 'none'",
+    "X-Content-Type-Options": "nosniff",
+    "Referrer-Policy": "no-referrer",
+}
+_METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+
+Read = Callable[[Mapping[str, Any], Served, str], Call]
+
+
+def make_app(service: Service) -> Starlette:
+    """Return the application that answers for a service."""
+    routes = [
+        Route("/v1/completions", _answers(read_completion), methods=["POST"]),
+        Route("/v1/chat/completions", _answers(read_chat), methods=["POST"]),
+        Route("/v1/models", _models),
+        Route("/v1/models/{name:path}", _model),
+        Route("/tokenize", _tokenize, methods=["POST"]),
+        Route("/detokenize", _detokenize, methods=["POST"]),
+        Route("/health", _health),
+        Route("/metrics", _metrics),
+    ]
+    if service.options.page and PAGE.is_file():
+        routes.append(Route("/", _page))
+
+    # No page of another origin may call the server unless its user has said so.
+    origins = service.options.allowed_origins
+    cors = Middleware(
+        CORSMiddleware,
+        allow_origins=list(origins),
+        allow_methods=["GET", "POST"],
+        allow_headers=["Authorization", "Content-Type"],
+    )
+    handled = (ApiError, UserError, Overloaded, TimeLimit, Exception)
+    app = Starlette(
+        routes=routes,
+        middleware=[cors] if origins else [],
+        exception_handlers=dict.fromkeys(handled, _refuse) | {HTTPException: _refuse_http},
+    )
+    app.router.redirect_slashes = False
+    app.state.service = service
+    return app
+
+
+def _service(request: Request) -> Service:
+    return request.app.state.service
+
+
+async def _body(request: Request) -> dict[str, Any]:
+    return await read_object(request, _service(request).options.max_body_bytes)
+
+
+def _answers(read: Read) -> Callable[[Request], Any]:
+    """Return the endpoint of bodies that `read` checks."""
+
+    async def endpoint(request: Request) -> Response:
+        service = _service(request)
+        service.admit(request)  # before the body, which may be long
+        body = await _body(request)
+        peer = request.client.host if request.client else ""
+        ready = service.ready()  # it may have begun to stop meanwhile
+        try:
+            call = read(body, ready.served, peer)
+        except UserError as error:
+            raise _naming_field(error, body) from error
+        return Answering(service, ready, call)
+
+    return endpoint
+
+
+def _naming_field(error: UserError, body: Mapping[str, Any]) -> ApiError:
+    """Return a refusal with the field that its message begins with."""
+    word = re.match("[a-z_]*", str(error))
+    name = word[0] if word else ""
+    return ApiError(str(error), param=name if name in body else None)
+
+
+async def _models(request: Request) -> Response:
+    ready = _service(request).admit(request)
+    return JSONResponse({"object": "list", "data": [_card(_service(request), ready)]})
+
+
+async def _model(request: Request) -> Response:
+    ready = _service(request).admit(request)
+    check_model(request.path_params["name"], ready.served.model)
+    return JSONResponse(_card(_service(request), ready))
+
+
+def _card(service: Service, ready: Ready) -> dict[str, Any]:
+    return {
+        "id": ready.served.model,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "clover_jax",
+        "root": service.options.spec.base,
+        "parent": None,
+        "max_model_len": ready.served.max_model_len,
+    }
+
+
+async def _tokenize(request: Request) -> Response:
+    ready = _service(request).admit(request)
+    asked = validated(TokenizeRequest, await _body(request))
+    check_model(asked.model, ready.served.model)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise ApiError("give one of prompt and messages", param="prompt")
+
+    # In a thread: a long text takes its time, and others wait for events meanwhile.
+    if asked.messages is not None:
+        prompt = Prompt(0, "messages", messages=as_messages(asked.messages))
+        ids = await asyncio.to_thread(
+            encode_prompt, prompt, ready.models.tokenizer, ready.base.vocab_size
+        )
+    else:
+        special = asked.add_special_tokens is not False
+        ids = await asyncio.to_thread(ready.texts.encode, asked.prompt or "", special)
+    names = [ready.texts.written(id_) for id_ in ids] if asked.return_token_strs else None
+    length = ready.served.max_model_len
+    return JSONResponse(
+        {"count": len(ids), "max_model_len": length, "tokens": ids, "token_strs": names}
+    )
+
+
+async def _detokenize(request: Request) -> Response:
+    ready = _service(request).admit(request)
+    asked = validated(DetokenizeRequest, await _body(request))
+    check_model(asked.model, ready.served.model)
+    if asked.tokens and max(asked.tokens) >= ready.base.vocab_size:
+        raise ApiError(
+            f"tokens must lie in 0 .. {ready.base.vocab_size - 1}, not {max(asked.tokens)}",
+            param="tokens",
+        )
+    return JSONResponse({"prompt": await asyncio.to_thread(ready.texts.decode, asked.tokens)})
+
+
+async def _health(request: Request) -> Response:
+    _service(request).ready()
+    return JSONResponse({"status": "ok"})
+
+
+async def _metrics(request: Request) -> Response:
+    return Response(_service(request).metrics.text(), headers={"Content-Type": _METRICS_TYPE})
+
+
+async def _page(request: Request) -> Response:
+    return FileResponse(PAGE, headers=_PAGE_HEADERS)
+
+
+async def _refuse(request: Request, error: Exception) -> Response:
+    refusal = as_api_error(error)
+    return JSONResponse(refusal.body(), refusal.status, refusal.headers)
+
+
+async def _refuse_http(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    phrase = HTTPStatus(error.status_code).phrase
+    message = f"{request.method} {request.url.path}: {phrase}"
+    refusal = ApiError(message, error.status_code, headers=error.headers)
+    return JSONResponse(refusal.body(), refusal.status, refusal.headers)

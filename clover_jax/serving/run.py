@@ -1,0 +1,186 @@
+"""One run of `serve`: a port at once, the models behind it when they are ready, and an end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import signal
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import uvicorn
+
+from clover_jax.errors import UserError
+from clover_jax.loading.models import Models, load
+from clover_jax.loading.spec import NO_DRAFT
+from clover_jax.pretrained.shapes import shape_notice
+from clover_jax.quantization import quantization_notice
+from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.progress import passing_note, say
+from clover_jax.serving.app import make_app
+from clover_jax.serving.connections import Protocol
+from clover_jax.serving.options import ServeOptions
+from clover_jax.serving.scheduler import Scheduler
+from clover_jax.serving.service import Service, is_loopback
+
+T = TypeVar("T")
+
+_BACKLOG = 2048  # connections that the system keeps while the loop is busy
+_KEEP_ALIVE_SECONDS = 30
+_HEAD_BYTES = 2**15  # of a request's line and headers
+
+
+def run(options: ServeOptions) -> dict[str, Any]:
+    """Serve until SIGTERM or Ctrl-C, answer what was let in, and return the figures to report.
+
+    Raises UserError for a port that cannot be had and for models that cannot be loaded.
+    """
+    service = Service(options)
+    with open_port(options) as listener, _dying_at_once():
+        asyncio.run(_serve_until_signal(service, listener))
+    return service.metrics.totals()
+
+
+def open_port(options: ServeOptions) -> socket.socket:
+    """Return a socket that listens; raises UserError where the address cannot be had."""
+    family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
+    try:
+        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+    except OSError as error:
+        advice = {
+            errno.EADDRINUSE: "give another --port, or --port=0 for a free one",
+            errno.EACCES: "give a --port from 1024",
+        }
+        raise UserError(
+            f"cannot listen at {options.host}, port {options.port}: {error.strerror}; "
+            f"{advice.get(error.errno or 0, 'give a --host of this machine')}"
+        ) from error
+
+
+async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) -> None:
+    """Answer at a port until `stop`; every request gets 503 before the models are ready.
+
+    What has been let in by then is answered. Raises UserError for models that cannot be loaded.
+    """
+    server = _server(service)
+    serving = asyncio.create_task(server.serve(sockets=[listener]))
+    try:
+        models, scheduler = await _in_thread(lambda: _load(service.options))
+        service.open(scheduler, models)
+        _tell_ready(service.options, models, listener)
+        await stop.wait()
+        await service.drain()
+        await scheduler.close()
+    finally:
+        server.should_exit = True
+        await serving
+
+
+def _server(service: Service) -> uvicorn.Server:
+    return _Server(
+        uvicorn.Config(
+            make_app(service),
+            http=Protocol,
+            ws="none",
+            lifespan="off",
+            # Only what is a bug is logged, with its traceback; never a request.
+            log_config=None,
+            log_level="error",
+            access_log=False,
+            server_header=False,
+            limit_concurrency=service.options.max_connections,
+            timeout_keep_alive=_KEEP_ALIVE_SECONDS,
+            h11_max_incomplete_event_size=_HEAD_BYTES,
+        )
+    )
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leave signals alone: uvicorn would end the process by them once all is answered."""
+        yield
+
+
+def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
+    spec = options.spec
+    with exact_matmuls(str(resolve_dtype(spec.dtype))):
+        with passing_note(f"loading {spec.base}"):
+            models = load(spec)
+        for notice in (shape_notice(spec.base), quantization_notice(spec.int8)):
+            say(notice)
+        with advise_on_memory(
+            f"decode {options.batch_size} requests at once",
+            "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
+        ):
+            scheduler = Scheduler(models, options)
+            scheduler.compile()
+    return models, scheduler
+
+
+def _tell_ready(options: ServeOptions, models: Models, listener: socket.socket) -> None:
+    host, port = listener.getsockname()[:2]
+    if models.tokenizer is not None and models.tokenizer.chat_template is None:
+        say(
+            "the base has no chat template: messages are joined by newlines, and nothing says who "
+            "speaks; --chat_template=FILE gives one"
+        )
+    if not (is_loopback(options.host) or options.api_keys()):
+        say(f"anybody who reaches {host} may use this server; --api_key_file=FILE asks for a key")
+
+    draft = "no draft" if options.spec.draft == NO_DRAFT else options.spec.draft
+    shown = f"[{host}]" if ":" in host else host
+    say(f"serving {options.model_name} with {draft} on http://{shown}:{port}")
+
+
+async def _in_thread(work: Callable[[], T]) -> T:
+    """Return what `work` gives, done in a thread that does not keep the process alive."""
+    loop = asyncio.get_running_loop()
+    result: asyncio.Future[T] = loop.create_future()
+
+    def run() -> None:
+        # A loop that has been closed meanwhile wants to know nothing.
+        with contextlib.suppress(RuntimeError):
+            try:
+                loop.call_soon_threadsafe(result.set_result, work())
+            except Exception as error:
+                loop.call_soon_threadsafe(result.set_exception, error)
+
+    threading.Thread(target=run, name="loading", daemon=True).start()
+    return await result
+
+
+async def _serve_until_signal(service: Service, listener: socket.socket) -> None:
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+
+    async def stop_on_signal() -> None:
+        # While models load nothing is lost by dying at once.
+        await service.opened.wait()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            if signal.getsignal(number) is not signal.SIG_IGN:
+                loop.add_signal_handler(number, stop.set)
+
+    listening = asyncio.create_task(stop_on_signal())
+    try:
+        await serve(service, listener, stop)
+    finally:
+        listening.cancel()
+
+
+@contextlib.contextmanager
+def _dying_at_once() -> Iterator[None]:
+    """Let Ctrl-C end the process as SIGTERM does, until somebody listens to both.
+
+    A thread that compiles cannot be interrupted, and Python would wait for it.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    if before is signal.default_int_handler:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)

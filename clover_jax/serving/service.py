@@ -1,0 +1,143 @@
+"""One server's state: what it serves, whom it lets in, and how it comes to an end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import hmac
+import ipaddress
+import re
+import time
+from collections.abc import Iterator
+from http import HTTPStatus
+from typing import NamedTuple
+
+from starlette.requests import Request
+
+from clover_jax.config import BaseConfig
+from clover_jax.loading.models import Models
+from clover_jax.loading.spec import NO_DRAFT
+from clover_jax.serving.errors import ApiError
+from clover_jax.serving.metrics import Metrics
+from clover_jax.serving.options import ServeOptions
+from clover_jax.serving.requests import Served
+from clover_jax.serving.scheduler import Scheduler
+from clover_jax.serving.token_texts import TokenTexts
+
+_RETRY_SECONDS = 5  # until a server that loads, or another in its place, may be ready
+
+
+class Ready(NamedTuple):
+    """What answers, once it is loaded."""
+
+    scheduler: Scheduler
+    served: Served
+    texts: TokenTexts
+    models: Models
+
+    @property
+    def base(self) -> BaseConfig:
+        """The base's config."""
+        return self.models.base.config
+
+
+class Service:
+    """What all requests share; it lets them in, counts them, and drains.
+
+    created: when it began, in seconds since 1970. opened: set when requests are let in.
+    """
+
+    def __init__(self, options: ServeOptions):
+        """Begin without models; raises UserError for keys that cannot be."""
+        self.options, self.created = options, int(time.time())
+        self.metrics = Metrics(options.model_name, options.spec.draft != NO_DRAFT)
+        self._keys = [_digest(key.encode()) for key in options.api_keys()]
+        self._ready: Ready | None = None
+        self.opened = asyncio.Event()
+        self._is_draining, self._num_open = False, 0
+        self._all_answered = asyncio.Event()
+
+    def open(self, scheduler: Scheduler, models: Models) -> None:
+        """Let requests in: all programs are compiled."""
+        length = self.options.model_len(models.base.config.max_position_embeddings)
+        served = Served(self.options.model_name, length, self.options.max_waiting)
+        self._ready = Ready(scheduler, served, TokenTexts(models.tokenizer), models)
+        self.metrics.watch_queue(lambda: scheduler.num_running, lambda: scheduler.num_waiting)
+        self.opened.set()
+
+    def admit(self, request: Request) -> Ready:
+        """Let a request in; raises ApiError for one without a key, and where nothing can answer."""
+        self._check_host(request)
+        self._check_key(request)
+        return self.ready()
+
+    def ready(self) -> Ready:
+        """Return what answers; raises ApiError before it is there, and once it ends."""
+        if self._ready is None or self._is_draining:
+            raise ApiError(
+                "the server is stopping" if self._is_draining else "the model is being loaded",
+                HTTPStatus.SERVICE_UNAVAILABLE,
+                retry_after=_RETRY_SECONDS,
+            )
+        return self._ready
+
+    @contextlib.contextmanager
+    def answering(self) -> Iterator[None]:
+        """Count a request that will be answered, even if the server is told to stop meanwhile."""
+        self._num_open += 1
+        try:
+            yield
+        finally:
+            self._num_open -= 1
+            self._tell_answered()
+
+    async def drain(self) -> None:
+        """Refuse what comes from now on, and wait until all that was let in is answered."""
+        self._is_draining = True
+        self._tell_answered()
+        await self._all_answered.wait()
+
+    def _tell_answered(self) -> None:
+        if self._is_draining and not self._num_open:
+            self._all_answered.set()
+
+    def _check_key(self, request: Request) -> None:
+        kind, _, key = request.headers.get("authorization", "").partition(" ")
+        # Digests have one length, and all are compared: time tells nothing of a key.
+        digest = _digest(key.strip().encode())
+        is_known = [hmac.compare_digest(digest, known) for known in self._keys]
+        if self._keys and not (kind.lower() == "bearer" and any(is_known)):
+            raise ApiError(
+                "a key is needed, and this is none of those: send Authorization: Bearer KEY",
+                HTTPStatus.UNAUTHORIZED,
+                code="invalid_api_key",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    def _check_host(self, request: Request) -> None:
+        """Raise ApiError for a page elsewhere that has pointed its own name at this machine."""
+        # A browser always says which name it asked for.
+        name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
+        is_open = self._keys or not is_loopback(self.options.host)
+        if not is_open and not is_loopback(name.strip("[]")):
+            raise ApiError(
+                f"without --api_key, a server at {self.options.host} answers to localhost only, "
+                f"and the request is for {name!r}",
+                HTTPStatus.FORBIDDEN,
+                param="Host",
+            )
+
+
+def _digest(key: bytes) -> bytes:
+    return hashlib.sha256(key).digest()
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
