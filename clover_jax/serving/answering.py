@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Sequence
 from http import HTTPStatus
 from typing import Any
 
@@ -73,7 +73,7 @@ class Answering(Response):
         await writer.end(answers.last(ended))
 
     @contextlib.asynccontextmanager
-    async def _decoding(self) -> AsyncIterator[list[AsyncIterator[TurnProgress]]]:
+    async def _decoding(self) -> AsyncIterator[Sequence[AsyncIterator[TurnProgress]]]:
         """Yield the updates of every ask; however it ends, none of them keeps a slot."""
         async with contextlib.AsyncExitStack() as stack:
             updates = []
@@ -84,7 +84,7 @@ class Answering(Response):
             yield updates
 
     async def _follow_all(
-        self, updates: list[AsyncIterator[TurnProgress]], take: Take | None = None
+        self, updates: Sequence[AsyncIterator[TurnProgress]], take: Take | None = None
     ) -> list[TurnProgress]:
         """Return how every ask ended; `take` is told of all that comes before."""
         try:

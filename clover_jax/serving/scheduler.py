@@ -1,0 +1,317 @@
+"""Who decodes when: a queue that is fair between clients, and the thread that drives the device.
+
+The event loop reads requests and writes answers; tokenizing runs in threads of its own. The thread
+of the engine only calls the device: it takes rows from the queue and hands tokens back.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import dataclasses
+import itertools
+import threading
+import time
+import traceback
+from collections.abc import Iterator
+from contextlib import AbstractContextManager
+
+from clover_jax.decoding.requests import Generation, NewTokens, Request, RowUpdate
+from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.decoding.slots import Slots
+from clover_jax.generation.row_state import RowState, TurnProgress
+from clover_jax.loading.models import Models
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.dtypes import exact_matmuls
+from clover_jax.runtime.progress import progress_bar
+from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
+from clover_jax.serving.options import ServeOptions
+
+RETRY_SECONDS = 5  # until a full queue may have room
+MOST_STEPS = 8  # between two looks at the queue
+# A chunk of steps lasts about this long, so that text flows and who comes or goes is seen soon.
+CHUNK_SECONDS = 0.02
+
+
+@dataclasses.dataclass(eq=False)
+class _Job:
+    """An ask on its way: in the queue, then in a slot.
+
+    news: what the engine gave it and nobody has taken yet; an exception if the engine has failed.
+    """
+
+    ask: Ask
+    row: RowState
+    request: Request
+    loop: asyncio.AbstractEventLoop
+    generation: Generation
+    news: asyncio.Queue[NewTokens | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+
+
+class Scheduler:
+    """Keeps the slots of an engine full with the asks of many clients."""
+
+    def __init__(self, models: Models, options: ServeOptions):
+        """Prepare the engine; `compile` makes it ready.
+
+        Raises UserError where the draft's tree cannot be decoded with.
+        """
+        # A shorter context is the same base: positions beyond it are never reached.
+        context = options.model_len(models.base.config.max_position_embeddings)
+        config = dataclasses.replace(models.base.config, max_position_embeddings=context)
+        self._models = dataclasses.replace(
+            models, base=dataclasses.replace(models.base, config=config)
+        )
+        room = context + len(models.copy_from) + 2 if models.copies else 0
+        self._engine = self._models.engine(
+            options.batch_size,
+            SamplingConfig("lossless", truncate=True),
+            options.seed,
+            MOST_STEPS,
+            source_size=1 << (room - 1).bit_length() if room else 0,
+            adapts=True,
+        )
+        self._options = options
+        self._numbers = itertools.count()
+
+        # Shared with the engine's thread, under the lock.
+        self._changed = threading.Condition()
+        self._waiting = FairQueue()
+        self._running: dict[int, _Job] = {}  # by slot
+        self._left: set[int] = set()  # slots whose clients went away
+        self._is_closing = False
+        self._failure: Exception | None = None
+        self._step_seconds = CHUNK_SECONDS
+        self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
+
+    @property
+    def num_running(self) -> int:
+        """Rows that are read or decoded."""
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        """Rows that wait for a slot."""
+        return len(self._waiting)
+
+    def compile(self) -> None:
+        """Compile all programs, with a bar, and begin to decode."""
+        self._slots = self._open()
+        # Long enough that the later ones go on from what a slot holds of the first.
+        context = self._models.base.config.max_position_embeddings
+        kinds = _kinds_of_requests(min(self._engine.prefill_size + 2, context - 2))
+        with progress_bar(len(kinds), "compile", "program") as bar, self._exactly():
+            for request in kinds:
+                slot = self._slots.add(request)
+                self._slots.read_prompts()
+                self._slots.advance(1)
+                self._slots.remove(slot)
+                bar.update()
+        self._slots = self._open()
+        self._thread.start()
+
+    async def submit(self, ask: Ask) -> Updates:
+        """Let an ask wait for a slot and return what will come of it.
+
+        Raises UserError for what cannot be decoded, Overloaded while too many wait.
+        """
+        if self.num_waiting >= self._options.max_waiting:
+            raise Overloaded(RETRY_SECONDS)
+        # Tokenizing takes a while for a long prompt; others should not notice.
+        job = await asyncio.to_thread(self._prepare, ask, asyncio.get_running_loop())
+        with self._changed:
+            if self._failure is not None:
+                raise RuntimeError("the engine has failed") from self._failure
+            self._waiting.push(job)
+            self._changed.notify()
+        return Updates(self, job, self._options.request_timeout)
+
+    async def close(self) -> None:
+        """End the engine's thread; what still runs gets no further tokens."""
+        with self._changed:
+            self._is_closing = True
+            self._changed.notify()
+        await asyncio.to_thread(self._thread.join)
+
+    def leave(self, job: _Job) -> None:
+        """Let a job go, wherever it is."""
+        with self._changed:
+            self._waiting.discard(job)
+            self._left |= {slot for slot, other in self._running.items() if other is job}
+            self._changed.notify()
+
+    def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
+        prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
+        row = RowState(prompt, ask.settings, self._models, ask.is_watched)
+        request = dataclasses.replace(
+            row.next_request(),
+            turn=ask.choice,  # so that each choice draws by a key of its own
+            wants_scores=ask.top_logprobs is not None,
+            wants_prompt_scores=ask.prompt_logprobs,
+        )
+        self._engine.check(request)
+        return _Job(ask, row, request, loop, Generation(prompt.index, list(request.prompt_ids)))
+
+    def _open(self) -> Slots:
+        models = self._models
+        size = self._engine.buffer_size(models.base.config.max_position_embeddings)
+        # Programs were compiled before: there is nothing to take off a row's time.
+        return self._engine.open(models.base.params, models.draft_params, CompileClock(), size)
+
+    def _exactly(self) -> AbstractContextManager[None]:
+        return exact_matmuls(str(self._models.dtype))
+
+    def _drive(self) -> None:
+        """Decode until the end; the engine's thread."""
+        try:
+            with self._exactly():
+                while self._take_changes():
+                    self._advance()
+        except Exception as error:
+            traceback.print_exc()
+            with self._changed:
+                self._failure = error
+                failed = [*self._running.values(), *self._waiting]
+                self._running.clear()
+            for job in failed:
+                self._tell(job, error)
+
+    def _take_changes(self) -> bool:
+        """Free the slots of who went away and fill free ones; return False at the end.
+
+        Waits while there is nothing to decode.
+        """
+        with self._changed:
+            while not (self._running or self._waiting or self._is_closing):
+                self._changed.wait()
+            for slot in self._left & self._running.keys():
+                del self._running[slot]
+                self._slots.remove(slot)
+            self._left.clear()
+            while self._waiting and self._slots.has_free:
+                job = self._waiting.pop()
+                self._running[self._slots.add(job.request)] = job
+            return not self._is_closing
+
+    def _advance(self) -> None:
+        """Read a chunk of a prompt and run a chunk of steps, and hand out what they gave."""
+        self._slots.read_prompts(1)
+        num_steps = round(CHUNK_SECONDS / self._step_seconds)
+        num_steps = 1 if self._slots.is_reading else max(1, min(num_steps, MOST_STEPS))
+        started = time.perf_counter()
+        given = self._slots.advance(num_steps)
+        if not given:
+            return
+        # A chunk ends early where a row ends, which makes its steps look shorter than they are.
+        if not any(new.is_last for new in given):
+            self._step_seconds = (time.perf_counter() - started) / num_steps
+
+        for new in given:
+            job = self._running[new.slot]
+            if new.is_last:
+                with self._changed:
+                    del self._running[new.slot]
+                    self._left.discard(new.slot)
+            self._tell(job, new)
+
+    def _tell(self, job: _Job, news: NewTokens | Exception) -> None:
+        try:
+            job.loop.call_soon_threadsafe(job.news.put_nowait, news)
+        except RuntimeError:  # its loop has ended, and with it whoever wanted to know
+            self.leave(job)
+
+
+class Updates:
+    """What comes of an ask: an iterator over its progress.
+
+    For a watched ask as text comes, else only the last one. Close it, or its slot stays taken.
+    """
+
+    def __init__(self, scheduler: Scheduler, job: _Job, seconds: float):
+        """Follow a job, for at most so many seconds."""
+        self._scheduler, self._job = scheduler, job
+        self._deadline = asyncio.get_running_loop().time() + seconds
+        self._has_ended = False
+
+    def __aiter__(self) -> Updates:
+        """Return itself."""
+        return self
+
+    async def __anext__(self) -> TurnProgress:
+        """Wait for more.
+
+        Raises TimeLimit when the time is up, RuntimeError where the engine has failed.
+        """
+        while not self._has_ended:
+            try:
+                async with asyncio.timeout_at(self._deadline):
+                    news = await self._job.news.get()
+            except TimeoutError:
+                await self.aclose()
+                raise TimeLimit from None
+            if isinstance(news, Exception):
+                raise RuntimeError("the engine has failed") from news
+
+            generation = self._job.generation
+            generation.add(news)
+            progress = self._job.row.take(RowUpdate(generation, news.ids, news.is_last))
+            self._has_ended = progress.ended
+            if progress.ended and not news.is_last:  # a stop string has cut it
+                self._scheduler.leave(self._job)
+            if progress.ended or progress.pieces:
+                return progress
+        raise StopAsyncIteration
+
+    async def aclose(self) -> None:
+        """Want no more; the slot is free before the next step."""
+        if not self._has_ended:
+            self._has_ended = True
+            self._scheduler.leave(self._job)
+
+
+class FairQueue:
+    """Jobs that wait; clients take turns, however many jobs each of them has."""
+
+    def __init__(self):
+        """Begin empty."""
+        self._jobs: collections.OrderedDict[str, list[_Job]] = collections.OrderedDict()
+        self._length = 0
+
+    def __len__(self) -> int:
+        """Return how many jobs wait."""
+        return self._length
+
+    def __iter__(self) -> Iterator[_Job]:
+        """Iterate over all jobs."""
+        return itertools.chain.from_iterable(self._jobs.values())
+
+    def push(self, job: _Job) -> None:
+        """Add a job after the others of its client."""
+        self._jobs.setdefault(job.ask.client, []).append(job)
+        self._length += 1
+
+    def pop(self) -> _Job:
+        """Take the first job of the client whose turn it is."""
+        client, jobs = self._jobs.popitem(last=False)
+        self._length -= 1
+        if jobs[1:]:
+            self._jobs[client] = jobs[1:]  # after all other clients
+        return jobs[0]
+
+    def discard(self, job: _Job) -> None:
+        """Remove a job if it waits."""
+        jobs = self._jobs.get(job.ask.client, [])
+        if job in jobs:
+            jobs.remove(job)
+            self._length -= 1
+            if not jobs:
+                del self._jobs[job.ask.client]
+
+
+def _kinds_of_requests(length: int) -> list[Request]:
+    """Return a request for each set of rules that programs are compiled for."""
+    plain = Request(0, [0] * length, 2)
+    drawn = dataclasses.replace(plain, temperature=1.0)
+    cut = dataclasses.replace(drawn, top_p=0.5)
+    scored = dataclasses.replace(plain, wants_scores=True)
+    return [plain, drawn, cut, scored]
