@@ -33,7 +33,7 @@ from clover_jax.config import BaseConfig, LossSpec, RopeConfig
 from clover_jax.drafters import clover_lr
 from clover_jax.drafters.augmenting import absorb_positions
 from clover_jax.drafters.clover_lr import CloverLR, CloverLRConfig, CloverLRState
-from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, Frozen
+from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, Frozen, State
 from clover_jax.drafters.lookup import REPEATS
 from clover_jax.drafters.text_matches import MOST_MATCHED, last_tokens, match_lengths
 from clover_jax.drafters.tokens import shift_left, to_draft
@@ -121,7 +121,7 @@ class CloverCopy(CloverLR):
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
-    ) -> tuple[CloverCopyState, Cache]:
+    ) -> tuple[State, Cache]:
         """Run the trunk over accepted positions, and choose where the last one points."""
         trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
         root, cache = absorb_positions(trunk, accepted, cache)
@@ -134,7 +134,7 @@ class CloverCopy(CloverLR):
         pointers = self._aim(root, keys, is_earlier, text, text, end)
         return CloverCopyState(self._root_state(frozen, root), pointers), cache
 
-    def propose(self, frozen: Frozen, state: CloverCopyState, depth: int) -> Float[Array, "B W Vd"]:
+    def propose(self, frozen: Frozen, state: State, depth: int) -> Float[Array, "B W Vd"]:
         """Return Clover-LR's logits, mixed with the copies of each branch."""
         logits = super().propose(frozen, state.head, depth)
         tokens = to_draft(self.config, state.pointers.ahead[..., depth])
@@ -143,12 +143,12 @@ class CloverCopy(CloverLR):
     def advance(
         self,
         frozen: Frozen,
-        state: CloverCopyState,
+        state: State,
         cache: Cache,
         parent: Int[Array, "B W"],
         token: Int[Array, "B W"],
         depth: int,
-    ) -> CloverCopyState:
+    ) -> State:
         """Feed a drafted token back, and move the pointers on."""
         head = super().advance(frozen, state.head, cache, parent, token, depth)
         length = jnp.take_along_axis(state.pointers.length, parent[..., None], axis=1)
@@ -161,6 +161,7 @@ class CloverCopy(CloverLR):
         features: Float[Array, "B S F"],
         batch: Batch,
         rng: Array | None = None,
+        progress: Float[Array, ""] | float = 0.0,
     ) -> Float[Array, "P B S D+r+4k"]:
         """Return [u^i ; C s^i ; tokens ; log odds], as if the text had been drafted."""
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
