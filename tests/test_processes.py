@@ -66,7 +66,7 @@ def prepared(tmp_path):
     return prepare
 
 
-@pytest.mark.parametrize("teacher", ["online", "cached"])
+@pytest.mark.parametrize("teacher", ["online", pytest.param("cached", marks=pytest.mark.slow)])
 def test_two_processes_train_as_one_does_with_their_devices(train, prepared, tmp_path, teacher):
     changes = prepared() if teacher == "cached" else {}
     said = run([LAUNCH, "2", *train("two", steps=3, **changes)])

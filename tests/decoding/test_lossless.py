@@ -128,19 +128,15 @@ TREES |= {"dynamic:5:3:3+copy:4": parse_tree("dynamic:5:3:3+copy:4")}
 HOT, CUT = (1.0, 1.0), (0.7, 0.9)  # temperature and top_p
 USUAL = [  # the others of the product are slow
     ("clover2", "none", "topk", CUT),
-    ("clover2", "chain:3", "sampled", HOT),
-    ("clover2", "small", "topk", CUT),
     ("clover2", "small", "sampled", CUT),
-    ("clover2", "small", "sampled", HOT),
-    ("clover", "small", "sampled", CUT),
-    ("medusa", "small", "sampled", HOT),
+    ("clover", "small", "sampled", HOT),
     ("medusa", "chain:3", "topk", CUT),
     ("lookup", "copy:6", "topk", CUT),
     ("recycle", "small", "topk", HOT),
-    ("clover2", "small+copy:4", "topk", HOT),
     ("clover", "dynamic:5:3:3+copy:4", "topk", CUT),
 ]
 PRODUCT = [
+    ("clover2", "none", "topk", HOT),
     *itertools.product(DRAFTERS, ["chain:3", "small"], ["topk", "sampled"], [HOT, CUT]),
     *itertools.product(DRAFTERS, ["small+copy:4", "dynamic:5:3:3+copy:4"], ["topk"], [HOT, CUT]),
     *itertools.product(TRAINING_FREE, ["chain:3", "small", "copy:6"], ["topk"], [HOT, CUT]),
@@ -174,7 +170,7 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
     [
         ("eagle", "topk", None),
         ("eagle3", "sampled", (0, 2, 3)),
-        ("clover_lr", "sampled", (0, 2, 3)),
+        pytest.param("clover_lr", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         ("clover_copy", "sampled", (0, 2, 3)),
         pytest.param("eagle", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("eagle3", "topk", None, marks=pytest.mark.slow),

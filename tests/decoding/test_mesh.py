@@ -75,7 +75,7 @@ def test_every_drafter_accepts_on_every_mesh_what_it_does_on_one_device(run_pyth
 
 @pytest.mark.parametrize(
     "name",
-    ["recycle", *(pytest.param(name, marks=pytest.mark.slow) for name in ("lookup", *DRAFTERS))],
+    [pytest.param(name, marks=pytest.mark.slow) for name in ("recycle", "lookup", *DRAFTERS)],
 )
 def test_copies_are_accepted_on_every_mesh_as_on_one_device(run_python, name):
     meshes = MESHES[-1:] if name in TRAINING_FREE else MESHES

@@ -68,13 +68,12 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
 @pytest.mark.parametrize(
     ("chunk", "groups", "changes"),
     [
-        (7, 1, {}),
         (16, 1, {}),
-        (512, 1, {}),
+        pytest.param(512, 1, {}, marks=pytest.mark.slow),
         (7, 3, {}),
         (16, 1, {"draft_to_target": tuple(range(1, 96, 2))}),
         (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
-        (16, 1, {"loss": LossSpec(total_variation=20.0)}),
+        pytest.param(16, 1, {"loss": LossSpec(total_variation=20.0)}, marks=pytest.mark.slow),
     ],
 )
 def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, groups, changes):

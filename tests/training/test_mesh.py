@@ -211,6 +211,7 @@ print(json.dumps(report))
 """
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_with_another_number_of_devices(run_python, fixtures_dir, tmp_path):
     data = tmp_path / "rows.jsonl"
     ids = [{"prompt_ids": [i, i + 1], "output_ids": list(range(i + 2, i + 20))} for i in range(30)]

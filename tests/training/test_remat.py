@@ -16,7 +16,9 @@ from tests.training.training_data import random_batch
 SIZE = 40  # of no other axis
 
 
-@pytest.mark.parametrize("name", ["clover2", "clover_lr", "eagle3"])
+@pytest.mark.parametrize(
+    "name", ["clover2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("clover_lr", "eagle3"))]
+)
 def test_the_gradient_stays_the_same(name):
     head, params = random_head(name=name)
     config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)

@@ -29,7 +29,7 @@ from tests.training.small_runs import StopAfter, assert_same_params, params_of, 
 pytestmark = pytest.mark.usefixtures("one_compiled_step")
 
 
-@pytest.mark.parametrize("stop_after", [1, 4])
+@pytest.mark.parametrize("stop_after", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_a_stopped_run_goes_on_bit_for_bit(whole_run, data, tmp_path, stop_after):
     chosen = settings(data, eval_every=3)
     stopped = run_training(chosen, tmp_path / "w", StopAfter(stop_after))
