@@ -9,6 +9,7 @@ import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from clover_jax.decoding.requests import TokenScore
 from clover_jax.generation.row_state import Piece, TurnProgress
 from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
 from clover_jax.serving.requests import Call
@@ -144,17 +145,16 @@ class Answers(abc.ABC):
     def _scored_prompt(self, index: int, progress: TurnProgress) -> list[Scored]:
         if not self.call.asks[index].prompt_logprobs:
             return []
-        row: Any = progress.generation
-        return self._with_scores(progress.turn.prompt_ids, row.prompt_scores)
+        scores = progress.generation.prompt_scores
+        return self._with_scores(progress.turn.prompt_ids, [None, *scores])
 
     def _scored(self, progress: TurnProgress, first: int, ids: Sequence[int]) -> list[Scored]:
         """Return tokens of an answer, from number `first` on, with their scores if wanted."""
         if not self._wants_scores or self.call.no_output:
             return []
-        row: Any = progress.generation
-        return self._with_scores(ids, row.scores[first : first + len(ids)])
+        return self._with_scores(ids, progress.generation.scores[first : first + len(ids)])
 
-    def _with_scores(self, ids: Sequence[int], scores: Sequence[Any]) -> list[Scored]:
+    def _with_scores(self, ids: Sequence[int], scores: Sequence[TokenScore | None]) -> list[Scored]:
         most = self.call.asks[0].top_logprobs or 0
         scored = []
         for id_, score in zip(ids, scores, strict=True):
