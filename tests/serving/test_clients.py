@@ -1,0 +1,104 @@
+"""The unmodified client of OpenAI works with the server: pip install -e '.[test,clients]'."""
+
+import asyncio
+
+import pytest
+
+from tests.serving.conftest import AREA, KEY, KINDS, MESSAGES
+
+openai = pytest.importorskip("openai", reason="pip install -e '.[clients]'")
+pytestmark = pytest.mark.servers
+
+GREEDY = {"model": "tiny", "max_tokens": 24, "temperature": 0}
+
+
+def options(server, key=KEY):
+    return {"base_url": f"{server.url}/v1", "api_key": key, "max_retries": 0}
+
+
+@pytest.fixture
+def ask(server):
+    with openai.OpenAI(**options(server)) as client:
+        yield client
+
+
+def test_models_are_listed(ask):
+    assert [model.id for model in ask.models.list()] == ["tiny"]
+    assert ask.models.retrieve("tiny").id == "tiny"
+
+
+def test_completions(ask, alone):
+    answer = ask.completions.create(prompt=AREA, **GREEDY)
+    assert answer.choices[0].text == alone[0]["text"]
+    assert answer.usage.prompt_tokens == len(alone[0]["prompt_ids"])
+    drawn = ask.completions.create(model="tiny", n=2, logprobs=2, **KINDS[2])
+    assert drawn.choices[0].text == alone[2]["text"]
+    assert len(drawn.choices[1].logprobs.token_logprobs) == 24
+
+
+def test_a_chat_and_its_scores(ask, alone):
+    answer = ask.chat.completions.create(messages=MESSAGES, logprobs=True, **GREEDY)
+    (choice,) = answer.choices
+    assert choice.message.content == alone[10]["text"]
+    assert (choice.message.role, choice.finish_reason) == ("assistant", "length")
+    assert len(choice.logprobs.content) == answer.usage.completion_tokens == 24
+
+
+def test_streams(ask, alone):
+    with ask.completions.create(prompt=AREA, stream=True, **GREEDY) as chunks:
+        assert "".join(chunk.choices[0].text for chunk in chunks) == alone[0]["text"]
+    usage = {"stream_options": {"include_usage": True}}
+    *chunks, last = ask.chat.completions.create(messages=MESSAGES, stream=True, **GREEDY, **usage)
+    text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
+    assert text == alone[10]["text"]
+    assert last.usage.completion_tokens == 24
+
+
+def test_a_stream_that_is_closed_early_frees_its_slot(server, ask):
+    body = {"model": "tiny", "max_tokens": 480, "extra_body": {"ignore_eos": True}}
+    chunks = ask.completions.create(prompt=AREA, stream=True, **body)
+    next(iter(chunks))
+    chunks.close()
+    assert server.becomes("num_requests_running", 0)
+
+
+def test_many_at_once(server, alone):
+    async def texts():
+        async with openai.AsyncOpenAI(**options(server)) as client:
+            answers = [client.completions.create(prompt=AREA, **GREEDY) for _ in range(12)]
+            return [answer.choices[0].text for answer in await asyncio.gather(*answers)]
+
+    async def streamed():
+        async with openai.AsyncOpenAI(**options(server)) as client:
+            chunks = await client.completions.create(prompt=AREA, stream=True, **GREEDY)
+            return "".join([chunk.choices[0].text async for chunk in chunks])
+
+    assert asyncio.run(texts()) == [alone[0]["text"]] * 12
+    assert asyncio.run(streamed()) == alone[0]["text"]
+
+
+def test_refusals_are_the_client_s_own_errors(server, ask):
+    with (
+        openai.OpenAI(**options(server, "another")) as stranger,
+        pytest.raises(openai.AuthenticationError, match="a key is needed"),
+    ):
+        stranger.completions.create(prompt=AREA, **GREEDY)
+    with pytest.raises(openai.NotFoundError, match='"gpt-4" does not exist here') as refused:
+        ask.completions.create(prompt=AREA, model="gpt-4")
+    assert refused.value.code == "model_not_found"
+    with pytest.raises(openai.BadRequestError, match="tools is not supported") as refused:
+        ask.chat.completions.create(
+            messages=MESSAGES, tools=[{"type": "function", "function": {"name": "f"}}], **GREEDY
+        )
+    assert refused.value.param == "tools"
+
+
+def test_a_full_queue_is_a_rate_limit(server, ask):
+    # Four run and sixteen may wait, so that two such requests are more than there is room for.
+    body = {"model": "tiny", "max_tokens": 480, "n": 16, "extra_body": {"ignore_eos": True}}
+    with (
+        ask.completions.create(prompt=AREA, stream=True, **body),
+        pytest.raises(openai.RateLimitError, match="too many requests are waiting"),
+    ):
+        ask.completions.create(prompt=AREA, **body)
+    assert server.becomes("num_requests_running", 0)
