@@ -77,6 +77,10 @@ class Running:
         headers = {"Authorization": f"Bearer {key}"} if key else {}
         return httpx2.Client(base_url=self.url, headers=headers, timeout=60)
 
+    @property
+    def address(self):
+        return "127.0.0.1", int(self.url.rpartition(":")[2])
+
     def figures(self):
         """Return name with labels -> value of /metrics."""
         lines = httpx2.get(f"{self.url}/metrics").text.splitlines()

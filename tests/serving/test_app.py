@@ -269,8 +269,7 @@ def unread(server, body):
         f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
         f"Content-Length: {len(content)}\r\n\r\n"
     )
-    port = int(server.url.rpartition(":")[2])
-    with socket.create_connection(("127.0.0.1", port)) as connection:
+    with socket.create_connection(server.address) as connection:
         connection.sendall(head.encode() + content)
         yield
 
@@ -345,3 +344,28 @@ def test_other_paths_methods_and_models_are_refused(client):
 def test_plain_text_is_refused_since_any_page_may_post_it(client):
     response = client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"})
     assert "application/json" in refused(response, 400, "Content-Type")
+
+
+@pytest.mark.parametrize(
+    "sent",
+    [
+        b"\x16\x03\x01 this is no HTTP\r\n\r\n",
+        b"GET /health HTTP/1.1\r\nHost: localhost\r\nX-Long: " + b"a" * 2**16,
+    ],
+)
+def test_what_is_no_http_is_refused_in_the_same_form(server, client, sent):
+    with socket.create_connection(server.address) as connection:
+        connection.settimeout(10)
+        # A server that closes does not read the rest.
+        with contextlib.suppress(ConnectionError):
+            connection.sendall(sent)
+            connection.shutdown(socket.SHUT_WR)
+        answer = b""
+        with contextlib.suppress(ConnectionError):  # it may have closed with something unread
+            while part := connection.recv(2**16):
+                answer += part
+    head, _, body = answer.partition(b"\r\n\r\n")
+    if answer:
+        assert head.startswith(b"HTTP/1.1 400")
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert client.get("/health").status_code == 200

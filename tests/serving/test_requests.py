@@ -1,9 +1,12 @@
 """Bodies of OpenAI's API become asks, and what is wrong with one is said by its field's name."""
 
+import asyncio
+
 import pytest
+from starlette.requests import Request
 
 from clover_jax.errors import UserError
-from clover_jax.serving.body import parse_object
+from clover_jax.serving.body import parse_object, read_object
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.requests import Served, read_chat, read_completion
 
@@ -224,3 +227,19 @@ def test_what_makes_no_distribution_is_a_user_s_mistake():
 def test_a_body_that_is_no_object_is_refused(body, said):
     with pytest.raises(ApiError, match=said):
         parse_object(body)
+
+
+@pytest.mark.parametrize("parts", [[], [b'{"prompt": ']])
+def test_a_body_that_never_ends_is_not_waited_for(parts):
+    arriving = [{"type": "http.request", "body": part, "more_body": True} for part in parts]
+
+    async def receive():
+        if not arriving:
+            await asyncio.Event().wait()
+        return arriving.pop()
+
+    headers = [(b"content-type", b"application/json")]
+    request = Request({"type": "http", "method": "POST", "headers": headers}, receive)
+    with pytest.raises(ApiError, match=r"did not arrive within 0\.01 s") as refused:
+        asyncio.run(read_object(request, 100, seconds=0.01))
+    assert (refused.value.status, refused.value.headers["Connection"]) == (408, "close")

@@ -1,0 +1,106 @@
+"""The command as a process of its own, from its first line to its last."""
+
+import concurrent.futures
+import json
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+
+import httpx2
+import pytest
+
+from tests.conftest import REPOSITORY, WARNINGS
+from tests.serving.conftest import events_of, text_of
+
+pytestmark = pytest.mark.slow
+
+LONG = {"prompt": "def area(radius):", "max_tokens": 200, "ignore_eos": True, "temperature": 0}
+
+
+@pytest.fixture
+def process():
+    """The command, listening at a free port, and its address."""
+    flags = ["--port=0", "--batch_size=2", "--max_model_len=256"]
+    started = subprocess.Popen(
+        [sys.executable, *WARNINGS, "-m", "clover_jax.serve", *flags],
+        cwd=REPOSITORY,
+        env=os.environ,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        said = ""
+        for line in started.stderr:
+            said += line
+            ready = re.search(r"serving builtin:tiny with lookup on (http://\S+)", line)
+            if ready:
+                break
+        else:
+            raise AssertionError(said)
+        yield started, ready[1]
+    finally:
+        started.kill()
+        started.communicate()
+
+
+@pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+@pytest.mark.parametrize("page", ["README.md", "clover_jax/serving/README.md"])
+def test_the_curl_lines_of_a_page_are_answered(process, page):
+    _, url = process
+    lines = (REPOSITORY / page).read_text().replace("\\\n", " ").splitlines()
+    commands = [line for line in lines if line.startswith("curl ")]
+    assert commands
+    for command in commands:
+        words = shlex.split(command.replace("http://127.0.0.1:8000", url))
+        said = subprocess.run(words, capture_output=True, text=True, check=True).stdout
+        if '"stream": true' in command:
+            assert said.endswith("data: [DONE]\n\n")
+        else:
+            answer = json.loads(said)
+            assert answer["usage"]["completion_tokens"] == 24
+            assert answer["choices"][0]["text"]
+
+
+def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
+    started, url = process
+    with (
+        httpx2.Client(base_url=url, timeout=120) as client,
+        httpx2.Client(base_url=url, timeout=120) as other,
+        concurrent.futures.ThreadPoolExecutor(8) as threads,
+    ):
+        wanted = client.post("/v1/completions", json=LONG).json()["choices"][0]["text"]
+        # Two run and the others wait.
+        taken = [
+            threads.submit(httpx2.post, f"{url}/v1/completions", json=LONG, timeout=120)
+            for _ in range(6)
+        ]
+        body = LONG | {"stream": True}
+        with client.stream("POST", "/v1/completions", json=body) as response:
+            assert response.status_code == 200
+            started.send_signal(signal.SIGTERM)
+            while (late := other.get("/health")).status_code == 200:
+                pass
+            assert late.status_code == 503
+            assert "is stopping" in late.json()["error"]["message"]
+            text = "".join(text_of(chunk["choices"][0]) for chunk in events_of(response))
+
+        answers = [request.result() for request in taken]
+        assert text == wanted
+        for answer in answers:
+            if answer.status_code == 200:
+                assert answer.json()["choices"][0]["text"] == wanted
+            else:  # it came after the signal
+                assert answer.status_code == 503
+                assert "is stopping" in answer.json()["error"]["message"]
+
+    said, errors = started.communicate(timeout=60)
+    assert started.returncode == 0, errors
+    report = json.loads(said.splitlines()[-1])
+    num_answered = 2 + sum(answer.status_code == 200 for answer in answers)
+    assert (report["answers"], report["tokens"]) == (num_answered, 200 * num_answered)
+    assert report["tau"] > 1
