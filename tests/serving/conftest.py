@@ -38,6 +38,7 @@ KINDS = [
     {"messages": MESSAGES, "max_tokens": 24, "temperature": 0},
     {"messages": MESSAGES[1:], "max_tokens": 24, "temperature": 1, "seed": 11},
 ]
+CONVERSATION = {"turns": ["def area(", "Go on.", "And?"], "max_new_tokens": 24, "temperature": 0}
 
 
 def as_row(body):
@@ -140,8 +141,14 @@ def client(server):
 
 
 @pytest.fixture(scope="session")
-def alone(server):
-    """The rows that plain decoding gives for `KINDS`, in their order."""
+def decoded(server):
+    """The rows that plain decoding gives for `KINDS` and `CONVERSATION`, in their order."""
     models = server.service.ready().models.plain()
-    rows = api.generate_rows(models, map(as_row, KINDS), batch_size=4)
+    rows = api.generate_rows(models, [*map(as_row, KINDS), CONVERSATION], batch_size=4)
     return sorted(rows, key=lambda row: row["index"])
+
+
+@pytest.fixture(scope="session")
+def alone(decoded):
+    """The rows of `KINDS`."""
+    return decoded[:-1]
