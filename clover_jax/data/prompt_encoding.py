@@ -41,9 +41,10 @@ def encode_prompt(
 
     if not ids:
         raise UserError(f"{prompt.source}: the prompt is empty; give at least one token")
-    if max(ids) >= vocab_size:
+    wrong = [id_ for id_ in (min(ids), max(ids)) if not 0 <= id_ < vocab_size]
+    if wrong:
         raise UserError(
-            f"{prompt.source}: token id {max(ids)} is outside the base's vocabulary, "
+            f"{prompt.source}: token id {wrong[0]} is outside the base's vocabulary, "
             f"0 to {vocab_size - 1}"
         )
     return ids

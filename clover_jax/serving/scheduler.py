@@ -115,16 +115,20 @@ class Scheduler:
 
         Raises UserError for what cannot be decoded, Overloaded while too many wait.
         """
-        if self.num_waiting >= self._options.max_waiting:
-            raise Overloaded(RETRY_SECONDS)
+        self._check_room()
         # Tokenizing takes a while for a long prompt; others should not notice.
         job = await asyncio.to_thread(self._prepare, ask, asyncio.get_running_loop())
         with self._changed:
             if self._failure is not None:
                 raise RuntimeError("the engine has failed") from self._failure
+            self._check_room()  # many may have been let in while their prompts were tokenized
             self._waiting.push(job)
             self._changed.notify()
         return Updates(self, job, self._options.request_timeout)
+
+    def _check_room(self) -> None:
+        if self.num_waiting >= self._options.max_waiting:
+            raise Overloaded(RETRY_SECONDS)
 
     async def close(self) -> None:
         """End the engine's thread; what still runs gets no further tokens."""
