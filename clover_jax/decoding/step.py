@@ -113,6 +113,8 @@ def check_tree(head: DraftHead, tree: Tree) -> None:
     config = head.config
     if isinstance(tree, CopyTree):
         tree = tree.drafted  # copies go as deep as they like
+
+    # An adaptive tree stops where the head does; its width must fit all the same.
     depth = tree.levels_within(config.max_depth) if isinstance(tree, AdaptiveTree) else tree.depth
     if config.max_depth is not None and depth > config.max_depth:
         raise UserError(

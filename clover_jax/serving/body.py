@@ -31,6 +31,8 @@ async def read_object(
         raise ApiError(
             f"the Content-Type must be application/json, not {shown(kind)}", param="Content-Type"
         )
+
+    # Whoever sends slowly, or never ends, costs no more than these seconds and bytes.
     try:
         async with asyncio.timeout(seconds):
             body = await _read(request, max_bytes)

@@ -28,6 +28,8 @@ class Metrics:
     def __init__(self, model: str, is_drafting: bool = True):
         self._registry, self._model = CollectorRegistry(), model
         self._is_drafting = is_drafting
+
+        # How busy it is, and how long clients wait.
         self._running = self._gauge("num_requests_running", "requests that are decoded")
         self._waiting = self._gauge("num_requests_waiting", "requests that wait for a slot")
         self._first = self._histogram(
@@ -39,6 +41,8 @@ class Metrics:
         self._whole = self._histogram(
             "e2e_request_latency_seconds", "until an answer's end", _REQUEST_SECONDS
         )
+
+        # What was answered.
         self._prompt_tokens = self._counter("prompt_tokens", "tokens of prompts")
         self._new_tokens = self._counter("generation_tokens", "tokens of answers")
         self._ended = Counter(
@@ -47,6 +51,8 @@ class Metrics:
             ["model_name", "finished_reason"],
             registry=self._registry,
         )
+
+        # Drafts: 1 + accepted / drafts is tau.
         self._drafts = self._counter("spec_decode_num_drafts", "forwards that verified drafts")
         self._drafted = self._counter("spec_decode_num_draft_tokens", "drafted tokens, verified")
         self._accepted = self._counter(
@@ -105,6 +111,7 @@ class Metrics:
                 "spec_decode_num_accepted_tokens",
             )
         )
+        # Answers that were given up on have no latency.
         answers = self._registry.get_sample_value(f"{_OURS}e2e_request_latency_seconds_count", name)
         return {
             "answers": int(answers or 0),
