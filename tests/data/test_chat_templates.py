@@ -131,7 +131,9 @@ def test_a_template_without_end_is_left_by_an_interrupt(tmp_path):
     save_byte_level(tmp_path)
     (tmp_path / "endless.jinja").write_text(ENDLESS)
     source = (
-        "import sys; from clover_jax.data.chat_templates import with_chat_template\n"
+        # A job in the background of a script ignores interrupts, and its children with it.
+        "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from clover_jax.data.chat_templates import with_chat_template\n"
         "from clover_jax.tokenizers.tokenizer import load_tokenizer\n"
         "tokenizer = with_chat_template(load_tokenizer(sys.argv[1]), 'vicuna')\n"
         "print('begins', flush=True)\n"
