@@ -49,6 +49,8 @@ class SamplingConfig(JsonConfig):
             raise ValueError(
                 f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
             )
+
+        # What only some rules of verification can do.
         if self.scored and self.verify != "lossless":
             raise ValueError(f"scored steps need verify 'lossless', not {self.verify!r}")
         if self.force_accept is not None and self.verify != "greedy":

@@ -205,9 +205,11 @@ class Slots:
         """Return how many tokens of a prompt need not be read, since a slot holds them.
 
         Whole chunks: the rest is read as it would be without them. A head pairs a position with
-        the token after it, so that one must be the same too.
+        the token after it, so that one must be the same too. Nothing is shared with a head that
+        learns from what it sees: another row's tokens would change its accepted lengths.
         """
-        if request.wants_prompt_scores:
+        head = self._engine.config.head
+        if request.wants_prompt_scores or getattr(head and head.module, "observes", False):
             return 0
         held, prompt = self._held[slot], request.prompt_ids
         size = min(len(held), len(prompt))

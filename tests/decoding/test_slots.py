@@ -8,6 +8,7 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Generation, Request
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.tree import parse_tree
+from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.runtime.compile_clock import CompileClock
@@ -90,6 +91,17 @@ def test_a_conversation_goes_on_from_what_its_slot_holds(engine, monkeypatch):
     fresh = generated(engine, longer, 40)
     assert again.output_ids == fresh.output_ids
     assert again.accepted == fresh.accepted  # the head's own cache is as good as new
+
+
+def test_a_head_that_learns_from_its_row_does_not_see_another_s():
+    # Two chunks are the same in all prompts, and each prompt's own end follows.
+    same = np.random.default_rng(1).integers(0, 96, 70).tolist()
+    prompts = [same + end for end in random_prompts(3, seed=11)]
+    head = registry.head(registry.config_for_base("recycle", TINY))
+    engine = Engine(TINY, head, parse_tree("dynamic:9:3"), batch_size=1, prefill_size=32)
+    together = engine.generate(random_base(), {}, prompts, 30)
+    alone = [engine.generate(random_base(), {}, [prompt], 30)[0] for prompt in prompts]
+    assert [row.accepted for row in together] == [row.accepted for row in alone]
 
 
 def test_scores_are_the_log_probabilities_of_the_text(engine):
