@@ -107,11 +107,12 @@ class Slots:
         Raises UserError for a request that the engine refuses.
         """
         self._engine.check(request)
+        prompt = self._sharable(request)
 
         # The slot whose text it goes on with, or else the one that was used longest ago: what lies
         # in the others may still be of use.
         def order(slot: int) -> tuple[bool, int]:
-            goes_on = 2 * self._shared(slot, request) > len(self._held[slot])
+            goes_on = 2 * self._shared(slot, prompt) > len(self._held[slot])
             return not goes_on, self._last_used[slot]
 
         slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
@@ -172,8 +173,10 @@ class Slots:
         if row.state is None:
             self._state = engine.room_for(self._state, request, self._weights)
             # The batch's caches serve as the row's where another slot has read the same.
-            nearest = max(range(len(self._rows)), key=lambda other: self._shared(other, request))
-            row.num_read = self._shared(nearest, request)
+            prompt = self._sharable(request)
+            shared = [self._shared(other, prompt) for other in range(len(self._rows))]
+            row.num_read = max(shared)
+            nearest = shared.index(row.num_read)
             begun = None
             if row.num_read:
                 begun = engine.extract(self._state, nearest, self._beginnings[nearest])
@@ -201,19 +204,25 @@ class Slots:
         if row.request.wants_prompt_scores:
             row.prompt_scores += found
 
-    def _shared(self, slot: int, request: Request) -> int:
-        """Return how many tokens of a prompt need not be read, since a slot holds them.
+    def _sharable(self, request: Request) -> np.ndarray:
+        """Return the tokens of a prompt that need not be read where a slot holds them.
 
-        Whole chunks: the rest is read as it would be without them. A head pairs a position with
-        the token after it, so that one must be the same too. Nothing is shared with a head that
-        learns from what it sees: another row's tokens would change its accepted lengths.
+        None with a head that learns from what it sees: another row's tokens would change its
+        accepted lengths. None where the prompt's own scores are wanted.
         """
         head = self._engine.config.head
-        if request.wants_prompt_scores or getattr(head and head.module, "observes", False):
-            return 0
-        held, prompt = self._held[slot], request.prompt_ids
-        size = min(len(held), len(prompt))
-        differ = np.asarray(held[:size]) != np.asarray(prompt[:size])
+        learns = head is not None and getattr(head.module, "observes", False)
+        is_read_whole = learns or request.wants_prompt_scores
+        return np.array([] if is_read_whole else request.prompt_ids, np.int32)
+
+    def _shared(self, slot: int, prompt: np.ndarray) -> int:
+        """Return how many tokens of a prompt a slot holds.
+
+        Whole chunks: the rest is read as it would be without them. A head pairs a position with
+        the token after it, so that one must be the same too.
+        """
+        size = min(len(self._held[slot]), len(prompt))
+        differ = self._held[slot][:size] != prompt[:size]
         same = int(differ.argmax()) if differ.any() else size
         chunk = self._engine.prefill_size
         return max(same - 1, 0) // chunk * chunk
