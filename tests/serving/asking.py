@@ -1,0 +1,64 @@
+"""Requests over HTTP, and what their answers must be whatever is in them."""
+
+import contextlib
+import json
+import socket
+
+from tests.serving.conftest import AREA, KEY, events_of, path_of, text_of
+
+JSON = {"Content-Type": "application/json"}
+GREEDY = {"prompt": AREA, "max_tokens": 24, "temperature": 0}
+
+
+def whole(client, body):
+    """Return the body of an answer."""
+    response = client.post(path_of(body), json=body)
+    assert response.status_code == 200, response.text
+    return response.json()
+
+
+def text(client, body):
+    (choice,) = whole(client, body)["choices"]
+    return text_of(choice)
+
+
+def streamed(client, body):
+    """Return the chunks of an answer."""
+    with client.stream("POST", path_of(body), json=body | {"stream": True}) as response:
+        assert response.status_code == 200, response.read()
+        assert response.headers["content-type"].startswith("text/event-stream")
+        return events_of(response)
+
+
+def refused(response, status, param=None):
+    """Return the message of a refusal, which must be in OpenAI's form."""
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["param"] == param
+    return error["message"]
+
+
+@contextlib.contextmanager
+def endless(client, **changes):
+    """Yield the lines of an answer that goes on for long, once it has begun."""
+    body = {"prompt": AREA, "max_tokens": 480, "ignore_eos": True, "stream": True} | changes
+    with client.stream("POST", "/v1/completions", json=body) as response:
+        assert response.status_code == 200, response.read()
+        lines = response.iter_lines()
+        next(lines)
+        yield lines
+
+
+@contextlib.contextmanager
+def unread(server, body):
+    """Yield after asking for a whole answer that nobody will read."""
+    content = json.dumps(body).encode()
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+        f"Authorization: Bearer {KEY}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(content)}\r\n\r\n"
+    )
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(head.encode() + content)
+        yield

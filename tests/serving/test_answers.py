@@ -1,0 +1,193 @@
+"""A real server answers as OpenAI's would, with the text that `generate` gives."""
+
+import jax
+import numpy as np
+import pytest
+
+from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.models.decoder import Decoder, causal_mask, project
+from tests.serving.asking import GREEDY, streamed, text, whole
+from tests.serving.conftest import AREA, CLOSE, CONVERSATION, KINDS, MESSAGES, text_of
+
+
+def test_every_kind_has_the_text_of_generate(client, alone):
+    for body, row in zip(KINDS, alone, strict=True):
+        answer = whole(client, body)
+        (choice,) = answer["choices"]
+        usage = answer["usage"]
+        assert text_of(choice) == row["text"]
+        assert usage["prompt_tokens"] == len(row["prompt_ids"])
+        assert usage["completion_tokens"] == len(row["output_ids"])
+        reason = "length" if row["finish_reason"] == "length" else "stop"
+        assert choice["finish_reason"] == reason
+    assert {row["finish_reason"] for row in alone} >= {"length", "stop"}
+
+
+def test_every_kind_streams_its_whole_answer(client, alone):
+    for body, row in zip(KINDS, alone, strict=True):
+        *chunks, last = streamed(client, body | {"stream_options": {"include_usage": True}})
+        assert "".join(text_of(chunk["choices"][0]) for chunk in chunks) == row["text"]
+        reasons = [chunk["choices"][0]["finish_reason"] for chunk in chunks]
+        assert not any(reasons[:-1])
+        assert reasons[-1] == ("length" if row["finish_reason"] == "length" else "stop")
+        assert all(chunk["usage"] is None for chunk in chunks)
+        assert last["choices"] == []
+        assert last["usage"]["completion_tokens"] == len(row["output_ids"])
+
+
+def test_turns_of_a_conversation_are_those_of_generate(client, decoded):
+    messages = []
+    for question, answer in zip(CONVERSATION["turns"], decoded[-1]["text"], strict=True):
+        messages.append({"role": "user", "content": question})
+        body = {"messages": messages, "max_tokens": 24, "temperature": 0}
+        assert text(client, body) == answer
+        messages.append({"role": "assistant", "content": answer})
+
+
+def test_tokens_that_a_slot_holds_are_told(client):
+    # Whole chunks of 64 tokens; what is the same in both and no whole chunk is read.
+    prompt = [5, 6, 7] * 60
+    body = GREEDY | {"prompt": prompt, "max_tokens": 4}
+
+    def told(body):
+        return whole(client, body)["usage"]["prompt_tokens_details"]["cached_tokens"]
+
+    assert told(body) == 0
+    assert told(body) == told(body | {"n": 2}) == 128
+    assert told(body | {"prompt": [*prompt[:100], 9, 9]}) == 64
+    # Scores of a prompt need all of it.
+    assert told(body | {"echo": True, "logprobs": 1}) == 0
+    *_, last = streamed(client, body | {"stream_options": {"include_usage": True}})
+    assert last["usage"]["prompt_tokens_details"] == {"cached_tokens": 128}
+
+
+def test_an_answer_of_no_given_length_has_what_the_context_leaves(client):
+    message = {"role": "user", "content": "Hi"}
+    body = {"messages": [message], "temperature": 0, "ignore_eos": True}
+    usage = whole(client, body)["usage"]
+    assert usage["total_tokens"] == 512
+    usage = whole(client, {"prompt": [5] * 505, "temperature": 0, "ignore_eos": True})["usage"]
+    assert usage["completion_tokens"] == 7
+
+
+def test_the_first_chunk_of_a_chat_says_who_speaks(client):
+    chunks = streamed(client, {"messages": MESSAGES, "max_tokens": 4, "temperature": 0})
+    assert chunks[0]["choices"][0]["delta"] == {"role": "assistant", "content": ""}
+    assert chunks[0]["object"] == "chat.completion.chunk"
+    assert all("usage" not in chunk for chunk in chunks)
+
+
+def test_several_prompts_have_an_answer_each_in_their_order(client, alone):
+    body = GREEDY | {"prompt": [CLOSE, AREA], "max_tokens": 24}
+    texts = [text_of(choice) for choice in whole(client, body)["choices"]]
+    assert texts == [text(client, body | {"prompt": prompt}) for prompt in body["prompt"]]
+    ids = [alone[1]["prompt_ids"], alone[0]["prompt_ids"]]
+    answer = whole(client, body | {"prompt": ids})
+    assert [text_of(choice) for choice in answer["choices"]] == texts
+    assert [choice["index"] for choice in answer["choices"]] == [0, 1]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, ids))
+
+
+def test_choices_are_drawn_apart_and_the_same_again(client, alone):
+    body = KINDS[2] | {"n": 3}
+    answer = whole(client, body)
+    texts = [text_of(choice) for choice in answer["choices"]]
+    assert texts[0] == alone[2]["text"]
+    assert len(set(texts)) == 3
+    assert [text_of(choice) for choice in whole(client, body)["choices"]] == texts
+    # A prompt counts once, however many answers it has.
+    assert answer["usage"]["prompt_tokens"] == len(alone[2]["prompt_ids"])
+
+    pieces = {0: "", 1: "", 2: ""}
+    for chunk in streamed(client, body):
+        (choice,) = chunk["choices"]
+        pieces[choice["index"]] += text_of(choice)
+    assert list(pieces.values()) == texts
+
+
+def test_echo_puts_the_prompt_first(client, alone):
+    answer = whole(client, GREEDY | {"echo": True})
+    assert text_of(answer["choices"][0]) == AREA + alone[0]["text"]
+    answer = whole(client, GREEDY | {"echo": True, "max_tokens": 0})
+    assert text_of(answer["choices"][0]) == AREA
+    assert answer["usage"]["completion_tokens"] == 0
+
+
+def test_an_answer_and_its_echo_are_scored_alike(client, alone):
+    prompt_ids, output_ids = alone[0]["prompt_ids"], alone[0]["output_ids"]
+    body = {"temperature": 0, "logprobs": 3}
+    (answer,) = whole(client, body | {"prompt": prompt_ids, "max_tokens": 24})["choices"]
+    both = {"prompt": prompt_ids + output_ids, "max_tokens": 0, "echo": True}
+    (echo,) = whole(client, body | both)["choices"]
+
+    ours, theirs = answer["logprobs"], echo["logprobs"]
+    count, before = len(output_ids), len(prompt_ids)
+    assert theirs["tokens"][before:] == ours["tokens"]
+    assert theirs["token_logprobs"][0] is None
+    assert len(ours["token_logprobs"]) == count
+    assert theirs["token_logprobs"][before:] == pytest.approx(ours["token_logprobs"], abs=1e-4)
+    # A greedy token is the most probable one; the offsets say where each begins.
+    for token, value, top in zip(
+        ours["tokens"], ours["token_logprobs"], ours["top_logprobs"], strict=True
+    ):
+        assert value == max(top.values()) == top[token]
+        assert len(top) == 3
+    for token, offset in zip(ours["tokens"], ours["text_offset"], strict=True):
+        assert answer["text"].startswith(token, offset)
+
+
+def test_scores_of_a_prompt_are_those_of_one_forward(server, client, alone):
+    ids = alone[1]["prompt_ids"] + alone[1]["output_ids"]
+    body = {"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+    (echo,) = whole(client, body)["choices"]
+
+    base = server.service.ready().models.base
+    positions = np.arange(len(ids))[None]
+    mask = causal_mask(1, len(ids))
+    variables = {"params": base.params}
+    output = Decoder(base.config).apply(variables, np.array([ids]), positions, mask)
+    logits = project(frozen_from_base(base.params).lm_head, output.hidden["post_norm"])[0]
+    wanted = np.asarray(jax.nn.log_softmax(logits, axis=-1))[np.arange(len(ids) - 1), ids[1:]]
+    assert echo["logprobs"]["token_logprobs"][1:] == pytest.approx(wanted, abs=1e-4)
+
+
+def test_a_chat_s_tokens_are_scored(client):
+    body = {"messages": MESSAGES, "max_tokens": 6, "temperature": 0}
+    (choice,) = whole(client, body | {"logprobs": True, "top_logprobs": 2})["choices"]
+    tokens = choice["logprobs"]["content"]
+    assert "".join(token["token"] for token in tokens) == text_of(choice)
+    assert all(token["bytes"] == list(token["token"].encode()) for token in tokens)
+    assert all(token["top_logprobs"][0]["logprob"] == token["logprob"] for token in tokens)
+
+    chunks = streamed(client, body | {"logprobs": True, "top_logprobs": 2})
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    assert [token for logprobs in told if logprobs for token in logprobs["content"]] == tokens
+
+
+def test_a_prediction_changes_no_text_and_is_counted(client, alone):
+    prediction = {"type": "content", "content": alone[0]["text"] + " and no more"}
+    answer = whole(client, GREEDY | {"prediction": prediction})
+    assert text_of(answer["choices"][0]) == alone[0]["text"]
+    details = answer["usage"]["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] > 0
+    assert details["rejected_prediction_tokens"] > 0
+
+
+def test_tau_of_the_metrics_is_that_of_the_answers(server, client):
+    names = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total")
+    before = [server.figure(name) for name in names]
+    forwards = accepted = 0
+    for body in KINDS[:4]:
+        told = [
+            chunk["choices"][0]["forward"]
+            for chunk in streamed(client, body | {"forwards": True})
+            if "forward" in chunk["choices"][0]
+        ]
+        # Prefill, forward 0, drafts nothing. A piece of text that was held back has no tokens.
+        drafted = [
+            piece["num_tokens"] for piece in told if piece["forward"] and piece["num_tokens"]
+        ]
+        forwards, accepted = forwards + len(drafted), accepted + sum(drafted) - len(drafted)
+    after = [server.figure(name) for name in names]
+    assert [new - old for new, old in zip(after, before, strict=True)] == [forwards, accepted]
+    assert accepted > 0
