@@ -68,7 +68,8 @@ class NewTokens:
 
     ids: the tokens. seconds: from the start of the row's prefill until now.
     accepted, proposed, ranks, copied: of each forward, as in `Generation`.
-    scores: one for each token, if they were wanted; prompt_scores: with the first tokens only.
+    scores: one for each token, if they were wanted.
+    prompt_scores, num_cached: with the first tokens only, as in `Generation`.
     finish_reason: "eos" or "length"; None while the row runs.
     """
 
@@ -82,6 +83,7 @@ class NewTokens:
     finish_reason: str | None
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
+    num_cached: int = 0
 
     @property
     def is_last(self) -> bool:
@@ -101,6 +103,7 @@ class Generation:
     finish_reason: "eos", "length" or "stop"; None while it runs.
     scores: of each output token, if they were wanted.
     prompt_scores: of each prompt token but the first, which nothing predicts.
+    num_cached: prompt tokens that were not read, since a slot held them.
     """
 
     index: int
@@ -114,6 +117,7 @@ class Generation:
     seconds: float = 0.0
     scores: list[TokenScore] = dataclasses.field(default_factory=list)
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
+    num_cached: int = 0
 
     def add(self, new: NewTokens) -> None:
         """Take in what a chunk of steps gave."""
@@ -124,6 +128,7 @@ class Generation:
         self.copied += new.copied
         self.scores += new.scores
         self.prompt_scores += new.prompt_scores
+        self.num_cached += new.num_cached
         self.seconds, self.finish_reason = new.seconds, new.finish_reason
 
     @property

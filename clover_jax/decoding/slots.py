@@ -32,7 +32,7 @@ class _Row:
     """A request in its slot.
 
     state: of a batch of one while the prompt is read; None before that and after it.
-    num_read: prompt tokens that were read, or found in another slot.
+    num_read: prompt tokens that were read, or found in a slot. num_cached: those found.
     num_new: tokens that were handed out.
     """
 
@@ -40,6 +40,7 @@ class _Row:
     started: float
     state: DecodeState | None = None
     num_read: int = 0
+    num_cached: int = 0
     num_new: int = 0
     prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
     first_score: list[TokenScore] = dataclasses.field(default_factory=list)
@@ -175,7 +176,7 @@ class Slots:
             # The batch's caches serve as the row's where another slot has read the same.
             prompt = self._sharable(request)
             shared = [self._shared(other, prompt) for other in range(len(self._rows))]
-            row.num_read = max(shared)
+            row.num_read = row.num_cached = max(shared)
             nearest = shared.index(row.num_read)
             begun = None
             if row.num_read:
@@ -268,4 +269,5 @@ def _collect(row: _Row, slot: int, look: _Look, seconds: float) -> NewTokens:
         finish_reason=("eos" if finish == EOS else "length") if is_done else None,
         scores=scores,
         prompt_scores=row.prompt_scores if is_first else [],
+        num_cached=row.num_cached if is_first else 0,
     )

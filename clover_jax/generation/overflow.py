@@ -11,6 +11,14 @@ class Skipped(Exception):
     """A row is left out because the user asked for it; the message says why."""
 
 
+class ContextOverflow(UserError):
+    """A prompt of `num_tokens` tokens leaves no room in the context."""
+
+    def __init__(self, message: str, num_tokens: int):
+        super().__init__(message)
+        self.num_tokens = num_tokens
+
+
 def fit_context(
     ids: list[int], base: BaseConfig, settings: GenerationSettings, source: str
 ) -> list[int]:
@@ -19,15 +27,15 @@ def fit_context(
     Truncated on the left it leaves room for max_new_tokens, but keeps at least half of the context,
     and the first token stays where it is the base's beginning-of-sequence token.
 
-    Raises UserError or Skipped, as settings.context_overflow says.
+    Raises ContextOverflow or Skipped, as settings.context_overflow says.
     """
     context = base.max_position_embeddings
     if len(ids) < context:
         return ids
     too_long = f"{source}: the prompt has {len(ids)} tokens and the base's context is {context}"
     if settings.context_overflow == "error":
-        raise UserError(
-            f"{too_long}; shorten it, or give --context_overflow=truncate_left, or =skip"
+        raise ContextOverflow(
+            f"{too_long}; shorten it, or give --context_overflow=truncate_left, or =skip", len(ids)
         )
     if settings.context_overflow == "skip":
         raise Skipped(too_long)

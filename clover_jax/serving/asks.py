@@ -6,6 +6,7 @@ import dataclasses
 
 from clover_jax.data.prompts import Prompt
 from clover_jax.generation.settings import GenerationSettings
+from clover_jax.serving.errors import ApiError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Ask:
     is_watched: whether text is wanted as it comes.
     top_logprobs: alternatives to each token of the answer; None for no log-probabilities at all.
     prompt_logprobs: whether the prompt's tokens are scored too.
+    must_fit: whether the context must have room for all tokens of the settings; else for one.
     """
 
     prompt: Prompt
@@ -26,6 +28,24 @@ class Ask:
     is_watched: bool = False
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
+    must_fit: bool = False
+
+    def check_room(self, num_tokens: int, context: int) -> None:
+        """Raise ApiError where a prompt of `num_tokens` tokens leaves too little of the context."""
+        max_tokens = self.settings.max_new_tokens if self.must_fit else 1
+        if num_tokens + max_tokens <= context:
+            return
+        if num_tokens >= context:
+            words = f"and the context is {context}, answer included; give {context - 1} or fewer"
+        else:
+            words = (
+                f"and max_tokens ({max_tokens}) exceed the context of {context}; ask for "
+                f"{context - num_tokens} or fewer, or shorten the prompt"
+            )
+        source = self.prompt.source
+        raise ApiError(
+            f"{source}: {num_tokens} tokens {words}", param=source, code="context_length_exceeded"
+        )
 
 
 class Overloaded(Exception):

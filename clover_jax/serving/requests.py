@@ -21,6 +21,7 @@ from clover_jax.serving.shapes import (
 )
 
 _SEEDS = 2**32  # keys have so many bits; OpenAI's seeds have 64
+_COMPLETION_TOKENS = 16  # at most, where the client does not say
 
 R = TypeVar("R", bound=CommonRequest)
 
@@ -69,15 +70,15 @@ def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     Raises ApiError, or UserError for values that make no distribution.
     """
     request = _checked(CompletionRequest, body, served)
-    max_tokens = 16 if request.max_tokens is None else request.max_tokens
-    if max_tokens == 0 and not request.echo:
+    if request.max_tokens == 0 and not request.echo:
         raise ApiError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     return _call(
         request,
         _prompts(request.prompt, request.prediction),
         served,
         peer,
-        max_tokens=max_tokens,
+        max_tokens=request.max_tokens,
+        usual_tokens=_COMPLETION_TOKENS,
         top_logprobs=request.logprobs,
         echo=bool(request.echo),
     )
@@ -89,13 +90,14 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     messages = as_messages(request.messages)
-    limits = (request.max_completion_tokens, request.max_tokens, served.max_model_len)
+    newer, older = request.max_completion_tokens, request.max_tokens
     return _call(
         request,
         [Prompt(0, "messages", messages=messages, prediction=request.prediction)],
         served,
         peer,
-        max_tokens=next(limit for limit in limits if limit is not None),
+        max_tokens=older if newer is None else newer,
+        usual_tokens=served.max_model_len,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
 
@@ -132,7 +134,8 @@ def _call(
     served: Served,
     peer: str,
     *,
-    max_tokens: int,
+    max_tokens: int | None,
+    usual_tokens: int,
     top_logprobs: int | None,
     echo: bool = False,
 ) -> Call:
@@ -156,7 +159,7 @@ def _call(
         temperature=1.0 if request.temperature is None else float(request.temperature),
         top_p=1.0 if request.top_p is None else float(request.top_p),
         top_k=max(request.top_k or 0, 0),
-        max_new_tokens=min(max(max_tokens, 1), served.max_model_len),
+        max_new_tokens=usual_tokens if max_tokens is None else max(max_tokens, 1),
         stop=tuple(request.stop or ()),
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else request.seed % _SEEDS,
@@ -170,6 +173,7 @@ def _call(
             is_watched=streams,
             top_logprobs=top_logprobs,
             prompt_logprobs=echo and top_logprobs is not None,
+            must_fit=max_tokens is not None,
         )
         for prompt in prompts
         for choice in range(n)

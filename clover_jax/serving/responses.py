@@ -97,7 +97,9 @@ class Answers(abc.ABC):
 
     def usage(self, ended: Sequence[TurnProgress]) -> dict[str, Any]:
         """Return the tokens that were read and given; a prompt counts once for all its choices."""
-        prompt_tokens = sum(len(progress.turn.prompt_ids) for progress in ended[:: self.call.n])
+        prompts = ended[:: self.call.n]
+        prompt_tokens = sum(len(progress.turn.prompt_ids) for progress in prompts)
+        cached_tokens = sum(progress.generation.num_cached for progress in prompts)
         outputs = [] if self.call.no_output else ended
         completion_tokens = sum(len(progress.turn.output_ids) for progress in outputs)
         accepted, rejected = self._predicted(outputs)
@@ -105,7 +107,7 @@ class Answers(abc.ABC):
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
             "total_tokens": prompt_tokens + completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": 0},
+            "prompt_tokens_details": {"cached_tokens": cached_tokens},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": accepted,
                 "rejected_prediction_tokens": rejected,

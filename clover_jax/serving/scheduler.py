@@ -19,6 +19,7 @@ from contextlib import AbstractContextManager
 from clover_jax.decoding.requests import Generation, NewTokens, Request, RowUpdate
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.slots import Slots
+from clover_jax.generation.overflow import ContextOverflow
 from clover_jax.generation.row_state import RowState, TurnProgress
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
@@ -147,8 +148,15 @@ class Scheduler:
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
         row = RowState(prompt, ask.settings, self._models, ask.is_watched)
+        context = self._models.base.config.max_position_embeddings
+        try:
+            request = row.next_request()
+        except ContextOverflow as error:
+            ask.check_room(error.num_tokens, context)  # in words of the API
+            raise
+        ask.check_room(len(request.prompt_ids), context)
         request = dataclasses.replace(
-            row.next_request(),
+            request,
             turn=ask.choice,  # so that each choice draws by a key of its own
             wants_scores=ask.top_logprobs is not None,
             wants_prompt_scores=ask.prompt_logprobs,
