@@ -286,7 +286,8 @@ class FairQueue:
 
     def __init__(self):
         """Begin empty."""
-        self._jobs: collections.OrderedDict[str, list[_Job]] = collections.OrderedDict()
+        self._jobs: collections.OrderedDict[str, collections.deque[_Job]]
+        self._jobs = collections.OrderedDict()
         self._length = 0
 
     def __len__(self) -> int:
@@ -299,21 +300,22 @@ class FairQueue:
 
     def push(self, job: _Job) -> None:
         """Add a job after the others of its client."""
-        self._jobs.setdefault(job.ask.client, []).append(job)
+        self._jobs.setdefault(job.ask.client, collections.deque()).append(job)
         self._length += 1
 
     def pop(self) -> _Job:
         """Take the first job of the client whose turn it is."""
         client, jobs = self._jobs.popitem(last=False)
         self._length -= 1
-        if jobs[1:]:
-            self._jobs[client] = jobs[1:]  # after all other clients
-        return jobs[0]
+        job = jobs.popleft()
+        if jobs:
+            self._jobs[client] = jobs  # after all other clients
+        return job
 
     def discard(self, job: _Job) -> None:
         """Remove a job if it waits."""
-        jobs = self._jobs.get(job.ask.client, [])
-        if job in jobs:
+        jobs = self._jobs.get(job.ask.client)
+        if jobs and job in jobs:
             jobs.remove(job)
             self._length -= 1
             if not jobs:

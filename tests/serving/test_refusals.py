@@ -45,7 +45,8 @@ def test_bodies_that_are_none_are_refused(client, content, status, said):
 def test_what_does_not_fit_is_refused_with_both_numbers(client):
     def said(path, body, param):
         response = client.post(path, json=body)
-        assert "--" not in (message := refused(response, 400, param))  # flags of another command
+        message = refused(response, 400, param)
+        assert "--" not in message  # flags of another command
         assert response.json()["error"]["code"] == "context_length_exceeded"
         return message
 
