@@ -12,6 +12,7 @@ import dataclasses
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
+import jax
 import numpy as np
 
 from clover_jax.decoding.chunk import read_records
@@ -131,12 +132,21 @@ class Slots:
         elif self._state is not None:
             self._state = self._engine.clear(self._state, slot)
 
-    def read_prompts(self, most_chunks: int | None = None) -> None:
-        """Read prompts that wait, in the order in which they came; all of them, or some chunks."""
-        num_chunks = 0
-        while self._reading and (most_chunks is None or num_chunks < most_chunks):
-            self._read_chunk(self._reading[0])
-            num_chunks += 1
+    def read_prompts(self, seconds: float | None = None) -> None:
+        """Read prompts that wait, in the order in which they came.
+
+        seconds: begin no further chunk after so long; None reads all of them.
+        """
+        started = time.perf_counter()
+        while self._reading:
+            slot = self._reading[0]
+            self._read_chunk(slot)
+            if seconds is not None:
+                # A chunk is only begun when the call returns; the clock must see it done.
+                row = self._rows[slot]
+                jax.block_until_ready(self._state if row is None else row.state or self._state)
+                if time.perf_counter() - started >= seconds:
+                    return
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
         """Run a chunk of steps for the rows that are read, and return what it gave them.

@@ -206,8 +206,9 @@ class Scheduler:
             return not self._is_closing
 
     def _advance(self) -> None:
-        """Read a chunk of a prompt and run a chunk of steps, and hand out what they gave."""
-        self._slots.read_prompts(1)
+        """Read prompts for as long as a step lasts, run a chunk of steps, hand out what it gave."""
+        # Who decodes waits twice as long for a step, and who joins does not wait for many steps.
+        self._slots.read_prompts(max(CHUNK_SECONDS, self._step_seconds))
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
         num_steps = 1 if self._slots.is_reading else max(1, min(num_steps, MOST_STEPS))
         started = time.perf_counter()
