@@ -170,13 +170,19 @@ class BaseConfig(JsonConfig):
 
 @dataclasses.dataclass(frozen=True)
 class LossSpec(JsonConfig):
-    """The distillation loss: sum_i decay^i of the weighted terms; `training/losses.py` has them.
+    """The distillation loss: sum_i w_i of the weighted terms; `training/losses.py` has them.
 
     regression: weight of SmoothL1(u^i, g) averaged over D.
     soft_ce: weight of the cross-entropy to the base's distribution.
     hard_ce: weight of the cross-entropy to the true token.
     total_variation: weight of the distance to the base's distribution, which is how often a token
         drawn from the head's is refused.
+    neg_log_acceptance: weight of the negative logarithm of how often it is accepted.
+    lk: weight of the LK hybrid of divergence and total variation.
+    lk_eta: how fast the hybrid leaves the divergence as acceptance grows.
+    decay: position i weighs decay^i.
+    dpace: above 0, positions weigh what they are worth for the accepted length (D-PACE) instead of
+        decay^i, where a token of probability 0 counts as one of this probability.
     divisor: what each sum over pairs is divided by: the number of "pairs" that count, or of all
         "positions" of the batch.
     divisor_offset: added to the divisor.
@@ -187,7 +193,11 @@ class LossSpec(JsonConfig):
     soft_ce: float = 0.0
     hard_ce: float = 0.0
     total_variation: float = 0.0
+    neg_log_acceptance: float = 0.0
+    lk: float = 0.0
+    lk_eta: float = 3.0
     decay: float = 1.0
+    dpace: float = 0.0
     divisor: str = "pairs"
     divisor_offset: float = 1.0
     label_mask: bool = False
@@ -196,6 +206,10 @@ class LossSpec(JsonConfig):
         # EAGLE-3 divides by all positions, the other methods by what counts.
         if self.divisor not in ("pairs", "positions"):
             raise ValueError(f"loss divisor {self.divisor!r} must be pairs or positions")
+        if not 0 <= self.dpace <= 1:
+            raise ValueError(f"loss dpace ({self.dpace}) must lie in 0 .. 1; 0 weighs by decay")
+        if not self.lk_eta >= 0:
+            raise ValueError(f"loss lk_eta ({self.lk_eta}) must be at least 0")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import typing
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clover_jax.config import RopeConfig
+from clover_jax.config import LossSpec, RopeConfig
 from clover_jax.data.samples import Samples
 from clover_jax.data.token_counts import count_tokens, most_frequent
 from clover_jax.drafters import registry
@@ -19,6 +20,16 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _BOOLS = {"true": True, "false": False}
+
+# Parts of the loss that have flags of their own.
+_FLAGS_OF_LOSS = {
+    "regression_weight": "regression",
+    "soft_ce_weight": "soft_ce",
+    "hard_ce_weight": "hard_ce",
+    "total_variation_weight": "total_variation",
+    "position_decay": "decay",
+    "label_mask": "label_mask",
+}
 
 
 def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
@@ -44,12 +55,34 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
     # A wrong value is found by the config, which knows no flags: say which one it belongs to.
     try:
         config = registry.config_for_base(settings.drafter, base.config, **options)
-        config = dataclasses.replace(config, loss=settings.loss(config.loss))
     except UserError as error:
         raise UserError(f"--drafter={settings.drafter}: {error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
-    return registry.head(config)
+    return registry.head(dataclasses.replace(config, loss=make_loss(settings, config.loss)))
+
+
+def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
+    """Return the method's loss with what was given, by --loss or by a flag of its own.
+
+    Raises UserError for a part that there is not, a bad value, or one that is given twice.
+    """
+    options = _parse_options(
+        "loss", settings.loss or "", typing.get_type_hints(LossSpec), "the loss has no part"
+    )
+    for flag, name in _FLAGS_OF_LOSS.items():
+        value = getattr(settings, flag)
+        # --label_mask can be switched on and not off: a method that has it by default keeps it.
+        if value is None or value is False:
+            continue
+        if name in options:
+            raise UserError(f"give --{flag} or {name} in --loss, not both")
+        options[name] = value
+
+    try:
+        return dataclasses.replace(default, **options)
+    except ValueError as error:
+        raise UserError(f"--loss={settings.loss}: {error}") from error
 
 
 def parse_drafter_options(text: str, kind: str) -> dict[str, Any]:
@@ -60,6 +93,14 @@ def parse_drafter_options(text: str, kind: str) -> dict[str, Any]:
     Raises UserError that lists the kind's options where one is unknown or has a bad value.
     """
     known = registry.plain_options(kind)
+    return _parse_options("drafter_options", text, known, f"a {kind} head has no option")
+
+
+def _parse_options(flag: str, text: str, known: dict[str, type], unknown: str) -> dict[str, Any]:
+    """Return what "name=value,..." says, each of its type; `unknown` begins what is said of others.
+
+    Raises UserError as `parse_drafter_options` does.
+    """
     options: dict[str, Any] = {}
     for item in filter(None, map(str.strip, text.split(","))):
         name, equals, value = item.partition("=")
@@ -67,7 +108,7 @@ def parse_drafter_options(text: str, kind: str) -> dict[str, Any]:
         if not equals:
             problem = f"{item!r} is not written name=value"
         elif name not in known:
-            problem = f"a {kind} head has no option {name!r}"
+            problem = f"{unknown} {name!r}"
         elif name in options:
             problem = f"{name} is given twice"
         else:
@@ -80,7 +121,7 @@ def parse_drafter_options(text: str, kind: str) -> dict[str, Any]:
 
         if problem is not None:
             listed = ", ".join(f"{name}={hint.__name__.upper()}" for name, hint in known.items())
-            raise UserError(f"--drafter_options={text}: {problem}; the options are {listed}")
+            raise UserError(f"--{flag}={text}: {problem}; the options are {listed}")
     return options
 
 

@@ -27,6 +27,13 @@ class Terms(NamedTuple):
     soft_ce: Array
     hard_ce: Array
     total_variation: Array
+    neg_log_acceptance: Array
+    lk: Array
+
+    @classmethod
+    def alike(cls, value: Array) -> Terms:
+        """Return the same for each of them."""
+        return cls(*[value] * len(cls._fields))
 
 
 class Operands(struct.PyTreeNode):
@@ -37,7 +44,8 @@ class Operands(struct.PyTreeNode):
     next_tokens: [r, n] the token that follows each target, in the head's vocabulary; -1 outside.
     mask:        [P, r, n] pairs that count, by target index.
     has_next:    [r, n] whether that token belongs to the target's document.
-    scale:       each term's decay^i / divisor.
+    worth:       [P, r, n] w_i of each pair, by target index.
+    divisors:    of each term.
     """
 
     params: Params
@@ -46,7 +54,8 @@ class Operands(struct.PyTreeNode):
     next_tokens: Int[Array, "r n"]
     mask: Bool[Array, "P r n"]
     has_next: Bool[Array, "r n"]
-    scale: Terms
+    worth: Float[Array, "P r n"]
+    divisors: Terms
     targets: CompactTargets
 
 
@@ -56,29 +65,40 @@ class Chunk(struct.PyTreeNode):
     hidden:      [P, r, c, D] the states whose pairs have these targets.
     states:      [r, c, D] the base's g.
     teacher:     [r, c, Vd] softmax(lm_head g), of the tokens that the head can propose.
+    entropy:     [r, c] of the teacher.
     reachable:   [r, c] whether the base's most probable token is one of them.
     next_tokens: [r, c] in the head's vocabulary; -1 outside.
     mask:        [P, r, c]
+    worth:       [P, r, c]
     has_next:    [r, c]
     """
 
     hidden: Float[Array, "P r c D"]
     states: Float[Array, "r c D"]
     teacher: Float[Array, "r c Vd"]
+    entropy: Float[Array, "r c"]
     reachable: Bool[Array, "r c"]
     next_tokens: Int[Array, "r c"]
     mask: Bool[Array, "P r c"]
+    worth: Float[Array, "P r c"]
     has_next: Bool[Array, "r c"]
 
 
 # Where r is in each field of a chunk, for `jax.vmap` over its groups.
-_AXES: dict[str, Any] = dict.fromkeys(Chunk.__annotations__, 0) | {"hidden": 1, "mask": 1}
+_AXES: dict[str, Any] = dict.fromkeys(Chunk.__annotations__, 0) | dict.fromkeys(
+    ("hidden", "mask", "worth"), 1
+)
 GROUP_AXES = Chunk(**_AXES)
 
 
 def num_chunks(operands: Operands, size: int) -> Int[Array, ""]:
     """Return the chunks of `size` targets a group that hold all used ones."""
     return (operands.targets.count.max() + size - 1) // size
+
+
+def slots_of_chunks(operands: Operands, size: int) -> int:
+    """Return the slots that a group's chunks of `size` have together, if all targets are used."""
+    return -(-operands.states.shape[1] // size) * size
 
 
 def take_chunk(
@@ -102,13 +122,16 @@ def take_chunk(
     if config.draft_to_target is not None:
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
 
+    teacher = jax.nn.softmax(project(output_matrix(config, frozen), states))
     return Chunk(
         hidden=jnp.stack(sources),
         states=states,
-        teacher=jax.nn.softmax(project(output_matrix(config, frozen), states)),
+        teacher=teacher,
+        entropy=jax.scipy.special.entr(teacher).sum(axis=-1),
         reachable=reachable,
         next_tokens=jnp.take_along_axis(operands.next_tokens, index, axis=1),
         mask=jnp.take_along_axis(operands.mask, index[None], axis=2) & used,
+        worth=jnp.take_along_axis(operands.worth, index[None], axis=2),
         has_next=jnp.take_along_axis(operands.has_next, index, axis=1),
     )
 

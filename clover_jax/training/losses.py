@@ -3,23 +3,35 @@
 Over the pairs (t, i) that count (`pairs.py`), with u = hidden[i, t], g the base's final state at
 the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
 
+    A_i = sum_v min(p(v), q(v))               how often a token drawn from q is accepted
     R_i = SmoothL1(u, g) averaged over D      regression
-    S_i = - sum_v p(v) log q(v)               soft cross-entropy
-    H_i = - log q(x_{t+2+i})                  hard cross-entropy
-    V_i = 1/2 sum_v |p(v) - q(v)|             total variation
-    loss = sum_i decay^i (regression R_i + soft_ce S_i + hard_ce H_i + total_variation V_i)
+    S_i = - sum_v p(v) log q(v)               soft_ce, soft cross-entropy
+    H_i = - log q(x_{t+2+i})                  hard_ce, hard cross-entropy
+    V_i = 1 - A_i                             total_variation
+    N_i = - log A_i                           neg_log_acceptance
+    L_i = c KL(p || q) + (1 - c) V_i          lk, with c = exp(-lk_eta A_i), no gradient through c
+    loss = sum_i w_i (regression R_i + soft_ce S_i + hard_ce H_i + total_variation V_i
+                      + neg_log_acceptance N_i + lk L_i)
 
 each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
 1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3.
 H counts the pairs whose target has a next token in its own document; a document's last has none.
 
 V is how often lossless verification refuses a token that was drawn from q. Where p and q hardly
-overlap its gradient vanishes; S beside it leads there, and weighs less as they come together.
+overlap its gradient vanishes; S beside it leads there, and weighs less as they come together. N has
+the same optimum and a gradient 1 / A times as large. L (LK, arXiv 2602.23881) goes from KL to V,
+pair by pair, as A grows.
+
+w_i is decay^i, or with `dpace` what the position is worth for the accepted length (D-PACE):
+w_i = sum_{m >= i} prod_{j <= m} ((1 - a) q_j + a) over the pairs (t, j) that count, q_j the head's
+probability of x_{t+2+j}, a = `dpace`, no gradient through w. It depends on all positions of a t,
+so that every logit is computed once before the loss, and once more in it.
 
 A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
-most probable token of the base lies outside has S_i = V_i = 0 but stays in the divisor, as in
-EAGLE-3: whatever the head proposes there will be refused. H_i is 0 where the true token lies
-outside. R_i counts everywhere, and accuracy is that of the whole vocabulary: outside is a miss.
+most probable token of the base lies outside has S_i = V_i = N_i = L_i = 0 but stays in the divisor,
+as in EAGLE-3: whatever the head proposes there will be refused. H_i and q_i are 0 where the true
+token lies outside. R_i counts everywhere, and accuracy is that of the whole vocabulary: outside is
+a miss.
 
 P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
@@ -50,6 +62,7 @@ from clover_jax.training.loss_chunks import (
     Operands,
     Terms,
     num_chunks,
+    slots_of_chunks,
     take_chunk,
     to_sources,
 )
@@ -60,15 +73,17 @@ from clover_jax.training.pairs import (
     labelled_targets,
     likely_next,
     pair_mask,
+    shift_right,
 )
 
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
+TINY = jnp.finfo(jnp.float32).tiny
 
 
 class LossMetrics(struct.PyTreeNode):
     """Per draft position, [P] each.
 
-    regression, soft_ce, hard_ce, total_variation: the terms R_i, S_i, H_i, V_i, unweighted.
+    regression .. lk: the terms R_i, S_i, H_i, V_i, N_i, L_i, unweighted.
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
 
@@ -79,6 +94,8 @@ class LossMetrics(struct.PyTreeNode):
     soft_ce: Float[Array, " P"]
     hard_ce: Float[Array, " P"]
     total_variation: Float[Array, " P"]
+    neg_log_acceptance: Float[Array, " P"]
+    lk: Float[Array, " P"]
     accuracy: Float[Array, " P"]
     pairs: Int[Array, " P"]
 
@@ -89,8 +106,12 @@ class _Static(NamedTuple):
 
 
 class _Sums(NamedTuple):
-    """Sums over counted pairs, [P, r] each (or [r] for one position, [P] of all groups)."""
+    """Sums over counted pairs, [P, r] each (or [r] for one position, [P] of all groups).
 
+    loss: of the weighted terms; terms: unweighted.
+    """
+
+    loss: Array
     terms: Terms
     hits: Array
 
@@ -139,7 +160,6 @@ def distillation_loss(
     own = count_pairs(mask, has_next)
     whole = own if counts is None else counts
     divisors = _divisors(head.config.loss, whole)
-    decay = head.config.loss.decay ** jnp.arange(num_positions)
 
     # What has a gradient of its own stays outside of the operands, which have none.
     owned, others = split_output_params(head, params)
@@ -151,7 +171,8 @@ def distillation_loss(
         next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1)).reshape(groups, -1),
         mask=mask.reshape(num_positions, groups, -1),
         has_next=has_next.reshape(groups, -1),
-        scale=jax.tree.map(lambda divisor: decay / divisor, divisors),
+        worth=_decay(head.config.loss, mask).reshape(num_positions, groups, -1),
+        divisors=divisors,
         targets=compact_targets(mask, groups),
     )
     static = _Static(head, min(chunk, rows * size // groups))
@@ -189,9 +210,9 @@ def counted_pairs(
 def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
     # EAGLE-3 divides all terms alike; else each divides by the pairs that it counts.
     if spec.divisor == "positions":
-        counted = Terms(*[jnp.broadcast_to(counts.positions, counts.pairs.shape)] * 4)
+        counted = Terms.alike(jnp.broadcast_to(counts.positions, counts.pairs.shape))
     else:
-        counted = Terms(counts.pairs, counts.pairs, counts.labelled, counts.pairs)
+        counted = Terms.alike(counts.pairs)._replace(hard_ce=counts.labelled)
     return jax.tree.map(lambda count: count + spec.divisor_offset, counted)
 
 
@@ -201,6 +222,12 @@ def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params
     names = getattr(head.module, "output_params", ())
     owned = {name: params[name] for name in names}
     return owned, {name: leaf for name, leaf in params.items() if name not in names}
+
+
+def _decay(spec: LossSpec, mask: Bool[Array, "P B S"]) -> Float[Array, "P B S"]:
+    """Return decay^i for every pair of position i."""
+    by_position = spec.decay ** jnp.arange(mask.shape[0])
+    return jnp.broadcast_to(by_position[:, None, None], mask.shape)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -218,8 +245,9 @@ def _value_and_gradient(
     """Return value and gradient of `_chunked_loss`, both taken within each chunk."""
     head, size = static
     num_positions, width = hidden.shape[0], hidden.shape[-1]
-    groups, num_targets, _ = operands.states.shape
-    num_slots = -(-num_targets // size) * size
+    groups = operands.states.shape[0]
+    if head.config.loss.dpace:
+        operands = operands.replace(worth=_dpace(static, owned, hidden, operands))
 
     def body(number: Array, carry: _Carry) -> _Carry:
         chunk = take_chunk(head.config, hidden, operands, size, number)
@@ -245,8 +273,9 @@ def _value_and_gradient(
         )
 
     zeros = jnp.zeros((num_positions, groups))
+    num_slots = slots_of_chunks(operands, size)
     start = _Carry(
-        sums=_Sums(Terms(zeros, zeros, zeros, zeros), zeros),
+        sums=_Sums(zeros, Terms.alike(zeros), zeros),
         d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
         # In float32: a sum over many chunks in bfloat16 loses what single chunks bring.
         d_owned=jax.tree.map(lambda w: jnp.zeros((groups, *w.shape), jnp.float32), owned),
@@ -255,9 +284,49 @@ def _value_and_gradient(
 
     # Only now do groups, and so devices, meet.
     sums = jax.tree.map(lambda of_each: of_each.sum(axis=-1), end.sums)
-    loss = _weigh(head, operands.scale, sums.terms)
     d_owned = jax.tree.map(lambda d, w: d.sum(axis=0).astype(w.dtype), end.d_owned, owned)
-    return (loss, sums), (d_owned, to_sources(end.d_hidden, operands, hidden.shape))
+    return (sums.loss.sum(), sums), (d_owned, to_sources(end.d_hidden, operands, hidden.shape))
+
+
+def _dpace(
+    static: _Static, owned: Params, hidden: Array, operands: Operands
+) -> Float[Array, "P r n"]:
+    """Return D-PACE's w_i of every pair, by target index."""
+    head, size = static
+    num_positions, rows, length, _ = hidden.shape
+    groups, least = operands.states.shape[0], head.config.loss.dpace
+
+    def body(number: Array, by_slot: Array) -> Array:
+        chunk = take_chunk(head.config, hidden, operands, size, number)
+        by_position = []
+        for i in range(num_positions):
+            probability = functools.partial(_label_probability, head, i, operands)
+            by_group = jax.vmap(probability, in_axes=(None, 0, GROUP_AXES))
+            by_position.append(by_group(owned, chunk.hidden[i], chunk))
+        return jax.lax.dynamic_update_slice_in_dim(
+            by_slot, jnp.stack(by_position), number * size, axis=2
+        )
+
+    zeros = jnp.zeros((num_positions, groups, slots_of_chunks(operands, size)))
+    labels = jax.lax.fori_loop(0, num_chunks(operands, size), body, zeros)
+
+    # By source all positions of a t lie in one column; 0 is left where a pair does not count.
+    factors = ((1 - least) * labels + least)[..., None]
+    factor = to_sources(factors, operands, (num_positions, rows, length, 1))[..., 0]
+    counts = factor > 0
+    reached = jnp.where(counts, jnp.cumprod(jnp.where(counts, factor, 1), axis=0), 0)
+    worth = jax.lax.cumsum(reached, axis=0, reverse=True)
+    by_target = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(worth)])
+    return by_target.reshape(num_positions, groups, -1)
+
+
+def _label_probability(
+    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+) -> Float[Array, " c"]:
+    """Return q_i of a group's chunk; 0 where the text has no next token, or the head not its id."""
+    # The compiler drops all other terms.
+    terms, _ = _pair_terms(head, position, operands, owned, u, chunk)
+    return jnp.where(_is_told(chunk), jnp.exp(-terms.hard_ce), 0.0)
 
 
 def _scale_gradient(
@@ -276,45 +345,63 @@ def _position_loss(
     head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> tuple[Array, _Sums]:
     """Return one position's weighted loss over a group's chunk, and the sums of its terms."""
+    terms, hits = _pair_terms(head, position, operands, owned, u, chunk)
+    weights = [getattr(head.config.loss, name) for name in Terms._fields]
+
+    # Divided here and not at the end: gradients of all positions add up in the chunk's loop.
+    parts = [
+        weight / divisor[position] * (chunk.worth[position] * term).sum()
+        for weight, divisor, term in zip(weights, operands.divisors, terms, strict=True)
+        if weight  # a term of weight 0 costs no gradient
+    ]
+    loss = sum(parts, jnp.zeros(()))
+    sums = _Sums(loss, jax.tree.map(jnp.sum, terms), hits.astype(loss.dtype).sum())
+    return loss, jax.lax.stop_gradient(sums)
+
+
+def _pair_terms(
+    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+) -> tuple[Terms, Bool[Array, " c"]]:
+    """Return the terms of a group's chunk, [c] each, and the hits; 0 where one does not count."""
     logits = head.module.apply(
         {"params": {**operands.params, **owned}}, operands.frozen, u, position, method="logits"
     )
     top = logits.max(axis=-1)
     log_total = jax.nn.logsumexp(logits, axis=-1)
-
-    # Which of the chunk's targets each term counts; the module's docstring says why.
-    mask = chunk.mask[position]
-    is_told = mask & chunk.has_next & (chunk.next_tokens >= 0)
-    in_reach = mask & chunk.reachable
+    cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
     # Masks over the vocabulary instead of gathers, whose gradient would be a scatter (slow).
     is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
-    distance = jnp.abs(chunk.teacher - jnp.exp(logits - log_total[..., None])).sum(axis=-1)
+    # As a sum of its own: 1 - V of a distance would be rounded to 0 where they hardly overlap.
+    acceptance = jnp.minimum(chunk.teacher, jnp.exp(logits - log_total[..., None])).sum(axis=-1)
+    from_divergence = jax.lax.stop_gradient(jnp.exp(-head.config.loss.lk_eta * acceptance))
+    refusal = 1 - acceptance
+
+    # Which of the chunk's targets each term counts; the module's docstring says why.
+    mask = chunk.mask[position]
+    is_told = mask & _is_told(chunk)
+    in_reach = mask & chunk.reachable
     terms = Terms(
-        regression=_masked_sum(mask, _regression(u, chunk.states)),
-        soft_ce=_masked_sum(in_reach, log_total - (chunk.teacher * logits).sum(axis=-1)),
-        hard_ce=_masked_sum(is_told, log_total - jnp.where(is_next, logits, 0).sum(axis=-1)),
-        total_variation=_masked_sum(in_reach, 0.5 * distance),
+        regression=jnp.where(mask, _regression(u, chunk.states), 0.0),
+        soft_ce=jnp.where(in_reach, cross_entropy, 0.0),
+        hard_ce=jnp.where(is_told, log_total - jnp.where(is_next, logits, 0).sum(axis=-1), 0.0),
+        total_variation=jnp.where(in_reach, refusal, 0.0),
+        # Below the smallest number there is no gradient, rather than one that is not finite.
+        neg_log_acceptance=jnp.where(in_reach, -jnp.log(jnp.maximum(acceptance, TINY)), 0.0),
+        lk=jnp.where(
+            in_reach,
+            from_divergence * (cross_entropy - chunk.entropy) + (1 - from_divergence) * refusal,
+            0.0,
+        ),
     )
     hits = jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top
-    sums = _Sums(terms, _masked_sum(in_reach, hits))
-
-    # Scaled here and not at the end: gradients of all positions add up in the chunk's loop.
-    scale = jax.tree.map(lambda of_all: of_all[position], operands.scale)
-    return _weigh(head, scale, terms), jax.lax.stop_gradient(sums)
+    return terms, in_reach & hits
 
 
-def _masked_sum(mask: Array, values: Array) -> Array:
-    return jnp.where(mask, values, 0.0).sum()
-
-
-def _weigh(head: DraftHead, scale: Terms, sums: Terms) -> Array:
-    """Return the loss of these sums; a term of weight 0 costs no gradient."""
-    spec = head.config.loss
-    weights = (spec.regression, spec.soft_ce, spec.hard_ce, spec.total_variation)
-    parts = zip(weights, scale, sums, strict=True)
-    return sum(((w * s * term).sum() for w, s, term in parts if w), jnp.zeros(()))
+def _is_told(chunk: Chunk) -> Bool[Array, " c"]:
+    """Return which targets have a next token that the head can propose."""
+    return chunk.has_next & (chunk.next_tokens >= 0)
 
 
 def _regression(u: Float[Array, "*b D+"], states: Float[Array, "*b D"]) -> Float[Array, "*b"]:

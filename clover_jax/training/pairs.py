@@ -46,15 +46,15 @@ def pair_mask(
     [[F, T, T, F]] for i = 0 and [[F, F, T, F]] for i = 1.
     """
     size = segment_ids.shape[1]
-    counted = _shift_right(loss_mask, 1)
+    counted = shift_right(loss_mask, 1)
 
     masks = []
     reached: Array | bool = True
     for i in range(num_positions):
-        source = _shift_right(segment_ids, i + 1)[:, :size]
+        source = shift_right(segment_ids, i + 1)[:, :size]
         if likely is not None:
             # Position i asks for one more than position i - 1, further back.
-            reached = reached & _shift_right(likely, i + 1)
+            reached = reached & shift_right(likely, i + 1)
         masks.append(counted & (source == segment_ids) & (segment_ids > 0) & reached)
     return jnp.stack(masks)
 
@@ -68,8 +68,8 @@ def labelled_targets(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
     return (following == segment_ids) & (segment_ids > 0)
 
 
-def _shift_right(x: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
-    """Slot s holds x[s - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
+def shift_right(x: Array, by: int) -> Array:
+    """Slot s of [B, S] gets x[s - by], 0 before the start: [[5, 6, 7]] by 1 is [[0, 5, 6]]."""
     size = x.shape[1]
     return jnp.pad(x, ((0, 0), (by, 0)))[:, :size]
 

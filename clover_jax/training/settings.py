@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import Any
 
-from clover_jax.config import LossSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import (
     ChatSettings,
@@ -80,6 +78,11 @@ class TrainSettings(ChatSettings, CommonSettings):
         "tokens that the head can propose, the most frequent of the data [the base's vocabulary]",
         least=1,
     )
+    loss: str | None = _loss(
+        None,
+        "parts of the loss as name=value,..., such as lk=1,soft_ce=0 or dpace=0.5; an unknown name "
+        "lists them [each is the method's]",
+    )
     regression_weight: float | None = _loss(None, "weight of the regression loss [the method's]")
     soft_ce_weight: float | None = _loss(
         None, "weight of the cross-entropy to the base [the method's]"
@@ -115,19 +118,6 @@ class TrainSettings(ChatSettings, CommonSettings):
 
     def __post_init__(self):
         check_settings(self)
-
-    def loss(self, default: LossSpec) -> LossSpec:
-        """Return the method's loss with the weights that were given."""
-        # label_mask can be switched on and not off: a method that has it by default keeps it.
-        given: dict[str, Any] = {
-            "regression": self.regression_weight,
-            "soft_ce": self.soft_ce_weight,
-            "hard_ce": self.hard_ce_weight,
-            "total_variation": self.total_variation_weight,
-            "decay": self.position_decay,
-            "label_mask": self.label_mask or None,
-        }
-        return dataclasses.replace(default, **{k: v for k, v in given.items() if v is not None})
 
 
 def recorded_settings(workdir: Path) -> TrainSettings | None:

@@ -25,54 +25,92 @@ def plain_loss(
     """Return the loss and its terms per position, pair by pair as in methods: (t, t + 1 + i)."""
     spec = head.config.loss
     num_positions, _, size, _ = hidden.shape
-    names = ("regression", "soft_ce", "hard_ce", "total_variation", "accuracy", "pairs")
-    terms: dict[str, list] = {name: [] for name in names}
+    pairs = [
+        _plain_pairs(i, head, params, frozen, hidden, target_states, batch)
+        for i in range(num_positions)
+    ]
+    worth = _plain_worth(spec, pairs, size)
+
+    terms: dict[str, list] = {name: [] for name in [*pairs[0]["terms"], "accuracy", "pairs"]}
     total = jnp.zeros(())
-    for i in range(num_positions):
-        # The pairs (t, t + 1 + i), in the order of t.
-        source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
-        segment = batch.segment_ids
-        together = (segment[:, source] == segment[:, target]) & (segment[:, source] > 0)
-        valid = batch.loss_mask[:, i : size - 1] & together
-        if spec.label_mask:
-            likely = plain_likely(frozen.lm_head, target_states, batch.tokens)
-            for j in range(i + 1):
-                valid &= likely[:, j : size - 1 - i + j]
-        mask = valid.astype(jnp.float32)
-
-        # Both distributions, the base's restricted to what the head can propose.
-        u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
-        logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
-        log_q = jax.nn.log_softmax(logits)
-        full = jnp.einsum("btd,vd->btv", g, frozen.lm_head)
-        table = jnp.asarray(head.config.draft_to_target or range(head.config.vocab_size))
-        p = jax.nn.softmax(full[..., table])
-
-        # R, S, H and V of each pair.
-        reachable = (full.argmax(axis=-1)[..., None] == table).any(axis=-1)
-        is_next = jnp.roll(batch.tokens, -1, axis=1)[:, target, None] == table
-        distance = jnp.abs(u - g)
-        smooth = jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5)
-        per_pair = {
-            "regression": smooth.mean(axis=-1),
-            "soft_ce": -(p * log_q).sum(axis=-1) * reachable,
-            "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
-            "total_variation": 0.5 * jnp.abs(p - jnp.exp(log_q)).sum(axis=-1) * reachable,
-        }
-
-        # H counts only where the token to be told is of the target's document.
-        after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]
-        labelled = mask * (after == segment[:, target])
-        for name, values in per_pair.items():
-            weights = labelled if name == "hard_ce" else mask
+    for i, pair in enumerate(pairs):
+        mask = pair["mask"].astype(jnp.float32)
+        for name, values in pair["terms"].items():
+            # H counts only where the token to be told is of the target's document.
+            weights = mask * pair["labelled"] if name == "hard_ce" else mask
             counted = weights.sum() if spec.divisor == "pairs" else batch.tokens.size
-            terms[name].append((values * weights).sum() / (counted + spec.divisor_offset))
-            total += spec.decay**i * getattr(spec, name) * terms[name][-1]
+            divisor = counted + spec.divisor_offset
+            terms[name].append((values * weights).sum() / divisor)
+            total += getattr(spec, name) * (worth[i] * values * weights).sum() / divisor
 
-        hits = (table[logits.argmax(axis=-1)] == full.argmax(axis=-1)) * mask
-        terms["accuracy"].append(hits.sum() / jnp.maximum(mask.sum(), 1))
+        terms["accuracy"].append((pair["hits"] * mask).sum() / jnp.maximum(mask.sum(), 1))
         terms["pairs"].append(mask.sum())
     return total, {name: jnp.stack(values) for name, values in terms.items()}
+
+
+def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
+    """Return everything of the pairs (t, t + 1 + i), in the order of t."""
+    spec, size = head.config.loss, hidden.shape[2]
+    source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
+    segment = batch.segment_ids
+    together = (segment[:, source] == segment[:, target]) & (segment[:, source] > 0)
+    mask = batch.loss_mask[:, i : size - 1] & together
+    if spec.label_mask:
+        likely = plain_likely(frozen.lm_head, target_states, batch.tokens)
+        for j in range(i + 1):
+            mask &= likely[:, j : size - 1 - i + j]
+
+    # Both distributions, the base's restricted to what the head can propose.
+    u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
+    logits = head.module.apply({"params": params}, frozen, u, i, method="logits")
+    log_q = jax.nn.log_softmax(logits)
+    full = jnp.einsum("btd,vd->btv", g, frozen.lm_head)
+    table = jnp.asarray(head.config.draft_to_target or range(head.config.vocab_size))
+    log_p = jax.nn.log_softmax(full[..., table])
+    p, q = jnp.exp(log_p), jnp.exp(log_q)
+
+    # The token to be told is of the target's document, or there is none.
+    after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]
+    labelled = after == segment[:, target]
+    is_next = jnp.roll(batch.tokens, -1, axis=1)[:, target, None] == table
+
+    # R, S, H, V, N and L of each pair.
+    reachable = (full.argmax(axis=-1)[..., None] == table).any(axis=-1)
+    distance = jnp.abs(u - g)
+    smooth = jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5)
+    refusal = 0.5 * jnp.abs(p - q).sum(axis=-1)
+    share = jax.lax.stop_gradient(jnp.exp(-spec.lk_eta * (1 - refusal)))
+    divergence = (p * (log_p - log_q)).sum(axis=-1)
+    terms = {
+        "regression": smooth.mean(axis=-1),
+        "soft_ce": -(p * log_q).sum(axis=-1) * reachable,
+        "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
+        "total_variation": refusal * reachable,
+        "neg_log_acceptance": -jnp.log(jnp.minimum(p, q).sum(axis=-1)) * reachable,
+        "lk": (share * divergence + (1 - share) * refusal) * reachable,
+    }
+    return {
+        "mask": mask,
+        "labelled": labelled,
+        "label": jnp.where(is_next, q, 0).sum(axis=-1) * labelled,
+        "terms": terms,
+        "hits": table[logits.argmax(axis=-1)] == full.argmax(axis=-1),
+    }
+
+
+def _plain_worth(spec, pairs, size):
+    """Return w of every pair by position, in the order of t: decay^i, or D-PACE's."""
+    if not spec.dpace:
+        return [spec.decay**i for i in range(len(pairs))]
+
+    # All positions of a t in one column; what does not count is no part of the product.
+    pad = lambda x: jnp.pad(x, ((0, 0), (0, size - x.shape[1])))  # noqa: E731
+    reached, chances = 1.0, []
+    for pair in pairs:
+        label = jax.lax.stop_gradient((1 - spec.dpace) * pair["label"] + spec.dpace)
+        reached = reached * jnp.where(pad(pair["mask"]), pad(label), 1)
+        chances.append(reached * pad(pair["mask"]))
+    return [sum(chances[i:])[:, : pair["mask"].shape[1]] for i, pair in enumerate(pairs)]
 
 
 def plain_likely(

@@ -36,9 +36,9 @@ def gradients(loss, steps):
     [
         (ALL_TERMS, 2),
         (dataclasses.replace(ALL_TERMS, divisor="positions"), 6),
-        (dataclasses.replace(ALL_TERMS, label_mask=True), 3),
+        (dataclasses.replace(ALL_TERMS, lk=1.5, dpace=0.5, label_mask=True), 3),
     ],
-    ids=["pairs", "positions", "label_mask"],
+    ids=["pairs", "positions", "label_mask and D-PACE"],
 )
 def test_parts_sum_up_to_the_whole_batch(loss, steps):
     whole, summed = gradients(loss, steps)

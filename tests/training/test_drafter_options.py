@@ -62,6 +62,17 @@ def test_flags_and_options_make_the_head(base):
     assert (config.loss.soft_ce, config.loss.hard_ce, config.loss.decay) == (0.25, 0.5, 0.8)
 
 
+def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
+    loss = config_of(
+        base, drafter="clover_lr", loss="lk=1,soft_ce=0,dpace=0.5,label_mask=true"
+    ).loss
+    assert (loss.lk, loss.soft_ce, loss.dpace, loss.label_mask) == (1.0, 0.0, 0.5, True)
+    assert (loss.regression, loss.total_variation, loss.decay) == (1.0, 2.0, 0.8)
+    # Beside the flags of single weights.
+    loss = config_of(base, loss="neg_log_acceptance=2", soft_ce_weight=0.0, label_mask=True).loss
+    assert (loss.neg_log_acceptance, loss.soft_ce, loss.label_mask) == (2.0, 0.0, True)
+
+
 @pytest.mark.parametrize(
     "settings, message",
     [
@@ -76,6 +87,16 @@ def test_flags_and_options_make_the_head(base):
         (
             {"num_positions": 3, "drafter_options": "num_positions=4"},
             "give --num_positions or num_positions in --drafter_options, not both",
+        ),
+        (
+            {"loss": "kl=1"},
+            "--loss=kl=1: the loss has no part 'kl'; the options are regression=FLOAT",
+        ),
+        ({"loss": "lk=1,dpace=2"}, r"--loss=lk=1,dpace=2: loss dpace \(2.0\) must lie in 0 .. 1"),
+        ({"loss": "lk_eta=-1"}, r"loss lk_eta \(-1.0\) must be at least 0"),
+        (
+            {"loss": "soft_ce=0", "soft_ce_weight": 1.0},
+            "give --soft_ce_weight or soft_ce in --loss",
         ),
         ({"drafter": "clover", "drafter_options": "regressive_block=x"}, "'x' is not one of"),
         ({"num_augmenting_layers": 0}, r"num_augmenting_layers \(0\) must be at least 1"),

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.training.heads import make_loss
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.pairs import among_likely, likely_next, pair_mask
 from clover_jax.training.settings import TrainSettings
@@ -96,7 +97,7 @@ def test_pairs_are_those_of_the_definition(case):
 def test_the_loss_and_its_divisor_are_those_of_the_plain_computation(case):
     batch, frozen, hidden, states, p = case
     head, params = random_head(TINY)
-    loss_spec = dataclasses.replace(head.config.loss, label_mask=True)
+    loss_spec = dataclasses.replace(head.config.loss, lk=1.0, dpace=0.5, label_mask=True)
     head = dataclasses.replace(head, config=dataclasses.replace(head.config, loss=loss_spec))
     arrays = (params, frozen, hidden, states, batch)
     loss, parts = jax.jit(functools.partial(distillation_loss, head, chunk=7))(*arrays)
@@ -110,14 +111,15 @@ def test_the_loss_and_its_divisor_are_those_of_the_plain_computation(case):
 def test_the_flag_reaches_the_loss():
     head, _ = random_head(TINY)
     assert not head.config.loss.label_mask
-    assert TrainSettings(label_mask=True).loss(head.config.loss).label_mask
-    assert TrainSettings().loss(dataclasses.replace(head.config.loss, label_mask=True)).label_mask
+    assert make_loss(TrainSettings(label_mask=True), head.config.loss).label_mask
+    masked = dataclasses.replace(head.config.loss, label_mask=True)
+    assert make_loss(TrainSettings(), masked).label_mask
 
 
 def test_frozen_matrices_get_no_gradient_from_the_mask(case):
     batch, _, hidden, states, _ = case
     head, params = random_head(TINY)
-    spec = dataclasses.replace(head.config.loss, label_mask=True)
+    spec = dataclasses.replace(head.config.loss, lk=1.0, dpace=0.5, label_mask=True)
     head = dataclasses.replace(head, config=dataclasses.replace(head.config, loss=spec))
     frozen = frozen_from_base(random_base(TINY))
     gradient = jax.jit(

@@ -21,8 +21,16 @@ from tests.training.reference import plain_loss
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
 ALL_TERMS = LossSpec(
-    regression=3.0, soft_ce=0.5, hard_ce=2.0, total_variation=1.5, decay=0.7, divisor_offset=0.25
+    regression=3.0,
+    soft_ce=0.5,
+    hard_ce=2.0,
+    total_variation=1.5,
+    neg_log_acceptance=0.75,
+    lk=1.25,
+    decay=0.7,
+    divisor_offset=0.25,
 )
+DPACE = dataclasses.replace(ALL_TERMS, dpace=0.5)
 
 
 @pytest.fixture(scope="module")
@@ -73,7 +81,10 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
         (7, 3, {}),
         (16, 1, {"draft_to_target": tuple(range(1, 96, 2))}),
         (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
+        (7, 3, {"loss": DPACE, "draft_to_target": tuple(range(1, 96, 2))}),
         pytest.param(16, 1, {"loss": LossSpec(total_variation=20.0)}, marks=pytest.mark.slow),
+        pytest.param(16, 1, {"loss": LossSpec(neg_log_acceptance=20.0)}, marks=pytest.mark.slow),
+        pytest.param(16, 1, {"loss": LossSpec(lk=20.0, lk_eta=10.0)}, marks=pytest.mark.slow),
     ],
 )
 def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, groups, changes):
@@ -149,7 +160,7 @@ def test_gradients_in_bfloat16_do_not_shrink_with_the_chunk():
         lambda x: x.astype(jnp.bfloat16), (matrices, states)
     )
     config = dataclasses.replace(
-        random_head()[0].config, num_positions=3, loss=LossSpec(hard_ce=1.0)
+        random_head()[0].config, num_positions=3, loss=LossSpec(hard_ce=1.0, lk=1.0, dpace=0.5)
     )
 
     def gradient(chunk):
@@ -163,9 +174,25 @@ def test_gradients_in_bfloat16_do_not_shrink_with_the_chunk():
     assert jnp.linalg.norm(parts - whole) < 0.004 * jnp.linalg.norm(whole)
 
 
+def test_distributions_that_do_not_overlap_have_finite_losses_and_gradients():
+    head, params = random_head()
+    head = with_loss(head, DPACE)
+    batch = random_batch()
+    frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
+
+    def loss(hidden):
+        return distillation_loss(head, params, frozen, hidden, 1000 * states, batch)
+
+    (loss, parts), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(1000 * hidden)
+    assert parts.total_variation.max() > 0.9
+    assert parts.neg_log_acceptance.max() > 50
+    assert jnp.isfinite(loss)
+    assert jnp.isfinite(gradient).all()
+
+
 def test_packed_documents_lose_as_much_as_the_same_documents_unpacked():
     head, params = random_head()
-    head = with_loss(head, ALL_TERMS)
+    head = with_loss(head, DPACE)
     packed = random_batch(rows=2, size=24, seed=3)
     unpacked = unpack(packed)
     total, parts = loss_of(head, params, packed)

@@ -127,7 +127,8 @@ from tests.training.training_data import random_batch, random_states
 
 base = dataclasses.replace(TINY, vocab_size=128)
 config = registry.config_for_base("medusa", base, num_positions=2)
-config = dataclasses.replace(config, loss=dataclasses.replace(config.loss, label_mask=True))
+loss = dataclasses.replace(config.loss, label_mask=True, lk=1.0, dpace=0.5)
+config = dataclasses.replace(config, loss=loss)
 head = registry.head(config)
 batch = random_batch(4, 40, 128)
 frozen, hidden, states = random_states(random_base(base), batch, 2)
