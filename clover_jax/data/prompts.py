@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -43,6 +44,7 @@ class Prompt:
     messages: ({"role", "content"}, ...), the last not from the assistant.
     turns: what the user says, one turn after the other; each answer enters the context.
     seed, temperature, top_k, top_p, max_new_tokens, stop: None where the command's own holds.
+    min_new_tokens, logit_bias: as in `generation.settings`; None for none.
     category: the row's group in reports.
     prediction: a text that the answer may repeat; drafts are copied from it, no text changes.
     """
@@ -61,6 +63,8 @@ class Prompt:
     stop: tuple[str, ...] | None = None
     category: str | None = None
     prediction: str | None = None
+    min_new_tokens: int | None = None
+    logit_bias: tuple[tuple[int, float], ...] | None = None
 
     @property
     def num_turns(self) -> int:
@@ -228,6 +232,17 @@ def _are_stops(value: Any) -> bool:
     )
 
 
+def _are_biases(value: Any) -> bool:
+    # Written as JSON writes whole numbers, or one token might stand there twice.
+    return isinstance(value, dict) and all(
+        re.fullmatch("0|[1-9][0-9]{0,9}", id_) and _is_number(bias) for id_, bias in value.items()
+    )
+
+
+def _as_biases(value: dict) -> tuple[tuple[int, float], ...]:
+    return tuple((int(id_), float(bias)) for id_, bias in value.items())
+
+
 def _as_messages(value: list) -> tuple[dict[str, str], ...]:
     return tuple({"role": item["role"], "content": item["content"]} for item in value)
 
@@ -271,6 +286,10 @@ ROW_FIELDS = {
         float,
     ),
     "max_new_tokens": _whole("max_new_tokens", 1),
+    "min_new_tokens": _whole("min_new_tokens", 0),
+    "logit_bias": RowField(
+        "logit_bias", _are_biases, 'an object {"token id": number, ...}', _as_biases
+    ),
     "stop": RowField(
         "stop",
         _are_stops,

@@ -11,7 +11,7 @@ import copy
 import dataclasses
 import functools
 from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -29,8 +29,8 @@ from clover_jax.decoding.requests import (
     check_request,
     least_sampling,
 )
-from clover_jax.decoding.sampling import RowSampling
-from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, check_seed
+from clover_jax.decoding.sampling import NO_TOKEN, RowBias, RowSampling
+from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, check_seed
 from clover_jax.decoding.scores import Scores
 from clover_jax.decoding.slots import Slots
 from clover_jax.decoding.state import (
@@ -116,7 +116,9 @@ class Engine:
         self.prefill_size, self._source_size = prefill_size, source_size
 
         # States are donated, so that every program updates caches in place.
-        empty = functools.partial(empty_state, base, head, tree, source_size=source_size)
+        empty = functools.partial(
+            empty_state, base, head, tree, source_size=source_size, biased=sampling.biased
+        )
         compiled = self._placement.compiled
         self.insert = compiled(insert, donate_argnums=0)
         self.clear = compiled(clear, donate_argnums=0)
@@ -224,10 +226,14 @@ class Engine:
             sampling = least_sampling(sampling, requests)
         if sampling not in self._programs:
             config = dataclasses.replace(self.config, sampling=sampling)
-            self._programs[sampling] = Programs(
+            programs = Programs(
                 self._placement.compiled(self._prefill(config), donate_argnums=1),
                 compile_chunk(config, self._steps_per_chunk, self._placement),
             )
+            # Who asks for no bias runs what an engine without biases does.
+            if self.config.sampling.biased and not sampling.biased:
+                programs = Programs(_without_bias(programs.prefill), _without_bias(programs.decode))
+            self._programs[sampling] = programs
         return self._programs[sampling]
 
     def _prefill(self, config: StepConfig) -> Callable:
@@ -322,7 +328,30 @@ class Engine:
             temperature=self._placement.array([request.temperature], np.float32),
             top_k=self._placement.array([top_k], np.int32),
             top_p=self._placement.array([request.top_p], np.float32),
+            bias=self._row_bias(request) if self.config.sampling.biased else None,
         )
+
+    def _row_bias(self, request: Request) -> RowBias:
+        ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
+        values = np.zeros((1, MOST_BIASED), np.float32)
+        for index, (id_, value) in enumerate(request.logit_bias):
+            ids[0, index], values[0, index] = id_, value
+        # No token stands beyond the limit.
+        eos_from = min(len(request.prompt_ids) + request.min_new_tokens, self._limit(request))
+        arrays = (ids, values, np.array([eos_from], np.int32))
+        return RowBias(*map(self._placement.array, arrays))
+
+
+def _without_bias(program: Callable) -> Callable:
+    """Return a program of states that have no biases, for one of states that have."""
+
+    def call(weights: Weights, state: DecodeState, *arguments: Any) -> tuple[DecodeState, Any]:
+        bias = state.sampling.bias
+        state = state.replace(sampling=state.sampling.replace(bias=None))
+        state, result = program(weights, state, *arguments)
+        return state.replace(sampling=state.sampling.replace(bias=bias)), result
+
+    return call
 
 
 def bucket(size: int, longest: int | None = None) -> int:

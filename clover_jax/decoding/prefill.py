@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.commit import cut, keep_rows
-from clover_jax.decoding.sampling import draw, warp
+from clover_jax.decoding.sampling import add_bias, draw, warp
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
@@ -96,6 +96,8 @@ def _emit_first(
     def choose() -> Int[Array, "B 1"]:
         at_last = jnp.take_along_axis(post_norm, index, axis=1)
         logits = project(frozen_from_base(weights.base).lm_head, at_last)
+        if config.sampling.biased:
+            logits = add_bias(logits, state.sampling, state.eos, state.end[:, None])
         if config.sampling.verify == "greedy":
             return argmax(logits)
         warped = warp(logits, state.sampling, config.sampling.truncate)

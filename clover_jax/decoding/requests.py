@@ -10,6 +10,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.sampling_config import (
     GREEDY,
     SamplingConfig,
+    check_bias,
     check_seed,
     check_warping,
 )
@@ -27,6 +28,8 @@ class Request:
     turn: number of the answer in its conversation; each has a key of its own, since a later turn
         may draw at positions of an earlier one, whose context was cut or rewritten.
     sources: other texts that the answer may repeat, as token ids; they change no text.
+    min_new_tokens: an EOS token is no choice before so many tokens.
+    logit_bias: (token id, what is added to the base's logit of it) of some tokens.
     wants_scores: whether each output token's log-probability is wanted, with those of the most
         probable tokens at its place. wants_prompt_scores: the prompt's too.
     """
@@ -43,6 +46,13 @@ class Request:
     sources: Sequence[Sequence[int]] = ()
     wants_scores: bool = False
     wants_prompt_scores: bool = False
+    min_new_tokens: int = 0
+    logit_bias: Sequence[tuple[int, float]] = ()
+
+    @property
+    def is_biased(self) -> bool:
+        """Whether the base's logits are changed."""
+        return self.min_new_tokens > 0 or len(self.logit_bias) > 0
 
     @property
     def is_scored(self) -> bool:
@@ -161,13 +171,15 @@ class RowUpdate:
 def least_sampling(most: SamplingConfig, requests: Iterable[Request]) -> SamplingConfig:
     """Return the cheapest rules, within `most`, that these requests can be decoded by."""
     requests = list(requests)
-    if any(request.is_scored for request in requests):
-        return dataclasses.replace(most, scored=True)
+    # Few ask for scores or a bias, so those who do share one program.
+    biased = any(request.is_biased for request in requests)
+    if biased or any(request.is_scored for request in requests):
+        return dataclasses.replace(most, scored=True, biased=biased)
     # Greedy verification reduces logits to their argmax; top-k and top-p sort them.
     if all(request.temperature == 0 for request in requests):
         return GREEDY
     truncate = any(request.top_k > 0 or request.top_p < 1 for request in requests)
-    return dataclasses.replace(most, truncate=truncate)
+    return dataclasses.replace(most, truncate=truncate, biased=False)
 
 
 def check_request(
@@ -196,6 +208,7 @@ def check_request(
         raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {max_eos} fit")
 
     _check_sampling(request, sampling)
+    check_bias(request.logit_bias, vocabulary)
 
 
 def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
@@ -210,3 +223,7 @@ def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
         )
     if (request.top_k or request.top_p < 1) and not sampling.truncate:
         raise UserError("top_k and top_p need an engine with SamplingConfig(truncate=True)")
+    if request.is_biased and not sampling.biased:
+        raise UserError(
+            "min_new_tokens and logit_bias need an engine with SamplingConfig(biased=True)"
+        )

@@ -12,10 +12,26 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
+from clover_jax.decoding.sampling_config import MOST_BIASED
 from clover_jax.decoding.top_k import argmax
+
+NO_TOKEN = 2**31 - 1  # beyond every vocabulary
 
 # What a draw is for; each has its own stream of randomness at a position.
 TOKEN, CHILDREN, ACCEPT = 0, 1, 2
+
+
+class RowBias(struct.PyTreeNode):
+    """How rows change the base's logits, n tokens each.
+
+    ids:      [B, n] tokens; beyond the vocabulary where there is none.
+    values:   [B, n] what is added to their logits.
+    eos_from: [B] the first position at which an EOS token may stand.
+    """
+
+    ids: Int[Array, "B n"]
+    values: Float[Array, "B n"]
+    eos_from: Int[Array, " B"]
 
 
 class RowSampling(struct.PyTreeNode):
@@ -25,22 +41,56 @@ class RowSampling(struct.PyTreeNode):
     temperature: [B] 0 is greedy.
     top_k:       [B] keep this many of the most probable tokens; 0 keeps all.
     top_p:       [B] keep a token while the mass before it is below this; 1 keeps all.
+    bias:        None where no row may have one.
     """
 
     key: Array
     temperature: Float[Array, " B"]
     top_k: Int[Array, " B"]
     top_p: Float[Array, " B"]
+    bias: RowBias | None = None
 
 
-def empty_sampling(batch: int) -> RowSampling:
-    """Return greedy settings for `batch` rows."""
+def empty_sampling(batch: int, biased: bool = False) -> RowSampling:
+    """Return greedy settings for `batch` rows; `biased` makes room for biases."""
     return RowSampling(
         key=jnp.zeros((batch, 2), jnp.uint32),
         temperature=jnp.zeros(batch),
         top_k=jnp.zeros(batch, jnp.int32),
         top_p=jnp.ones(batch),
+        bias=RowBias(
+            ids=jnp.full((batch, MOST_BIASED), NO_TOKEN, jnp.int32),
+            values=jnp.zeros((batch, MOST_BIASED)),
+            eos_from=jnp.zeros(batch, jnp.int32),
+        )
+        if biased
+        else None,
     )
+
+
+def add_bias(
+    logits: Float[Array, "B T V"],
+    rows: RowSampling,
+    eos: Int[Array, "B E"],
+    positions: Int[Array, "#B T"],
+) -> Float[Array, "B T V"]:
+    """Return the logits that rows asked for: their biases added, EOS at -inf where it is too early.
+
+    eos: padded with negative ids. positions: where the tokens that the logits predict would stand.
+    A bias depends on nothing but the position, so it defines the distribution that plain decoding
+    has too, and every rule of verification is as exact as without it.
+    """
+    bias = rows.bias
+    assert bias is not None  # as for every engine with `SamplingConfig.biased`
+    batch, _, vocabulary = logits.shape
+    each = jnp.arange(batch)[:, None]
+    added = jnp.zeros((batch, vocabulary)).at[each, bias.ids].add(bias.values, mode="drop")
+
+    # A negative index would count from the end.
+    ends = jnp.where(eos < 0, NO_TOKEN, eos)
+    is_end = jnp.zeros((batch, vocabulary), bool).at[each, ends].set(True, mode="drop")
+    is_early = positions < bias.eos_from[:, None]
+    return jnp.where(is_early[..., None] & is_end[:, None], -jnp.inf, logits + added[:, None])
 
 
 def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Float[Array, "B T V"]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 
 from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
@@ -15,6 +16,7 @@ from clover_jax.field_types import setting
 
 VERIFICATIONS = ("greedy", "lossless", "typical")
 DRAFT_SAMPLINGS = ("topk", "sampled")
+MOST_BIASED = 300  # tokens whose logits a row may change, OpenAI's limit
 LARGEST_TEMPERATURE = (2 - 2**-23) * 2.0**127  # the largest finite float32
 
 _warping = functools.partial(setting, group="sampling")
@@ -29,6 +31,7 @@ class SamplingConfig(JsonConfig):
     draft_sampling: "topk" children by probability, or children "sampled" without replacement.
     truncate: whether any row uses top-k or top-p, which cost a sort.
     scored: whether steps report the log-probabilities of what they emit (verify "lossless" only).
+    biased: whether any row changes the base's logits: `sampling.RowBias`.
     typical_epsilon, typical_delta: Medusa's thresholds.
     force_accept: for timing greedy steps only: accept exactly this many drafted tokens, whatever
         they are.
@@ -38,6 +41,7 @@ class SamplingConfig(JsonConfig):
     draft_sampling: str = "topk"
     truncate: bool = False
     scored: bool = False
+    biased: bool = False
     typical_epsilon: float = 0.09
     typical_delta: float = 0.3
     force_accept: int | None = None
@@ -53,8 +57,11 @@ class SamplingConfig(JsonConfig):
         # What only some rules of verification can do.
         if self.scored and self.verify != "lossless":
             raise ValueError(f"scored steps need verify 'lossless', not {self.verify!r}")
-        if self.force_accept is not None and self.verify != "greedy":
-            raise ValueError(f"force_accept times greedy verification, not {self.verify!r}")
+        if self.force_accept is not None and not self.needs_choices_only:
+            raise ValueError(
+                f"force_accept times greedy verification of the base's own logits, not "
+                f"{self.verify!r}{' with biased rows' if self.biased else ''}"
+            )
         if self.draft_sampling == "sampled" and self.verify != "lossless":
             raise ValueError(
                 f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}: the other "
@@ -64,7 +71,7 @@ class SamplingConfig(JsonConfig):
     @property
     def needs_choices_only(self) -> bool:
         """Whether the base's most probable tokens decide, and no other logits are looked at."""
-        return self.verify == "greedy"
+        return self.verify == "greedy" and not self.biased
 
 
 GREEDY = SamplingConfig()
@@ -89,6 +96,19 @@ def check_warping(temperature: float, top_k: int, top_p: float) -> None:
         raise UserError(f"top_k ({top_k}) must be 1 or more, or 0 for all tokens")
     if not 0 < top_p <= 1:
         raise UserError(f"top_p ({top_p}) must lie in (0, 1]")
+
+
+def check_bias(logit_bias: Sequence[tuple[int, float]], vocabulary: int) -> None:
+    """Raise UserError for biases of tokens that are not there, or that are not finite."""
+    if len(logit_bias) > MOST_BIASED:
+        raise UserError(
+            f"logit_bias: {len(logit_bias)} tokens; at most {MOST_BIASED} may have a bias"
+        )
+    for id_, bias in logit_bias:
+        if not 0 <= id_ < vocabulary:
+            raise UserError(f"logit_bias: token ids must lie in 0 .. {vocabulary - 1}, not {id_}")
+        if not abs(bias) <= LARGEST_TEMPERATURE:  # the largest float32, and no NaN
+            raise UserError(f"logit_bias: {bias} of token {id_} is not finite")
 
 
 def check_seed(seed: int) -> None:

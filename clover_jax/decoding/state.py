@@ -35,7 +35,7 @@ class DecodeState(struct.PyTreeNode):
         taken in yet; the first count[b] are valid.
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
-    sampling: each row's key, temperature, top-k and top-p.
+    sampling: each row's key, temperature, top-k, top-p and bias.
     source: [B, r] other text to copy from, PAD_TOKEN where there is none; None without room for it.
     copies: for a tree with copies, how often they were right.
     """
@@ -65,10 +65,12 @@ def empty_state(
     num_eos: int,
     dtype: jnp.dtype,
     source_size: int = 0,
+    biased: bool = False,
 ) -> DecodeState:
     """Return `batch` empty slots with room for `size` positions each.
 
     source_size: tokens of other text that each may bring to copy from.
+    biased: whether rows may change the base's logits.
     """
     accepted = tree.depth + 1
     num_features = len(head.config.features) if head else 0
@@ -90,7 +92,7 @@ def empty_state(
         features=jnp.zeros((batch, accepted, num_features * base.hidden_size), dtype),
         next_tokens=zeros(accepted),
         count=zeros(),
-        sampling=empty_sampling(batch),
+        sampling=empty_sampling(batch, biased),
         source=zeros(source_size) + PAD_TOKEN if source_size else None,
         copies=no_counts(batch) if isinstance(tree, CopyTree) else None,
     )

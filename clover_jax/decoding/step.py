@@ -35,12 +35,19 @@ from clover_jax.decoding.draft import (
 )
 from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
-from clover_jax.decoding.sampling import warp
+from clover_jax.decoding.sampling import add_bias, warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import RUNNING, DecodeState, searched
 from clover_jax.decoding.top_k import argmax
-from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
+from clover_jax.decoding.tree import (
+    CopyTree,
+    TokenTree,
+    Tree,
+    TreeConfig,
+    ancestor_mask,
+    node_depth,
+)
 from clover_jax.decoding.verify import tree_choices, tree_logits, verify
 from clover_jax.drafters.drafter import (
     PAD_TOKEN,
@@ -320,6 +327,11 @@ def accept(
         return accept_path(tree, verified.choices, depth)
     logits = verified.logits
     assert logits is not None  # `verify_tree` gives them to all further rules
+    if sampling.biased:
+        positions = state.length[:, None] + 1 + node_depth(ancestor_mask(tree.parent, depth))
+        logits = add_bias(logits, state.sampling, state.eos, positions)
+    if sampling.verify == "greedy":
+        return accept_path(tree, argmax(logits), depth)
     # It judges drafted tokens: without any, plain decoding draws as ever.
     if sampling.verify == "typical" and config.head is not None:
         log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))

@@ -94,10 +94,14 @@ def make_plan(
     """Return what is decoded; its batch sizes are those that engines of the models have."""
     tasks = group_by_task(prompts, source, options.limit_prompts)
     kept = [prompt for rows in tasks.values() for prompt in rows]
+    sampling = sampling_for(settings, kept)
+    # Where two texts part, the base's own logits say whether it was a near-tie.
+    if sampling.biased:
+        raise UserError("evaluate decodes no row with min_new_tokens or logit_bias")
     return Plan(
         tasks=tasks,
         settings=settings,
-        sampling=sampling_for(settings, kept),
+        sampling=sampling,
         seed=options.seed,
         repeats=options.repeats,
         batch_sizes=sizes_on(models.mesh, options.all_batch_sizes),

@@ -116,6 +116,8 @@ class RowState:
             seed=self._settings.seed,
             turn=len(self._turns),
             sources=self._sources(),
+            min_new_tokens=self._settings.min_new_tokens,
+            logit_bias=self._settings.logit_bias,
         )
 
     def _sources(self) -> list[Sequence[int]]:

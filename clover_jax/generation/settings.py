@@ -17,7 +17,10 @@ from clover_jax.decoding.sampling_config import (
 from clover_jax.errors import UserError
 from clover_jax.field_types import check_settings, check_types, setting
 
-_ROW_OPTIONS = ("max_new_tokens", "temperature", "top_k", "top_p", "seed", "stop")
+_ROW_OPTIONS = (
+    *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "logit_bias", "seed"),
+    "stop",
+)
 
 _text = functools.partial(setting, group="text")
 _sampling = functools.partial(setting, group="sampling")
@@ -29,6 +32,8 @@ class GenerationSettings(Warping):
 
     seed: of a row's own randomness; None derives it from the run's seed and the row's index.
     stop: a single string may be given as such, and None for none.
+    min_new_tokens: an end-of-sequence token is no choice before so many; stop strings still are.
+    logit_bias: (token id, what is added to the base's logit of it) of some tokens.
     """
 
     max_new_tokens: int = _text(128, "tokens to emit at most, a turn", least=1)
@@ -53,6 +58,8 @@ class GenerationSettings(Warping):
         choices=DRAFT_SAMPLINGS,
     )
     seed: int | None = None
+    min_new_tokens: int = 0
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
@@ -69,6 +76,11 @@ class GenerationSettings(Warping):
                 "do; use verify=lossless, or temperature 0"
             )
 
+        if not 0 <= self.min_new_tokens <= self.max_new_tokens:
+            raise UserError(
+                f"min_new_tokens ({self.min_new_tokens}) must lie in 0 .. max_new_tokens "
+                f"({self.max_new_tokens})"
+            )
         assert isinstance(self.stop, tuple)  # as set above
         if not all(isinstance(text, str) for text in self.stop):
             raise UserError(f"stop must be strings, not {self.stop!r}")
@@ -115,6 +127,7 @@ def sampling_for(
             verify=settings.verify or ("lossless" if draws else "greedy"),
             draft_sampling=settings.draft_sampling,
             truncate=any(row.top_k > 0 or row.top_p < 1 for row in rows),
+            biased=any(row.min_new_tokens > 0 or row.logit_bias for row in rows),
         )
     except ValueError as error:
         raise UserError(str(error)) from error

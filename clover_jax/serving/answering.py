@@ -202,7 +202,7 @@ def as_api_error(error: Exception) -> ApiError:
             headers={"x-should-retry": "false"},
         )
     if isinstance(error, UserError):
-        # Messages about a prompt begin with where it stands in the body.
-        place = re.match(r"(prompt|messages)[^:]*(?=:)", str(error))
+        # Messages begin with the place in the body.
+        place = re.match(r"(prompt|messages|logit_bias)[^:]*(?=:)", str(error))
         return ApiError(str(error), param=place and place[0])
     return ApiError("the server has failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)

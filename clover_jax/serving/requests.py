@@ -154,12 +154,20 @@ def _call(
             param="n" if len(prompts) == 1 else "prompt",
         )
 
+    most_tokens = usual_tokens if max_tokens is None else max(max_tokens, 1)
+    if (request.min_tokens or 0) > most_tokens:
+        raise ApiError(
+            f"min_tokens ({request.min_tokens}) must be at most max_tokens ({most_tokens})",
+            param="min_tokens",
+        )
     settings = GenerationSettings(
         # As OpenAI's: plain sampling unless the client says otherwise.
         temperature=1.0 if request.temperature is None else float(request.temperature),
         top_p=1.0 if request.top_p is None else float(request.top_p),
         top_k=max(request.top_k or 0, 0),
-        max_new_tokens=usual_tokens if max_tokens is None else max(max_tokens, 1),
+        max_new_tokens=most_tokens,
+        min_new_tokens=request.min_tokens or 0,
+        logit_bias=request.logit_bias or (),
         stop=tuple(request.stop or ()),
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else request.seed % _SEEDS,

@@ -66,7 +66,7 @@ class Scheduler:
         room = context + len(models.copy_from) + 2 if models.copies else 0
         self._engine = self._models.engine(
             options.batch_size,
-            SamplingConfig("lossless", truncate=True),
+            SamplingConfig("lossless", truncate=True, biased=True),
             options.seed,
             MOST_STEPS,
             source_size=1 << (room - 1).bit_length() if room else 0,
@@ -329,4 +329,5 @@ def _kinds_of_requests(length: int) -> list[Request]:
     drawn = dataclasses.replace(plain, temperature=1.0)
     cut = dataclasses.replace(drawn, top_p=0.5)
     scored = dataclasses.replace(plain, wants_scores=True)
-    return [plain, drawn, cut, scored]
+    biased = dataclasses.replace(plain, min_new_tokens=1)
+    return [plain, drawn, cut, scored, biased]

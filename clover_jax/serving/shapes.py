@@ -14,6 +14,7 @@ import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
 from clover_jax.data.rows import is_text, shown
+from clover_jax.decoding.sampling_config import MOST_BIASED
 from clover_jax.serving.errors import ApiError
 
 MOST_CHOICES = 128  # of `n`
@@ -40,10 +41,8 @@ _NOT_DONE: dict[str, tuple[Any, ...]] = {
     "guided_regex": ("",),
     "include_stop_str_in_output": (False,),
     "length_penalty": (1,),
-    "logit_bias": ({},),
     "logits_processors": ([],),
     "min_p": (0,),
-    "min_tokens": (0,),
     "modalities": (["text"], []),
     "presence_penalty": (0,),
     "prompt_embeds": (),
@@ -98,6 +97,23 @@ def _as_stops(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
 
+def _as_biases(value: Any) -> Any:
+    """Return OpenAI's object {"token id": bias} as pairs."""
+    if value is None:
+        return None
+    # One way to write a number, or a token could stand there twice.
+    is_right = isinstance(value, dict) and all(
+        re.fullmatch("0|[1-9][0-9]{0,9}", id_) and type(bias) in (int, float) and abs(bias) <= 100
+        for id_, bias in value.items()
+    )
+    if not is_right or len(value) > MOST_BIASED:
+        raise ValueError(
+            f"must be an object of at most {MOST_BIASED} token ids with a number from -100 to 100 "
+            'each, such as {"15": -100}'
+        )
+    return tuple((int(id_), float(bias)) for id_, bias in value.items())
+
+
 def _as_content(value: Any) -> str:
     """Return the text of a message: itself, or the text of its parts."""
     if isinstance(value, str):
@@ -148,6 +164,8 @@ class CommonRequest(_Shape):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    min_tokens: int | None = Field(None, ge=0)
+    logit_bias: Annotated[tuple[tuple[int, float], ...] | None, BeforeValidator(_as_biases)] = None
     stop: Annotated[
         Annotated[list[_Stop], Field(max_length=MOST_STOPS, fail_fast=True)] | None,
         BeforeValidator(_as_stops),

@@ -16,7 +16,7 @@ from scipy import stats
 from clover_jax.config import BaseConfig
 from clover_jax.decoding import lossless, step
 from clover_jax.decoding.prefill import prefill_chunk
-from clover_jax.decoding.sampling import RowSampling
+from clover_jax.decoding.sampling import RowBias, RowSampling
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
@@ -37,6 +37,7 @@ BASE = BaseConfig(
 )
 PROMPT = (1, 3, 0)
 SAMPLES, LENGTH = 20_000, 4
+BIAS, EOS = np.array([0.7, -1.0, 0.3, 0.0, 1.5], np.float32), 4
 
 
 @functools.cache
@@ -47,8 +48,11 @@ def peaked_params():
 
 
 @functools.cache
-def exact(temperature: float, top_p: float) -> np.ndarray:
-    """Return the probability of every text of LENGTH tokens, [V] * LENGTH."""
+def exact(temperature: float, top_p: float, biased: bool = False) -> np.ndarray:
+    """Return the probability of every text of LENGTH tokens, [V] * LENGTH.
+
+    biased: with BIAS, and without EOS before the last token.
+    """
     texts = np.array(list(itertools.product(range(5), repeat=LENGTH)))
     tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
@@ -57,7 +61,11 @@ def exact(temperature: float, top_p: float) -> np.ndarray:
     logits = np.asarray(project(frozen_from_base(params).lm_head, output.hidden["post_norm"]))
     probability = np.ones(len(texts))
     for i in range(LENGTH):
-        p = np.exp(logits[:, len(PROMPT) - 1 + i].astype(np.float64) / temperature)
+        here = logits[:, len(PROMPT) - 1 + i].astype(np.float64)
+        if biased:
+            here = here + BIAS
+            here[:, EOS] = -np.inf if i < LENGTH - 1 else here[:, EOS]
+        p = np.exp((here - here.max(-1, keepdims=True)) / temperature)
         p /= p.sum(-1, keepdims=True)
         order = np.argsort(-p, axis=-1)
         ranked = np.take_along_axis(p, order, -1)
@@ -68,14 +76,14 @@ def exact(temperature: float, top_p: float) -> np.ndarray:
     return probability
 
 
-def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.ndarray:
+def sample(tree, draft_sampling, temperature, top_p, drafter="clover2", biased=False) -> np.ndarray:
     """Return SAMPLES texts of LENGTH tokens, decoded speculatively.
 
     drafter: one of DRAFTERS, or a head and its params.
     """
     drafter = random_head(BASE, drafter) if isinstance(drafter, str) else drafter
     head, draft_params = drafter if tree.num_nodes else (None, {})
-    sampling = SamplingConfig("lossless", draft_sampling, truncate=top_p < 1)
+    sampling = SamplingConfig("lossless", draft_sampling, truncate=top_p < 1, biased=biased)
     config = StepConfig(BASE, head, tree, sampling)
     base_params = with_draft_rows(peaked_params(), head.config) if head else peaked_params()
     weights = Weights(base_params, draft_params)
@@ -85,6 +93,13 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.nd
         temperature=jnp.full(SAMPLES, temperature),
         top_k=jnp.zeros(SAMPLES, jnp.int32),
         top_p=jnp.full(SAMPLES, top_p),
+        bias=RowBias(
+            ids=jnp.tile(jnp.arange(5), (SAMPLES, 1)),
+            values=jnp.tile(BIAS, (SAMPLES, 1)),
+            eos_from=jnp.full(SAMPLES, len(PROMPT) + LENGTH - 1),
+        )
+        if biased
+        else None,
     )
     start = len(PROMPT)
     end = jnp.full(SAMPLES, start, jnp.int32)  # a weak type would compile the step twice
@@ -93,6 +108,7 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2") -> np.nd
         tokens=state.tokens.at[:, :start].set(jnp.array(PROMPT)),
         end=end,
         limit=end + LENGTH,
+        eos=state.eos + (1 + EOS if biased else 0),
         sampling=rows,
     )
     # The state is an argument: as a constant, XLA would spend a minute folding it.
@@ -157,6 +173,14 @@ def test_texts_are_distributed_as_plain_sampling(drafter, tree, draft_sampling, 
     head = lively_head(drafter, BASE) if drafter in KINDS else drafter
     texts = sample(TREES[tree], draft_sampling, *warping, head)
     assert p_value(texts, exact(*warping)) > 1e-3
+
+
+@pytest.mark.parametrize(
+    "draft_sampling", [pytest.param("topk", marks=pytest.mark.slow), "sampled"]
+)
+def test_biased_texts_are_distributed_as_plain_sampling_s(draft_sampling):
+    texts = sample(SMALL_TREE, draft_sampling, *CUT, biased=True)
+    assert p_value(texts, exact(*CUT, biased=True)) > 1e-3
 
 
 def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):

@@ -21,7 +21,7 @@ TEMPLATE = """\
 {% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
 
 # A request as a client writes it -> the same as a row of `generate`.
-_NAMES = {"max_tokens": "max_new_tokens"}
+_NAMES = {"max_tokens": "max_new_tokens", "min_tokens": "min_new_tokens"}
 AREA, CLOSE = "def area(radius):", "class Chunk:\n\n    def close(self):"
 MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "def area("}]
 KINDS = [
@@ -37,6 +37,9 @@ KINDS = [
     {"prompt": AREA, "max_tokens": 1, "temperature": 0},
     {"messages": MESSAGES, "max_tokens": 24, "temperature": 0},
     {"messages": MESSAGES[1:], "max_tokens": 24, "temperature": 1, "seed": 11},
+    # 1 is EOS.
+    {"prompt": AREA, "max_tokens": 24, "min_tokens": 7, "logit_bias": {"1": 100}, "temperature": 0},
+    {"prompt": AREA, "max_tokens": 24, "logit_bias": {"293": -9}, "temperature": 1, "seed": 5},
 ]
 CONVERSATION = {"turns": ["def area(", "Go on.", "And?"], "max_new_tokens": 24, "temperature": 0}
 

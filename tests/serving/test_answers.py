@@ -20,7 +20,8 @@ def test_every_kind_has_the_text_of_generate(client, alone):
         assert usage["completion_tokens"] == len(row["output_ids"])
         reason = "length" if row["finish_reason"] == "length" else "stop"
         assert choice["finish_reason"] == reason
-    assert {row["finish_reason"] for row in alone} >= {"length", "stop"}
+    assert {row["finish_reason"] for row in alone} == {"length", "stop", "eos"}
+    assert len(alone[12]["output_ids"]) == 8  # EOS right after min_tokens
 
 
 def test_every_kind_streams_its_whole_answer(client, alone):

@@ -51,6 +51,7 @@ def test_fields_reach_the_settings():
     call = completion(
         temperature=0, top_p=0.5, top_k=7, stop="x", seed=2**32 + 5, max_tokens=9, user="me",
         ignore_eos=True, stream=True, stream_options={"include_usage": True}, logprobs=3, n=2,
+        min_tokens=4, logit_bias={"5": -100, "0": 0.5},
         model="tiny",
     )  # fmt: skip
     settings = call.asks[0].settings
@@ -58,6 +59,7 @@ def test_fields_reach_the_settings():
     # Keys have 32 bits, and OpenAI's seeds 64.
     assert (settings.stop, settings.seed, settings.max_new_tokens) == (("x",), 5, 9)
     assert settings.ignore_eos
+    assert (settings.min_new_tokens, settings.logit_bias) == (4, ((5, -100.0), (0, 0.5)))
     assert [ask.choice for ask in call.asks] == [0, 1]
     assert (call.asks[0].client, call.asks[0].top_logprobs) == ("me", 3)
     assert call.asks[0].is_watched
@@ -98,6 +100,7 @@ def test_a_prediction_is_text_or_parts_of_it():
 def test_what_changes_nothing_passes():
     neutral = {
         "repetition_penalty": 1.0, "presence_penalty": 0.0, "logit_bias": {}, "min_p": 0,
+        "min_tokens": 0,
         "tools": [], "tool_choice": "auto", "response_format": {"type": "text"}, "suffix": None,
         "best_of": 1, "metadata": {"a": "b"}, "store": True, "service_tier": "auto",
     }  # fmt: skip
@@ -143,10 +146,16 @@ BAD_COMPLETIONS = [
     ({"user": 5}, "user"),
     ({"prediction": {"content": "a"}}, "prediction"),
     ({"ignore_eos": 1}, "ignore_eos"),
+    ({"logit_bias": [5]}, "logit_bias"),
+    ({"logit_bias": {"5": 101}}, "logit_bias"),
+    ({"logit_bias": {"5": "1"}}, "logit_bias"),
+    ({"logit_bias": {"x": 1}}, "logit_bias"),
+    ({"logit_bias": {"05": 1}}, "logit_bias"),
+    ({"logit_bias": dict.fromkeys(map(str, range(301)), 1)}, "logit_bias"),
+    ({"min_tokens": -1}, "min_tokens"),
+    ({"min_tokens": 17}, "min_tokens"),
     # What is not done here.
     ({"suffix": "b"}, "suffix"),
-    ({"logit_bias": {"5": 1}}, "logit_bias"),
-    ({"min_tokens": 5}, "min_tokens"),
     ({"repetition_penalty": 1.1}, "repetition_penalty"),
     ({"repetition_penalty": True}, "repetition_penalty"),
     ({"presence_penalty": 0.5}, "presence_penalty"),
