@@ -16,6 +16,7 @@ TARGETS = (
     "eagle_vllm",
     "eagle_sglang",
     "eagle3",
+    "dflash2",
     "medusa",
     "medusa_vllm",
     "speculators",

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, typed
-from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
+from clover_jax.sharding.top_k import argmax
 
 
 class Accepted(struct.PyTreeNode):

@@ -20,11 +20,11 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
-from clover_jax.decoding.top_k import top_k
 from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
 from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
 from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
+from clover_jax.sharding.top_k import top_k
 
 USUAL_WEIGHT = 4.0  # REPEATS count for as many tries of each length as this
 

@@ -12,10 +12,10 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.decoding.copies import BestCopy
 from clover_jax.decoding.sampling import CHILDREN, RowSampling, gumbel, warp
-from clover_jax.decoding.top_k import TopK, top_k
 from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache, FewTokens, Frozen, Proposal
 from clover_jax.drafters.registry import DraftHead
+from clover_jax.sharding.top_k import TopK, top_k
 
 SUPPORT = 16  # tokens to which a sampled draft gives mass: its most probable ones
 
@@ -132,14 +132,19 @@ def sample_children(
     noise = gumbel(rows, positions, CHILDREN, support)
     noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 
-    def choose(logits: Proposal, k: int, depth: int) -> Children:
-        assert not isinstance(logits, FewTokens)  # StepConfig refuses draws of these
-        # Adding Gumbel noise and taking the k largest draws k tokens without replacement.
-        values, ids = top_k(logits, support)
+    def choose(proposal: Proposal, k: int, depth: int) -> Children:
+        # A head that knows few tokens gives mass to no others.
+        known = proposal.ids.shape[-1] if isinstance(proposal, FewTokens) else support
+        size = min(known, support)
+        values, ids = best_tokens(proposal, size)
         warped = warp(values, rows.replace(temperature=hot), truncate)
-        order = top_k(warped + noise[:, depth, None], k).ids
-        chosen = jnp.take_along_axis(ids, order, axis=-1)
-        return Children(chosen, DraftDistributions(ids, jax.nn.softmax(warped, axis=-1)))
+        drafts = DraftDistributions(ids, jax.nn.softmax(warped, axis=-1))
+
+        # Adding Gumbel noise and taking the k largest draws k tokens without replacement.
+        noisy = warped + noise[:, depth, None, :size]
+        chosen = jnp.take_along_axis(ids, top_k(noisy, min(k, size)).ids, axis=-1)
+        missing = ((0, 0), (0, 0), (0, k - chosen.shape[-1]))
+        return Children(jnp.pad(chosen, missing, constant_values=PAD_TOKEN), drafts)
 
     return choose
 
@@ -160,6 +165,6 @@ def _to_target(head: DraftHead, children: Children) -> Children:
 
 
 def target_ids(head: DraftHead, ids: Int[Array, "*b"]) -> Int[Array, "*b"]:
-    """Map ids of a reduced draft vocabulary to the base's."""
+    """Map ids of a reduced draft vocabulary to the base's; PAD_TOKEN stays."""
     table = head.config.draft_to_target
-    return ids if table is None else jnp.asarray(table)[ids]
+    return ids if table is None else jnp.where(ids < 0, ids, jnp.asarray(table)[ids])

@@ -10,11 +10,11 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.draft import apply_head, best_tokens, target_ids
-from clover_jax.decoding.top_k import top_k
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache, FewTokens, Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.sharding.placement import over_rows
+from clover_jax.sharding.top_k import top_k
 
 MASS, SHARE = 0.8, 0.25  # Clover: children up to this mass, and this share of the best sibling
 

@@ -28,8 +28,8 @@ from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import keep_rows
 from clover_jax.decoding.draft import DraftDistributions
 from clover_jax.decoding.sampling import ACCEPT, TOKEN, RowSampling, draw, gumbel, uniform, warp
-from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, TreeConfig
+from clover_jax.sharding.top_k import argmax
 
 
 class _DrawnWalk(struct.PyTreeNode):

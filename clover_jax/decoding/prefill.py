@@ -13,11 +13,11 @@ from clover_jax.decoding.sampling import add_bias, draw, warp
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
-from clover_jax.decoding.top_k import argmax
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.cache import ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.sharding.placement import gathered_in_use
+from clover_jax.sharding.top_k import argmax
 
 
 def prefill_chunk(

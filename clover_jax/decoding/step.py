@@ -39,7 +39,6 @@ from clover_jax.decoding.sampling import add_bias, warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import RUNNING, DecodeState, searched
-from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import (
     CopyTree,
     TokenTree,
@@ -61,6 +60,7 @@ from clover_jax.drafters.registry import TRAINING_FREE, DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache
 from clover_jax.sharding.placement import by_rows, gathered_in_use
+from clover_jax.sharding.top_k import argmax
 
 
 @dataclasses.dataclass(frozen=True)

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.top_k import argmax
 from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import Decoder, DecoderOutput, project
 from clover_jax.models.int8 import Int8Matrix, Matrix
+from clover_jax.sharding.top_k import argmax
 
 MOST_LOGITS = 2**23  # of which a GPU holds so many at a time: 32 MiB, which its cache can keep
 

@@ -9,6 +9,7 @@ __getattr__, __dir__, __all__ = lazy_loader.attach(
         "clover2": ["Clover2", "Clover2Config"],
         "clover_copy": ["CloverCopy", "CloverCopyConfig"],
         "clover_lr": ["CloverLR", "CloverLRConfig"],
+        "dflash2": ["DFlash2", "DFlash2Config"],
         "drafter": ["AcceptedPositions", "Drafter", "Frozen"],
         "eagle": ["Eagle", "EagleConfig"],
         "eagle3": ["Eagle3", "Eagle3Config"],

@@ -27,6 +27,7 @@ DRAFTERS = {
     "medusa": ("medusa", "MedusaConfig", "Medusa"),
     "eagle": ("eagle", "EagleConfig", "Eagle"),
     "eagle3": ("eagle3", "Eagle3Config", "Eagle3"),
+    "dflash2": ("dflash2", "DFlash2Config", "DFlash2"),
 }
 # The same for what drafts without weights; --draft takes these names.
 TRAINING_FREE = {

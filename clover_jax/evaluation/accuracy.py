@@ -21,13 +21,13 @@ from clover_jax.decoding.draft import apply_head, target_ids
 from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.step import weights_for
-from clover_jax.decoding.top_k import argmax, top_k
 from clover_jax.drafters.drafter import Frozen, frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.evaluation.methods import Method
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 from clover_jax.sharding.placement import gathered_in_use
+from clover_jax.sharding.top_k import argmax, top_k
 from clover_jax.training.teacher import teach
 
 TOP = (1, 3, 5)

@@ -27,7 +27,6 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.decoding.top_k import top_k
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Comparisons, Divergence
 from clover_jax.evaluation.methods import Method
@@ -36,6 +35,7 @@ from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.sharding.placement import gathered_in_use
+from clover_jax.sharding.top_k import top_k
 
 # How much margins depend on the batch is seen in a batch of at least this size, and on some more
 # rows than those that differ.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from clover_jax.errors import UserError
-from clover_jax.interchange import clover2, eagle, eagle3, medusa, speculators
+from clover_jax.interchange import clover2, dflash2, eagle, eagle3, medusa, speculators
 from clover_jax.interchange.layout import Layout
 from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.storage.json_files import read_json_object
@@ -19,6 +19,7 @@ LAYOUTS: dict[str, Layout] = {
         eagle.VLLM,
         eagle.SGLANG,
         eagle3.LAYOUT,
+        dflash2.LAYOUT,
         medusa.ORIGINAL,
         medusa.VLLM,
         speculators.EAGLE_LAYOUT,
@@ -56,6 +57,8 @@ def recognise(directory: Path) -> Layout:
     values = read_json_object(directory / "config.json")
     if "clover" in values:
         return clover2.LAYOUT
+    if dflash2.FIELDS in values:
+        return dflash2.LAYOUT
     if "speculators_model_type" in values:
         is_eagle3 = values["speculators_model_type"] == "eagle3"
         return speculators.EAGLE3_LAYOUT if is_eagle3 else speculators.EAGLE_LAYOUT
@@ -86,5 +89,5 @@ def _description(names: dict[str, tuple[int, ...]]) -> str:
         )
     return (
         f"{kind}, which cannot be read as a draft; "
-        "native draft folders and the official layouts of Clover-2, EAGLE and Medusa can"
+        "native draft folders and the official layouts of Clover-2, EAGLE, DFlash and Medusa can"
     )

@@ -56,6 +56,7 @@ class SelfAttention(nn.Module):
 
         x: [B, T, D]; a head that reads more beside its state gives more than D columns.
         mask: None where `attend` knows by itself which fresh positions a query sees.
+        attend: may answer for the last positions only; the output is then theirs.
         """
         # One product gives queries, keys and values; heads stay whole on every shard of K.
         cfg = self.config
@@ -84,7 +85,7 @@ class SelfAttention(nn.Module):
         rules = PositionBias.of(cfg, positions)
         mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, rules)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
-        heads_last = jnp.moveaxis(mixed, 3, 1).reshape(*x.shape[:2], -1)
+        heads_last = jnp.moveaxis(mixed, 3, 1).reshape(len(x), mixed.shape[3], -1)
         result = contract("btn,nd->btd", heads_last, out.reshape(-1, width))
         if cfg.output_bias:
             result = result + self.param("out_bias", nn.initializers.zeros, (width,))

@@ -71,6 +71,12 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     # EAGLE's kind: the matrix that mixes what the layer reads.
     "fc": ("- D E",),
     "fc_bias": ("-",),
+    # DFlash 2: the kernels of its convolutions, and its selector.
+    "base_kernel": ("- - -",),
+    "kernel_projection": ("D - - E",),
+    "predecessor": ("V R",),
+    "successor": ("V R",),
+    "selector_gate": ("D -",),
     # Clover's MLP in the place of an Attention Decoder.
     "inward": ("- D E",),
     "inward_bias": ("-",),

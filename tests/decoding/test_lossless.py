@@ -146,6 +146,7 @@ USUAL = [  # the others of the product are slow
     ("clover2", "none", "topk", CUT),
     ("clover2", "small", "sampled", CUT),
     ("clover", "small", "sampled", HOT),
+    ("dflash2", "small", "sampled", CUT),  # of three candidates
     ("medusa", "chain:3", "topk", CUT),
     ("lookup", "copy:6", "topk", CUT),
     ("recycle", "small", "topk", HOT),
@@ -198,6 +199,7 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
         ("clover_copy", "sampled", (0, 2, 3)),
         pytest.param("eagle", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("eagle3", "topk", None, marks=pytest.mark.slow),
+        pytest.param("dflash2", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("clover_lr", "topk", (0, 2, 3), marks=pytest.mark.slow),
     ],
 )

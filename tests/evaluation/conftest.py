@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from clover_jax.decoding import top_k
+from clover_jax.sharding import top_k
 from clover_jax.training.settings import TrainSettings
 from tests.evaluation.command import ROWS, run, write_rows
 from tests.tiny_folders import save_tiny_base, save_tiny_draft

@@ -3,7 +3,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.top_k import _chunk_of, argmax, top_k
+from clover_jax.sharding.top_k import _chunk_of, argmax, top_k
 
 
 @pytest.mark.parametrize("vocabulary", [50, 4096, 5000, 32_000])

@@ -1,0 +1,499 @@
+"""DFlash 2: one forward drafts a block of masks, and a selector chooses along its candidates.
+
+Sources: DFlash (arXiv 2602.06036) and the public training code of DFlash 2. A block has P + 1
+slots: slot 0 holds the anchor x_{t+1}, slots 1 .. P a reserved MASK, and slot k proposes x_{t+1+k}.
+With f_t the base's states after some of its layers and e its input embedding:
+
+    c_t = context_norm(fc f_t)                           what the base knows up to t
+    h_k = e(x_{t+1}) at k = 0, e(MASK) above             for all slots at once; in every layer
+    h  += after(attention(before(x)))                    x = norm(h)
+    h  += after(mlp(before(x)))                          x = norm(h)
+    u_k = norm(h_k),  U_k = lm_head u_k                  proposes x_{t+1+k}
+    S_k(a, b) = U_k(b) + <A[a] * G u_k, B[b]>            b one of the K largest of U_k
+
+Attention goes from a slot to c_0 .. c_t and to all slots of its own block, at their true positions;
+the same matrices make keys and values of both. Keys and values of c are cached, those of slots
+never. `before` and `after` are convolutions over the slots of the block. Their kernels follow x and
+are shared by g neighbouring channels; y is 0 before slot 0:
+
+    conv(y)_k = sum_o (base[o] + (W x_k)[o]) * y_{k-o}   o = 0, 1
+
+The selector S tells which of the K candidates goes with the token a before it: a chain follows the
+best, a tree branches over them, and softmax(S) over the K is what a sampled draft is drawn from.
+
+fc [n, D, D], W [D, 2, 2, D / g], A, B [V, r], G [D, r]. Initialisation: convolutions pass on what
+they are given; A normal, B zero, so that the selector begins at nothing; norm as the base's final
+one; the rest random. Without convolution (`conv_taps=0`) and selector (`rank=0`) this is DFlash.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import struct
+
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.augmenting import take_last
+from clover_jax.drafters.drafter import AcceptedPositions, FewTokens, Frozen, output_matrix
+from clover_jax.drafters.layer_drafter import embed, layer_for
+from clover_jax.models.attention import RunningSoftmax, absorb_rows, attend, finish
+from clover_jax.models.batch import Batch
+from clover_jax.models.cache import Cache, KeyValue, init_cache, ordered_after, write_rows
+from clover_jax.models.decoder import Attend, SelfAttention, project
+from clover_jax.models.int8 import contract
+from clover_jax.models.layers import GatedMLP, RMSNorm
+from clover_jax.sharding.top_k import top_k
+
+DEFAULT_RANK = 256
+CODEBOOK_SPREAD = 0.02  # of A, to begin with
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DFlash2Config(DrafterConfig):
+    """A DFlash 2 head; a block has num_positions + 1 slots.
+
+    mask_token_id: MASK, a token whose row of the base's input embedding no text needs.
+    num_layers: m.
+    rank: r, of the selector; 0 leaves it out.
+    candidates: K, or as many as the draft's vocabulary has.
+    conv_taps: slots that a convolution reads; 0 leaves it out.
+    conv_group: g, channels that share a kernel.
+    """
+
+    kind: str = "dflash2"
+    mask_token_id: int
+    num_layers: int = 5
+    rank: int = DEFAULT_RANK
+    candidates: int = 16
+    conv_taps: int = 2
+    conv_group: int = 16
+
+    def __post_init__(self):
+        super().__post_init__()
+        if min(self.num_positions, self.num_layers, len(self.features)) < 1:
+            raise ValueError(
+                f"num_positions ({self.num_positions}), num_layers ({self.num_layers}) and the "
+                f"number of features ({len(self.features)}) must be at least 1"
+            )
+        if self.max_depth != self.num_positions:
+            raise ValueError(
+                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
+                "block proposes no more"
+            )
+        if not 0 <= self.mask_token_id < self.vocab_size:
+            raise ValueError(
+                f"mask_token_id ({self.mask_token_id}) must lie in 0 .. {self.vocab_size - 1}"
+            )
+
+        # What the selector chooses from, and what the convolution shares.
+        if self.rank < 0 or self.candidates < 1:
+            raise ValueError(
+                f"rank ({self.rank}) must be at least 0, and candidates ({self.candidates}) 1"
+            )
+        if self.conv_taps < 0 or self.conv_group < 1 or self.layer.hidden_size % self.conv_group:
+            raise ValueError(
+                f"conv_taps ({self.conv_taps}) must be at least 0, and conv_group "
+                f"({self.conv_group}) divide hidden_size ({self.layer.hidden_size})"
+            )
+
+    @property
+    def block_size(self) -> int:
+        """Slots of a block, the anchor's included."""
+        return self.num_positions + 1
+
+
+class DFlash2State(struct.PyTreeNode):
+    """What a level of branches carries; all but the token is shared by all of them.
+
+    ids:    [B, P, K] the most probable tokens of each slot.
+    logits: [B, P, K] U of these.
+    gate:   [B, P, r] G u.
+    token:  [B, W] each branch's last token.
+    """
+
+    ids: Int[Array, "B P k"]
+    logits: Float[Array, "B P k"]
+    gate: Float[Array, "B P r"]
+    token: Int[Array, "B W"]
+
+
+class BlockConvolution(nn.Module):
+    """Two convolutions over the slots of a block, whose kernels follow one state."""
+
+    config: DFlash2Config
+
+    @nn.compact
+    def __call__(
+        self, x: Float[Array, "B T D"]
+    ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
+        """Return the one before and the one after a sublayer that reads x, as functions."""
+        taps, width = self.config.conv_taps, x.shape[-1]
+        if not taps:
+            return _same, _same
+        shape = (width, 2, taps, width // self.config.conv_group)
+        base = self.param("base_kernel", _pass_on, (2, taps, width))
+        kernel = contract(
+            "btd,djog->btjog", x, self.param("kernel_projection", nn.initializers.zeros, shape)
+        )
+        before, after = (
+            functools.partial(
+                convolve, base=base[j], kernel=kernel[:, :, j], size=self.config.block_size
+            )
+            for j in range(2)
+        )
+        return before, after
+
+
+def _same(y: Array) -> Array:
+    return y
+
+
+def _pass_on(key: Array, shape: tuple[int, ...]) -> Float[Array, "j o D"]:
+    return jnp.zeros(shape).at[:, 0].set(1)
+
+
+def convolve(
+    y: Float[Array, "B T D"],
+    base: Float[Array, "o D"],
+    kernel: Float[Array, "B T o g"],
+    size: int,
+) -> Float[Array, "B T D"]:
+    """Return sum_o (base[o] + kernel_k[o]) * y_{k-o} within blocks of `size` slots.
+
+    kernel: of each slot, one entry for D / g neighbouring channels.
+    """
+    batch, _, width = y.shape
+    blocks, total = y.reshape(batch, -1, size, width), jnp.zeros_like(y)
+    for back in range(len(base)):
+        earlier = jnp.pad(blocks, ((0, 0), (0, 0), (back, 0), (0, 0)))[:, :, :size]
+        weight = base[back] + jnp.repeat(kernel[:, :, back], width // kernel.shape[-1], axis=-1)
+        total += weight * earlier.reshape(y.shape)
+    return total
+
+
+class BlockLayer(nn.Module):
+    """Attention from slots to the context and their block, and an MLP; convolutions around both."""
+
+    config: DFlash2Config
+
+    def setup(self):
+        layer = self.config.layer
+        self.attention_norm = RMSNorm(layer.rms_norm_eps)
+        self.attention_conv = BlockConvolution(self.config)
+        self.attention = SelfAttention(layer)
+        self.mlp_norm = RMSNorm(layer.rms_norm_eps)
+        self.mlp_conv = BlockConvolution(self.config)
+        self.mlp = GatedMLP(layer)
+
+    def __call__(
+        self,
+        context: Float[Array, "B A D"],
+        hidden: Float[Array, "B T D"],
+        positions: Int[Array, "B A+T"],
+        attend: Attend,
+        cache: KeyValue | None,
+        length: Int[Array, " B"] | None,
+    ) -> tuple[Float[Array, "B T D"], KeyValue]:
+        """Return the slots' states, and the keys and values of context and slots."""
+        # Context and slots go through one product, so that its matrix is read once.
+        x = self.attention_norm(hidden)
+        before, after = self.attention_conv(x)
+        read = jnp.concatenate([context, before(x)], axis=1)
+        mixed, fresh = self.attention(read, positions, None, cache, length, attend)
+        hidden = hidden + after(mixed)
+
+        x = self.mlp_norm(hidden)
+        before, after = self.mlp_conv(x)
+        return hidden + after(self.mlp(before(x))), fresh
+
+
+class DFlash2(nn.Module):
+    """The DFlash 2 head; see the module's docstring for the equations."""
+
+    config: DFlash2Config
+
+    @property
+    def output_params(self) -> tuple[str, ...]:
+        """What `logits` reads besides the base's lm_head."""
+        return ("successor",) if self.config.rank else ()
+
+    def setup(self):
+        cfg = self.config
+        width, eps, count = cfg.layer.hidden_size, cfg.layer.rms_norm_eps, len(cfg.features)
+        spread = nn.initializers.normal((count * width) ** -0.5)
+        self.fc = self.param("fc", spread, (count, width, width))
+        self.context_norm = RMSNorm(eps)
+        self.layers = [BlockLayer(cfg) for _ in range(cfg.num_layers)]
+        self.norm = RMSNorm(eps)
+        # The selector: of the token before, of the state, of the candidate.
+        if cfg.rank:
+            codebook, zeros = nn.initializers.normal(CODEBOOK_SPREAD), nn.initializers.zeros
+            self.predecessor = self.param("predecessor", codebook, (cfg.vocab_size, cfg.rank))
+            self.successor = self.param("successor", zeros, (cfg.draft_vocab_size, cfg.rank))
+            spread = nn.initializers.normal(width**-0.5)
+            self.selector_gate = self.param("selector_gate", spread, (width, cfg.rank))
+
+    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
+        """Return the layers' cache of the context."""
+        return init_cache(self.config.layer, self.config.num_layers, batch, length, dtype)
+
+    def absorb(
+        self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
+    ) -> tuple[DFlash2State, Cache]:
+        """Draft the whole block behind the accepted positions, which enter the cache."""
+        start, count, size = accepted.start, accepted.count, accepted.next_tokens.shape[1]
+        anchor = take_last(accepted.next_tokens[..., None], count)[..., 0]
+        slots = self._slots(frozen, anchor)
+        ends = ((start, size), (start + count, self.config.block_size))
+        positions = [first[:, None] + jnp.arange(number) for first, number in ends]
+
+        # A slot sees what is valid of the context, and its whole block.
+        is_seen = jnp.arange(size) < count[:, None]
+        seen = jnp.pad(is_seen, ((0, 0), (0, slots.shape[1])), constant_values=True)
+        own = functools.partial(attend_last, seen=seen, size=slots.shape[1])
+        context = self._context(accepted.features)
+        u, fresh = self._run(context, slots, jnp.concatenate(positions, 1), own, cache, start)
+
+        rows = jax.tree.map(lambda x: x[:, :, :size], fresh)
+        cache = write_rows(cache, rows, ordered_after(start, u))
+        return self._root_state(frozen, u[:, 1:], anchor), cache
+
+    def propose(self, frozen: Frozen, state: DFlash2State, depth: int) -> FewTokens:
+        """Return the slot's candidates by their scores after each branch's last token."""
+        ids, scores = state.ids[:, depth, None], state.logits[:, depth, None]
+        if self.config.rank:
+            pair = self._pair(state.token, state.gate[:, depth, None])
+            candidates = jnp.take(self.successor, ids[:, 0], axis=0)
+            scores += jnp.einsum(
+                "bwr,bkr->bwk", pair, candidates, preferred_element_type=jnp.float32
+            )
+        best, order = jax.lax.top_k(scores, scores.shape[-1])
+        ids = jnp.take_along_axis(jnp.broadcast_to(ids, scores.shape), order, axis=-1)
+        return FewTokens(ids, jax.nn.log_softmax(best))
+
+    def advance(
+        self,
+        frozen: Frozen,
+        state: DFlash2State,
+        cache: Cache,
+        parent: Int[Array, "B W"],
+        token: Int[Array, "B W"],
+        depth: int,
+    ) -> DFlash2State:
+        """Remember a drafted token: the block is there already."""
+        return state.replace(token=token)
+
+    def train_forward(
+        self,
+        frozen: Frozen,
+        features: Float[Array, "B S F"],
+        batch: Batch,
+        rng: Array | None = None,
+    ) -> Float[Array, "P B S D+r"]:
+        """Return [u_k ; A[x_{t+k}] * G u_k] of slot k = i + 1, of a block behind every position."""
+        cfg, size = self.config, batch.tokens.shape[1]
+        anchors = jnp.broadcast_to(jnp.arange(1, size + 1), batch.tokens.shape)
+
+        def at_anchors(x: Int[Array, "B S"], further: int = 0) -> Int[Array, "B M"]:
+            return jnp.take_along_axis(x, jnp.minimum(anchors + further, size - 1), axis=1)
+
+        # A block sees the text of its document before its anchor.
+        is_before = jnp.arange(size) < anchors[..., None]
+        seen = is_before & (at_anchors(batch.segment_ids)[..., None] == batch.segment_ids[:, None])
+        slots = self._slots(frozen, at_anchors(batch.tokens))
+        places = at_anchors(batch.positions)[..., None] + jnp.arange(cfg.block_size)
+        positions = jnp.concatenate([batch.positions, places.reshape(len(places), -1)], axis=1)
+        own = functools.partial(attend_blocks, seen=seen)
+        u, _ = self._run(self._context(features), slots, positions, own)
+
+        # Position by position, with the text's token before each slot.
+        blocks = jnp.moveaxis(u.reshape(*anchors.shape, cfg.block_size, -1), 2, 0)[1:]
+        if not cfg.rank:
+            return blocks
+        before = jnp.stack([at_anchors(batch.tokens, k) for k in range(cfg.num_positions)])
+        return jnp.concatenate([blocks, self._pair(before, blocks @ self.selector_gate)], axis=-1)
+
+    def logits(
+        self, frozen: Frozen, hidden: Float[Array, "*b D+r"], position: int
+    ) -> Float[Array, "*b Vd"]:
+        """Return S for all tokens, candidates or not."""
+        width = self.config.layer.hidden_size
+        logits = project(output_matrix(self.config, frozen), hidden[..., :width])
+        if not self.config.rank:
+            return logits
+        return logits + project(self.successor, hidden[..., width:])
+
+    def _context(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
+        # Split along the features, so that a mesh need not cut one of them.
+        split = features.reshape(*features.shape[:-1], len(self.config.features), -1)
+        return self.context_norm(contract("bacd,cde->bae", split, self.fc))
+
+    def _slots(self, frozen: Frozen, anchors: Int[Array, "B M"]) -> Float[Array, "B T D"]:
+        """Return what the slots of M blocks begin as, block by block."""
+        masks = ((0, 0), (0, 0), (0, self.config.num_positions))
+        tokens = jnp.pad(anchors[..., None], masks, constant_values=self.config.mask_token_id)
+        return embed(frozen, tokens.reshape(len(tokens), -1))
+
+    def _run(
+        self,
+        context: Float[Array, "B A D"],
+        slots: Float[Array, "B T D"],
+        positions: Int[Array, "B A+T"],
+        attend: Attend,
+        cache: Cache | None = None,
+        length: Int[Array, " B"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Cache]:
+        """Return u of every slot, and the fresh keys and values of every layer."""
+        hidden, fresh = slots, []
+        for index, layer in enumerate(self.layers):
+            committed = None if cache is None else cache[index]
+            hidden, rows = layer(context, hidden, positions, attend, committed, length)
+            fresh.append(rows)
+        return self.norm(hidden), tuple(fresh)
+
+    def _root_state(
+        self, frozen: Frozen, u: Float[Array, "B P D"], anchor: Int[Array, "B 1"]
+    ) -> DFlash2State:
+        # The one pass over the vocabulary of this step.
+        count = min(self.config.candidates, self.config.draft_vocab_size)
+        best = top_k(project(output_matrix(self.config, frozen), u), count)
+        gate = u @ self.selector_gate if self.config.rank else u[..., :0]
+        return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor)
+
+    def _pair(self, before: Int[Array, "*b"], gate: Float[Array, "*c r"]) -> Float[Array, "*b r"]:
+        return jnp.take(self.predecessor, before, axis=0, mode="clip") * gate
+
+
+def attend_last(
+    query: Float[Array, "B K G A+T H"],
+    fresh: KeyValue,
+    _: None,
+    cache: KeyValue | None,
+    length: Int[Array, " B"] | None,
+    bias: None,
+    *,
+    seen: Bool[Array, "B A+T"],
+    size: int,
+) -> Float[Array, "B K G T H"]:
+    """Attend from the last `size` rows, a block's slots, to what is seen and to the cache."""
+    return attend(query[:, :, :, -size:], fresh, seen[:, None], cache, length)
+
+
+def attend_blocks(
+    query: Float[Array, "B K G S+T H"],
+    fresh: KeyValue,
+    *_: None,
+    seen: Bool[Array, "B M S"],
+) -> Float[Array, "B K G T H"]:
+    """Attend from the slots of M blocks, each to its own block and to what it sees of the text.
+
+    fresh: the keys and values of the text's S positions, then those of the slots, block by block.
+    """
+    num_blocks, size = seen.shape[1:]
+    query = query[:, :, :, size:]
+    text, slots = (
+        jax.tree.map(lambda x, part=part: x[:, :, part], fresh)
+        for part in (slice(size), slice(size, None))
+    )
+
+    # The block itself, as one small softmax of its own.
+    flat, split = query.shape[:4], (*query.shape[:3], num_blocks, -1, query.shape[-1])
+    key, value = (x.reshape(*split[:2], *split[3:]) for x in (slots.key, slots.value))
+    scores = jnp.einsum(
+        "bkgmth,bkmsh->bkgmts", query.reshape(split), key, preferred_element_type=jnp.float32
+    )
+    scores *= query.shape[-1] ** -0.5
+    peak = scores.max(axis=-1)
+    weight = jnp.exp(scores - peak[..., None])
+    mixed = jnp.einsum(
+        "bkgmts,bkmsh->bkgmth",
+        weight.astype(value.dtype),
+        value,
+        preferred_element_type=jnp.float32,
+    )
+    own = RunningSoftmax(
+        peak.reshape(flat), weight.sum(axis=-1).reshape(flat), mixed.reshape(*flat, -1)
+    )
+
+    # Then the text, which all slots of a block see alike.
+    by_slot = jnp.repeat(seen, key.shape[3], axis=1)[:, None, None]
+    return finish(absorb_rows(query, text, by_slot, own), query.dtype)
+
+
+def feature_layers(num_layers: int, count: int) -> tuple[str, ...]:
+    """Return `count` base states, spread from the second layer's to that of the last but two.
+
+    A base of fewer than 5 layers has no such range: there from the first layer to the last.
+
+    Example: of 8 layers, 3 are layer_2, layer_4, layer_6, the outputs of layers 1, 3 and 5.
+    """
+    first, last = (1, num_layers - 3) if num_layers >= 5 else (0, num_layers - 1)
+    if count == 1:
+        return (output_of(num_layers // 2, num_layers),)
+    layers = np.linspace(first, last, count).round().astype(int).tolist()
+    return tuple(output_of(layer, num_layers) for layer in layers)
+
+
+def output_of(layer: int, num_layers: int) -> str:
+    """Return the name of the state that a layer gives; the first one is layer 0."""
+    return "pre_norm" if layer == num_layers - 1 else f"layer_{layer + 1}"
+
+
+def method_loss(block_size: int) -> LossSpec:
+    """Return the method's loss; gamma 7, 5 and 4 are published for blocks of 16, 10 and 8."""
+    gamma = min(block_size / 2, 7)
+    return LossSpec(hard_ce=1.0, decay=math.exp(-1 / gamma))
+
+
+def make_config(
+    base: BaseConfig,
+    num_positions: int = 7,
+    num_layers: int | None = None,
+    num_features: int | None = None,
+    mask_token_id: int | None = None,
+    rank: int | None = None,
+    candidates: int = 16,
+    conv_taps: int = 2,
+    conv_group: int | None = None,
+    rope: RopeConfig | None = None,
+    loss: LossSpec | None = None,
+) -> DFlash2Config:
+    """Return the head's config for a base.
+
+    num_layers: 5, or as many as the base has where these are fewer; num_features: as many.
+    mask_token_id: the last row of the embedding, which most vocabularies do not use.
+    rank, conv_group: 256 and 16, or what fits a narrow base.
+    """
+    # Qwen3's kind of layer, whatever the base's is, as in the published heads.
+    layer = layer_for(base, rope, llama_layer=True)
+    count = min(5, base.num_layers) if num_layers is None else num_layers
+    return DFlash2Config(
+        layer=dataclasses.replace(layer, query_key_norm=True),
+        vocab_size=base.vocab_size,
+        num_positions=num_positions,
+        max_depth=num_positions,
+        features=feature_layers(base.num_layers, count if num_features is None else num_features),
+        mask_token_id=base.vocab_size - 1 if mask_token_id is None else mask_token_id,
+        num_layers=count,
+        rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
+        candidates=candidates,
+        conv_taps=conv_taps,
+        conv_group=math.gcd(16, base.hidden_size) if conv_group is None else conv_group,
+        loss=loss or method_loss(num_positions + 1),
+    )
+
+
+def init_from_base(
+    config: DFlash2Config, params: Params, base_params: Params, rng: Array
+) -> Params:
+    """Start the last norm as the base's; the rest starts as it was made."""
+    new = {**params, "norm": base_params["final_norm"]}
+    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, new)
