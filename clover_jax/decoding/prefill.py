@@ -45,7 +45,7 @@ def prefill_chunk(
     write_at = ordered_after(starts, output.hidden["post_norm"])
     state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
     if config.head is not None:
-        state = _absorb(config, weights, state, features, start)
+        state = absorb_prompt(config, weights, state, features, start)
     post_norm = output.hidden["post_norm"]
     state = _emit_first(config, weights, state, post_norm, features, start)
     if not config.sampling.scored:
@@ -60,10 +60,13 @@ def _tokens_after(state: DecodeState, start: Array, size: int) -> Int[Array, "B 
     return jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
 
 
-def _absorb(
+def absorb_prompt(
     config: StepConfig, weights: Weights, state: DecodeState, features: Array, start: Array
 ) -> DecodeState:
-    """Let the head take in all prompt positions but the last, whose next token is not known yet."""
+    """Let the head take in a chunk of the prompts, with the base's features of its positions.
+
+    All positions but a prompt's last, whose next token is not known yet.
+    """
     assert config.head is not None  # plain decoding has nothing to take in
     size = features.shape[1]
     next_tokens = _tokens_after(state, start, size)

@@ -1,0 +1,183 @@
+"""Decoding without a base: an answer that is written already says what every forward would accept.
+
+The stages are the engine's own but for verification: the text goes on with one token after every
+slot, and that is taken for the base's choice. So accepted lengths are those of a base that writes
+this very answer, for drafts that read nothing but tokens.
+
+What a base would put after a refused node nobody knows. A draft that learns from it, as recycle
+does, learns here from the text alone and does somewhat worse than it would in decoding.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from clover_jax.array_types import Array, Int
+from clover_jax.decoding.accept import accept_path
+from clover_jax.decoding.commit import StepRecord, commit
+from clover_jax.decoding.copies import count_copies
+from clover_jax.decoding.engine import bucket
+from clover_jax.decoding.prefill import absorb_prompt
+from clover_jax.decoding.state import LENGTH, RUNNING, DecodeState, empty_state
+from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots
+from clover_jax.decoding.tree import ancestor_mask, node_depth
+from clover_jax.runtime.progress import Progress
+
+_POSITIONS_AT_ONCE = 16384  # rows of a batch x their length
+_PROMPT_CHUNK = 64  # positions of prompts that the draft takes in at once
+_NO_TOKEN = -2  # after the end of a text; PAD_TOKEN stands in a tree's empty slots
+
+
+class Written(NamedTuple):
+    """An answer that somebody wrote, with all that stands before it."""
+
+    kind: str
+    prompt_ids: Sequence[int]
+    output_ids: Sequence[int]
+
+
+def replay_rows(
+    answers: Sequence[Written], config: StepConfig, bar: Progress | None = None
+) -> Iterator[dict[str, Any]]:
+    """Yield an output row, as `Tally` reads it, for every answer; those of one length together.
+
+    config: of a draft that reads tokens only. Its base has no layers.
+    """
+    program, depth = jax.jit(functools.partial(_replay, config)), config.tree.depth
+    by_size: dict[int, list[Written]] = {}
+    for answer in answers:
+        # Steps look and write a tree's depth beyond the end.
+        size = bucket(len(answer.prompt_ids) + len(answer.output_ids) + depth + 1)
+        by_size.setdefault(size, []).append(answer)
+
+    for size, group in by_size.items():
+        # A batch lasts as long as its longest answer, so equally long ones stand together.
+        group.sort(key=lambda answer: len(answer.output_ids))
+        rows = max(1, _POSITIONS_AT_ONCE // size)
+        for start in range(0, len(group), rows):
+            chosen = group[start : start + rows]
+            record = jax.device_get(program(*_pack(chosen, rows, size)))
+            for row, answer in enumerate(chosen):
+                yield _output_row(answer, row, record)
+            if bar is not None:
+                bar.update(len(chosen))
+
+
+def _pack(
+    answers: Sequence[Written], rows: int, size: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return texts, one a row, where the answers' first tokens lie, and where the texts end."""
+    text = np.full((rows, size), _NO_TOKEN, np.int32)
+    first, end = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
+    for row, answer in enumerate(answers):
+        whole = [*answer.prompt_ids, *answer.output_ids]
+        text[row, : len(whole)] = whole
+        first[row], end[row] = len(answer.prompt_ids), len(whole)
+    return text, first, end
+
+
+def _output_row(answer: Written, row: int, record: StepRecord) -> dict[str, Any]:
+    # Steps after a row's end have emitted nothing.
+    count = int((record.emitted[:, row] > 0).sum())
+    accepted = record.accepted[:count, row].tolist()
+    ranks = record.ranks[:count, row].tolist()
+    return {
+        "kind": answer.kind,
+        "prompt_ids": answer.prompt_ids,
+        "output_ids": answer.output_ids,
+        "accepted": accepted,
+        "proposed": record.proposed[:count, row].tolist(),
+        "ranks": [path[:length] for path, length in zip(ranks, accepted, strict=True)],
+        "num_cut": 0,
+        "finish_reason": "length",
+    }
+
+
+def _replay(
+    config: StepConfig, text: Int[Array, "B S"], first: Int[Array, " B"], end: Int[Array, " B"]
+) -> StepRecord:
+    """Return what every step did, with a leading [S]; rows without an answer have first = end.
+
+    first: index of each answer's first token, which prefill gives. end: of the text. The buffers
+    go tree.depth + 1 positions beyond it, with tokens that nothing equals.
+    """
+    state = _begin(config, text, first, end)
+    _, record = jax.eval_shape(functools.partial(_step, config, text), state)
+    steps = text.shape[1]
+    records = jax.tree.map(lambda one: jnp.zeros((steps, *one.shape), one.dtype), record)
+
+    def body(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
+        done, state, records = carry
+        state, record = _step(config, text, state)
+        records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
+        return done + 1, state, records
+
+    def goes_on(carry: tuple[Array, DecodeState, Any]) -> Array:
+        return (carry[1].finish == RUNNING).any()
+
+    return jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, records))[2]
+
+
+def _begin(
+    config: StepConfig, text: Int[Array, "B S"], first: Int[Array, " B"], end: Int[Array, " B"]
+) -> DecodeState:
+    """Return the state after prefill: the prompts are read, and each row's first token is out."""
+    rows, size = text.shape
+    places = jnp.arange(size)
+    state = empty_state(config.base, config.head, config.tree, rows, size, 1, jnp.float32)
+    prompts = jnp.where(places < first[:, None], text, 0)
+    state = state.replace(tokens=prompts, end=first)
+
+    features = jnp.zeros((rows, _PROMPT_CHUNK, 0))
+    state = jax.lax.fori_loop(
+        0,
+        -(-first.max() // _PROMPT_CHUNK),
+        lambda chunk, state: absorb_prompt(
+            config, _no_weights(), state, features, chunk * _PROMPT_CHUNK
+        ),
+        state,
+    )
+
+    # The first token is the root: no step has read it.
+    root = jnp.take_along_axis(text, first[:, None], axis=1)
+    return state.replace(
+        tokens=jnp.where(places == first[:, None], root, prompts),
+        length=first,
+        end=first + 1,
+        limit=end,
+        finish=jnp.where(first + 1 < end, RUNNING, LENGTH),
+        next_tokens=jnp.broadcast_to(root, state.next_tokens.shape),
+        count=jnp.ones_like(first),
+    )
+
+
+def _step(
+    config: StepConfig, text: Int[Array, "B S"], state: DecodeState
+) -> tuple[DecodeState, StepRecord]:
+    """Advance every running row as `speculate_and_verify` does, with the text for the base."""
+    state, drafted = absorb_and_draft(config, _no_weights(), state, roots(state))
+    tree, depth = drafted.tree, config.tree.depth
+
+    # A node is right where it says what the text has at its depth.
+    ahead = state.end[:, None] + jnp.arange(depth + 1)
+    following = jnp.take_along_axis(text, jnp.minimum(ahead, text.shape[1] - 1), axis=1)
+    level = jnp.broadcast_to(node_depth(ancestor_mask(tree.parent, depth)), tree.tokens.shape)
+    choices = jnp.take_along_axis(following, level, axis=1)
+
+    features = jnp.zeros((*tree.tokens.shape, 0))
+    state, record = commit(state, tree, accept_path(tree, choices, depth), (), features)
+    if drafted.copy is not None and state.copies is not None:
+        counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
+        state = state.replace(copies=counted)
+    return state, record
+
+
+def _no_weights() -> Weights:
+    """Return a base's matrices of no size, which the stages hand on and nobody reads."""
+    return Weights({"embedding": jnp.zeros((0, 0)), "final_norm": {"scale": jnp.zeros(0)}}, {})
