@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import itertools
 import math
 from collections.abc import Callable, Mapping
@@ -18,6 +17,7 @@ from clover_jax.array_types import Params
 from clover_jax.errors import UserError
 from clover_jax.pretrained.tensor_map import Path as LeafPath
 from clover_jax.pretrained.tensor_map import nested
+from clover_jax.storage.files import hash_files
 
 CHUNK_BYTES = 2**22  # what storage encodes and decodes at once
 
@@ -65,7 +65,7 @@ def save_params(folder: Path, params: Params) -> dict[str, str]:
 
     with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
         checkpointer.save(folder.absolute(), params)
-    return _file_hashes(folder)
+    return hash_files(folder)
 
 
 def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, str]:
@@ -80,7 +80,7 @@ def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, 
     arguments = ocp.args.PyTreeSave(nested(leaves), save_args=save_args)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder.absolute(), args=arguments)
-    return _file_hashes(folder)
+    return hash_files(folder)
 
 
 def check_folder(folder: Path, expected: Params, files: Any) -> dict[LeafPath, Any]:
@@ -115,20 +115,10 @@ def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
     return value
 
 
-def _file_hashes(folder: Path) -> dict[str, str]:
-    hashes = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_file():
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256")
-            hashes[path.relative_to(folder).as_posix()] = digest.hexdigest()
-    return hashes
-
-
 def _check_files(folder: Path, files: Any) -> None:
     if not isinstance(files, dict) or not files:
         raise UserError(f"{folder.parent}/draft.json does not list the files of {folder.name}/")
-    hashes = _file_hashes(folder)
+    hashes = hash_files(folder)
     for name, wanted in files.items():
         if name not in hashes:
             raise UserError(f"{folder / name} is missing; was the draft copied whole?")

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import hashlib
 import json
 import logging
 import os
@@ -26,7 +25,7 @@ import orbax.checkpoint as ocp
 from clover_jax.array_types import PyTree
 from clover_jax.errors import UserError
 from clover_jax.runtime.distributed import is_primary, wait_for_all
-from clover_jax.storage.files import write_json
+from clover_jax.storage.files import hash_files, write_json
 
 KEPT = 2  # the newest, and the one before in case the newest turns out to be damaged
 HASHES = "hashes"
@@ -284,11 +283,4 @@ def disk_reason(error: BaseException | None) -> str | None:
 
 def _hash_files(folder: Path) -> dict[str, str]:
     """Hash a checkpoint's files but for those at the top, which the renaming touches."""
-    hashes = {}
-    # Sorted, so that the file that is named as damaged does not depend on the file system.
-    for path in sorted(folder.rglob("*")):
-        if path.is_file() and path.parent != folder:
-            with path.open("rb") as file:
-                digest = hashlib.file_digest(file, "sha256")
-            hashes[path.relative_to(folder).as_posix()] = digest.hexdigest()
-    return hashes
+    return {name: digest for name, digest in hash_files(folder).items() if "/" in name}

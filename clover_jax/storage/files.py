@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import errno
 import fcntl
+import hashlib
 import json
 import os
 import shutil
@@ -122,6 +123,18 @@ def write_text(path: str | os.PathLike, text: str) -> None:
 def write_json(path: str | os.PathLike, value: Any) -> None:
     """Write `value` as indented JSON, atomically."""
     write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+def hash_files(folder: Path) -> dict[str, str]:
+    """Return relative name -> SHA-256 of every file below a folder, by name."""
+    hashes = {}
+    # Sorted, so that the first one that is wrong does not depend on the file system.
+    for path in sorted(folder.rglob("*")):
+        if path.is_file():
+            with path.open("rb") as file:
+                digest = hashlib.file_digest(file, "sha256")
+            hashes[path.relative_to(folder).as_posix()] = digest.hexdigest()
+    return hashes
 
 
 @contextlib.contextmanager
