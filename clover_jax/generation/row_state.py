@@ -36,15 +36,17 @@ class Turn:
 
 
 class Piece(NamedTuple):
-    """What one forward of the base added to an answer.
+    """What one forward of the base added to an answer, or a part of that.
 
     forward: its number, 0 for prefill. ids: its tokens.
     text: what is settled now, by tokens and stop strings; "" without a tokenizer.
+    is_copied: whether the tokens were copied from the text; False where copies are not told apart.
     """
 
     forward: int
     ids: list[int]
     text: str
+    is_copied: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,15 +70,21 @@ class RowState:
     """A row that is being decoded: its answers so far, and the text of the current one."""
 
     def __init__(
-        self, prompt: Prompt, settings: GenerationSettings, models: Models, is_watched: bool = False
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings,
+        models: Models,
+        is_watched: bool = False,
+        tells_copies: bool = False,
     ):
         """Take the row; raises UserError for what it asks for and cannot have.
 
         is_watched: whether the text is wanted as it comes, which costs the host some time.
+        tells_copies: whether copied tokens are pieces of their own, which costs some more.
         """
         self.prompt = prompt
         self._settings = settings.for_row(prompt)
-        self._models, self._is_watched = models, is_watched
+        self._models, self._is_watched, self._tells_copies = models, is_watched, tells_copies
         self._turns: list[Turn] = []
         if self._settings.stop and models.tokenizer is None:
             raise UserError(
@@ -156,15 +164,21 @@ class RowState:
     def _watch(self, row: Generation) -> tuple[list[Piece], StopCut | None]:
         """Return what each forward added, up to the one that completes a stop string."""
         pieces: list[Piece] = []
-        for forward, ids in forward_groups(row, self._num_seen):
+        for forward, ids, is_copied in self._parts(row):
             self._num_seen += len(ids)
             cut = self._answer.take(row.output_ids[: self._num_seen]) if self._answer else None
             # Later groups came in the same chunk; nobody should see them.
             if cut is not None:
                 kept = max(cut.num_kept - self._num_seen + len(ids), 0)
-                return [*pieces, Piece(forward, ids[:kept], "")], cut
-            pieces.append(Piece(forward, ids, self._answer.settled() if self._answer else ""))
+                return [*pieces, Piece(forward, ids[:kept], "", is_copied)], cut
+            text = self._answer.settled() if self._answer else ""
+            pieces.append(Piece(forward, ids, text, is_copied))
         return pieces, None
+
+    def _parts(self, row: Generation) -> Iterator[tuple[int, list[int], bool]]:
+        for forward, ids in forward_groups(row, self._num_seen):
+            parts = copied_parts(row, forward, ids) if self._tells_copies else [(ids, False)]
+            yield from ((forward, *part) for part in parts)
 
     def output_row(self) -> dict[str, Any]:
         """Return the finished row's output; with several turns each value is a list."""
@@ -186,6 +200,21 @@ def forward_groups(turn: Generation, first: int) -> Iterator[tuple[int, list[int
         ids = turn.output_ids[max(first, end - counts[number]) : end]
         if ids:
             yield number, ids
+
+
+def copied_parts(turn: Generation, forward: int, ids: list[int]) -> list[tuple[list[int], bool]]:
+    """Return the tokens that a forward gave in parts, each with whether they were copied.
+
+    Copies follow nothing but drafted tokens, and the base's own token comes last.
+
+    Example: ids 5 6 7 8 of a forward that accepted 3 tokens, 2 of them copied, are ([5], False),
+    ([6, 7], True) and ([8], False).
+    """
+    accepted = copied = 0
+    if forward and turn.copied:  # prefill copies nothing
+        accepted, copied = turn.accepted[forward - 1], turn.copied[forward - 1]
+    parts = [(ids[: accepted - copied], False), (ids[accepted - copied : accepted], True)]
+    return [part for part in [*parts, (ids[accepted:], False)] if part[0]]
 
 
 def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:

@@ -37,7 +37,12 @@ class Answering(Response):
     def __init__(self, service: Service, ready: Ready, call: Call):
         """Take the call; `ready` decodes it."""
         super().__init__()
-        self._service, self._scheduler, self._call = service, ready.scheduler, call
+        self._service, self._call = service, call
+        # Without a draft all is plain.
+        is_apart = call.is_plain and ready.models.draft is not None
+        if is_apart and ready.plain is None:
+            raise ApiError("plain is for servers with the page", param="plain")
+        self._scheduler = ready.plain if is_apart and ready.plain else ready.scheduler
         self._answers: Answers = answers_for(call, ready.served.model, ready.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -115,7 +120,7 @@ class Answering(Response):
 
                 # The last figures before the last bytes: whoever has an answer finds it counted.
                 if progress.ended:
-                    metrics.ended(progress, now - started)
+                    metrics.ended(progress, now - started, self._call.is_plain)
                 if take is not None:
                     await take(index, progress)
                 if progress.ended:

@@ -15,7 +15,7 @@ class Ask:
 
     client: whose turn it is in the queue, which is fair between clients.
     choice: number of the choice of `n`; each draws by a key of its own.
-    is_watched: whether text is wanted as it comes.
+    is_watched: whether text is wanted as it comes. tells_copies: whether copies stand apart in it.
     top_logprobs: alternatives to each token of the answer; None for no log-probabilities at all.
     prompt_logprobs: whether the prompt's tokens are scored too.
     must_fit: whether the context must have room for all tokens of the settings; else for one.
@@ -26,6 +26,7 @@ class Ask:
     client: str = ""
     choice: int = 0
     is_watched: bool = False
+    tells_copies: bool = False
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
     must_fit: bool = False

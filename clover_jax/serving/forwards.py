@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import NamedTuple
 
-from clover_jax.generation.row_state import TurnProgress, forward_groups
+from clover_jax.generation.row_state import TurnProgress, copied_parts, forward_groups
 
 # Why an answer ended, in OpenAI's words.
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
@@ -37,6 +37,6 @@ def forwards_of(progress: TurnProgress) -> list[Forward]:
     kept = dataclasses.replace(row, output_ids=turn.output_ids, accepted=turn.accepted)
     forwards = []
     for number, ids in forward_groups(kept, 1):
-        copied = row.copied[number - 1] if row.copied else 0
-        forwards.append(Forward(len(ids), row.proposed[number - 1], min(copied, len(ids))))
+        copied = sum(len(part) for part, is_copied in copied_parts(row, number, ids) if is_copied)
+        forwards.append(Forward(len(ids), row.proposed[number - 1], copied))
     return forwards

@@ -79,8 +79,11 @@ class Metrics:
         for _ in range(count):
             self._between.observe(seconds / count)
 
-    def ended(self, progress: TurnProgress, seconds: float) -> None:
-        """Count an answer that has ended, `seconds` after it was asked for."""
+    def ended(self, progress: TurnProgress, seconds: float, is_plain: bool = False) -> None:
+        """Count an answer that has ended, `seconds` after it was asked for.
+
+        is_plain: whether it was decoded without drafts, to compare with.
+        """
         turn = progress.turn
         self._whole.observe(seconds)
         self._ended.labels(self._model, FINISH_REASONS[turn.finish_reason or "stop"]).inc()
@@ -88,7 +91,8 @@ class Metrics:
         self._new_tokens.inc(len(turn.output_ids))
 
         # As the client got them, so that 1 + accepted / drafts is the tau of the rows.
-        for forward in forwards_of(progress) if self._is_drafting else []:
+        drafts = self._is_drafting and not is_plain
+        for forward in forwards_of(progress) if drafts else []:
             self._drafts.inc()
             self._drafted.inc(forward.num_drafted)
             self._accepted.inc(forward.num_accepted)

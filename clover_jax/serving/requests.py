@@ -46,6 +46,7 @@ class Call:
     echo: whether the prompt stands before its answer.
     no_output: the answer's only token is left out (max_tokens 0).
     tells_forwards: whether streamed pieces say which forward of the base gave them.
+    is_plain: whether to decode without drafts, to compare with.
     """
 
     asks: list[Ask]
@@ -56,6 +57,7 @@ class Call:
     echo: bool = False
     no_output: bool = False
     tells_forwards: bool = False
+    is_plain: bool = False
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -179,6 +181,7 @@ def _call(
             client=request.user or peer,
             choice=choice,
             is_watched=streams,
+            tells_copies=bool(request.forwards),
             top_logprobs=top_logprobs,
             prompt_logprobs=echo and top_logprobs is not None,
             must_fit=max_tokens is not None,
@@ -195,6 +198,7 @@ def _call(
         echo=echo,
         no_output=max_tokens == 0,
         tells_forwards=bool(request.forwards),
+        is_plain=bool(request.plain),
     )
 
 

@@ -75,7 +75,7 @@ class Answers(abc.ABC):
         """Return the chunks of what is new of a choice, its end included."""
         chunks = []
         pieces = [] if self.call.no_output else progress.pieces
-        # One piece is one forward's; whoever does not ask gets them in one.
+        # One piece is of one forward; whoever does not ask gets them in one.
         for piece in pieces if self.call.tells_forwards else _joined(pieces):
             scored = self._scored(progress, self._num_told[index], piece.ids)
             self._num_told[index] += len(piece.ids)
@@ -83,7 +83,11 @@ class Answers(abc.ABC):
                 continue
             choice = self._piece(index, piece.text, scored)
             if self.call.tells_forwards:
-                choice["forward"] = _forward(piece, progress)
+                choice["forward"] = {
+                    "forward": piece.forward,
+                    "num_tokens": len(piece.ids),
+                    "num_copied": len(piece.ids) if piece.is_copied else 0,
+                }
             chunks.append(self._chunk(choice))
         if progress.ended:
             chunks.append(self._chunk(self._piece(index, None, [], self._finish(progress))))
@@ -277,15 +281,3 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
         return []
     ids = [id_ for piece in pieces for id_ in piece.ids]
     return [Piece(pieces[-1].forward, ids, "".join(piece.text for piece in pieces))]
-
-
-def _forward(piece: Piece, progress: TurnProgress) -> dict[str, int]:
-    """Return which forward gave a piece, how many tokens, and how many of them were copies."""
-    copied = progress.generation.copied
-    # Prefill, forward 0, copies nothing; the last piece may be text that was held back.
-    num_copied = copied[piece.forward - 1] if copied and piece.forward and piece.ids else 0
-    return {
-        "forward": piece.forward,
-        "num_tokens": len(piece.ids),
-        "num_copied": min(num_copied, len(piece.ids)),
-    }

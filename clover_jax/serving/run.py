@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import signal
 import socket
@@ -69,12 +70,13 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
     server = _server(service)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        models, scheduler = await _in_thread(lambda: _load(service.options))
-        service.open(scheduler, models)
+        models, schedulers = await _in_thread(lambda: _load(service.options))
+        service.open(models, *schedulers)
         _tell_ready(service.options, models, listener)
         await stop.wait()
         await service.drain()
-        await scheduler.close()
+        for scheduler in schedulers:
+            await scheduler.close()
     finally:
         server.should_exit = True
         await serving
@@ -106,7 +108,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
+def _load(options: ServeOptions) -> tuple[Models, list[Scheduler]]:
+    """Return the models, and what decodes with them: the server's own way, then plainly."""
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
@@ -117,9 +120,16 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
             f"decode {options.batch_size} requests at once",
             "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
         ):
-            scheduler = Scheduler(models, options)
-            scheduler.compile()
-    return models, scheduler
+            schedulers = [Scheduler(models, options)]
+            schedulers[0].compile()
+            # The page shows what drafts bring beside plain decoding, in one slot of its own. Few
+            # look at that, so it compiles when somebody does.
+            if options.page and models.draft is not None:
+                alone = dataclasses.replace(options, batch_size=1)
+                schedulers.append(Scheduler(models.plain(), alone))
+            for scheduler in schedulers:
+                scheduler.start()
+    return models, schedulers
 
 
 def _tell_ready(options: ServeOptions, models: Models, listener: socket.socket) -> None:

@@ -96,18 +96,21 @@ class Scheduler:
         return len(self._waiting)
 
     def compile(self) -> None:
-        """Compile all programs, with a bar, and begin to decode."""
-        self._slots = self._open()
+        """Compile all programs, with a bar; without it each compiles when it is needed."""
+        slots = self._open()
         # Long enough that the later ones go on from what a slot holds of the first.
         context = self._models.base.config.max_position_embeddings
         kinds = _kinds_of_requests(min(self._engine.prefill_size + 2, context - 2))
         with progress_bar(len(kinds), "compile", "program") as bar, self._exactly():
             for request in kinds:
-                slot = self._slots.add(request)
-                self._slots.read_prompts()
-                self._slots.advance(1)
-                self._slots.remove(slot)
+                slot = slots.add(request)
+                slots.read_prompts()
+                slots.advance(1)
+                slots.remove(slot)
                 bar.update()
+
+    def start(self) -> None:
+        """Begin to decode."""
         self._slots = self._open()
         self._thread.start()
 
@@ -147,7 +150,7 @@ class Scheduler:
 
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
-        row = RowState(prompt, ask.settings, self._models, ask.is_watched)
+        row = RowState(prompt, ask.settings, self._models, ask.is_watched, ask.tells_copies)
         context = self._models.base.config.max_position_embeddings
         try:
             request = row.next_request()

@@ -29,9 +29,13 @@ _RETRY_SECONDS = 5  # until a server that loads, or another in its place, may be
 
 
 class Ready(NamedTuple):
-    """What answers, once it is loaded."""
+    """What answers, once it is loaded.
+
+    plain: decodes without drafts, to compare with; None where that is not offered.
+    """
 
     scheduler: Scheduler
+    plain: Scheduler | None
     served: Served
     texts: TokenTexts
     models: Models
@@ -58,12 +62,16 @@ class Service:
         self._is_draining, self._num_open = False, 0
         self._all_answered = asyncio.Event()
 
-    def open(self, scheduler: Scheduler, models: Models) -> None:
+    def open(self, models: Models, scheduler: Scheduler, plain: Scheduler | None = None) -> None:
         """Let requests in: all programs are compiled."""
         length = self.options.model_len(models.base.config.max_position_embeddings)
         served = Served(self.options.model_name, length, self.options.max_waiting)
-        self._ready = Ready(scheduler, served, TokenTexts(models.tokenizer), models)
-        self.metrics.watch_queue(lambda: scheduler.num_running, lambda: scheduler.num_waiting)
+        self._ready = Ready(scheduler, plain, served, TokenTexts(models.tokenizer), models)
+        both = [each for each in (scheduler, plain) if each is not None]
+        self.metrics.watch_queue(
+            lambda: sum(each.num_running for each in both),
+            lambda: sum(each.num_waiting for each in both),
+        )
         self.opened.set()
 
     def admit(self, request: Request) -> Ready:

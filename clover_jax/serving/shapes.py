@@ -175,7 +175,9 @@ class CommonRequest(_Shape):
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
     user: Text | None = None
+    # These two are ours.
     forwards: bool | None = None
+    plain: bool | None = None
 
 
 class CompletionRequest(CommonRequest):

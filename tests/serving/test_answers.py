@@ -177,18 +177,32 @@ def test_a_prediction_changes_no_text_and_is_counted(client, alone):
 def test_tau_of_the_metrics_is_that_of_the_answers(server, client):
     names = ("spec_decode_num_drafts_total", "spec_decode_num_accepted_tokens_total")
     before = [server.figure(name) for name in names]
-    forwards = accepted = 0
+    forwards = accepted = copied = 0
     for body in KINDS[:4]:
         told = [
             chunk["choices"][0]["forward"]
             for chunk in streamed(client, body | {"forwards": True})
             if "forward" in chunk["choices"][0]
         ]
-        # Prefill, forward 0, drafts nothing. A piece of text that was held back has no tokens.
-        drafted = [
-            piece["num_tokens"] for piece in told if piece["forward"] and piece["num_tokens"]
-        ]
-        forwards, accepted = forwards + len(drafted), accepted + sum(drafted) - len(drafted)
+        # Prefill, forward 0, drafts nothing. Copies are pieces of their own.
+        drafted = [piece for piece in told if piece["forward"]]
+        number = len({piece["forward"] for piece in drafted if piece["num_tokens"]})
+        forwards += number
+        accepted += sum(piece["num_tokens"] for piece in drafted) - number
+        copied += sum(piece["num_copied"] for piece in drafted)
     after = [server.figure(name) for name in names]
     assert [new - old for new, old in zip(after, before, strict=True)] == [forwards, accepted]
-    assert accepted > 0
+    # All drafts of lookup are copies; a limit may cut the base's own token behind them.
+    assert 0 < accepted <= copied <= accepted + 4
+
+
+def test_plain_decoding_has_the_same_text_and_counts_for_no_draft(server, client, alone):
+    before = server.figure("spec_decode_num_drafts_total")
+    chunks = streamed(client, KINDS[1] | {"plain": True, "forwards": True})
+    choices = [chunk["choices"][0] for chunk in chunks]
+    assert "".join(map(text_of, choices)) == alone[1]["text"]
+    told = [choice["forward"] for choice in choices if "forward" in choice]
+    assert {piece["num_tokens"] for piece in told} <= {0, 1}
+    assert max(piece["forward"] for piece in told) == len(alone[1]["output_ids"]) - 1
+    assert server.figure("spec_decode_num_drafts_total") == before
+    assert server.figure("num_requests_running") == 0

@@ -52,7 +52,7 @@ def test_text_of_a_model_cannot_become_markup_and_a_key_is_not_stored():
 
 def test_every_field_has_a_label():
     fields = re.findall(r"<(?:input|textarea)[^>]* id=\"([^\"]+)\"", SOURCE)
-    assert len(fields) == 7
+    assert len(fields) == 10
     assert set(fields) == set(re.findall(r"<label for=\"([^\"]+)\"", SOURCE))
 
 
@@ -182,13 +182,46 @@ def test_the_page_shows_what_each_forward_gave(tab, url):
     stretches = tab.value("[...document.querySelectorAll('#text span')].map(s => s.className)")
     shades = [names.split()[0] for names in stretches]
     assert set(shades) == {"even", "odd"}
-    assert all(one != other for one, other in itertools.pairwise(shades))
+    assert all(one != other for one, other in itertools.pairwise(stretches))
     assert any("copied" in names for names in stretches)
     assert figure(tab, "tokens") == "120"
     assert int(figure(tab, "copied")) > 0
     forwards = int(re.search(r"in (\d+) forwards", said)[1])
     assert figure(tab, "tau") == f"{119 / forwards:.2f}"
     assert float(figure(tab, "rate")) > 0
+
+
+@pytest.mark.servers
+@in_a_browser
+def test_the_page_shows_plain_decoding_beside(tab):
+    tab.type("#max-tokens", "120")
+    tab.type("#temperature", "1")
+    tab.value("document.querySelector('#both').click()")
+    tab.press("Enter", CTRL)
+    said = tab.wait_for(
+        "(s => s.includes('as fast') && s)(document.querySelector('#plain-status').textContent)"
+    )
+    assert "in 119 forwards and a prefill, τ 1.00" in said
+    assert "The text is the same." in said
+    assert float(figure(tab, "tau")) > 1
+    assert figure(tab, "plain-tau") == "1.00"
+    texts = [
+        tab.value(f"document.querySelector('#{id_}').textContent") for id_ in ("text", "plain-text")
+    ]
+    assert texts[0] == texts[1]
+    for name, width, scheme in (
+        ("wide", 1440, "light"),
+        ("dark", 1280, "dark"),
+        ("narrow", 360, "light"),
+    ):
+        tab.look(width, 900, scheme)
+        root = "document.documentElement"
+        assert tab.value(f"{root}.scrollWidth <= {root}.clientWidth"), name
+
+    tab.value("document.querySelector('#plain').click()")
+    tab.press("Enter", CTRL)
+    status(tab, "τ 1.00")
+    assert tab.value("document.querySelector('#plain-lane').hidden")
 
 
 @pytest.mark.servers
@@ -234,13 +267,14 @@ def test_the_page_fits_a_phone_works_by_keyboard_and_breaks_no_rule(tab, url):
 
     reached = []
     tab.value("document.querySelector('#key').focus()")
-    for _ in range(7):
+    for _ in range(8):
         tab.press("Tab")
         reached.append(tab.value("document.activeElement.id"))
         outline = tab.value("getComputedStyle(document.activeElement).outlineStyle")
         assert outline == "solid", reached
     assert reached == [
         "completion",
+        "drafted",
         "prompt",
         "temperature",
         "max-tokens",
