@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from clover_jax import train
+from clover_jax import serve, train
 from clover_jax.cli.command_flags import parse_flags
 from tests.conftest import REPOSITORY
 
@@ -57,7 +57,7 @@ def test_the_example_of_a_script_names_base_data_and_workdir(script):
     parse_flags(train.define_flags, flags)
 
 
-@pytest.mark.parametrize("script", ["slurm", "gke_jobset", "tpu_vm"])
+@pytest.mark.parametrize("script", ["slurm", "gke_jobset", "tpu_vm", "serve_gke"])
 def test_a_script_without_arguments_says_what_it_needs(script):
     finished = launch(script)
     assert finished.returncode == 2
@@ -160,3 +160,50 @@ def test_the_tpu_vm_steps_print_gcloud_commands():
     shell = shell.replace("cd clover && JAX_COORDINATOR_ADDRESS=auto ", "")
     said = subprocess.run(["bash", "-c", shell], capture_output=True, text=True, check=True).stdout
     assert said.splitlines() == ["-m", "clover_jax.train", *FLAGS]
+
+
+SERVED = ("--base=/data/a base", "--draft=lookup")
+
+
+def deployment(**variables):
+    printed = dry_run("serve_gke", *SERVED, IMAGE="registry/clover", BUCKET="b", **variables)
+    deployed, service = yaml.safe_load_all(printed)
+    return deployed["spec"], service["spec"]
+
+
+def test_a_replica_is_asked_only_when_it_answers_and_may_end_what_it_began():
+    spec, service = deployment(REPLICAS="3", REQUEST_SECONDS="60")
+    pod = spec["template"]["spec"]
+    (server,) = pod["containers"]
+    assert (spec["replicas"], pod["terminationGracePeriodSeconds"]) == (3, 90)
+    assert spec["selector"]["matchLabels"] == service["selector"]
+    assert spec["template"]["metadata"]["labels"] == service["selector"]
+    for probe in ("startupProbe", "readinessProbe"):
+        assert server[probe]["httpGet"] == {"path": "/health", "port": "http"}
+    assert "httpGet" not in server["livenessProbe"]
+
+
+def test_a_served_pod_has_flags_that_parse_a_key_and_hands_sigterm_on(tmp_path):
+    (server,) = deployment(REQUEST_SECONDS="60")[0]["template"]["spec"]["containers"]
+    run = (
+        "import pathlib, signal, sys, threading; stop = threading.Event()\n"
+        "signal.signal(signal.SIGTERM, lambda *_: stop.set())\n"
+        f"pathlib.Path('{tmp_path}/started').write_text('\\n'.join(sys.argv[1:]))\n"
+        f"stop.wait(); pathlib.Path('{tmp_path}/drained').touch()"
+    )
+    (tmp_path / "serve.py").write_text(run)
+    os.mkfifo(tmp_path / "started")
+    executable(tmp_path / "python", f'exec {sys.executable} {tmp_path}/serve.py "$@"')
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    with subprocess.Popen([*server["command"], *server["args"]], env=environment) as pod:
+        arguments = (tmp_path / "started").read_text().splitlines()
+        pod.terminate()
+        pod.wait(30)
+    assert (tmp_path / "drained").exists()
+
+    assert arguments[:2] == ["-m", "clover_jax.serve"]
+    flags = parse_flags(serve.define_flags, arguments[2:])
+    assert (flags.host, flags.port, flags.request_timeout) == ("0.0.0.0", 8000, 60)
+    assert (flags.base, flags.draft) == ("/data/a base", "lookup")
+    (keys,) = (one for one in server["volumeMounts"] if one["name"] == "keys")
+    assert flags.api_key_file.startswith(keys["mountPath"])
