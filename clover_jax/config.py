@@ -179,12 +179,15 @@ class LossSpec(JsonConfig):
         drawn from the head's is refused.
     neg_log_acceptance: weight of the negative logarithm of how often it is accepted.
     lk: weight of the LK hybrid of divergence and total variation.
+    candidate_ce: weight of the cross-entropy to the true token among the few tokens that a head
+        scores anew, where it is one of them; for other heads the same as `hard_ce`.
     lk_eta: how fast the hybrid leaves the divergence as acceptance grows.
     decay: position i weighs decay^i.
     dpace: above 0, positions weigh what they are worth for the accepted length (D-PACE) instead of
         decay^i, where a token of probability 0 counts as one of this probability.
-    divisor: what each sum over pairs is divided by: the number of "pairs" that count, or of all
-        "positions" of the batch.
+    divisor: what each sum over pairs is divided by: the number of "pairs" of its position that
+        count, that of all "positions" of the batch, or the sum of the "weights" decay^i of all
+        pairs that count.
     divisor_offset: added to the divisor.
     label_mask: leave out pairs that the base's own choice would not have reached.
     """
@@ -195,6 +198,7 @@ class LossSpec(JsonConfig):
     total_variation: float = 0.0
     neg_log_acceptance: float = 0.0
     lk: float = 0.0
+    candidate_ce: float = 0.0
     lk_eta: float = 3.0
     decay: float = 1.0
     dpace: float = 0.0
@@ -203,9 +207,11 @@ class LossSpec(JsonConfig):
     label_mask: bool = False
 
     def __post_init__(self):
-        # EAGLE-3 divides by all positions, the other methods by what counts.
-        if self.divisor not in ("pairs", "positions"):
-            raise ValueError(f"loss divisor {self.divisor!r} must be pairs or positions")
+        # EAGLE-3 divides by all positions, DFlash 2 by weights, the other methods by what counts.
+        if self.divisor not in ("pairs", "positions", "weights"):
+            raise ValueError(f"loss divisor {self.divisor!r} must be pairs, positions or weights")
+        if self.dpace and self.divisor == "weights":
+            raise ValueError("loss divisor weights sums up decay^i: with dpace it must be pairs")
         if not 0 <= self.dpace <= 1:
             raise ValueError(f"loss dpace ({self.dpace}) must lie in 0 .. 1; 0 weighs by decay")
         if not self.lk_eta >= 0:

@@ -75,10 +75,15 @@ class StepShapes(NamedTuple):
         num_layers = sum(path[-1].key == "qkv" for path, _ in leaves)
         positions = config.head.config.num_positions
         with_scores = min(num_layers, 1) if config.remat else num_layers
-        head = with_scores * 2 * scores + num_layers * (inner + 6 * state) + positions * 6 * state
+        # Blocks at few anchors have their slots beside the text, and are all that is trained.
+        anchors = min(getattr(config.head.module, "num_anchors", 0), seq_len)
+        slots = anchors * (positions + 1) / seq_len
+        scores, trained = (scores * slots, anchors / seq_len) if anchors else (scores, 1)
+        of_layers = num_layers * (1 + slots) * (inner + 6 * state)
+        head = with_scores * 2 * scores + of_layers + positions * trained * 6 * state
 
         # A few chunks of logits live together, and two states of each position.
-        loss = 4 * logits + 2 * positions * state
+        loss = 4 * logits + 2 * positions * trained * state
         return int(kept + max(teacher, head + loss))
 
 

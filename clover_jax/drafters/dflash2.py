@@ -66,6 +66,7 @@ class DFlash2Config(DrafterConfig):
     candidates: K, or as many as the draft's vocabulary has.
     conv_taps: slots that a convolution reads; 0 leaves it out.
     conv_group: g, channels that share a kernel.
+    num_anchors: places of a row at most where a training step drafts a block.
     """
 
     kind: str = "dflash2"
@@ -75,13 +76,15 @@ class DFlash2Config(DrafterConfig):
     candidates: int = 16
     conv_taps: int = 2
     conv_group: int = 16
+    num_anchors: int = 512
 
     def __post_init__(self):
         super().__post_init__()
-        if min(self.num_positions, self.num_layers, len(self.features)) < 1:
+        counts = (self.num_positions, self.num_layers, len(self.features), self.num_anchors)
+        if min(counts) < 1:
             raise ValueError(
-                f"num_positions ({self.num_positions}), num_layers ({self.num_layers}) and the "
-                f"number of features ({len(self.features)}) must be at least 1"
+                "num_positions ({}), num_layers ({}), the number of features ({}) and num_anchors "
+                "({}) must be at least 1".format(*counts)
             )
         if self.max_depth != self.num_positions:
             raise ValueError(
@@ -221,8 +224,18 @@ class DFlash2(nn.Module):
     config: DFlash2Config
 
     @property
+    def num_anchors(self) -> int:
+        """Places of a row at most that a training step is given."""
+        return self.config.num_anchors
+
+    @property
+    def rescores(self) -> bool:
+        """Whether there is a selector."""
+        return self.config.rank > 0
+
+    @property
     def output_params(self) -> tuple[str, ...]:
-        """What `logits` reads besides the base's lm_head."""
+        """What `rescore` reads."""
         return ("successor",) if self.config.rank else ()
 
     def setup(self):
@@ -297,10 +310,12 @@ class DFlash2(nn.Module):
         features: Float[Array, "B S F"],
         batch: Batch,
         rng: Array | None = None,
-    ) -> Float[Array, "P B S D+r"]:
-        """Return [u_k ; A[x_{t+k}] * G u_k] of slot k = i + 1, of a block behind every position."""
+        anchors: Int[Array, "B M"] | None = None,
+    ) -> Float[Array, "P B M D+r"]:
+        """Return [u_k ; A[x_{t+k}] * G u_k] of slot k = i + 1, for a block at every anchor."""
         cfg, size = self.config, batch.tokens.shape[1]
-        anchors = jnp.broadcast_to(jnp.arange(1, size + 1), batch.tokens.shape)
+        if anchors is None:
+            anchors = jnp.broadcast_to(jnp.arange(1, size + 1), batch.tokens.shape)
 
         def at_anchors(x: Int[Array, "B S"], further: int = 0) -> Int[Array, "B M"]:
             return jnp.take_along_axis(x, jnp.minimum(anchors + further, size - 1), axis=1)
@@ -324,12 +339,17 @@ class DFlash2(nn.Module):
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D+r"], position: int
     ) -> Float[Array, "*b Vd"]:
-        """Return S for all tokens, candidates or not."""
+        """Return U."""
         width = self.config.layer.hidden_size
-        logits = project(output_matrix(self.config, frozen), hidden[..., :width])
-        if not self.config.rank:
-            return logits
-        return logits + project(self.successor, hidden[..., width:])
+        return project(output_matrix(self.config, frozen), hidden[..., :width])
+
+    def rescore(
+        self, hidden: Float[Array, "*b D+r"], logits: Float[Array, "*b Vd"]
+    ) -> Float[Array, "*b Vd"]:
+        """Return S of the K candidates, -inf of all others."""
+        pair = project(self.successor, hidden[..., self.config.layer.hidden_size :])
+        least = kth_largest(jax.lax.stop_gradient(logits), self.config.candidates)
+        return jnp.where(logits >= least[..., None], logits + pair, -jnp.inf)
 
     def _context(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
         # Split along the features, so that a mesh need not cut one of them.
@@ -370,6 +390,16 @@ class DFlash2(nn.Module):
 
     def _pair(self, before: Int[Array, "*b"], gate: Float[Array, "*c r"]) -> Float[Array, "*b r"]:
         return jnp.take(self.predecessor, before, axis=0, mode="clip") * gate
+
+
+def kth_largest(logits: Float[Array, "*b V"], k: int) -> Float[Array, "*b"]:
+    """Return the k-th of the different values that come first; -inf where there are fewer."""
+
+    # By maxima: on a mesh `lax.top_k` gathers the logits of all rows.
+    def next_one(_: Array, found: Array) -> Array:
+        return jnp.where(logits < found[..., None], logits, -jnp.inf).max(axis=-1)
+
+    return jax.lax.fori_loop(0, k, next_one, jnp.full(logits.shape[:-1], jnp.inf))
 
 
 def attend_last(
@@ -447,10 +477,17 @@ def output_of(layer: int, num_layers: int) -> str:
     return "pre_norm" if layer == num_layers - 1 else f"layer_{layer + 1}"
 
 
-def method_loss(block_size: int) -> LossSpec:
+def method_loss(block_size: int, rank: int) -> LossSpec:
     """Return the method's loss; gamma 7, 5 and 4 are published for blocks of 16, 10 and 8."""
     gamma = min(block_size / 2, 7)
-    return LossSpec(hard_ce=1.0, decay=math.exp(-1 / gamma))
+    decay = math.exp(-1 / gamma)
+    return LossSpec(
+        hard_ce=1.0,
+        candidate_ce=1.0 if rank else 0.0,
+        decay=decay,
+        divisor="weights",
+        divisor_offset=1e-5,
+    )
 
 
 def make_config(
@@ -463,6 +500,7 @@ def make_config(
     candidates: int = 16,
     conv_taps: int = 2,
     conv_group: int | None = None,
+    num_anchors: int = 512,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> DFlash2Config:
@@ -475,6 +513,7 @@ def make_config(
     # Qwen3's kind of layer, whatever the base's is, as in the published heads.
     layer = layer_for(base, rope, llama_layer=True)
     count = min(5, base.num_layers) if num_layers is None else num_layers
+    rank = min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank
     return DFlash2Config(
         layer=dataclasses.replace(layer, query_key_norm=True),
         vocab_size=base.vocab_size,
@@ -483,11 +522,12 @@ def make_config(
         features=feature_layers(base.num_layers, count if num_features is None else num_features),
         mask_token_id=base.vocab_size - 1 if mask_token_id is None else mask_token_id,
         num_layers=count,
-        rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
+        rank=rank,
         candidates=candidates,
         conv_taps=conv_taps,
         conv_group=math.gcd(16, base.hidden_size) if conv_group is None else conv_group,
-        loss=loss or method_loss(num_positions + 1),
+        num_anchors=num_anchors,
+        loss=loss or method_loss(num_positions + 1, rank),
     )
 
 

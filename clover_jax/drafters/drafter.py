@@ -129,13 +129,19 @@ class Drafter(Protocol):
         """Return hidden[i, b, t], from which position i proposes x_{t+2+i}, teacher forced.
 
         A module that sets `follows_progress` is also given `progress`, the share of the steps done.
+        One that sets `num_anchors` is given `anchors`, [B, M] places of x_{t+1}, so many of a row
+        at most, and returns [P, B, M, D] for these alone; without them it does so for all t.
         """
         ...
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
-        """Map `train_forward`'s hidden states of one position to logits."""
+        """Map `train_forward`'s hidden states of one position to logits.
+
+        A module that sets `rescores` proposes few tokens, by other scores than these: it also has
+        `rescore(hidden, logits)`, which returns those scores, -inf for all other tokens.
+        """
         ...
 
 

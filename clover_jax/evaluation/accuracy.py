@@ -159,6 +159,8 @@ def count_hits(
 def _best_ids(head: DraftHead, params: Params, frozen: Frozen, u: Array, i: int) -> Array:
     """Return the ids of the most probable tokens of position i, in the base's vocabulary."""
     logits = apply_head(head, params, "logits", frozen, u, i)
+    if getattr(head.module, "rescores", False):
+        logits = apply_head(head, params, "rescore", u, logits)
     return target_ids(head, top_k(logits, max(TOP)).ids)
 
 

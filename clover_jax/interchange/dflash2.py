@@ -56,7 +56,7 @@ def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> 
             candidates=own["selector_top_k"],
             conv_taps=own["conv_kernel_size"],
             conv_group=own["conv_group_size"],
-            loss=method_loss(own[_BLOCK]),
+            loss=method_loss(own[_BLOCK], own["selector_rank"]),
         )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error

@@ -1,12 +1,14 @@
 """The targets of a loss, chunk by chunk: what a chunk reads, and where its gradient goes.
 
 A chunk takes its targets from every group of rows side by side, the compacted ones in order, and
-gathers the P states that aim at each.
+gathers the P states that aim at each. A head that trains at few anchors has a chunk of these
+instead, and each of its P positions targets of its own: those i behind the anchors.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ class Terms(NamedTuple):
     total_variation: Array
     neg_log_acceptance: Array
     lk: Array
+    candidate_ce: Array
 
     @classmethod
     def alike(cls, value: Array) -> Terms:
@@ -42,53 +45,52 @@ class Operands(struct.PyTreeNode):
     params:      the head's other params (its `logits` may set up all of them).
     states:      [r, n, D] the base's g.
     next_tokens: [r, n] the token that follows each target, in the head's vocabulary; -1 outside.
-    mask:        [P, r, n] pairs that count, by target index.
+    mask:        [P, r, m] pairs that count, by target index or by anchor.
     has_next:    [r, n] whether that token belongs to the target's document.
-    worth:       [P, r, n] w_i of each pair, by target index.
+    worth:       [P, r, m] w_i of each pair, likewise.
     divisors:    of each term.
+    targets:     those m that any pair needs.
+    anchors:     [r, m] flat place of each anchor, which is the target of its position 0; None for a
+        head that trains at all positions.
     """
 
     params: Params
     frozen: Frozen
     states: Float[Array, "r n D"]
     next_tokens: Int[Array, "r n"]
-    mask: Bool[Array, "P r n"]
+    mask: Bool[Array, "P r m"]
     has_next: Bool[Array, "r n"]
-    worth: Float[Array, "P r n"]
+    worth: Float[Array, "P r m"]
     divisors: Terms
     targets: CompactTargets
+    anchors: Int[Array, "r m"] | None = None
 
 
 class Chunk(struct.PyTreeNode):
-    """c targets of each of r groups; slots beyond the last used one repeat some target, all masked.
+    """One position's pairs with c targets of each of r groups.
 
-    hidden:      [P, r, c, D] the states whose pairs have these targets.
+    Slots beyond the last used one repeat some target, all masked.
+
+    hidden:      [r, c, D] the states whose pairs have these targets.
     states:      [r, c, D] the base's g.
     teacher:     [r, c, Vd] softmax(lm_head g), of the tokens that the head can propose.
     entropy:     [r, c] of the teacher.
     reachable:   [r, c] whether the base's most probable token is one of them.
     next_tokens: [r, c] in the head's vocabulary; -1 outside.
-    mask:        [P, r, c]
-    worth:       [P, r, c]
+    mask:        [r, c]
+    worth:       [r, c]
     has_next:    [r, c]
     """
 
-    hidden: Float[Array, "P r c D"]
+    hidden: Float[Array, "r c D"]
     states: Float[Array, "r c D"]
     teacher: Float[Array, "r c Vd"]
     entropy: Float[Array, "r c"]
     reachable: Bool[Array, "r c"]
     next_tokens: Int[Array, "r c"]
-    mask: Bool[Array, "P r c"]
-    worth: Float[Array, "P r c"]
+    mask: Bool[Array, "r c"]
+    worth: Float[Array, "r c"]
     has_next: Bool[Array, "r c"]
-
-
-# Where r is in each field of a chunk, for `jax.vmap` over its groups.
-_AXES: dict[str, Any] = dict.fromkeys(Chunk.__annotations__, 0) | dict.fromkeys(
-    ("hidden", "mask", "worth"), 1
-)
-GROUP_AXES = Chunk(**_AXES)
 
 
 def num_chunks(operands: Operands, size: int) -> Int[Array, ""]:
@@ -98,22 +100,45 @@ def num_chunks(operands: Operands, size: int) -> Int[Array, ""]:
 
 def slots_of_chunks(operands: Operands, size: int) -> int:
     """Return the slots that a group's chunks of `size` have together, if all targets are used."""
-    return -(-operands.states.shape[1] // size) * size
+    return -(-operands.mask.shape[-1] // size) * size
 
 
-def take_chunk(
+def take_chunks(
     config: DrafterConfig, hidden: Array, operands: Operands, size: int, number: Array
-) -> Chunk:
-    """Gather chunk `number` of the compacted targets and the P states that aim at each."""
-    groups, width = operands.states.shape[0], hidden.shape[-1]
+) -> Iterator[Chunk]:
+    """Gather chunk `number`: for each of the P positions, in turn, its states and their targets."""
     slots = number * size + jnp.arange(size)
     # The last chunk may go beyond the last slot, which it then repeats; `used` masks that out.
     index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")
     used = slots < operands.targets.count[:, None]
 
-    # A counted pair's source lies i + 1 before its target in the same row; others are masked.
-    flat = hidden.reshape(hidden.shape[0], groups, -1, width)
-    sources = [_take_rows(states, index - 1 - i) for i, states in enumerate(flat)]
+    def of_pairs(x: Array) -> Array:
+        return jnp.take_along_axis(x, index, axis=1)
+
+    flat = hidden.reshape(len(hidden), len(index), -1, hidden.shape[-1])
+    targets = {}
+    for i, states in enumerate(flat):
+        if operands.anchors is not None:
+            source = index
+            targets = _take_targets(config, operands, of_pairs(operands.anchors) + i)
+        else:
+            # A counted pair's source lies i + 1 before its target in the same row; others are
+            # masked. All positions share the targets, and so the teacher's softmax.
+            source = index - 1 - i
+            targets = targets or _take_targets(config, operands, index)
+        yield Chunk(
+            hidden=_take_rows(states, source),
+            mask=of_pairs(operands.mask[i]) & used,
+            worth=of_pairs(operands.worth[i]),
+            **targets,
+        )
+
+
+def _take_targets(
+    config: DrafterConfig, operands: Operands, index: Int[Array, "r c"]
+) -> dict[str, Array]:
+    """Return what a chunk holds of its targets; an index beyond the last gives some target."""
+    index = jnp.minimum(index, operands.states.shape[1] - 1)
     states = _take_rows(operands.states, index)
 
     # The base's most probable token is one of its whole vocabulary, which costs another product.
@@ -123,17 +148,14 @@ def take_chunk(
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
 
     teacher = jax.nn.softmax(project(output_matrix(config, frozen), states))
-    return Chunk(
-        hidden=jnp.stack(sources),
-        states=states,
-        teacher=teacher,
-        entropy=jax.scipy.special.entr(teacher).sum(axis=-1),
-        reachable=reachable,
-        next_tokens=jnp.take_along_axis(operands.next_tokens, index, axis=1),
-        mask=jnp.take_along_axis(operands.mask, index[None], axis=2) & used,
-        worth=jnp.take_along_axis(operands.worth, index[None], axis=2),
-        has_next=jnp.take_along_axis(operands.has_next, index, axis=1),
-    )
+    return {
+        "states": states,
+        "teacher": teacher,
+        "entropy": jax.scipy.special.entr(teacher).sum(axis=-1),
+        "reachable": reachable,
+        "next_tokens": jnp.take_along_axis(operands.next_tokens, index, axis=1),
+        "has_next": jnp.take_along_axis(operands.has_next, index, axis=1),
+    }
 
 
 def _take_rows(states: Float[Array, "r n D"], index: Int[Array, "r c"]) -> Float[Array, "r c D"]:
@@ -149,9 +171,10 @@ def to_sources(by_slot: Array, operands: Operands, shape: tuple[int, ...]) -> Ar
 
     gradients = []
     for i in range(num_positions):
-        # Position t of the result belongs to target t + 1 + i.
+        # Position t of the result belongs to target t + 1 + i, an anchor's to the anchor.
+        shift = i + 1 if operands.anchors is None else 0
         by_target = jnp.where(mask[i], operands.targets.rank, -1)
-        slot = jnp.pad(by_target, ((0, 0), (0, i + 1)), constant_values=-1)[:, -size:]
+        slot = jnp.pad(by_target, ((0, 0), (0, shift)), constant_values=-1)[:, -size:]
         by_source = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
         gradients.append(jnp.where(slot[..., None] >= 0, by_source, 0))
     return jnp.stack(gradients)

@@ -10,17 +10,24 @@ the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
     V_i = 1 - A_i                             total_variation
     N_i = - log A_i                           neg_log_acceptance
     L_i = c KL(p || q) + (1 - c) V_i          lk, with c = exp(-lk_eta A_i), no gradient through c
+    C_i = - log q'(x_{t+2+i})                 candidate_ce, q' the few tokens that are scored anew
     loss = sum_i w_i (regression R_i + soft_ce S_i + hard_ce H_i + total_variation V_i
-                      + neg_log_acceptance N_i + lk L_i)
+                      + neg_log_acceptance N_i + lk L_i + candidate_ce C_i)
 
 each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
-1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3.
+1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3; or by the sum of w_i over
+all counted pairs, as in DFlash 2. A head that trains at few anchors n = t+1 has no other pairs.
 H counts the pairs whose target has a next token in its own document; a document's last has none.
 
 V is how often lossless verification refuses a token that was drawn from q. Where p and q hardly
 overlap its gradient vanishes; S beside it leads there, and weighs less as they come together. N has
 the same optimum and a gradient 1 / A times as large. L (LK, arXiv 2602.23881) goes from KL to V,
 pair by pair, as A grows.
+
+C is 0 where the true token is none of the candidates, and counts the weights of the others only:
+its divisor is also multiplied by their share of the batch, or of the part of it that is gone
+through at a time, which is found by computing all logits once before. For a head that scores
+nothing anew C is H.
 
 w_i is decay^i, or with `dpace` what the position is worth for the accepted length (D-PACE):
 w_i = sum_{m >= i} prod_{j <= m} ((1 - a) q_j + a) over the pairs (t, j) that count, q_j the head's
@@ -44,6 +51,7 @@ side by side, and where each device of a mesh holds one group, no state leaves i
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -57,17 +65,17 @@ from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.tokens import to_draft
 from clover_jax.models.batch import Batch
 from clover_jax.training.loss_chunks import (
-    GROUP_AXES,
     Chunk,
     Operands,
     Terms,
     num_chunks,
     slots_of_chunks,
-    take_chunk,
+    take_chunks,
     to_sources,
 )
 from clover_jax.training.pairs import (
     PairCounts,
+    anchored_mask,
     compact_targets,
     count_pairs,
     labelled_targets,
@@ -83,7 +91,7 @@ TINY = jnp.finfo(jnp.float32).tiny
 class LossMetrics(struct.PyTreeNode):
     """Per draft position, [P] each.
 
-    regression .. lk: the terms R_i, S_i, H_i, V_i, N_i, L_i, unweighted.
+    regression .. candidate_ce: the terms R_i, S_i, H_i, V_i, N_i, L_i, C_i, unweighted.
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
 
@@ -96,6 +104,7 @@ class LossMetrics(struct.PyTreeNode):
     total_variation: Float[Array, " P"]
     neg_log_acceptance: Float[Array, " P"]
     lk: Float[Array, " P"]
+    candidate_ce: Float[Array, " P"]
     accuracy: Float[Array, " P"]
     pairs: Int[Array, " P"]
 
@@ -141,6 +150,7 @@ def distillation_loss(
     chunk: int = DEFAULT_CHUNK,
     groups: int = 1,
     counts: PairCounts | None = None,
+    anchors: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Return the loss and its parts; differentiable by `params` and `hidden` only.
 
@@ -151,13 +161,15 @@ def distillation_loss(
     target_states: the base's g. Neither they nor `frozen` receive a gradient.
     chunk: targets per chunk and group. groups: r, which divides B; it changes no value.
     counts: of the batch that this one is a part of; None where it is the whole.
+    anchors: places of x_{t+1}, where `hidden` is that of few t, [P, B, M, D].
     """
-    num_positions, rows, size, _ = hidden.shape
-    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk, groups)
+    num_positions = len(hidden)
+    how = (chunk, groups, anchors)
+    mask = counted_pairs(head, num_positions, frozen, target_states, batch, *how)
     has_next = labelled_targets(batch.segment_ids)
 
     # A part divides by the pairs of its whole batch, so that the parts sum up to the batch's loss.
-    own = count_pairs(mask, has_next)
+    own = count_pairs(mask, has_next if anchors is None else None)
     whole = own if counts is None else counts
     divisors = _divisors(head.config.loss, whole)
 
@@ -174,8 +186,9 @@ def distillation_loss(
         worth=_decay(head.config.loss, mask).reshape(num_positions, groups, -1),
         divisors=divisors,
         targets=compact_targets(mask, groups),
+        anchors=None if anchors is None else _flat_anchors(anchors, batch.tokens.shape[1], groups),
     )
-    static = _Static(head, min(chunk, rows * size // groups))
+    static = _Static(head, min(chunk, operands.mask.shape[-1]))
     loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
 
     # Unweighted, so that terms compare between runs of other weights.
@@ -193,17 +206,20 @@ def counted_pairs(
     batch: Batch,
     chunk: int,
     groups: int,
+    anchors: Int[Array, "B M"] | None,
 ) -> Bool[Array, "P B S"]:
-    """Return which pairs count for this head, by target index.
+    """Return which pairs count for this head, by target index; [P, B, M] by anchor, if any.
 
     num_positions: P, of the states that are there.
     target_states: the base's g, which only a head with `label_mask` looks at.
-    chunk, groups: as in `distillation_loss`.
+    chunk, groups, anchors: as in `distillation_loss`.
     """
     likely = None
     if head.config.loss.label_mask:
         assert target_states is not None
         likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups)
+    if anchors is not None:
+        return anchored_mask(batch, anchors, num_positions, likely)
     return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
 
 
@@ -212,7 +228,13 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
     if spec.divisor == "positions":
         counted = Terms.alike(jnp.broadcast_to(counts.positions, counts.pairs.shape))
     else:
-        counted = Terms.alike(counts.pairs)._replace(hard_ce=counts.labelled)
+        told = {"hard_ce": counts.labelled, "candidate_ce": counts.labelled}
+        counted = Terms.alike(counts.pairs)._replace(**told)
+    if spec.divisor == "weights":
+        decay = spec.decay ** jnp.arange(len(counts.pairs))
+        counted = jax.tree.map(
+            lambda count: jnp.broadcast_to((decay * count).sum(), count.shape), counted
+        )
     return jax.tree.map(lambda count: count + spec.divisor_offset, counted)
 
 
@@ -228,6 +250,12 @@ def _decay(spec: LossSpec, mask: Bool[Array, "P B S"]) -> Float[Array, "P B S"]:
     """Return decay^i for every pair of position i."""
     by_position = spec.decay ** jnp.arange(mask.shape[0])
     return jnp.broadcast_to(by_position[:, None, None], mask.shape)
+
+
+def _flat_anchors(anchors: Int[Array, "B M"], size: int, groups: int) -> Int[Array, "r m"]:
+    """Return each anchor's place among the flattened rows of its group."""
+    row = jnp.arange(len(anchors)) % (len(anchors) // groups)
+    return (size * row[:, None] + anchors).reshape(groups, -1)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -248,17 +276,22 @@ def _value_and_gradient(
     groups = operands.states.shape[0]
     if head.config.loss.dpace:
         operands = operands.replace(worth=_dpace(static, owned, hidden, operands))
+    if head.config.loss.candidate_ce and _rescores(head):
+        share = _candidates_share(static, owned, hidden, operands)
+        divisors = operands.divisors
+        scaled = divisors._replace(candidate_ce=divisors.candidate_ce * share)
+        operands = operands.replace(divisors=scaled)
 
     def body(number: Array, carry: _Carry) -> _Carry:
-        chunk = take_chunk(head.config, hidden, operands, size, number)
         parts, gradients, d_owned = [], [], carry.d_owned
 
         # Position by position: of the head's logits only one [c, V] is live at a time.
-        for i in range(num_positions):
+        chunks = take_chunks(head.config, hidden, operands, size, number)
+        for i, chunk in enumerate(chunks):
             position_loss = functools.partial(_position_loss, head, i, operands)
             differentiate = jax.grad(position_loss, argnums=(0, 1), has_aux=True)
-            by_group = jax.vmap(differentiate, in_axes=(None, 0, GROUP_AXES))
-            (d_mine, d_hidden), sums = by_group(owned, chunk.hidden[i], chunk)
+            by_group = jax.vmap(differentiate, in_axes=(None, 0, 0))
+            (d_mine, d_hidden), sums = by_group(owned, chunk.hidden, chunk)
             parts.append(sums)
             gradients.append(d_hidden)
             d_owned = jax.tree.map(lambda s, d: s + d.astype(s.dtype), d_owned, d_mine)
@@ -291,24 +324,10 @@ def _value_and_gradient(
 def _dpace(
     static: _Static, owned: Params, hidden: Array, operands: Operands
 ) -> Float[Array, "P r n"]:
-    """Return D-PACE's w_i of every pair, by target index."""
-    head, size = static
+    """Return D-PACE's w_i of every pair, by target index or by anchor."""
     num_positions, rows, length, _ = hidden.shape
-    groups, least = operands.states.shape[0], head.config.loss.dpace
-
-    def body(number: Array, by_slot: Array) -> Array:
-        chunk = take_chunk(head.config, hidden, operands, size, number)
-        by_position = []
-        for i in range(num_positions):
-            probability = functools.partial(_label_probability, head, i, operands)
-            by_group = jax.vmap(probability, in_axes=(None, 0, GROUP_AXES))
-            by_position.append(by_group(owned, chunk.hidden[i], chunk))
-        return jax.lax.dynamic_update_slice_in_dim(
-            by_slot, jnp.stack(by_position), number * size, axis=2
-        )
-
-    zeros = jnp.zeros((num_positions, groups, slots_of_chunks(operands, size)))
-    labels = jax.lax.fori_loop(0, num_chunks(operands, size), body, zeros)
+    least = static.head.config.loss.dpace
+    labels = _of_pairs(_label_probability, static, owned, hidden, operands)
 
     # By source all positions of a t lie in one column; 0 is left where a pair does not count.
     factors = ((1 - least) * labels + least)[..., None]
@@ -316,8 +335,45 @@ def _dpace(
     counts = factor > 0
     reached = jnp.where(counts, jnp.cumprod(jnp.where(counts, factor, 1), axis=0), 0)
     worth = jax.lax.cumsum(reached, axis=0, reverse=True)
-    by_target = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(worth)])
-    return by_target.reshape(num_positions, groups, -1)
+    if operands.anchors is None:
+        worth = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(worth)])
+    return worth.reshape(operands.mask.shape)
+
+
+def _candidates_share(
+    static: _Static, owned: Params, hidden: Array, operands: Operands
+) -> Float[Array, ""]:
+    """Return the share of pairs, by weight, whose true token is one of the head's candidates."""
+    told = operands.mask & operands.has_next if operands.anchors is None else operands.mask
+    whole = jnp.where(told, operands.worth, 0).sum()
+    covered = _of_pairs(_candidate_weight, static, owned, hidden, operands).sum()
+    # Where there is none the sum of the term is 0 as well, whatever it is divided by.
+    return jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
+
+
+def _of_pairs(
+    function: Callable[..., Float[Array, " c"]],
+    static: _Static,
+    owned: Params,
+    hidden: Array,
+    operands: Operands,
+) -> Float[Array, "P r s"]:
+    """Return something of every pair, by compact slot, in a pass of its own over all chunks."""
+    head, size = static
+
+    def body(number: Array, by_slot: Array) -> Array:
+        by_position = []
+        chunks = take_chunks(head.config, hidden, operands, size, number)
+        for i, chunk in enumerate(chunks):
+            of_group = functools.partial(function, head, i, operands)
+            by_group = jax.vmap(of_group, in_axes=(None, 0, 0))
+            by_position.append(by_group(owned, chunk.hidden, chunk))
+        return jax.lax.dynamic_update_slice_in_dim(
+            by_slot, jnp.stack(by_position), number * size, axis=2
+        )
+
+    zeros = jnp.zeros((*operands.mask.shape[:2], slots_of_chunks(operands, size)))
+    return jax.lax.fori_loop(0, num_chunks(operands, size), body, zeros)
 
 
 def _label_probability(
@@ -327,6 +383,15 @@ def _label_probability(
     # The compiler drops all other terms.
     terms, _ = _pair_terms(head, position, operands, owned, u, chunk)
     return jnp.where(_is_told(chunk), jnp.exp(-terms.hard_ce), 0.0)
+
+
+def _candidate_weight(
+    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+) -> Float[Array, " c"]:
+    """Return w_i where the true token is one of the head's candidates, else 0."""
+    _, scores = _logits_and_scores(head, position, operands, owned, u)
+    is_told = chunk.mask & _is_told(chunk) & jnp.isfinite(_of_next(scores, chunk))
+    return jnp.where(is_told, chunk.worth, 0.0)
 
 
 def _scale_gradient(
@@ -350,7 +415,7 @@ def _position_loss(
 
     # Divided here and not at the end: gradients of all positions add up in the chunk's loop.
     parts = [
-        weight / divisor[position] * (chunk.worth[position] * term).sum()
+        weight / divisor[position] * (chunk.worth * term).sum()
         for weight, divisor, term in zip(weights, operands.divisors, terms, strict=True)
         if weight  # a term of weight 0 costs no gradient
     ]
@@ -363,15 +428,10 @@ def _pair_terms(
     head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> tuple[Terms, Bool[Array, " c"]]:
     """Return the terms of a group's chunk, [c] each, and the hits; 0 where one does not count."""
-    logits = head.module.apply(
-        {"params": {**operands.params, **owned}}, operands.frozen, u, position, method="logits"
-    )
-    top = logits.max(axis=-1)
+    logits, scores = _logits_and_scores(head, position, operands, owned, u)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
-    # Masks over the vocabulary instead of gathers, whose gradient would be a scatter (slow).
-    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     # As a sum of its own: 1 - V of a distance would be rounded to 0 where they hardly overlap.
     acceptance = jnp.minimum(chunk.teacher, jnp.exp(logits - log_total[..., None])).sum(axis=-1)
@@ -379,13 +439,13 @@ def _pair_terms(
     refusal = 1 - acceptance
 
     # Which of the chunk's targets each term counts; the module's docstring says why.
-    mask = chunk.mask[position]
+    mask, of_next = chunk.mask, _of_next(scores, chunk)
     is_told = mask & _is_told(chunk)
     in_reach = mask & chunk.reachable
     terms = Terms(
         regression=jnp.where(mask, _regression(u, chunk.states), 0.0),
         soft_ce=jnp.where(in_reach, cross_entropy, 0.0),
-        hard_ce=jnp.where(is_told, log_total - jnp.where(is_next, logits, 0).sum(axis=-1), 0.0),
+        hard_ce=jnp.where(is_told, log_total - _of_next(logits, chunk), 0.0),
         total_variation=jnp.where(in_reach, refusal, 0.0),
         # Below the smallest number there is no gradient, rather than one that is not finite.
         neg_log_acceptance=jnp.where(in_reach, -jnp.log(jnp.maximum(acceptance, TINY)), 0.0),
@@ -394,9 +454,34 @@ def _pair_terms(
             from_divergence * (cross_entropy - chunk.entropy) + (1 - from_divergence) * refusal,
             0.0,
         ),
+        candidate_ce=jnp.where(
+            is_told & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
+        ),
     )
-    hits = jnp.where(is_best, logits, -jnp.inf).max(axis=-1) >= top
+    hits = jnp.where(is_best, scores, -jnp.inf).max(axis=-1) >= scores.max(axis=-1)
     return terms, in_reach & hits
+
+
+def _logits_and_scores(
+    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array
+) -> tuple[Float[Array, "c Vd"], Float[Array, "c Vd"]]:
+    """Return a head's logits, and what it makes of those of its candidates, -inf for others."""
+    params = {"params": {**operands.params, **owned}}
+    logits = head.module.apply(params, operands.frozen, u, position, method="logits")
+    if not _rescores(head):
+        return logits, logits
+    return logits, head.module.apply(params, u, logits, method="rescore")
+
+
+def _rescores(head: DraftHead) -> bool:
+    return getattr(head.module, "rescores", False)
+
+
+def _of_next(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, " c"]:
+    """Return the logits of the true tokens."""
+    # By a mask over the vocabulary: the gradient of a gather would be a scatter (slow).
+    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
+    return jnp.where(is_next, logits, 0).sum(axis=-1)
 
 
 def _is_told(chunk: Chunk) -> Bool[Array, " c"]:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 from clover_jax.models.int8 import Matrix
 
@@ -56,6 +57,50 @@ def pair_mask(
             # Position i asks for one more than position i - 1, further back.
             reached = reached & shift_right(likely, i + 1)
         masks.append(counted & (source == segment_ids) & (segment_ids > 0) & reached)
+    return jnp.stack(masks)
+
+
+def sample_anchors(key: Array, batch: Batch, count: int) -> Int[Array, "B M"]:
+    """Return places of x_{t+1}, drawn anew at each step, for heads that train at few positions.
+
+    They are supervised tokens that one of their own document follows. A row with fewer than `count`
+    of them has its last place in their stead, at which no pair counts.
+    """
+    size = batch.tokens.shape[1]
+    is_possible = batch.loss_mask & labelled_targets(batch.segment_ids)
+    order = jnp.where(is_possible, jax.random.uniform(key, batch.tokens.shape), -1.0)
+    value, anchors = jax.lax.top_k(order, min(count, size))
+    return jnp.where(value < 0, size - 1, anchors)
+
+
+def anchored_mask(
+    batch: Batch,
+    anchors: Int[Array, "B M"],
+    num_positions: int,
+    likely: Bool[Array, "B S"] | None = None,
+) -> Bool[Array, "P B M"]:
+    """Return [i, b, m] True where position i of the block at an anchor counts.
+
+    It does when what it should say, x_{t+2+i}, is supervised and of the anchor's document.
+    likely: as of `pair_mask`.
+
+    Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and anchors [[0, 1]] give, for P = 2,
+    [[T, T]] and [[T, F]].
+    """
+    size = batch.tokens.shape[1]
+
+    def at(x: Array, further: int) -> Array:
+        index = jnp.clip(anchors + further, 0, size - 1)
+        return jnp.take_along_axis(x, index, axis=1)
+
+    masks = []
+    reached: Array | bool = True
+    segment = at(batch.segment_ids, 0)
+    for i in range(num_positions):
+        if likely is not None:
+            reached = reached & at(likely, i - 1)
+        is_inside = (anchors + i + 1 < size) & (at(batch.segment_ids, i + 1) == segment)
+        masks.append(at(batch.loss_mask, i + 1) & is_inside & (segment > 0) & reached)
     return jnp.stack(masks)
 
 
@@ -119,7 +164,7 @@ class PairCounts(NamedTuple):
 
     pairs:     [P] by draft position.
     labelled:  [P] those whose target has a next token in its own document.
-    positions: [] positions of the text, padding too.
+    positions: [] positions of the text, padding too, or anchors.
     """
 
     pairs: Int[Array, " P"]
@@ -127,12 +172,13 @@ class PairCounts(NamedTuple):
     positions: Int[Array, ""]
 
 
-def count_pairs(mask: Bool[Array, "P B S"], has_next: Bool[Array, "B S"]) -> PairCounts:
-    """Count what `pair_mask` and `labelled_targets` gave."""
+def count_pairs(mask: Bool[Array, "P B S"], has_next: Bool[Array, "B S"] | None) -> PairCounts:
+    """Count what `pair_mask` and `labelled_targets` gave, or `anchored_mask` alone."""
+    labelled = mask if has_next is None else mask & has_next
     return PairCounts(
         pairs=mask.sum(axis=(1, 2)),
-        labelled=(mask & has_next).sum(axis=(1, 2)),
-        positions=jnp.asarray(has_next.size, jnp.int32),
+        labelled=labelled.sum(axis=(1, 2)),
+        positions=jnp.asarray(mask[0].size, jnp.int32),
     )
 
 
@@ -154,12 +200,11 @@ class CompactTargets(struct.PyTreeNode):
 
 
 def compact_targets(mask: Bool[Array, "P B S"], groups: int = 1) -> CompactTargets:
-    """Collect the targets of position 0, which include those of all later positions.
+    """Collect the targets, or the anchors, that any position needs.
 
     Example: mask[0] = [[F, T, F, T]] gives index [[1, 3, 0, 0]], rank [[-1, 0, 0, 1]], count [2].
     """
-    # A later position asks for more of the same document, so it never adds a target.
-    used = mask[0].reshape(groups, -1)
+    used = mask.any(axis=0).reshape(groups, -1)
     rank = jnp.cumsum(used, axis=1) - 1
     index = jax.vmap(lambda row: jnp.nonzero(row, size=row.size, fill_value=0)[0])(used)
     return CompactTargets(index=index, rank=rank.reshape(mask.shape[1:]), count=used.sum(axis=1))

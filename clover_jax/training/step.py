@@ -28,7 +28,12 @@ from clover_jax.sharding.placement import (
 )
 from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, counted_pairs, distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
-from clover_jax.training.pairs import PairCounts, count_pairs, labelled_targets
+from clover_jax.training.pairs import (
+    PairCounts,
+    count_pairs,
+    labelled_targets,
+    sample_anchors,
+)
 from clover_jax.training.teacher import TeacherOutput, teach
 
 # With `remat`: products with weights are kept, those of attention, which grow with S^2, are not.
@@ -122,6 +127,7 @@ def head_loss(
     params = gathered(params, config.mesh)
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
 
+    anchors = _anchors(config, batch, key)
     follows = getattr(config.head.module, "follows_progress", False)
     forward: Callable[..., Any] = functools.partial(
         config.head.module.apply, method="train_forward"
@@ -136,6 +142,7 @@ def head_loss(
             batch,
             key,
             **({"progress": progress} if follows else {}),
+            **({} if anchors is None else {"anchors": anchors}),
         )
 
     with jax.named_scope("loss"):
@@ -149,7 +156,14 @@ def head_loss(
             config.loss_chunk,
             config.loss_groups,
             counts,
+            anchors,
         )
+
+
+def _anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Int[Array, "B M"] | None:
+    """Draw where a head trains; None where it trains at all positions."""
+    count = getattr(config.head.module, "num_anchors", 0)
+    return sample_anchors(key, batch, count) if count else None
 
 
 class BatchGradient(NamedTuple):
@@ -209,7 +223,7 @@ def accumulated_gradient(
         return total._replace(gradient=placed_as_params(total.gradient, config.mesh)), None
 
     with jax.named_scope("count"):
-        counts = _counts_of_all(config, base_params, parts)
+        counts = _counts_of_all(config, base_params, parts, key)
 
     operands = parts, jnp.arange(config.accumulation_steps)
     first = jax.tree.map(lambda leaf: leaf[0], operands)
@@ -219,10 +233,13 @@ def accumulated_gradient(
     return jax.lax.scan(add, zeros, operands)[0]
 
 
-def _counts_of_all(config: TrainStepConfig, base_params: Params, parts: Batch) -> PairCounts:
+def _counts_of_all(
+    config: TrainStepConfig, base_params: Params, parts: Batch, key: Array
+) -> PairCounts:
     """Count the pairs of all parts; a head with `label_mask` asks the base for that."""
 
-    def of_part(part: Batch) -> PairCounts:
+    def of_part(operands: tuple[Batch, Array]) -> PairCounts:
+        part, number = operands
         states, base = None, base_params
         # The base runs twice then: keeping its states of all parts would undo what parts save.
         if config.head.config.loss.label_mask:
@@ -230,12 +247,17 @@ def _counts_of_all(config: TrainStepConfig, base_params: Params, parts: Batch) -
             base = gathered(base, config.mesh)
             states = teach(config.base, base, config.head.config.features, part).states
         num_positions = config.head.config.num_positions
-        how = config.loss_chunk, config.loss_groups
+        anchors = _anchors(config, part, jax.random.fold_in(key, number))
+        how = config.loss_chunk, config.loss_groups, anchors
         frozen = frozen_from_base(base)
         mask = counted_pairs(config.head, num_positions, frozen, states, part, *how)
-        return count_pairs(mask, labelled_targets(part.segment_ids))
+        return count_pairs(
+            mask, None if anchors is not None else labelled_targets(part.segment_ids)
+        )
 
-    return jax.tree.map(lambda count: count.sum(axis=0), jax.lax.map(of_part, parts))
+    numbers = jnp.arange(config.accumulation_steps)
+    of_each = jax.lax.map(of_part, (parts, numbers))
+    return jax.tree.map(lambda count: count.sum(axis=0), of_each)
 
 
 def train_step(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -14,8 +15,11 @@ from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.interchange.directory import load_draft
 from clover_jax.models.batch import Batch
 from clover_jax.pretrained.loading import load_base
+from clover_jax.training.losses import distillation_loss
+from clover_jax.training.pairs import sample_anchors
 from clover_jax.training.teacher import teach
 from tests.tiny_models import TINY, random_base, random_head
+from tests.training.training_data import random_batch
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
 
@@ -57,12 +61,96 @@ def test_states_logits_and_pair_scores_of_training(reference, batch, anchor):
     hidden = jnp.moveaxis(hidden[:, :, anchor - 1], 0, 1)
     wanted = {name: expected[f"block{anchor}_{name}"] for name in ("hidden", "logits")}
     np.testing.assert_allclose(hidden[..., :width], wanted["hidden"][:, 1:], **CLOSE)
-    scores = apply(hidden, 0, method="logits")
-    logits = apply(hidden.at[..., width:].set(0), 0, method="logits")
+    logits = apply(hidden, 0, method="logits")
+    scores = head.module.apply({"params": params}, hidden, logits, method="rescore")
     np.testing.assert_allclose(logits, wanted["logits"], **CLOSE)
     candidates = expected[f"block{anchor}_candidates"]
     chosen = jnp.take_along_axis(scores, candidates, axis=-1)
     np.testing.assert_allclose(chosen, expected[f"block{anchor}_scores_true"], **CLOSE)
+    assert np.isfinite(scores).sum(axis=-1).tolist() == [[8] * 5] * 2
+
+
+GAMMA = 3  # of the reference
+
+
+@pytest.fixture(scope="module")
+def at_anchors(reference, batch):
+    """Return functions from params to the states at the reference's anchors and to their loss."""
+    base, head, _, expected = reference
+    loss = dataclasses.replace(head.config.loss, decay=math.exp(-1 / GAMMA))
+    head = registry.head(dataclasses.replace(head.config, loss=loss))
+    frozen, anchors = frozen_from_base(base.params), jnp.asarray(expected["anchors"], jnp.int32)
+    targets = teach(base.config, base.params, head.config.features, batch).states
+
+    def states(params):
+        forward = functools.partial(head.module.apply, method="train_forward", anchors=anchors)
+        return forward({"params": params}, frozen, expected["features"], batch, None)
+
+    def losses(params):
+        # Three anchors a chunk and one row a group, so that there are several of both.
+        how = {"chunk": 3, "groups": 2, "anchors": anchors}
+        return distillation_loss(head, params, frozen, states(params), targets, batch, **how)
+
+    return states, losses
+
+
+def test_losses_at_anchors(reference, at_anchors):
+    _, head, params, expected = reference
+    loss, parts = jax.jit(at_anchors[1])(params)
+    np.testing.assert_allclose(loss, expected["loss"], **CLOSE)
+    base_loss = (np.exp(-np.arange(head.config.num_positions) / GAMMA) * parts.hard_ce).sum()
+    np.testing.assert_allclose(base_loss, expected["base_loss"], **CLOSE)
+    np.testing.assert_allclose(loss - base_loss, expected["selector_loss"], **CLOSE)
+    assert parts.pairs.sum() == expected["valid_tokens"]
+
+
+def test_a_selector_that_never_has_the_true_token_among_its_candidates_has_no_loss():
+    head, params = random_head(name="dflash2")
+    head = registry.head(dataclasses.replace(head.config, candidates=1))
+    batch = random_batch()
+    frozen = frozen_from_base(random_base())
+    hidden = jnp.ones((5, 3, 20, TINY.hidden_size + head.config.rank))
+    never = int(frozen.lm_head.sum(axis=-1).argmin())
+    batch = batch.replace(tokens=jnp.full_like(batch.tokens, never))
+
+    def total(hidden):
+        anchors = sample_anchors(jax.random.key(0), batch, 20)
+        states = hidden[0, ..., : TINY.hidden_size]
+        how = {"chunk": 8, "anchors": anchors}
+        return distillation_loss(head, params, frozen, hidden, states, batch, **how)
+
+    (loss, parts), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
+    assert parts.candidate_ce.tolist() == [0] * 5
+    assert jnp.isfinite(loss)
+    assert jnp.isfinite(gradient).all()
+
+
+def test_the_chunked_loss_has_the_gradient_of_plain_autodiff(reference, at_anchors):
+    base, head, params, expected = reference
+    states, losses = at_anchors
+    lm_head, width = frozen_from_base(base.params).lm_head, head.config.layer.hidden_size
+    place = expected["anchors"] + np.arange(1, 6)[:, None, None]  # [P, B, M]
+    inside, rows = np.minimum(place, 23), np.arange(2)[:, None]
+    label = expected["input_ids"][rows, inside]
+    weight = np.exp(-np.arange(5) / GAMMA)[:, None, None] * (
+        (place < 24) & (expected["loss_mask"][rows, inside] > 0)
+    )
+
+    def plain(params):
+        u, pair = jnp.split(states(params), [width], axis=-1)
+        logits = u @ lm_head.T
+        best, candidates = jax.lax.top_k(logits, head.config.candidates)
+        scores = best + jnp.einsum("pbmr,pbmkr->pbmk", pair, params["successor"][candidates])
+        of_label = jnp.take_along_axis(jax.nn.log_softmax(logits), label[..., None], axis=-1)
+        is_label = candidates == label[..., None]
+        chosen = jnp.where(is_label, jax.nn.log_softmax(scores), 0).sum(axis=-1)
+        covered = (weight * is_label.any(axis=-1)).sum()
+        return -(weight * of_label[..., 0]).sum() / weight.sum() - (weight * chosen).sum() / covered
+
+    value, wanted = jax.jit(jax.value_and_grad(plain))(params)
+    np.testing.assert_allclose(value, expected["loss"], **CLOSE)
+    found = jax.jit(jax.grad(lambda params: losses(params)[0]))(params)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, atol=2e-5), found, wanted)
 
 
 @pytest.mark.parametrize("anchor", [1, 7, 16])

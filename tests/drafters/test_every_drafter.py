@@ -70,7 +70,11 @@ def test_drafting_the_true_tokens_gives_the_logits_of_training(name):
         ones, positions = jnp.ones_like(tokens), jnp.arange(SIZE)[None]
         batch = Batch(tokens, ones, positions, ones > 0)
         states = apply(features, batch, None, method="train_forward")
-        return [apply(u[:, last], i, method="logits") for i, u in enumerate(states)]
+        logits = [apply(u[:, last], i, method="logits") for i, u in enumerate(states)]
+        if not getattr(head.module, "rescores", False):
+            return logits
+        rescore = functools.partial(head.module.apply, {"params": params}, method="rescore")
+        return [rescore(u[:, last], each) for u, each in zip(states, logits, strict=True)]
 
     @jax.jit
     def drafted(params, tokens, features):

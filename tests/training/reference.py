@@ -37,8 +37,12 @@ def plain_loss(
         mask = pair["mask"].astype(jnp.float32)
         for name, values in pair["terms"].items():
             # H counts only where the token to be told is of the target's document.
-            weights = mask * pair["labelled"] if name == "hard_ce" else mask
-            counted = weights.sum() if spec.divisor == "pairs" else batch.tokens.size
+            weights = mask * pair["labelled"] if name in ("hard_ce", "candidate_ce") else mask
+            counted = {
+                "pairs": weights.sum(),
+                "positions": batch.tokens.size,
+                "weights": _all_weights(spec, pairs, name),
+            }[spec.divisor]
             divisor = counted + spec.divisor_offset
             terms[name].append((values * weights).sum() / divisor)
             total += getattr(spec, name) * (worth[i] * values * weights).sum() / divisor
@@ -46,6 +50,13 @@ def plain_loss(
         terms["accuracy"].append((pair["hits"] * mask).sum() / jnp.maximum(mask.sum(), 1))
         terms["pairs"].append(mask.sum())
     return total, {name: jnp.stack(values) for name, values in terms.items()}
+
+
+def _all_weights(spec, pairs, name):
+    """Return the sum of decay^i over all pairs that a term counts."""
+    told = name in ("hard_ce", "candidate_ce")
+    masks = [pair["mask"] & pair["labelled"] if told else pair["mask"] for pair in pairs]
+    return sum(spec.decay**i * mask.sum() for i, mask in enumerate(masks))
 
 
 def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
@@ -87,6 +98,7 @@ def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
         "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
         "total_variation": refusal * reachable,
         "neg_log_acceptance": -jnp.log(jnp.minimum(p, q).sum(axis=-1)) * reachable,
+        "candidate_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
         "lk": (share * divergence + (1 - share) * refusal) * reachable,
     }
     return {

@@ -27,6 +27,7 @@ ALL_TERMS = LossSpec(
     total_variation=1.5,
     neg_log_acceptance=0.75,
     lk=1.25,
+    candidate_ce=0.25,
     decay=0.7,
     divisor_offset=0.25,
 )
@@ -82,6 +83,7 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
         (16, 1, {"draft_to_target": tuple(range(1, 96, 2))}),
         (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
         (7, 3, {"loss": DPACE, "draft_to_target": tuple(range(1, 96, 2))}),
+        (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="weights")}),
         pytest.param(16, 1, {"loss": LossSpec(total_variation=20.0)}, marks=pytest.mark.slow),
         pytest.param(16, 1, {"loss": LossSpec(neg_log_acceptance=20.0)}, marks=pytest.mark.slow),
         pytest.param(16, 1, {"loss": LossSpec(lk=20.0, lk_eta=10.0)}, marks=pytest.mark.slow),
@@ -129,6 +131,31 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
     assert loss(other) == loss(batch)
     within = batch.replace(tokens=batch.tokens.at[0, second + 2].add(1))
     assert loss(within) != loss(batch)
+
+
+@pytest.mark.parametrize("loss", [ALL_TERMS, DPACE], ids=["decay", "D-PACE"])
+def test_anchors_at_every_position_give_the_loss_of_all_positions(loss):
+    head, params = random_head(name="medusa")
+    head = registry.head(dataclasses.replace(head.config, loss=loss))
+    # One document of 19 tokens. All positions go by the mask of the one before the target, anchors
+    # by that of the token after it: neither has a pair with the last target here.
+    batch = random_batch(num_segments=1, padding=1)
+    place = jnp.broadcast_to(jnp.arange(20), batch.tokens.shape)
+    frozen, hidden, states = random_states(random_base(), batch, head.config.num_positions)
+
+    def with_gradient(loss_mask, anchors):
+        def total(hidden):
+            masked = batch.replace(loss_mask=loss_mask)
+            arguments = (head, params, frozen, hidden, states, masked, 7, 3, None, anchors)
+            return distillation_loss(*arguments)
+
+        return jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
+
+    (value, parts), gradient = with_gradient(place < 17, None)
+    (found, found_parts), found_gradient = with_gradient(place >= 0, place + 1)
+    np.testing.assert_allclose(found, value, rtol=1e-6)
+    jax.tree.map(functools.partial(np.testing.assert_allclose, rtol=1e-6), found_parts, parts)
+    np.testing.assert_allclose(found_gradient, gradient, atol=1e-7)
 
 
 def test_a_drafters_own_output_matrices_get_their_gradient():

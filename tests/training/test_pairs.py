@@ -1,7 +1,16 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.training.pairs import compact_targets, labelled_targets, pair_mask
+from clover_jax.models.batch import Batch
+from clover_jax.training.pairs import (
+    anchored_mask,
+    compact_targets,
+    labelled_targets,
+    pair_mask,
+    sample_anchors,
+)
+from tests.training.training_data import random_batch
 
 
 def test_pair_mask_gives_the_docstrings_example():
@@ -27,6 +36,27 @@ def test_padding_has_no_pairs():
 def test_labelled_targets_gives_the_docstrings_example():
     labelled = labelled_targets(jnp.array([[1, 1, 2, 0]]))
     np.testing.assert_array_equal(labelled, [[True, False, False, False]])
+
+
+def test_anchored_mask_gives_the_docstrings_example():
+    segments = jnp.array([[1, 1, 1, 2]])
+    batch = Batch(segments, segments, segments, segments > 0)
+    mask = anchored_mask(batch, jnp.array([[0, 1]]), num_positions=2)
+    np.testing.assert_array_equal(mask, [[[True, True]], [[True, False]]])
+
+
+def test_anchors_are_supervised_tokens_that_their_document_goes_on_from():
+    batch = random_batch(rows=2, size=40)
+    possible = np.asarray(batch.loss_mask & labelled_targets(batch.segment_ids))
+    all_of_row = np.asarray(sample_anchors(jax.random.key(0), batch, 64))
+    some, others = (np.asarray(sample_anchors(jax.random.key(seed), batch, 5)) for seed in range(2))
+    for row in range(2):
+        # Where there are fewer, the last place of a row fills up; nothing is said there.
+        assert sorted({*all_of_row[row].tolist()} - {39}) == np.flatnonzero(possible[row]).tolist()
+        assert len(set(some[row].tolist())) == 5
+        assert possible[row][some[row]].all()
+    assert some.tolist() != others.tolist()
+    assert not anchored_mask(batch, jnp.full((2, 1), 39), num_positions=3).any()
 
 
 def test_compact_targets_gives_the_docstrings_example():
