@@ -1,7 +1,13 @@
 """The routes of a real server beside the answers: who is let in, and what it says of itself."""
 
+import asyncio
+
+import httpx2
 import pytest
 
+from clover_jax.serving.app import make_app
+from clover_jax.serving.options import ServeOptions, ServeSpec
+from clover_jax.serving.service import Service
 from tests.serving.asking import GREEDY, refused
 from tests.serving.conftest import AREA, MESSAGES
 
@@ -55,3 +61,22 @@ def test_other_paths_methods_and_models_are_refused(client):
 def test_plain_text_is_refused_since_any_page_may_post_it(client):
     response = client.post("/v1/completions", content=b"{}", headers={"Content-Type": "text/plain"})
     assert "application/json" in refused(response, 400, "Content-Type")
+
+
+def test_pages_of_other_origins_are_let_in_by_name_only(client):
+    asking = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+
+    def allowed(method, **options):
+        async def asked():
+            app = make_app(Service(ServeOptions(ServeSpec(), **options)))
+            transport = httpx2.ASGITransport(app=app)
+            async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one:
+                return await one.request(method, "/v1/completions", headers=asking)
+
+        return asyncio.run(asked()).headers.get("access-control-allow-origin")
+
+    for method in ("OPTIONS", "POST"):
+        assert allowed(method) is None
+        assert allowed(method, allowed_origins=("https://example.com",)) is None
+        assert allowed(method, allowed_origins=(asking["Origin"],)) == asking["Origin"]
+    assert "access-control-allow-origin" not in client.get("/v1/models", headers=asking).headers

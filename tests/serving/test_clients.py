@@ -1,10 +1,13 @@
-"""The unmodified client of OpenAI works with the server: pip install -e '.[test,clients]'."""
+"""Unmodified clients, OpenAI's and LangChain's, work with the server.
+
+pip install -e '.[test,clients]'; python -m pytest -n0 -m servers tests/serving/test_clients.py
+"""
 
 import asyncio
 
 import pytest
 
-from tests.serving.conftest import AREA, KEY, KINDS, MESSAGES
+from tests.serving.conftest import AREA, CLOSE, KEY, KINDS, MESSAGES
 
 openai = pytest.importorskip("openai", reason="pip install -e '.[clients]'")
 pytestmark = pytest.mark.servers
@@ -102,3 +105,25 @@ def test_a_full_queue_is_a_rate_limit(server, ask):
     ):
         ask.completions.create(prompt=AREA, **body)
     assert server.becomes("num_requests_running", 0)
+
+
+def test_langchain_invokes_streams_and_batches(server, alone):
+    langchain = pytest.importorskip("langchain_openai", reason="pip install -e '.[clients]'")
+    asked = {"model": "tiny", "max_tokens": 24, "temperature": 0, **options(server)}
+    llm, chat = langchain.OpenAI(**asked), langchain.ChatOpenAI(**asked)
+    assert llm.invoke(AREA) == alone[0]["text"]
+    assert llm.batch([AREA, CLOSE])[0] == alone[0]["text"]
+    assert "".join(llm.stream(AREA)) == alone[0]["text"]
+
+    messages = [(message["role"], message["content"]) for message in MESSAGES]
+    answer = chat.invoke(messages)
+    assert answer.content == alone[10]["text"]
+    assert answer.usage_metadata["output_tokens"] == 24
+    assert answer.response_metadata["finish_reason"] == "length"
+    chunks = list(chat.stream(messages, stream_usage=True))
+    assert "".join(chunk.content for chunk in chunks) == alone[10]["text"]
+    assert (
+        sum(chunk.usage_metadata["output_tokens"] for chunk in chunks if chunk.usage_metadata) == 24
+    )
+    with pytest.raises(openai.BadRequestError, match="tools is not supported"):
+        chat.bind_tools([{"type": "function", "function": {"name": "f"}}]).invoke(messages)

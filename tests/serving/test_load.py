@@ -2,11 +2,12 @@
 
 import concurrent.futures
 import random
+import types
 
 import pytest
 
 from tests.serving.asking import GREEDY, endless, refused, streamed, text, unread
-from tests.serving.conftest import KINDS, path_of, text_of
+from tests.serving.conftest import AREA, KINDS, path_of, text_of
 
 
 @pytest.mark.parametrize("count", [64, pytest.param(2000, marks=pytest.mark.slow)])
@@ -60,4 +61,49 @@ def test_a_full_queue_refuses_and_says_when_to_try_again(server, client, alone):
             assert "too many requests are waiting" in refused(response, 429)
             assert response.headers["retry-after"].isdecimal()
     assert server.becomes("num_requests_waiting", 0)
+    assert text(client, GREEDY) == alone[0]["text"]
+
+
+def test_a_burst_fills_the_queue_and_the_rest_is_told_to_come_again(server, client, alone):
+    def ask(_):
+        with server.client() as other:
+            return other.post("/v1/completions", json=GREEDY)
+
+    with concurrent.futures.ThreadPoolExecutor(32) as threads:
+        with endless(client, n=4):
+            asked = [threads.submit(ask, number) for number in range(32)]
+            # Sixteen may wait. Who is refused knows at once, while the slots are still taken.
+            early = next(concurrent.futures.as_completed(asked)).result()
+            assert early.status_code == 429
+        answers = [request.result() for request in asked]
+    assert {answer.status_code for answer in answers} == {200, 429}
+    for answer in answers:
+        if answer.status_code == 200:
+            assert answer.json()["choices"][0]["text"] == alone[0]["text"]
+        else:
+            assert int(answer.headers["retry-after"]) > 0
+
+
+def test_one_request_does_not_wait_for_another_client_s_many(server, client, alone):
+    many = {"prompt": "a", "max_tokens": 200, "ignore_eos": True, "user": "many"}
+    with unread(server, many | {"n": 16}):
+        assert server.becomes("num_requests_waiting", 12)
+        # Its turn comes after one more of theirs, though all of them were there before.
+        assert text(client, GREEDY | {"user": "one"}) == alone[0]["text"]
+        assert server.figure("num_requests_waiting") > 0
+    assert server.becomes("num_requests_running", 0)
+
+
+def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, alone):
+    limits = types.SimpleNamespace(request_timeout=0.05, max_waiting=16)
+    body = {"prompt": AREA, "max_tokens": 480, "ignore_eos": True}
+    with monkeypatch.context() as changed:
+        changed.setattr(server.service.ready().scheduler, "_options", limits)
+        response = client.post("/v1/completions", json=body)
+        assert "longer than the server allows" in refused(response, 504)
+        assert response.headers["x-should-retry"] == "false"  # as the client of OpenAI reads it
+        # A stream has begun by then, so its last event says it.
+        *_, last = streamed(client, body)
+        assert last["error"]["type"] == "timeout_error"
+    assert server.becomes("num_requests_running", 0)
     assert text(client, GREEDY) == alone[0]["text"]

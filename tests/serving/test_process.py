@@ -1,6 +1,7 @@
 """The command as a process of its own, from its first line to its last."""
 
 import concurrent.futures
+import contextlib
 import json
 import os
 import re
@@ -24,11 +25,18 @@ LONG = {"prompt": "def area(radius):", "max_tokens": 200, "ignore_eos": True, "t
 @pytest.fixture
 def process():
     """The command, listening at a free port, and its address."""
-    flags = ["--port=0", "--batch_size=2", "--max_model_len=256"]
+    with serving() as started:
+        yield started
+
+
+@contextlib.contextmanager
+def serving(*flags, **variables):
+    """Yield the command with more flags, and its address."""
+    flags = ("--port=0", "--batch_size=2", "--max_model_len=256", *flags)
     started = subprocess.Popen(
         [sys.executable, *WARNINGS, "-m", "clover_jax.serve", *flags],
         cwd=REPOSITORY,
-        env=os.environ,
+        env=os.environ | variables,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -104,3 +112,16 @@ def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
     num_answered = 2 + sum(answer.status_code == 200 for answer in answers)
     assert (report["answers"], report["tokens"]) == (num_answered, 200 * num_answered)
     assert report["tau"] > 1
+
+
+def test_a_mesh_gives_the_text_of_one_device(process):
+    def texts(url):
+        drawn = LONG | {"temperature": 1, "seed": 3, "n": 3, "max_tokens": 60}
+        biased = LONG | {"logit_bias": {"5": 2}, "max_tokens": 60}
+        with httpx2.Client(base_url=url, timeout=300) as client:
+            answers = [client.post("/v1/completions", json=body) for body in (LONG, drawn, biased)]
+        return [choice["text"] for answer in answers for choice in answer.json()["choices"]]
+
+    devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
+    with serving("--mesh=data=2", **devices) as (_, url):
+        assert texts(url) == texts(process[1])

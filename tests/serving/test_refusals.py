@@ -6,8 +6,9 @@ import socket
 
 import pytest
 
+from clover_jax.serving import connections
 from tests.serving.asking import GREEDY, JSON, refused, text, whole
-from tests.serving.conftest import MESSAGES
+from tests.serving.conftest import KEY, MESSAGES
 from tests.serving.test_requests import BAD_CHATS, BAD_COMPLETIONS
 
 
@@ -93,3 +94,35 @@ def test_what_is_no_http_is_refused_in_the_same_form(server, client, sent):
         assert head.startswith(b"HTTP/1.1 400")
         assert json.loads(body)["error"]["type"] == "invalid_request_error"
     assert client.get("/health").status_code == 200
+
+
+@pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: loc"])
+def test_a_head_that_does_not_come_is_not_waited_for(server, client, monkeypatch, sent):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(server.address) as connection:
+        connection.settimeout(30)
+        connection.sendall(sent)
+        assert client.get("/health").status_code == 200
+        assert connection.recv(100) == b""  # closed, without an answer
+
+
+def test_a_head_that_comes_byte_by_byte_has_no_longer(server, monkeypatch):
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 0.2)
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(b"GET /health HTTP/1.1\r\nX: ")
+        connection.settimeout(0.01)
+        received = None
+        while received is None:
+            with contextlib.suppress(TimeoutError, ConnectionError):
+                connection.sendall(b"a")
+                received = connection.recv(100)
+    assert received == b""
+
+
+def test_half_a_body_harms_nobody(server, client, alone):
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\n"
+    head += 'Content-Type: application/json\r\nContent-Length: 100\r\n\r\n{"prompt": '
+    with socket.create_connection(server.address) as connection:
+        connection.sendall(head.encode())
+        assert text(client, GREEDY) == alone[0]["text"]
+    assert text(client, GREEDY) == alone[0]["text"]
