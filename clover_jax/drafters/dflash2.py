@@ -429,33 +429,28 @@ def attend_blocks(
     """
     num_blocks, size = seen.shape[1:]
     query = query[:, :, :, size:]
-    text, slots = (
-        jax.tree.map(lambda x, part=part: x[:, :, part], fresh)
-        for part in (slice(size), slice(size, None))
-    )
+    text = jax.tree.map(lambda x: x[:, :, :size], fresh)
+    flat = query.shape[:4]
 
-    # The block itself, as one small softmax of its own.
-    flat, split = query.shape[:4], (*query.shape[:3], num_blocks, -1, query.shape[-1])
-    key, value = (x.reshape(*split[:2], *split[3:]) for x in (slots.key, slots.value))
-    scores = jnp.einsum(
-        "bkgmth,bkmsh->bkgmts", query.reshape(split), key, preferred_element_type=jnp.float32
+    # The block itself, as one small softmax of its own: in float32, since a CPU has no such
+    # products of bfloat16.
+    blocks = (num_blocks, flat[3] // num_blocks, query.shape[-1])
+    own_query = query.reshape(*flat[:3], *blocks).astype(jnp.float32)
+    key, value = (
+        x[:, :, size:].reshape(*flat[:2], *blocks).astype(jnp.float32)
+        for x in (fresh.key, fresh.value)
     )
-    scores *= query.shape[-1] ** -0.5
+    scores = jnp.einsum("bkgmth,bkmsh->bkgmts", own_query, key) * query.shape[-1] ** -0.5
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
-    mixed = jnp.einsum(
-        "bkgmts,bkmsh->bkgmth",
-        weight.astype(value.dtype),
-        value,
-        preferred_element_type=jnp.float32,
-    )
+    mixed = jnp.einsum("bkgmts,bkmsh->bkgmth", weight, value)
     own = RunningSoftmax(
         peak.reshape(flat), weight.sum(axis=-1).reshape(flat), mixed.reshape(*flat, -1)
     )
 
     # Then the text, which all slots of a block see alike.
-    by_slot = jnp.repeat(seen, key.shape[3], axis=1)[:, None, None]
-    return finish(absorb_rows(query, text, by_slot, own), query.dtype)
+    mask = jnp.repeat(seen, blocks[1], axis=1)[:, None, None]
+    return finish(absorb_rows(query, text, mask, own), query.dtype)
 
 
 def feature_layers(num_layers: int, count: int) -> tuple[str, ...]:
