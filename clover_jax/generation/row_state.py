@@ -13,7 +13,7 @@ from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.errors import UserError
 from clover_jax.generation.answer_text import AnswerText, StopCut
 from clover_jax.generation.overflow import fit_context
-from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.settings import GenerationSettings, Grain
 from clover_jax.loading.models import Models
 from clover_jax.tokenizers.detokenization import TextStream
 
@@ -36,9 +36,9 @@ class Turn:
 
 
 class Piece(NamedTuple):
-    """What one forward of the base added to an answer, or a part of that.
+    """What one forward of the base added to an answer, or more or less, as the row is watched.
 
-    forward: its number, 0 for prefill. ids: its tokens.
+    forward: its number, 0 for prefill; of several the last. ids: its tokens.
     text: what is settled now, by tokens and stop strings; "" without a tokenizer.
     is_copied: whether the tokens were copied from the text; False where copies are not told apart.
     """
@@ -55,7 +55,7 @@ class TurnProgress:
 
     turn: the answer so far, or all of it when `ended`; a stop string has cut it then.
     generation: the engine's own account, with what was drafted and beyond a cut.
-    pieces: of a row that is watched, its new tokens and text.
+    pieces: of a row that is watched, its new tokens and text, in parts.
     num_cut: tokens of the turn's prompt that the context had no room for.
     """
 
@@ -74,17 +74,17 @@ class RowState:
         prompt: Prompt,
         settings: GenerationSettings,
         models: Models,
-        is_watched: bool = False,
-        tells_copies: bool = False,
+        watched_by: Grain | None = None,
     ):
         """Take the row; raises UserError for what it asks for and cannot have.
 
-        is_watched: whether the text is wanted as it comes, which costs the host some time.
-        tells_copies: whether copied tokens are pieces of their own, which costs some more.
+        watched_by: what is a piece of its own where the text is wanted as it comes: all that a
+            chunk of steps gave, what each forward gave, or the copies among that too. Each costs
+            the host more than the one before. None where the text is wanted in the end.
         """
         self.prompt = prompt
         self._settings = settings.for_row(prompt)
-        self._models, self._is_watched, self._tells_copies = models, is_watched, tells_copies
+        self._models, self._watched_by = models, watched_by
         self._turns: list[Turn] = []
         if self._settings.stop and models.tokenizer is None:
             raise UserError(
@@ -143,9 +143,9 @@ class RowState:
     def take(self, progress: RowUpdate) -> TurnProgress:
         """Take in new tokens of the current turn; stop it at a stop string."""
         row = progress.row
-        pieces, cut = self._watch(row) if self._is_watched else ([], None)
+        pieces, cut = self._watch(row) if self._watched_by else ([], None)
         # Text that nobody needs before the end is detokenized at once, in the end.
-        if self._answer and not self._is_watched and (self._settings.stop or progress.done):
+        if self._answer and not self._watched_by and (self._settings.stop or progress.done):
             cut = self._answer.take(row.output_ids)
         ended = progress.done or cut is not None
         if cut is not None:
@@ -157,7 +157,7 @@ class RowState:
         # The end of an answer settles what was held back.
         if ended:
             self._turns.append(turn)
-            if self._is_watched and self._answer:
+            if self._watched_by and self._answer:
                 pieces.append(Piece(row.target_forwards, [], self._answer.rest(turn.text or "")))
         return TurnProgress(turn, row, pieces, ended, self._num_cut)
 
@@ -176,8 +176,15 @@ class RowState:
         return pieces, None
 
     def _parts(self, row: Generation) -> Iterator[tuple[int, list[int], bool]]:
+        """Yield what is new of a row: the forward, its tokens, whether they were copied."""
+        if self._watched_by == "chunk":
+            if ids := row.output_ids[self._num_seen :]:
+                yield row.target_forwards, ids, False
+            return
         for forward, ids in forward_groups(row, self._num_seen):
-            parts = copied_parts(row, forward, ids) if self._tells_copies else [(ids, False)]
+            parts = [(ids, False)]
+            if self._watched_by == "copy":
+                parts = copied_parts(row, forward, ids)
             yield from ((forward, *part) for part in parts)
 
     def output_row(self) -> dict[str, Any]:

@@ -184,7 +184,9 @@ class RowStream:
             if isinstance(prompt, BadPrompt):
                 raise UserError(prompt.error)
             if prompt.index not in self._states:
-                state = RowState(prompt, self._settings, self._models, self._is_watched)
+                state = RowState(
+                    prompt, self._settings, self._models, "forward" if self._is_watched else None
+                )
                 self._states[prompt.index] = state
             request = self._states[prompt.index].next_request()
             try:

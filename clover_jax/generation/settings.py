@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Iterable
+from typing import Literal
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.sampling_config import (
@@ -21,6 +22,9 @@ _ROW_OPTIONS = (
     *("max_new_tokens", "min_new_tokens", "temperature", "top_k", "top_p", "logit_bias", "seed"),
     "stop",
 )
+
+# The parts in which a text is handed out as it comes: `RowState`.
+Grain = Literal["chunk", "forward", "copy"]
 
 _text = functools.partial(setting, group="text")
 _sampling = functools.partial(setting, group="sampling")

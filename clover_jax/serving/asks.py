@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 
 from clover_jax.data.prompts import Prompt
-from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.settings import GenerationSettings, Grain
 from clover_jax.serving.errors import ApiError
 
 
@@ -15,7 +15,7 @@ class Ask:
 
     client: whose turn it is in the queue, which is fair between clients.
     choice: number of the choice of `n`; each draws by a key of its own.
-    is_watched: whether text is wanted as it comes. tells_copies: whether copies stand apart in it.
+    watched_by: the parts in which text is wanted as it comes, as in `RowState`.
     top_logprobs: alternatives to each token of the answer; None for no log-probabilities at all.
     prompt_logprobs: whether the prompt's tokens are scored too.
     must_fit: whether the context must have room for all tokens of the settings; else for one.
@@ -25,8 +25,7 @@ class Ask:
     settings: GenerationSettings
     client: str = ""
     choice: int = 0
-    is_watched: bool = False
-    tells_copies: bool = False
+    watched_by: Grain | None = None
     top_logprobs: int | None = None
     prompt_logprobs: bool = False
     must_fit: bool = False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.rows import shown
-from clover_jax.generation.settings import GenerationSettings
+from clover_jax.generation.settings import GenerationSettings, Grain
 from clover_jax.serving.asks import Ask
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.shapes import (
@@ -174,14 +174,16 @@ def _call(
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else request.seed % _SEEDS,
     )
+    watched_by: Grain | None = None
+    if streams:
+        watched_by = "copy" if request.forwards else "chunk"
     asks = [
         Ask(
             prompt,
             settings,
             client=request.user or peer,
             choice=choice,
-            is_watched=streams,
-            tells_copies=bool(request.forwards),
+            watched_by=watched_by,
             top_logprobs=top_logprobs,
             prompt_logprobs=echo and top_logprobs is not None,
             must_fit=max_tokens is not None,

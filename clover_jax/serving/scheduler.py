@@ -150,7 +150,7 @@ class Scheduler:
 
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
-        row = RowState(prompt, ask.settings, self._models, ask.is_watched, ask.tells_copies)
+        row = RowState(prompt, ask.settings, self._models, ask.watched_by)
         context = self._models.base.config.max_position_embeddings
         try:
             request = row.next_request()

@@ -42,7 +42,7 @@ def show(file, tokenizer, row, ids, accepted, stop=(), at_once=False):
     prompt = parse_prompt(row, 0, "p:1")
     base = SimpleNamespace(config=CONFIG)
     models = SimpleNamespace(base=base, tokenizer=tokenizer, copies=False)
-    state = RowState(prompt, GenerationSettings(stop=tuple(stop)), models, is_watched=True)
+    state = RowState(prompt, GenerationSettings(stop=tuple(stop)), models, watched_by="forward")
     screen, turn = LiveText(file, tokenizer), None
     ends = [1]
     for count in accepted:
@@ -125,7 +125,7 @@ def test_every_turn_shows_its_question(tokenizer):
     base = SimpleNamespace(config=CONFIG)
     models = SimpleNamespace(base=base, tokenizer=tokenizer, copies=False)
     prompt = parse_prompt(turns, 0, "p:1")
-    state = RowState(prompt, GenerationSettings(), models, is_watched=True)
+    state = RowState(prompt, GenerationSettings(), models, watched_by="forward")
     screen = LiveText(file, tokenizer)
     while not state.is_finished:
         turn = Generation(0, list(state.next_request().prompt_ids), ids, [1])

@@ -42,7 +42,7 @@ def test_defaults_are_those_of_openai():
     settings = ask.settings
     assert (settings.temperature, settings.top_p, settings.top_k) == (1.0, 1.0, 0)
     assert (settings.max_new_tokens, settings.stop, settings.seed) == (16, (), None)
-    assert (ask.client, ask.top_logprobs, ask.is_watched) == ("10.0.0.1", None, False)
+    assert (ask.client, ask.top_logprobs, ask.watched_by) == ("10.0.0.1", None, None)
     # A chat goes on as long as the context has room.
     assert chat().asks[0].settings.max_new_tokens == 1024
 
@@ -62,7 +62,8 @@ def test_fields_reach_the_settings():
     assert (settings.min_new_tokens, settings.logit_bias) == (4, ((5, -100.0), (0, 0.5)))
     assert [ask.choice for ask in call.asks] == [0, 1]
     assert (call.asks[0].client, call.asks[0].top_logprobs) == ("me", 3)
-    assert call.asks[0].is_watched
+    assert call.asks[0].watched_by == "chunk"
+    assert completion(stream=True, forwards=True).asks[0].watched_by == "copy"
     assert (call.streams, call.include_usage) == (True, True)
 
 
