@@ -21,6 +21,10 @@ are shared by g neighbouring channels; y is 0 before slot 0:
 The selector S tells which of the K candidates goes with the token a before it: a chain follows the
 best, a tree branches over them, and softmax(S) over the K is what a sampled draft is drawn from.
 
+Losses: the cross-entropy of U to the text, and that of S where the true token is one of the K, with
+the text's token as a. Slot k weighs exp(-(k - 1) / gamma). A step trains blocks at M places of each
+row, drawn anew; all of them go through one forward.
+
 fc [n, D, D], W [D, 2, 2, D / g], A, B [V, r], G [D, r]. Initialisation: convolutions pass on what
 they are given; A normal, B zero, so that the selector begins at nothing; norm as the base's final
 one; the rest random. Without convolution (`conv_taps=0`) and selector (`rank=0`) this is DFlash.
