@@ -82,7 +82,7 @@ def run(
       makes it status 1.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
-    command = _command_name(main)
+    command, interrupted = _command_name(main), threading.Event()
     try:
         asked = set(argv[: argv.index("--")] if "--" in argv else argv)
         if "--version" in asked:
@@ -94,7 +94,8 @@ def run(
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
         use_compilation_cache()
-        status = main(flags)
+        with _interrupts_kept(interrupted):
+            status = main(flags)
         with naming("standard output"):
             sys.stdout.flush()
     except BrokenPipeError:
@@ -105,6 +106,10 @@ def run(
         _say(command, "interrupted")
         return STATUS_INTERRUPTED
     except Exception as error:
+        # A library that is interrupted while it is imported fails in a way of its own.
+        if interrupted.is_set():
+            _say(command, "interrupted")
+            return STATUS_INTERRUPTED
         mistake = _describe_mistake(error)
         if mistake is None:
             error.add_note(f"{command}: this is a bug, not a mistake in what you gave it.")
@@ -121,6 +126,41 @@ def report(result: dict[str, Any]) -> None:
     """
     with naming("standard output"):
         print(to_json(result), flush=True)
+
+
+@contextlib.contextmanager
+def _interrupts_kept(interrupted: threading.Event) -> Iterator[None]:
+    """Note a Ctrl-C in an event, and raise KeyboardInterrupt again where Python has dropped it.
+
+    Python drops what is raised within a callback, such as JAX's of the garbage collector. Where
+    Ctrl-C is ignored or somebody else handles it, nothing changes.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
+        yield
+        return
+
+    def interrupt(number, frame):
+        interrupted.set()
+        signal.default_int_handler(number, frame)
+
+    def again(unraisable):
+        if unraisable.exc_type is not KeyboardInterrupt:
+            hook(unraisable)
+            return
+        # A little later: here it would be dropped once more.
+        main_thread = threading.main_thread().ident
+        timer = threading.Timer(0.05, signal.pthread_kill, (main_thread, signal.SIGINT))
+        timer.daemon = True
+        timer.start()
+
+    hook, sys.unraisablehook = sys.unraisablehook, again
+    signal.signal(signal.SIGINT, interrupt)
+    try:
+        yield
+    finally:
+        sys.unraisablehook = hook
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 @contextlib.contextmanager

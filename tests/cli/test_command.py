@@ -1,10 +1,12 @@
 """The command wrapper: statuses, one-line mistakes, flagfiles, help without devices."""
 
+import gc
 import json
 import re
 import signal
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -250,6 +252,38 @@ def test_a_second_ctrl_c_interrupts(capfd):
         assert requested.is_set()
         assert capfd.readouterr().err == "\nstopping after this step; Ctrl-C again stops at once\n"
         signal.raise_signal(signal.SIGINT)
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_a_ctrl_c_that_python_drops_in_a_callback_comes_again(capsys):
+    dropped, never = threading.Event(), threading.Event()
+
+    def callback(phase, info):
+        gc.callbacks.remove(callback)
+        dropped.set()
+        signal.raise_signal(signal.SIGINT)
+
+    def main(flags):
+        gc.callbacks.append(callback)
+        gc.collect()
+        assert dropped.is_set()
+        while True:
+            never.wait(0.01)  # Python looks for signals in between
+
+    assert run(main) == cli.STATUS_INTERRUPTED
+    assert capsys.readouterr().err.endswith("interrupted\n")
+
+
+@pytest.mark.usefixtures("ctrl_c")
+def test_an_import_that_ctrl_c_breaks_is_no_bug(capsys):
+    def main(flags):
+        try:
+            signal.raise_signal(signal.SIGINT)
+        except KeyboardInterrupt:
+            raise ImportError("initialization failed") from None
+
+    assert run(main) == cli.STATUS_INTERRUPTED
+    assert capsys.readouterr().err.endswith("interrupted\n")
 
 
 @pytest.mark.usefixtures("ctrl_c")
