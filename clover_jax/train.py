@@ -113,11 +113,15 @@ def _summary(report: dict) -> str:
         return f"{where} has finished its {report['steps']} steps; the draft is {report['draft']}"
     if not report["finished"]:
         return f"stopped at step {report['steps']}; the same command goes on from there"
-    measured = ""
+    measured, heads = "", f"the draft is {report['draft']}"
     if "tau" in report:
         equal = f"{report['equal']} of {report['prompts']} outputs equal to plain decoding"
         measured = f", tau {report['tau']:.2f} at best, {equal}"
-    return f"trained {report['steps']} steps{measured}; the draft is {report['draft']}"
+        # tau is that of the best head, which need not be the last one.
+        if report["best_step"] != report["steps"]:
+            heads = f"the best head, of step {report['best_step']}, is {report['best']}, the last "
+            heads += report["draft"]
+    return f"trained {report['steps']} steps{measured}; {heads}"
 
 
 if __name__ == "__main__":
