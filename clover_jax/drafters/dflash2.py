@@ -54,6 +54,7 @@ from clover_jax.models.cache import Cache, KeyValue, init_cache, ordered_after, 
 from clover_jax.models.decoder import Attend, SelfAttention, project
 from clover_jax.models.int8 import contract
 from clover_jax.models.layers import GatedMLP, RMSNorm
+from clover_jax.sharding.placement import by_rows
 from clover_jax.sharding.top_k import top_k
 
 DEFAULT_RANK = 256
@@ -288,7 +289,7 @@ class DFlash2(nn.Module):
         ids, scores = state.ids[:, depth, None], state.logits[:, depth, None]
         if self.config.rank:
             pair = self._pair(state.token, state.gate[:, depth, None])
-            candidates = jnp.take(self.successor, ids[:, 0], axis=0)
+            candidates = by_rows(jnp.take(self.successor, ids[:, 0], axis=0))
             scores += jnp.einsum(
                 "bwr,bkr->bwk", pair, candidates, preferred_element_type=jnp.float32
             )
@@ -393,7 +394,7 @@ class DFlash2(nn.Module):
         return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor)
 
     def _pair(self, before: Int[Array, "*b"], gate: Float[Array, "*c r"]) -> Float[Array, "*b r"]:
-        return jnp.take(self.predecessor, before, axis=0, mode="clip") * gate
+        return by_rows(jnp.take(self.predecessor, before, axis=0, mode="clip")) * gate
 
 
 def kth_largest(logits: Float[Array, "*b V"], k: int) -> Float[Array, "*b"]:
