@@ -102,6 +102,7 @@ with joined_processes():
 """
 
 
+@pytest.mark.slow
 def test_two_processes_decode_as_one_does(run_python):
     said = run([LAUNCH, "2", sys.executable, *WARNINGS, "-c", DECODED])
     alone = run_python(DECODED.replace("lambda: False", "lambda: True"), devices=2)

@@ -170,10 +170,10 @@ def plain():
     ("head", "tree"),
     [
         ("lookup", "copy:9"),
-        ("lookup", "dynamic:9:4"),
-        ("recycle", "dynamic:9:4:3+copy:5"),
+        pytest.param("lookup", "dynamic:9:4", marks=pytest.mark.slow),
+        pytest.param("recycle", "dynamic:9:4:3+copy:5", marks=pytest.mark.slow),
         ("clover2", "small"),
-        ("clover2", "dynamic:6:3+copy:5"),
+        pytest.param("clover2", "dynamic:6:3+copy:5", marks=pytest.mark.slow),
         pytest.param("lookup", "chain:4", marks=pytest.mark.slow),
         pytest.param("clover_lr", "clover4+copy:5", marks=pytest.mark.slow),
     ],

@@ -51,7 +51,8 @@ def test_plain_decoding_is_the_argmax_of_full_forwards():
     ("tree", "batch_size"),
     [
         (parse_tree("chain:1"), 3),
-        (parse_tree("chain:7"), 8),  # deeper than the head's five positions
+        # Deeper than the head's five positions.
+        pytest.param(parse_tree("chain:7"), 8, marks=pytest.mark.slow),
         (parse_tree("paper25"), 8),
         (random_tree(11, 0), 3),
         pytest.param(random_tree(64, 1), 8, marks=pytest.mark.slow),

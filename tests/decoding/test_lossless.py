@@ -145,7 +145,6 @@ HOT, CUT = (1.0, 1.0), (0.7, 0.9)  # temperature and top_p
 USUAL = [  # the others of the product are slow
     ("clover2", "none", "topk", CUT),
     ("clover2", "small", "sampled", CUT),
-    ("clover", "small", "sampled", HOT),
     ("dflash2", "small", "sampled", CUT),  # of three candidates
     ("medusa", "chain:3", "topk", CUT),
     ("lookup", "copy:6", "topk", CUT),
@@ -196,7 +195,7 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
         ("eagle", "topk", None),
         ("eagle3", "sampled", (0, 2, 3)),
         pytest.param("clover_lr", "sampled", (0, 2, 3), marks=pytest.mark.slow),
-        ("clover_copy", "sampled", (0, 2, 3)),
+        pytest.param("clover_copy", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("eagle", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("eagle3", "topk", None, marks=pytest.mark.slow),
         pytest.param("dflash2", "sampled", (0, 2, 3), marks=pytest.mark.slow),

@@ -14,7 +14,13 @@ from tests.conftest import REPOSITORY, WARNINGS
 from tests.preparation.prepared_data import FLAGS, load
 
 
-@pytest.mark.parametrize("writes", [3, 9], ids=["in the samples", "in the activations"])
+@pytest.mark.parametrize(
+    "writes",
+    [
+        pytest.param(3, id="in the samples"),
+        pytest.param(9, id="in the activations", marks=pytest.mark.slow),
+    ],
+)
 def test_a_killed_run_goes_on_where_it_was(command, base, data, prepared, tmp_path, writes):
     source = (
         "import os, sys; from clover_jax import cli, prepare\n"
