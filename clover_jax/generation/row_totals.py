@@ -51,12 +51,16 @@ class RowTotals:
         tau = "none" if self.tau is None else f"{self.tau:.2f}"
         speed = "" if tokens_per_second is None else f", {tokens_per_second:.0f} tokens/s"
         forwards = self._lengths.forwards
-        shares = [
-            f"{k}: {100 * count / forwards:.0f} %"
-            for k, count in enumerate(self._lengths.histogram())
-        ]
-        drafted = f"; drafted tokens accepted a forward: {', '.join(shares)}" if shares[1:] else ""
+        counts = self._lengths.histogram()
+        # Copies may accept 25 tokens at once, and mostly do not: what never happened is left out.
+        shares = [f"{k}: {_percent(count, forwards)}" for k, count in enumerate(counts) if count]
+        drafted = f"; drafted tokens accepted a forward: {', '.join(shares)}" if counts[1:] else ""
         return f"tau {tau}, {self.tokens} tokens in {forwards} forwards{speed}{drafted}"
+
+
+def _percent(count: int, total: int) -> str:
+    share = 100 * count / total
+    return f"{share:.0f} %" if share >= 0.5 else "below 1 %"
 
 
 def turn_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:

@@ -107,6 +107,12 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
         prompts = evaluation_prompts(
             settings.eval_prompts, data.heldout, base, tokenizer, settings.eval_num_prompts
         )
+        # Few prompts say little of tau, by which the best head is chosen.
+        if len(prompts) < settings.eval_num_prompts:
+            say(
+                f"tau is measured on {len(prompts)} prompts: no more of those at hand fit; "
+                "--eval_prompts=FILE gives others"
+            )
         evaluator = DecodingEvaluator(
             base, head, tree, prompts, settings.eval_max_new_tokens, mesh=mesh
         )
