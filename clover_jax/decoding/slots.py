@@ -135,17 +135,19 @@ class Slots:
     def read_prompts(self, seconds: float | None = None) -> None:
         """Read prompts that wait, in the order in which they came.
 
-        seconds: begin no further chunk after so long; None reads all of them.
+        seconds: begin no chunk but the first that would end later; None reads all of them.
         """
         started = time.perf_counter()
         while self._reading:
+            begun = time.perf_counter()
             slot = self._reading[0]
             self._read_chunk(slot)
             if seconds is not None:
                 # A chunk is only begun when the call returns; the clock must see it done.
                 row = self._rows[slot]
                 jax.block_until_ready(self._state if row is None else row.state or self._state)
-                if time.perf_counter() - started >= seconds:
+                now = time.perf_counter()
+                if now - started + (now - begun) > seconds:
                     return
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
