@@ -137,18 +137,22 @@ class Slots:
 
         seconds: begin no chunk but the first that would end later; None reads all of them.
         """
-        started = time.perf_counter()
+        if seconds is None:
+            while self._reading:
+                self._read_chunk(self._reading[0])
+            return
+
+        started = begun = time.perf_counter()
         while self._reading:
-            begun = time.perf_counter()
             slot = self._reading[0]
             self._read_chunk(slot)
-            if seconds is not None:
-                # A chunk is only begun when the call returns; the clock must see it done.
-                row = self._rows[slot]
-                jax.block_until_ready(self._state if row is None else row.state or self._state)
-                now = time.perf_counter()
-                if now - started + (now - begun) > seconds:
-                    return
+            # A chunk is only begun when the call returns; the clock must see it done.
+            row = self._rows[slot]
+            jax.block_until_ready(self._state if row is None else row.state or self._state)
+            now = time.perf_counter()
+            if now - started + (now - begun) > seconds:
+                return
+            begun = now
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
         """Run a chunk of steps for the rows that are read, and return what it gave them.

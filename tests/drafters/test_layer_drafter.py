@@ -13,9 +13,10 @@ from clover_jax.decoding.reference import speculative_greedy
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.decoder import causal_mask
-from tests.layer_heads import KINDS, lively_head
+from tests.layer_heads import lively_head
 from tests.tiny_models import TINY, random_base, random_prompts
 
+KINDS = ("eagle", "eagle3")
 CONTEXT = (5, 9)  # committed positions of the two rows
 
 
