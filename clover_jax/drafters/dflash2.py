@@ -146,6 +146,8 @@ class BlockConvolution(nn.Module):
         taps, width = self.config.conv_taps, x.shape[-1]
         if not taps:
             return _same, _same
+
+        # d = W x is computed once for both, from the state before the sublayer.
         shape = (width, 2, taps, width // self.config.conv_group)
         base = self.param("base_kernel", _pass_on, (2, taps, width))
         kernel = contract(
@@ -514,6 +516,7 @@ def make_config(
     layer = layer_for(base, rope, llama_layer=True)
     count = min(5, base.num_layers) if num_layers is None else num_layers
     rank = min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank
+
     return DFlash2Config(
         layer=dataclasses.replace(layer, query_key_norm=True),
         vocab_size=base.vocab_size,

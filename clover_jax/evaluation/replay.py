@@ -137,6 +137,8 @@ def _measure(name: str, answers: list[Written], config: StepConfig) -> dict[str,
     depth = config.tree.depth
     tallies = {kind: Tally(depth) for kind in dict.fromkeys(one.kind for one in answers)}
     overall = Tally(depth)
+
+    # Rows come in an order of their own, so each brings its kind.
     with (
         CompileClock() as compiling,
         progress_bar(len(answers), name, "answer", compiling=compiling) as bar,

@@ -98,6 +98,8 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
     """Return what config.json holds for a head of a base."""
     added = (config.rank, config.candidates, config.conv_taps, config.conv_group)
     is_plain = not config.rank and not config.conv_taps
+
+    # Readers know plain DFlash by what is missing.
     own = {
         _LAYERS: _layer_ids(config, base.config),
         _MASK: config.mask_token_id,

@@ -107,6 +107,7 @@ class Answers(abc.ABC):
         outputs = [] if self.call.no_output else ended
         completion_tokens = sum(len(progress.turn.output_ids) for progress in outputs)
         accepted, rejected = self._predicted(outputs)
+
         return {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": completion_tokens,
