@@ -433,10 +433,14 @@ def _pair_terms(
     cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
-    # As a sum of its own: 1 - V of a distance would be rounded to 0 where they hardly overlap.
-    acceptance = jnp.minimum(chunk.teacher, jnp.exp(logits - log_total[..., None])).sum(axis=-1)
+    # Each as a sum of its own: one from the other is rounded away, A where p and q hardly overlap
+    # and V where they are nearly the same.
+    probability = jnp.exp(logits - log_total[..., None])
+    acceptance = jnp.minimum(chunk.teacher, probability).sum(axis=-1)
+    refusal = 0.5 * jnp.abs(chunk.teacher - probability).sum(axis=-1)
+    by_acceptance = -jnp.log(jnp.maximum(acceptance, TINY))
+    by_refusal = -jnp.log1p(-jnp.minimum(refusal, 0.5))
     from_divergence = jax.lax.stop_gradient(jnp.exp(-head.config.loss.lk_eta * acceptance))
-    refusal = 1 - acceptance
 
     # Which of the chunk's targets each term counts; the module's docstring says why.
     mask, of_next = chunk.mask, _of_next(scores, chunk)
@@ -448,7 +452,9 @@ def _pair_terms(
         hard_ce=jnp.where(is_told, log_total - _of_next(logits, chunk), 0.0),
         total_variation=jnp.where(in_reach, refusal, 0.0),
         # Below the smallest number there is no gradient, rather than one that is not finite.
-        neg_log_acceptance=jnp.where(in_reach, -jnp.log(jnp.maximum(acceptance, TINY)), 0.0),
+        neg_log_acceptance=jnp.where(
+            in_reach, jnp.where(refusal < 0.5, by_refusal, by_acceptance), 0.0
+        ),
         lk=jnp.where(
             in_reach,
             from_divergence * (cross_entropy - chunk.entropy) + (1 - from_divergence) * refusal,
