@@ -27,9 +27,9 @@ from jax.stages import Compiled, Lowered
 from clover_jax.decoding.compiler_options import Options
 
 # "allocation 5: size 4096, preallocated-temp:", then a line for each value that lies in it. An
-# allocation with a color is not in main memory.
+# allocation with a color is not in main memory. From jax 0.12 on a page stands behind the size.
 _TEMPORARIES = re.compile(
-    r"^allocation \d+: size (\d+), preallocated-temp:\n((?: value:.*\n)*)", re.M
+    r"^allocation \d+: size (\d+),(?: page \d+,)? preallocated-temp:\n((?: value:.*\n)*)", re.M
 )
 _VALUE = re.compile(r"\(size=(\d+),offset=(\d+)\)")
 
