@@ -18,6 +18,7 @@ from clover_jax.errors import UserError
 from clover_jax.storage.row_writer import is_row_manifest
 
 BUILTIN = "builtin:python"
+MOST_NAMED = 8  # rows that cannot be read
 # Of a row, or of a list of rows, whole or torn.
 _ROW_BEGINNING = re.compile(
     r'\s*[\[{].*?"(messages|conversations|response|output_ids)"\s*:', re.DOTALL
@@ -117,18 +118,35 @@ def _read_file(path: Path, is_named: bool, unread: collections.Counter[str]) -> 
 def _parse_rows(
     rows: Iterable[tuple[str, Any]], unread: collections.Counter[str]
 ) -> Iterator[Record]:
+    """Yield the records of rows: values, or bytes of JSON.
+
+    Raises UserError at the end, for the first row that cannot be read, and names the others: who
+    mends a file wants to hear of all of them.
+    """
+    refused: dict[str, UserError] = {}
     for source, row in rows:
-        if isinstance(row, dict):
-            unread.update(row.keys() - READ_FIELDS)
-        yield from parse_row(row, source)
+        try:
+            value = parse_line(row, source) if isinstance(row, bytes) else row
+            records = parse_row(value, source)
+        except UserError as error:
+            refused[source] = error
+            continue
+        if isinstance(value, dict):
+            unread.update(value.keys() - READ_FIELDS)
+        yield from records
+
+    if refused:
+        first, *others = refused
+        more = f"{', '.join(others[:MOST_NAMED])}{', ...' if len(others) > MOST_NAMED else ''}"
+        also = f"; {len(others)} more cannot be read: {more}" if others else ""
+        raise UserError(f"{refused[first]}{also}")
 
 
-def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, Any]]:
-    """Yield (source, value) of the lines of a JSONL file that are not empty."""
+def _lines(path: Path, lines: Iterable[bytes]) -> Iterator[tuple[str, bytes]]:
+    """Yield (source, line) of the lines of a JSONL file that are not empty."""
     for number, line in enumerate(lines, start=1):
         if line.strip():
-            source = f"{path}:{number}"
-            yield source, parse_line(line, source)
+            yield f"{path}:{number}", line
 
 
 def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:

@@ -138,6 +138,14 @@ def test_unreadable_rows_are_refused_by_name(tmp_path, content, message):
         read_records(str(tmp_path / "a.jsonl"))
 
 
+def test_all_rows_that_cannot_be_read_are_named(tmp_path):
+    lines = ['{"text": "a"}', '{"text": 3}', "{", '{"text": "b"}', "[]"]
+    (tmp_path / "d.jsonl").write_text("\n".join(lines))
+    message = "d.jsonl:2: .*found 3.*; 2 more cannot be read: .*d.jsonl:3, .*d.jsonl:5$"
+    with pytest.raises(UserError, match=message):
+        texts(str(tmp_path / "d.jsonl"))
+
+
 @pytest.mark.parametrize("name", ["a.jsonl.gz", "a.jsonl.xz"])
 def test_a_torn_archive_is_refused_by_name(tmp_path, name):
     opener = gzip.open if name.endswith("gz") else lzma.open
