@@ -38,11 +38,7 @@ class Answering(Response):
         """Take the call; `ready` decodes it."""
         super().__init__()
         self._service, self._call = service, call
-        # Without a draft all is plain.
-        is_apart = call.is_plain and ready.models.draft is not None
-        if is_apart and ready.plain is None:
-            raise ApiError("plain is for servers with the page", param="plain")
-        self._scheduler = ready.plain if is_apart and ready.plain else ready.scheduler
+        self._scheduler = ready.scheduler_with(call.draft)
         self._answers: Answers = answers_for(call, ready.served.model, ready.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -120,7 +116,7 @@ class Answering(Response):
 
                 # The last figures before the last bytes: whoever has an answer finds it counted.
                 if progress.ended:
-                    metrics.ended(progress, now - started, self._call.is_plain)
+                    metrics.ended(progress, now - started, self._call.draft is None)
                 if take is not None:
                     await take(index, progress)
                 if progress.ended:

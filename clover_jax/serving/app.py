@@ -137,10 +137,10 @@ def _card(service: Service, ready: Ready) -> dict[str, Any]:
         "root": service.options.spec.base,
         "parent": None,
         "max_model_len": ready.served.max_model_len,
-        # Ours: how it drafts, and whether it may be asked to decode plainly beside that.
+        # Ours: how it drafts, and what else it may be asked to draft with.
         "draft": service.options.spec.draft,
         "tree": ready.models.tree.name,
-        "plain": ready.plain is not None,
+        "other_drafts": list(ready.others),
     }
 
 

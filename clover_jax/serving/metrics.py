@@ -79,10 +79,10 @@ class Metrics:
         for _ in range(count):
             self._between.observe(seconds / count)
 
-    def ended(self, progress: TurnProgress, seconds: float, is_plain: bool = False) -> None:
+    def ended(self, progress: TurnProgress, seconds: float, is_own: bool = True) -> None:
         """Count an answer that has ended, `seconds` after it was asked for.
 
-        is_plain: whether it was decoded without drafts, to compare with.
+        is_own: whether the server's own draft was used, not another to compare with.
         """
         turn = progress.turn
         self._whole.observe(seconds)
@@ -91,7 +91,7 @@ class Metrics:
         self._new_tokens.inc(len(turn.output_ids))
 
         # As the client got them, so that 1 + accepted / drafts is the tau of the rows.
-        drafts = self._is_drafting and not is_plain
+        drafts = self._is_drafting and is_own
         for forward in forwards_of(progress) if drafts else []:
             self._drafts.inc()
             self._drafted.inc(forward.num_drafted)

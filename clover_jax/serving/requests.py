@@ -46,7 +46,7 @@ class Call:
     echo: whether the prompt stands before its answer.
     no_output: the answer's only token is left out (max_tokens 0).
     tells_forwards: whether streamed pieces say which forward of the base gave them.
-    is_plain: whether to decode without drafts, to compare with.
+    draft: what to draft with, to compare; None is the server's own.
     """
 
     asks: list[Ask]
@@ -57,7 +57,7 @@ class Call:
     echo: bool = False
     no_output: bool = False
     tells_forwards: bool = False
-    is_plain: bool = False
+    draft: str | None = None
 
     @property
     def prompts(self) -> list[Prompt]:
@@ -200,7 +200,7 @@ def _call(
         echo=echo,
         no_output=max_tokens == 0,
         tells_forwards=bool(request.forwards),
-        is_plain=bool(request.plain),
+        draft=request.draft,
     )
 
 

@@ -70,13 +70,13 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
     server = _server(service)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        models, schedulers = await _in_thread(lambda: _load(service.options))
-        service.open(models, *schedulers)
+        models, scheduler, others = await _in_thread(lambda: _load(service.options))
+        service.open(models, scheduler, others)
         _tell_ready(service.options, models, listener)
         await stop.wait()
         await service.drain()
-        for scheduler in schedulers:
-            await scheduler.close()
+        for each in (scheduler, *others.values()):
+            await each.close()
     finally:
         server.should_exit = True
         await serving
@@ -108,8 +108,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(options: ServeOptions) -> tuple[Models, list[Scheduler]]:
-    """Return the models, and what decodes with them: the server's own way, then plainly."""
+def _load(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Scheduler]]:
+    """Return the models and what decodes with them, and with other drafts by their names."""
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
@@ -120,16 +120,31 @@ def _load(options: ServeOptions) -> tuple[Models, list[Scheduler]]:
             f"decode {options.batch_size} requests at once",
             "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
         ):
-            schedulers = [Scheduler(models, options)]
-            schedulers[0].compile()
-            # The page shows what drafts bring beside plain decoding, in one slot of its own. Few
-            # look at that, so it compiles when somebody does.
-            if options.page and models.draft is not None:
-                alone = dataclasses.replace(options, batch_size=1)
-                schedulers.append(Scheduler(models.plain(), alone))
-            for scheduler in schedulers:
-                scheduler.start()
-    return models, schedulers
+            scheduler = Scheduler(models, options)
+            scheduler.compile()
+        scheduler.start()
+        others = {
+            draft: Scheduler(other, dataclasses.replace(options, batch_size=1))
+            for draft, other in _to_compare_with(models, options).items()
+        }
+        for other in others.values():
+            other.start()
+    return models, scheduler, others
+
+
+def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]:
+    """Return what the page shows beside the server's own draft, each with one slot.
+
+    Few look at that: programs and caches are made when somebody does.
+    """
+    if not options.page or models.draft is None:
+        return {}
+    plain = models.plain()
+    compared = {NO_DRAFT: plain}
+    if options.spec.draft != "lookup":
+        lookup = dataclasses.replace(options.spec, draft="lookup", tree=None, copy=0)
+        compared["lookup"] = load(lookup, plain)
+    return compared
 
 
 def _tell_ready(options: ServeOptions, models: Models, listener: socket.socket) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
+import functools
 import itertools
 import threading
 import time
@@ -111,7 +112,6 @@ class Scheduler:
 
     def start(self) -> None:
         """Begin to decode."""
-        self._slots = self._open()
         self._thread.start()
 
     async def submit(self, ask: Ask) -> Updates:
@@ -172,6 +172,11 @@ class Scheduler:
         size = self._engine.buffer_size(models.base.config.max_position_embeddings)
         # Programs were compiled before: there is nothing to take off a row's time.
         return self._engine.open(models.base.params, models.draft_params, CompileClock(), size)
+
+    @functools.cached_property
+    def _slots(self) -> Slots:
+        """The slots; their caches are made when the first row comes."""
+        return self._open()
 
     def _exactly(self) -> AbstractContextManager[None]:
         return exact_matmuls(str(self._models.dtype))

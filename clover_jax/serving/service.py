@@ -9,7 +9,7 @@ import hmac
 import ipaddress
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from http import HTTPStatus
 from typing import NamedTuple
 
@@ -31,11 +31,11 @@ _RETRY_SECONDS = 5  # until a server that loads, or another in its place, may be
 class Ready(NamedTuple):
     """What answers, once it is loaded.
 
-    plain: decodes without drafts, to compare with; None where that is not offered.
+    others: decode with other drafts, by their names, to compare with.
     """
 
     scheduler: Scheduler
-    plain: Scheduler | None
+    others: Mapping[str, Scheduler]
     served: Served
     texts: TokenTexts
     models: Models
@@ -44,6 +44,20 @@ class Ready(NamedTuple):
     def base(self) -> BaseConfig:
         """The base's config."""
         return self.models.base.config
+
+    def scheduler_with(self, draft: str | None) -> Scheduler:
+        """Return what decodes with a draft, the server's own where None is named.
+
+        Raises ApiError for one that is not offered.
+        """
+        if draft is None:
+            return self.scheduler
+        if draft not in self.others:
+            offered = ", ".join(self.others) or "nothing"
+            raise ApiError(
+                f"beside its own draft this server offers {offered}, not {draft!r}", param="draft"
+            )
+        return self.others[draft]
 
 
 class Service:
@@ -62,15 +76,18 @@ class Service:
         self._is_draining, self._num_open = False, 0
         self._all_answered = asyncio.Event()
 
-    def open(self, models: Models, scheduler: Scheduler, plain: Scheduler | None = None) -> None:
-        """Let requests in: all programs are compiled."""
+    def open(
+        self, models: Models, scheduler: Scheduler, others: Mapping[str, Scheduler] | None = None
+    ) -> None:
+        """Let requests in: all programs of `scheduler` are compiled."""
+        others = others or {}
         length = self.options.model_len(models.base.config.max_position_embeddings)
         served = Served(self.options.model_name, length, self.options.max_waiting)
-        self._ready = Ready(scheduler, plain, served, TokenTexts(models.tokenizer), models)
-        both = [each for each in (scheduler, plain) if each is not None]
+        self._ready = Ready(scheduler, others, served, TokenTexts(models.tokenizer), models)
+        every = [scheduler, *others.values()]
         self.metrics.watch_queue(
-            lambda: sum(each.num_running for each in both),
-            lambda: sum(each.num_waiting for each in both),
+            lambda: sum(each.num_running for each in every),
+            lambda: sum(each.num_waiting for each in every),
         )
         self.opened.set()
 

@@ -177,7 +177,7 @@ class CommonRequest(_Shape):
     user: Text | None = None
     # These two are ours.
     forwards: bool | None = None
-    plain: bool | None = None
+    draft: Text | None = None
 
 
 class CompletionRequest(CommonRequest):

@@ -6,7 +6,7 @@ import pytest
 
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
-from tests.serving.asking import GREEDY, streamed, text, whole
+from tests.serving.asking import GREEDY, refused, streamed, text, whole
 from tests.serving.conftest import AREA, CLOSE, CONVERSATION, KINDS, MESSAGES, text_of
 
 
@@ -198,7 +198,7 @@ def test_tau_of_the_metrics_is_that_of_the_answers(server, client):
 
 def test_plain_decoding_has_the_same_text_and_counts_for_no_draft(server, client, alone):
     before = server.figure("spec_decode_num_drafts_total")
-    chunks = streamed(client, KINDS[1] | {"plain": True, "forwards": True})
+    chunks = streamed(client, KINDS[1] | {"draft": "none", "forwards": True})
     choices = [chunk["choices"][0] for chunk in chunks]
     assert "".join(map(text_of, choices)) == alone[1]["text"]
     told = [choice["forward"] for choice in choices if "forward" in choice]
@@ -206,3 +206,8 @@ def test_plain_decoding_has_the_same_text_and_counts_for_no_draft(server, client
     assert max(piece["forward"] for piece in told) == len(alone[1]["output_ids"]) - 1
     assert server.figure("spec_decode_num_drafts_total") == before
     assert server.figure("num_requests_running") == 0
+
+
+def test_a_draft_that_is_not_offered_is_refused(client):
+    answer = client.post("/v1/completions", json={"prompt": "Hi", "draft": "eagle"})
+    assert "offers none, not 'eagle'" in refused(answer, 400, "draft")

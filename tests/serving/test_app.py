@@ -20,7 +20,7 @@ def test_nothing_is_answered_before_the_programs_are_compiled(server):
 def test_models_say_what_is_served(client):
     (card,) = client.get("/v1/models").json()["data"]
     assert (card["id"], card["root"], card["max_model_len"]) == ("tiny", "builtin:tiny", 512)
-    assert (card["draft"], card["plain"]) == ("lookup", True)
+    assert (card["draft"], card["other_drafts"]) == ("lookup", ["none"])
     assert client.get("/v1/models/tiny").json() == card
     refused(client.get("/v1/models/gpt-4"), 404, "model")
 

@@ -218,7 +218,7 @@ def test_the_page_shows_plain_decoding_beside(tab):
         root = "document.documentElement"
         assert tab.value(f"{root}.scrollWidth <= {root}.clientWidth"), name
 
-    tab.value("document.querySelector('#plain').click()")
+    tab.value("document.querySelector('#none').click()")
     tab.press("Enter", CTRL)
     status(tab, "τ 1.00")
     assert tab.value("document.querySelector('#plain-lane').hidden")
