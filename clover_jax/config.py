@@ -86,6 +86,10 @@ class LayerConfig(JsonConfig):
     query_key_norm: each head's queries and keys pass an RMSNorm before they are rotated (Qwen3).
     alibi: no rotation; scores fall with the distance, for each head at a rate of its own.
     sliding_window: positions that one attends to, itself included; None is all before it.
+    score_scale: what products of queries and keys are multiplied by; None is head_dim^-0.5.
+    score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
+    post_norms: what attention and MLP give passes an RMSNorm before it is added (Gemma 2 and 3).
+    activation: of the MLP's gate: "silu", or "gelu" in its approximation by tanh.
     """
 
     hidden_size: int
@@ -101,6 +105,10 @@ class LayerConfig(JsonConfig):
     query_key_norm: bool = False
     alibi: bool = False
     sliding_window: int | None = None
+    score_scale: float | None = None
+    score_cap: float | None = None
+    post_norms: bool = False
+    activation: str = "silu"
 
     def __post_init__(self):
         # Each key head serves a whole group of query heads.
@@ -114,18 +122,35 @@ class LayerConfig(JsonConfig):
             raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary positions")
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1")
+        if self.activation not in ("silu", "gelu"):
+            raise ValueError(f"activation {self.activation!r} is not one of silu, gelu")
 
     @property
     def num_groups(self) -> int:
         """Query heads per key/value head."""
         return self.num_heads // self.num_kv_heads
 
+    def as_llama(self) -> LayerConfig:
+        """Return Llama's layer of the same widths."""
+        return LayerConfig(
+            hidden_size=self.hidden_size,
+            intermediate_size=self.intermediate_size,
+            num_heads=self.num_heads,
+            num_kv_heads=self.num_kv_heads,
+            head_dim=self.head_dim,
+            rms_norm_eps=self.rms_norm_eps,
+            rope=self.rope,
+        )
+
 
 @dataclasses.dataclass(frozen=True)
 class BaseConfig(JsonConfig):
-    """The frozen base model, a decoder of the Llama family.
+    """The frozen base model: a decoder of the Llama family, or of one that differs by these fields.
 
     full_attention_layers: indices of the layers that `sliding_window` does not concern.
+    local_rope: rotation of the layers that it does concern; None is that of all (Gemma 3).
+    embedding_scale: the tokens' embeddings are multiplied by it (Gemma).
+    logit_cap: logits are bounded softly, logit_cap * tanh(logit / logit_cap) (Gemma 2).
     """
 
     vocab_size: int
@@ -145,7 +170,14 @@ class BaseConfig(JsonConfig):
     query_key_norm: bool = False
     alibi: bool = False
     sliding_window: int | None = None
+    score_scale: float | None = None
+    score_cap: float | None = None
+    post_norms: bool = False
+    activation: str = "silu"
     full_attention_layers: tuple[int, ...] = ()
+    local_rope: RopeConfig | None = None
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
 
@@ -164,8 +196,10 @@ class BaseConfig(JsonConfig):
     def layer_at(self, index: int) -> LayerConfig:
         """Return what the base's layer `index` computes: the shape, and its window if any."""
         # Some families alternate layers with and without a window.
-        window = None if index in self.full_attention_layers else self.sliding_window
-        return dataclasses.replace(self.layer, sliding_window=window)
+        if index in self.full_attention_layers or self.sliding_window is None:
+            return self.layer
+        rope = self.local_rope or self.rope
+        return dataclasses.replace(self.layer, sliding_window=self.sliding_window, rope=rope)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,6 +262,8 @@ class DrafterConfig(JsonConfig):
         "post_norm" (g), or "layer_3" (the state entering layer 3).
     max_depth: deepest tree it can draft; None where later positions share weights.
     draft_to_target: ids of a reduced draft vocabulary, ascending, or None for the base's own.
+    embedding_scale, logit_cap: the base's, for heads that read its embedding or its lm_head.
+    base_layer: the base's layer that decoder layers begin as; None is the last.
     """
 
     kind: str
@@ -238,6 +274,9 @@ class DrafterConfig(JsonConfig):
     max_depth: int | None = None
     draft_to_target: tuple[int, ...] | None = None
     loss: LossSpec = LossSpec()
+    embedding_scale: float = 1.0
+    logit_cap: float | None = None
+    base_layer: int | None = None
 
     def __post_init__(self):
         table = self.draft_to_target

@@ -7,8 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clover_jax.drafters.drafter import base_logits
 from clover_jax.models.cache import init_cache, write_rows
-from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.models.decoder import Decoder, causal_mask, packed_mask
 from clover_jax.pretrained.base import BaseModel
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
@@ -56,8 +57,7 @@ def our_logits(base: BaseModel, ids, positions=None, mask=None):
     def forward(params, ids, positions, mask):
         mask = causal_mask(*ids.shape) if mask is None else mask
         output = Decoder(base.config).apply({"params": params}, ids, positions, mask)
-        lm_head = params.get("lm_head", params["embedding"])
-        return project(lm_head, output.hidden["post_norm"])
+        return base_logits(base.config, params, output.hidden["post_norm"])
 
     return forward(base.params, ids, positions, mask)
 
@@ -67,18 +67,24 @@ def random_ids(num: int, vocab_size: int = 64, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(vocab_size, size=num).tolist()
 
 
-def assert_padded_rows(expected: Logits, base: BaseModel, lengths=(64, 9, 33)) -> None:
-    """Compare the rows of a padded batch with a full forward of each alone.
+def assert_padded_rows(expected: Logits, base: BaseModel, rows=((64,), (9,), (33, 1, 20))) -> None:
+    """Compare the documents of a padded and packed batch with a full forward of each alone.
 
-    expected: the logits of a full forward, one row alone.
+    expected: the logits of a full forward, one document alone. rows: lengths of their documents.
     """
-    padded, rows = np.zeros((len(lengths), max(lengths)), np.int32), []
-    for index, length in enumerate(lengths):
-        rows.append(random_ids(length, seed=length))
-        padded[index, :length] = rows[-1]
-    found = np.asarray(our_logits(base, padded))
-    for index, row in enumerate(rows):
-        np.testing.assert_allclose(found[index, : len(row)], expected(row), **CLOSE)
+    tokens, segments, positions = np.zeros((3, len(rows), max(map(sum, rows))), np.int32)
+    documents = []
+    for index, lengths in enumerate(rows):
+        ends = np.cumsum(lengths)
+        for number, (size, end) in enumerate(zip(lengths, ends, strict=True), start=1):
+            place = (index, slice(end - size, end))
+            documents.append((place, random_ids(size, seed=size)))
+            tokens[place], segments[place] = documents[-1][1], number
+            positions[place] = np.arange(size)
+
+    found = np.asarray(our_logits(base, tokens, positions, packed_mask(jnp.asarray(segments))))
+    for place, ids in documents:
+        np.testing.assert_allclose(found[place], expected(ids), **CLOSE)
 
 
 def assert_ragged_decoding(
@@ -97,8 +103,7 @@ def assert_ragged_decoding(
         positions = length[:, None] + jnp.arange(ids.shape[1])
         variables = {"params": params}
         output = decoder.apply(variables, ids, positions, causal_mask(*ids.shape), cache, length)
-        lm_head = params.get("lm_head", params["embedding"])
-        logits = project(lm_head, output.hidden["post_norm"])
+        logits = base_logits(config, params, output.hidden["post_norm"])
         return logits, write_rows(cache, output.fresh, length)
 
     padded = np.zeros((len(rows), max(prompts)), np.int32)

@@ -13,9 +13,9 @@ from clover_jax.decoding.sampling import add_bias, draw, warp
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import StepConfig, Weights, tree_features
-from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
+from clover_jax.drafters.drafter import AcceptedPositions, base_logits, frozen_from_base
 from clover_jax.models.cache import ordered_after, write_rows
-from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.sharding.placement import gathered_in_use
 from clover_jax.sharding.top_k import argmax
 
@@ -50,7 +50,7 @@ def prefill_chunk(
     state = _emit_first(config, weights, state, post_norm, features, start)
     if not config.sampling.scored:
         return state, None
-    logits = project(frozen_from_base(weights.base).lm_head, post_norm)
+    logits = base_logits(config.base, weights.base, post_norm)
     return state, score(logits, _tokens_after(state, start, size))
 
 
@@ -98,7 +98,7 @@ def _emit_first(
 
     def choose() -> Int[Array, "B 1"]:
         at_last = jnp.take_along_axis(post_norm, index, axis=1)
-        logits = project(frozen_from_base(weights.base).lm_head, at_last)
+        logits = base_logits(config.base, weights.base, at_last)
         if config.sampling.biased:
             logits = add_bias(logits, state.sampling, state.eos, state.end[:, None])
         if config.sampling.verify == "greedy":

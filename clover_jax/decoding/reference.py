@@ -17,13 +17,14 @@ from clover_jax.drafters.drafter import (
     PAD_TOKEN,
     AcceptedPositions,
     FewTokens,
+    base_logits,
     frozen_from_base,
     select_features,
     with_draft_rows,
 )
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.attention import CACHE_CHUNK
-from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask, project
+from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask
 
 PADDING = 64
 _NONE = (PAD_TOKEN,) * 64  # what a head that knows few tokens proposes beyond them
@@ -133,7 +134,7 @@ def speculative_greedy(
 
 def _logits(config: BaseConfig, params: Params, text: Sequence[int]) -> np.ndarray:
     output = _forward(config, params, text)
-    logits = project(frozen_from_base(params).lm_head, output.hidden["post_norm"])
+    logits = base_logits(config, params, output.hidden["post_norm"])
     return np.asarray(logits)[0, : len(text)]
 
 

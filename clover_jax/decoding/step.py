@@ -297,7 +297,7 @@ def verify_tree(
     features = tree_features(config, output.hidden)
     if config.sampling.needs_choices_only:
         return Verified(tree_choices(weights.base, output), None, output.fresh, features)
-    return Verified(None, tree_logits(weights.base, output), output.fresh, features)
+    return Verified(None, tree_logits(config.base, weights.base, output), output.fresh, features)
 
 
 def observe_verified(

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import base_logits, frozen_from_base
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import Decoder, DecoderOutput, project
 from clover_jax.models.int8 import Int8Matrix, Matrix
@@ -42,13 +42,16 @@ def verify(
     return output.replace(fresh=fresh)
 
 
-def tree_logits(params: Params, output: DecoderOutput) -> Float[Array, "B T V"]:
+def tree_logits(config: BaseConfig, params: Params, output: DecoderOutput) -> Float[Array, "B T V"]:
     """Return the base's logits of the token after every slot."""
-    return project(frozen_from_base(params).lm_head, output.hidden["post_norm"])
+    return base_logits(config, params, output.hidden["post_norm"])
 
 
 def tree_choices(params: Params, output: DecoderOutput) -> Int[Array, "B T"]:
-    """Return the base's most probable token after every slot, the lowest id among equals."""
+    """Return the base's most probable token after every slot, the lowest id among equals.
+
+    A soft cap keeps the order of logits, so it is left out here.
+    """
     matrix, hidden = frozen_from_base(params).lm_head, output.hidden["post_norm"]
     # On a mesh each device has a part already; a GPU would widen every part of int8 in memory.
     if jax.sharding.get_abstract_mesh().size > 1 or isinstance(matrix, Int8Matrix):

@@ -8,6 +8,7 @@ from typing import NamedTuple
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask
@@ -70,9 +71,10 @@ def absorb_positions(
     return TrunkOutput(last, write_rows(cache, fresh, ordered_after(start, last)))
 
 
-def from_last_layer(base_params: Params, num_layers: int) -> Params:
-    """Return augmenting_0 .. as copies of the base's last layer."""
+def from_last_layer(config: DrafterConfig, base_params: Params, num_layers: int) -> Params:
+    """Return augmenting_0 .. as copies of the base's last layer that computes as they do."""
     # The deepest layer is nearest to what the head predicts.
     layers = [name for name in base_params if name.startswith("layers_")]
     last = max(int(name.removeprefix("layers_")) for name in layers)
-    return {f"augmenting_{i}": base_params[f"layers_{last}"] for i in range(num_layers)}
+    chosen = last if config.base_layer is None else config.base_layer
+    return {f"augmenting_{i}": base_params[f"layers_{chosen}"] for i in range(num_layers)}

@@ -35,12 +35,12 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Frozen, output_matrix
+from clover_jax.drafters.drafter import AcceptedPositions, Frozen, head_logits
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
-from clover_jax.models.decoder import DecoderLayer, packed_mask, project
+from clover_jax.models.decoder import DecoderLayer, packed_mask
 from clover_jax.models.layers import RMSNorm, matrix_init, rms_norm
 
 NOISE = 0.01  # standard deviation of the initialisation noise; ours, the paper gives none
@@ -202,7 +202,7 @@ class Clover(nn.Module):
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
         """Return lm_head u; the base's matrix at every position."""
-        return project(output_matrix(self.config, frozen), hidden)
+        return head_logits(self.config, frozen, hidden)
 
     def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
         assert self.regressive is not None  # who has none does not ask
@@ -258,7 +258,7 @@ def init_from_base(config: CloverConfig, params: Params, base_params: Params, rn
     zero, the one in the decoder's place as well.
     """
     # The residual blocks add nothing at first, so that the head is its Augmenting Block.
-    new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers)
+    new: dict[str, Any] = from_last_layer(config, base_params, config.num_augmenting_layers)
     new["heads"] = jax.tree.map(jnp.zeros_like, params["heads"])
     if config.regressive_block == "attention_decoder":
         identity = jnp.eye(config.layer.hidden_size)

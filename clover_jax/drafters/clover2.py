@@ -29,11 +29,11 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Frozen, output_matrix
+from clover_jax.drafters.drafter import AcceptedPositions, Frozen, head_logits
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
-from clover_jax.models.decoder import DecoderLayer, packed_mask, project
+from clover_jax.models.decoder import DecoderLayer, packed_mask
 from clover_jax.models.layers import RMSNorm
 
 NOISE = 0.01  # width of the release's uniform initialisation noise
@@ -159,7 +159,7 @@ class Clover2(nn.Module):
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
         """Return lm_head u; the same frozen matrix at every position."""
-        return project(output_matrix(self.config, frozen), hidden)
+        return head_logits(self.config, frozen, hidden)
 
     @property
     def num_positions(self) -> int:
@@ -250,7 +250,7 @@ def init_from_base(
     def noisy(matrix: Array) -> Array:
         return matrix + jax.random.uniform(next(keys), matrix.shape, maxval=NOISE)
 
-    new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers)
+    new: dict[str, Any] = from_last_layer(config, base_params, config.num_augmenting_layers)
     for name in ("attention_decoder_1", "attention_decoder_2"):
         query = noisy(identity)
         key_value = noisy(jnp.stack([identity, jnp.zeros_like(identity)], axis=1))

@@ -63,6 +63,7 @@ from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.int8 import contract, widen
 from clover_jax.models.layers import RMSNorm
+from clover_jax.models.score_rules import soft_cap
 
 NOISE = 0.01  # of the initialisation, as Clover-2's
 DEFAULT_RANK = 256
@@ -177,9 +178,9 @@ class CloverLR(nn.Module):
     def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the block's logits of this level, corrected for each branch."""
         logits = state.block[:, depth, None]
-        if depth == 0 or not self.config.rank:
-            return logits
-        return logits + project(self.correction_out, state.state @ self.mix)
+        if depth and self.config.rank:
+            logits = logits + project(self.correction_out, state.state @ self.mix)
+        return soft_cap(logits, self.config.logit_cap)
 
     def advance(
         self,
@@ -250,12 +251,12 @@ class CloverLR(nn.Module):
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D+r"], position: int
     ) -> Float[Array, "*b Vd"]:
-        """Return lm_head u + R C s."""
+        """Return lm_head u + R C s, within the base's soft cap."""
         width = self.config.layer.hidden_size
         logits = project(output_matrix(self.config, frozen), hidden[..., :width])
-        if position == 0 or not self.config.rank:
-            return logits
-        return logits + project(self.correction_out, hidden[..., width:])
+        if position and self.config.rank:
+            logits = logits + project(self.correction_out, hidden[..., width:])
+        return soft_cap(logits, self.config.logit_cap)
 
     def _drafted(
         self, frozen: Frozen, hidden: Float[Array, "B S D+r"], position: int
@@ -354,7 +355,7 @@ def init_from_base(
     query, key_value = noisy(identity), noisy(jnp.stack([identity, jnp.zeros_like(identity)], 1))
     lm_head = base_params.get("lm_head", base_params["embedding"])
     name = "attention_decoder_1"
-    new: dict[str, Any] = from_last_layer(base_params, config.num_augmenting_layers) | {
+    new: dict[str, Any] = from_last_layer(config, base_params, config.num_augmenting_layers) | {
         name: with_matrices(params[name], query, key_value),
         "trunk_norm": final_norm,
         "head_norm": final_norm,

@@ -46,7 +46,7 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.augmenting import take_last
-from clover_jax.drafters.drafter import AcceptedPositions, FewTokens, Frozen, output_matrix
+from clover_jax.drafters.drafter import AcceptedPositions, FewTokens, Frozen, head_logits
 from clover_jax.drafters.layer_drafter import embed, layer_for
 from clover_jax.models.attention import RunningSoftmax, absorb_rows, attend, finish
 from clover_jax.models.batch import Batch
@@ -348,7 +348,7 @@ class DFlash2(nn.Module):
     ) -> Float[Array, "*b Vd"]:
         """Return U."""
         width = self.config.layer.hidden_size
-        return project(output_matrix(self.config, frozen), hidden[..., :width])
+        return head_logits(self.config, frozen, hidden[..., :width])
 
     def rescore(
         self, hidden: Float[Array, "*b D+r"], logits: Float[Array, "*b Vd"]
@@ -367,7 +367,7 @@ class DFlash2(nn.Module):
         """Return what the slots of M blocks begin as, block by block."""
         masks = ((0, 0), (0, 0), (0, self.config.num_positions))
         tokens = jnp.pad(anchors[..., None], masks, constant_values=self.config.mask_token_id)
-        return embed(frozen, tokens.reshape(len(tokens), -1))
+        return embed(self.config, frozen, tokens.reshape(len(tokens), -1))
 
     def _run(
         self,
@@ -391,7 +391,7 @@ class DFlash2(nn.Module):
     ) -> DFlash2State:
         # The one pass over the vocabulary of this step.
         count = min(self.config.candidates, self.config.draft_vocab_size)
-        best = top_k(project(output_matrix(self.config, frozen), u), count)
+        best = top_k(head_logits(self.config, frozen, u), count)
         gate = u @ self.selector_gate if self.config.rank else u[..., :0]
         return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor)
 

@@ -16,6 +16,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.models.batch import Batch
+from clover_jax.models.decoder import project
 from clover_jax.models.int8 import Matrix, take_rows
 
 DRAFT_ROWS = "draft_lm_head"  # leaf beside the base's params
@@ -193,6 +194,13 @@ def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
     return {**base_params, DRAFT_ROWS: take_rows(matrix, jnp.asarray(config.draft_to_target))}
 
 
+def base_logits(
+    config: BaseConfig, params: Params, hidden: Float[Array, "*b D"]
+) -> Float[Array, "*b V"]:
+    """Return the base's logits of its states after the final norm."""
+    return project(frozen_from_base(params).lm_head, hidden, config.logit_cap)
+
+
 def output_matrix(config: DrafterConfig, frozen: Frozen) -> Matrix:
     """Return the frozen matrix, [Vd, D], that a head's outputs are multiplied with.
 
@@ -208,6 +216,13 @@ def output_matrix(config: DrafterConfig, frozen: Frozen) -> Matrix:
             "step instead of base_params"
         )
     return rows
+
+
+def head_logits(
+    config: DrafterConfig, frozen: Frozen, hidden: Float[Array, "*b D"]
+) -> Float[Array, "*b Vd"]:
+    """Return what the frozen matrix makes of a head's outputs, within the base's soft cap."""
+    return project(output_matrix(config, frozen), hidden, config.logit_cap)
 
 
 def select_features(hidden: dict[str, Array], names: tuple[str, ...]) -> Float[Array, "B T F"]:

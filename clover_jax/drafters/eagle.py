@@ -20,12 +20,12 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.drafter import Frozen, output_matrix
+from clover_jax.drafters.drafter import Frozen, head_logits
 from clover_jax.drafters.layer_drafter import LayerDrafter, embed, layer_for
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask, project
+from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask
 
 NOISE_LENGTH = 512  # sequence length at which the noise has its stated width
 METHOD_LOSS = LossSpec(regression=1.0, soft_ce=0.1, divisor_offset=1e-5)
@@ -80,7 +80,7 @@ class Eagle(LayerDrafter):
         if rng is not None and self.config.feature_noise:
             noise = self.config.feature_noise
             features = features + noise_like(features, batch.segment_ids, rng, noise)
-        embedded = embed(frozen, shift_left(batch.tokens, 1))
+        embedded = embed(self.config, frozen, shift_left(batch.tokens, 1))
         hidden, _ = self.run(embedded, features, batch.positions, packed_mask(batch.segment_ids))
         return hidden[None]
 
@@ -88,7 +88,7 @@ class Eagle(LayerDrafter):
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
         """Return lm_head o: the output is taken as the base's state after its final norm."""
-        return project(output_matrix(self.config, frozen), hidden)
+        return head_logits(self.config, frozen, hidden)
 
     def fuse(self, features: Float[Array, "B A D"]) -> Float[Array, "B A D"]:
         """Return the base's states as they are."""

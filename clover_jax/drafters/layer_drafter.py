@@ -24,8 +24,8 @@ from clover_jax.drafters.augmenting import absorb_positions
 from clover_jax.drafters.drafter import AcceptedPositions, Frozen
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, init_cache
-from clover_jax.models.decoder import Attend, attend
-from clover_jax.models.position_bias import PositionBias
+from clover_jax.models.decoder import Attend, attend, scale_rows
+from clover_jax.models.score_rules import ScoreRules, scaled
 from clover_jax.sharding.placement import by_rows
 
 
@@ -33,15 +33,14 @@ def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> L
     """Return the shape of a head's layer: that of the base's layers.
 
     rope: in place of the base's.
-    llama_layer: without what Llama's layers do not have (biases, norms of queries and keys,
-        ALiBi), which the readers of other programs do not expect.
+    llama_layer: without what Llama's layers do not have, which the readers of other programs do
+        not expect.
     """
     # A head attends over the same text as the base, so it takes its rotary base.
     layer = dataclasses.replace(base.layer, rope=rope or base.rope)
     if not llama_layer:
         return layer
-    no_bias = dataclasses.replace(layer, qkv_bias=False, output_bias=False, mlp_bias=False)
-    return dataclasses.replace(no_bias, query_key_norm=False, alibi=False)
+    return layer.as_llama()
 
 
 class Path(struct.PyTreeNode):
@@ -105,7 +104,8 @@ class LayerDrafter(nn.Module, abc.ABC):
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[BranchState, Cache]:
         """Run the layer over accepted positions, from the base's own states; see the contract."""
-        embedded, states = embed(frozen, accepted.next_tokens), self.fuse(accepted.features)
+        embedded = embed(self.config, frozen, accepted.next_tokens)
+        states = self.fuse(accepted.features)
 
         def trunk(positions, mask, cache, length):
             hidden, fresh = self.run(embedded, states, positions, mask, cache[0], length)
@@ -132,7 +132,7 @@ class LayerDrafter(nn.Module, abc.ABC):
         # Each branch goes on from its own parent: state, path and length.
         above = jax.tree.map(functools.partial(_take_branches, index=parent), state)
         hidden, fresh = self.run(
-            embed(frozen, token),
+            embed(self.config, frozen, token),
             above.hidden,
             above.length - 1 + depth,
             None,
@@ -171,9 +171,10 @@ class LayerDrafter(nn.Module, abc.ABC):
         """Map the layer's output to logits."""
 
 
-def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
-    """Return the tokens' rows of the base's input embedding."""
-    return by_rows(jnp.take(frozen.embedding, tokens, axis=0, mode="clip"))
+def embed(config: DrafterConfig, frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+    """Return the tokens' rows of the base's input embedding, as its first layer reads them."""
+    rows = by_rows(jnp.take(frozen.embedding, tokens, axis=0, mode="clip"))
+    return scale_rows(rows, config.embedding_scale)
 
 
 def empty_path(config: LayerConfig, batch: int, width: int, dtype: jnp.dtype) -> Path:
@@ -188,7 +189,7 @@ def attend_path(
     _: None,
     cache: KeyValue | None,
     length: Int[Array, " B"] | None,
-    bias: PositionBias | None,
+    rules: ScoreRules | None,
     *,
     path: Path,
     prefix: Prefix | None = None,
@@ -200,12 +201,11 @@ def attend_path(
     """
     # The branch's own tokens, itself included, as one small softmax of its own.
     own = path.extended(fresh)
-    scores = jnp.einsum("bkgth,btjkh->bkgtj", query, own.key, preferred_element_type=jnp.float32)
-    scores *= query.shape[-1] ** -0.5
-    if bias is not None:
-        assert bias.slopes is not None  # ALiBi: heads have no window
+    products = jnp.einsum("bkgth,btjkh->bkgtj", query, own.key, preferred_element_type=jnp.float32)
+    scores = scaled(products, query.shape[-1], rules)
+    if rules is not None and rules.slopes is not None:
         back = jnp.arange(own.key.shape[2])[::-1]
-        scores -= bias.slopes[:, :, None, None] * back
+        scores -= rules.slopes[:, :, None, None] * back
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
     mixed = jnp.einsum(
@@ -219,10 +219,10 @@ def attend_path(
     # What all branches share goes on from there: the text in training, the cache in drafting.
     if prefix is not None:
         mask = prefix.mask[:, None, None]
-        softmax = absorb_rows(query, prefix.rows, mask, softmax, bias, prefix.positions)
+        softmax = absorb_rows(query, prefix.rows, mask, softmax, rules, prefix.positions)
     if cache is not None:
         assert length is not None  # a cache and its lengths come together
-        softmax = absorb_cache(query, cache, length, softmax, bias)
+        softmax = absorb_cache(query, cache, length, softmax, rules)
     return finish(softmax, query.dtype)
 
 

@@ -25,6 +25,7 @@ from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Frozen,
     frozen_from_base,
+    head_logits,
     output_matrix,
     with_draft_rows,
 )
@@ -127,7 +128,7 @@ class Medusa(nn.Module):
         """Return lm_head_i u^i."""
         # A head of its own for each position, or the base's for all.
         own = self.matrices[position] if self.matrices else None
-        return project(output_matrix(self.config, frozen) if own is None else own, hidden)
+        return head_logits(self.config, frozen, hidden) if own is None else project(own, hidden)
 
 
 def make_config(

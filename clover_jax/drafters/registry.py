@@ -66,7 +66,20 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
     for name in options:
         if name not in known:
             raise UserError(f"a {kind} head has no option {name}; its options: {', '.join(known)}")
-    return make_config(base, **options)
+    return of_base(make_config(base, **options), base)
+
+
+def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
+    """Return a head's config with what it must know of its base beside the shapes."""
+    # Where some layers rotate otherwise, the deepest one that rotates as the head does.
+    alike = [i for i in range(base.num_layers) if base.layer_at(i).rope == base.rope]
+    begins_as = max(alike, default=base.num_layers - 1)
+    return dataclasses.replace(
+        config,
+        embedding_scale=base.embedding_scale,
+        logit_cap=base.logit_cap,
+        base_layer=None if begins_as == base.num_layers - 1 else begins_as,
+    )
 
 
 def plain_options(kind: str) -> dict[str, type]:

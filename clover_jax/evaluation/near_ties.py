@@ -27,13 +27,13 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.drafter import base_logits
 from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Comparisons, Divergence
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
-from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.sharding.placement import gathered_in_use
 from clover_jax.sharding.top_k import top_k
 
@@ -245,7 +245,7 @@ def add_margin(
     )
     index = (newest - start)[:, None, None]
     hidden = jnp.take_along_axis(output.hidden["post_norm"], index, axis=1)
-    logits = project(frozen_from_base(weights.base).lm_head, hidden)
+    logits = base_logits(config.base, weights.base, hidden)
     scores = _scores(config, state, logits, newest + 1)
 
     best = top_k(scores.noisy, 2).values

@@ -16,7 +16,7 @@ from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
 from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout
-from clover_jax.interchange.llama_fields import llama_fields
+from clover_jax.interchange.llama_fields import beyond_llama, llama_fields
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count, parse_llama_config
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
@@ -93,10 +93,10 @@ def check_exportable(config: Clover2Config, base: BaseConfig) -> None:
         )
 
     # The release builds Llama's layers, with one flag for all biases of the attention.
-    if layer.alibi or layer.query_key_norm:
+    if beyond := beyond_llama(layer):
         raise UserError(
-            f"this head has {'ALiBi' if layer.alibi else 'query and key norms'}, as its base has, "
-            "but the official Clover-2 layout holds heads of Llama's layers only"
+            f"this head has {beyond}, as its base has, but the official Clover-2 layout holds "
+            "heads of Llama's layers only"
         )
     _check_widths(layer)
     if rope != RopeConfig(theta=ROPE_THETA):

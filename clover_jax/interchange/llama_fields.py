@@ -69,12 +69,28 @@ def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     return fields
 
 
+# Fields of a layer that no Llama config has, so that a reader would leave them out without a word.
+_BEYOND_LLAMA = {
+    "alibi": "ALiBi",
+    "query_key_norm": "query and key norms",
+    "score_scale": "its own scale of scores",
+    "score_cap": "soft-capped scores",
+    "post_norms": "norms after attention and MLP",
+    "activation": "GELU",
+}
+
+
+def beyond_llama(layer: LayerConfig) -> str | None:
+    """Return in words what a layer has that Llama's have not; None where that is nothing."""
+    llama = layer.as_llama()
+    names = (name for name in _BEYOND_LLAMA if getattr(layer, name) != getattr(llama, name))
+    return next((_BEYOND_LLAMA[name] for name in names), None)
+
+
 def check_llama_layer(layer: LayerConfig) -> None:
     """Raise UserError for a layer that readers of the EAGLE layouts would run differently."""
-    # A config of Llama's has no field for either, so a reader would leave it out without a word.
-    if layer.alibi or layer.query_key_norm:
+    if beyond := beyond_llama(layer):
         raise UserError(
-            f"this head has {'ALiBi' if layer.alibi else 'query and key norms'}, as its base has, "
-            "but the EAGLE layouts hold heads of Llama's layers only; train with "
-            "--drafter_options=llama_layer=true to export it"
+            f"this head has {beyond}, as its base has, but the EAGLE layouts hold heads of Llama's "
+            "layers only; train with --drafter_options=llama_layer=true to export it"
         )

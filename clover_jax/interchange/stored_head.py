@@ -129,7 +129,7 @@ def open_head(
 
     # The config says which tensors to expect; the copies of the base's say whose head it is.
     stored = layout.read_config(directory, rope_theta, base.config)
-    config = _fit_vocabulary(stored, base, directory, cut_vocab)
+    config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
     _check_widths(config, base, directory)
     copies = {} if allow_base_mismatch else layout.copies
     return _open_foreign(directory, source, layout, stored, config, base, copies)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.position_bias import PositionBias
+from clover_jax.models.score_rules import ScoreRules, scaled
 
 CACHE_CHUNK = 256  # a cache's length is a multiple of this
 MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
@@ -101,7 +101,7 @@ def attend(
     fresh_mask: Bool[Array, "B T T"],
     cache: KeyValue | None = None,
     length: Int[Array, " B"] | None = None,
-    bias: PositionBias | None = None,
+    rules: ScoreRules | None = None,
 ) -> Float[Array, "B K G T H"]:
     """Attend from each fresh position to the allowed fresh positions and the committed cache.
 
@@ -109,15 +109,15 @@ def attend(
     fresh: [B, K, T, H] keys and values of the fresh positions.
     fresh_mask: [b, t, s] True where t may attend to s; each t must allow at least itself.
     cache, length: [B, K, S, H] committed keys and values, of which the first length[b] are live.
-    bias: a sliding window or ALiBi; None where scores do not depend on the distance.
+    rules: what else the layer does to its scores; None where that is nothing.
     """
     # First the fresh rows, under their own mask.
     size, num_cached = query.shape[3], 0 if cache is None else cache.key.shape[2]
     # Fresh rows lie less than T apart, so a window of T or more hides none of them.
-    near = bias and bias.within(size)
-    scores = _scores(query, fresh.key, fresh_mask[:, None, None])
+    near = rules and rules.within(size)
+    scores = _scores(query, fresh.key, fresh_mask[:, None, None], near)
     if near is not None:
-        scores = _apply_bias(near, scores, near.positions)
+        scores = _apply_distance(near, scores, near.positions)
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
     softmax = RunningSoftmax(peak, weight.sum(axis=-1), _mix(weight, fresh.value))
@@ -125,8 +125,8 @@ def attend(
     # Then the committed cache, in chunks.
     if cache is not None:
         assert length is not None  # a cache and its lengths come together
-        bias = bias and bias.within(num_cached + size)
-        softmax = absorb_cache(query, cache, length, softmax, bias)
+        rules = rules and rules.within(num_cached + size)
+        softmax = absorb_cache(query, cache, length, softmax, rules)
     return finish(softmax, query.dtype)
 
 
@@ -140,7 +140,7 @@ def absorb_rows(
     rows: KeyValue,
     mask: Bool[Array, "*b S"],
     old: RunningSoftmax,
-    bias: PositionBias | None = None,
+    rules: ScoreRules | None = None,
     positions: Int[Array, "*c S"] | None = None,
     *,
     stores_weights: bool = False,
@@ -148,13 +148,13 @@ def absorb_rows(
     """Go on over [B, K, S, H] further keys and values, where the mask allows.
 
     mask: broadcast against [B, K, G, T, S].
-    positions: where the rows lie, which `bias` needs.
+    positions: where the rows lie, which `rules` need.
     stores_weights: as `CacheReadPolicy` has it.
     """
-    scores = _scores(query, rows.key, mask)
-    if bias is not None:
+    scores = _scores(query, rows.key, mask, rules)
+    if rules is not None:
         assert positions is not None
-        scores = _apply_bias(bias, scores, positions)
+        scores = _apply_distance(rules, scores, positions)
 
     # Rescale what was summed so far to the new peak, then add these rows.
     peak = jnp.maximum(old.peak, scores.max(axis=-1))
@@ -175,12 +175,12 @@ def absorb_cache(
     cache: KeyValue,
     length: Int[Array, " B"],
     softmax: RunningSoftmax,
-    bias: PositionBias | None = None,
+    rules: ScoreRules | None = None,
 ) -> RunningSoftmax:
     """Go on over the first length[b] rows of a committed cache, in chunks."""
 
     def read(softmax: RunningSoftmax, policy: CacheReadPolicy) -> RunningSoftmax:
-        return _read_rows(query, cache, length, softmax, bias, policy)
+        return _read_rows(query, cache, length, softmax, rules, policy)
 
     # All platforms are traced; the compiler keeps its own.
     paths = {name: functools.partial(read, policy=READ_POLICIES[name]) for name in READ_POLICIES}
@@ -192,7 +192,7 @@ def _read_rows(
     cache: KeyValue,
     length: Array,
     softmax: RunningSoftmax,
-    bias: PositionBias | None,
+    rules: ScoreRules | None,
     policy: CacheReadPolicy,
 ) -> RunningSoftmax:
     """Read one group of rows after the other."""
@@ -202,7 +202,7 @@ def _read_rows(
     at_once = policy.rows_at_once(batch, scores)
     on_mesh = jax.sharding.get_abstract_mesh().size > 1  # which splits rows and heads as it is
     if at_once == batch or on_mesh:
-        return _read(query, cache, length, softmax, bias, policy)
+        return _read(query, cache, length, softmax, rules, policy)
 
     groups: list[RunningSoftmax] = []
     for start in range(0, batch, at_once):
@@ -211,7 +211,7 @@ def _read_rows(
         if groups:  # one after the other: they would be fused, and their scores stored side by side
             part, groups[-1] = jax.lax.optimization_barrier((part, groups[-1]))
         keys, ends, seen = jax.tree.map(lambda x, rows=rows: x[rows], (cache, length, softmax))
-        groups.append(_read(part, keys, ends, seen, bias and bias.of_rows(rows), policy))
+        groups.append(_read(part, keys, ends, seen, rules and rules.of_rows(rows), policy))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
 
 
@@ -220,7 +220,7 @@ def _read(
     cache: KeyValue,
     length: Array,
     softmax: RunningSoftmax,
-    bias: PositionBias | None,
+    rules: ScoreRules | None,
     policy: CacheReadPolicy,
 ) -> RunningSoftmax:
     # A chunk bounds the scores that exist at a time.
@@ -229,18 +229,18 @@ def _read(
     if size % chunk:
         raise ValueError(f"cache length ({size}) must be a multiple of {chunk}")
     if size == chunk:
-        return _absorb_chunk(query, cache, 0, length, softmax, bias, policy)
+        return _absorb_chunk(query, cache, 0, length, softmax, rules, policy)
 
     def body(index: Array, softmax: RunningSoftmax) -> RunningSoftmax:
         start = index * chunk
         rows = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, start, chunk, axis=2), cache)
-        return _absorb_chunk(query, rows, start, length, softmax, bias, policy)
+        return _absorb_chunk(query, rows, start, length, softmax, rules, policy)
 
     # A constant number of chunks reads padding, but the host need not wait to know how many.
     if not policy.stops_early:
         return jax.lax.fori_loop(0, size // chunk, body, softmax)
     # The longest row decides how far all are read; a window, from where.
-    first = 0 if bias is None else bias.first_needed(length) // chunk
+    first = 0 if rules is None else rules.first_needed(length) // chunk
     num_chunks = (jnp.max(length) + chunk - 1) // chunk
     return jax.lax.fori_loop(first, num_chunks, body, softmax)
 
@@ -251,26 +251,26 @@ def _absorb_chunk(
     start: Array | int,
     length: Array,
     old: RunningSoftmax,
-    bias: PositionBias | None,
+    rules: ScoreRules | None,
     policy: CacheReadPolicy,
 ) -> RunningSoftmax:
     # What lies beyond a row's length is garbage.
     position = start + jnp.arange(rows.key.shape[2])
     live = position < length[:, None]
     mask, stores = live[:, None, None, None], policy.stores_weights
-    return absorb_rows(query, rows, mask, old, bias, position, stores_weights=stores)
+    return absorb_rows(query, rows, mask, old, rules, position, stores_weights=stores)
 
 
-def _scores(query: Array, key: Array, mask: Array) -> Array:
-    scores = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32)
-    return jnp.where(mask, scores * query.shape[-1] ** -0.5, MASKED)
+def _scores(query: Array, key: Array, mask: Array, rules: ScoreRules | None) -> Array:
+    products = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32)
+    return jnp.where(mask, scaled(products, query.shape[-1], rules), MASKED)
 
 
-def _apply_bias(bias: PositionBias, scores: Array, key_positions: Array) -> Array:
-    if bias.slopes is not None:
-        scores = scores + bias.bias(key_positions)
-    if bias.window is not None:
-        scores = jnp.where(bias.mask(key_positions), scores, MASKED)
+def _apply_distance(rules: ScoreRules, scores: Array, key_positions: Array) -> Array:
+    if rules.slopes is not None:
+        scores = scores + rules.bias(key_positions)
+    if rules.window is not None:
+        scores = jnp.where(rules.mask(key_positions), scores, MASKED)
     return scores
 
 

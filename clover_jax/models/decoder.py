@@ -19,7 +19,7 @@ from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
-from clover_jax.models.position_bias import PositionBias
+from clover_jax.models.score_rules import ScoreRules, soft_cap
 
 # (query, fresh, fresh_mask, cache, length, bias) -> mixed values, as `attend` does it
 Attend = Callable[..., Array]
@@ -82,7 +82,7 @@ class SelfAttention(nn.Module):
 
         # The new keys and values stay outside of the cache until they are accepted.
         fresh = KeyValue(key=query_key[:, :, groups], value=fused[:, :, groups + 1])
-        rules = PositionBias.of(cfg, positions)
+        rules = ScoreRules.of(cfg, positions)
         mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, rules)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
         heads_last = jnp.moveaxis(mixed, 3, 1).reshape(len(x), mixed.shape[3], -1)
@@ -116,7 +116,7 @@ def _split_columns(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
 
 
 class DecoderLayer(nn.Module):
-    """Pre-norm attention and MLP; also the layer of Clover's Augmenting Block.
+    """Pre-norm attention and MLP, x + [norm] f(norm x); also the layer of the Augmenting Block.
 
     input_norm: False leaves out the norm before attention (EAGLE-1's layer).
     """
@@ -131,6 +131,8 @@ class DecoderLayer(nn.Module):
         self.attention = SelfAttention(self.config)
         self.mlp_norm = RMSNorm(eps)
         self.mlp = GatedMLP(self.config)
+        after = RMSNorm if self.config.post_norms else _no_norm
+        self.attention_post_norm, self.mlp_post_norm = after(eps), after(eps)
 
     def __call__(
         self,
@@ -148,8 +150,12 @@ class DecoderLayer(nn.Module):
         # EAGLE-1's layer reads what fc gives, which has no scale to take away.
         normed = self.attention_norm(x) if self.input_norm else x
         mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
-        x = x + mixed
-        return x + self.mlp(self.mlp_norm(x)), fresh
+        x = x + self.attention_post_norm(mixed)
+        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x))), fresh
+
+
+def _no_norm(eps: float) -> Callable[[Array], Array]:
+    return lambda x: x
 
 
 class Decoder(nn.Module):
@@ -180,7 +186,8 @@ class Decoder(nn.Module):
         cache, length: the committed keys and values; None when there are none.
         """
         # Ids of padding slots are out of range; they are masked later.
-        x = jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        rows = jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        x = scale_rows(rows, self.config.embedding_scale)
         # Every layer's input is named: heads choose what they read, jit drops the rest.
         hidden, fresh = {}, []
         for index, layer in enumerate(self.layers):
@@ -192,11 +199,20 @@ class Decoder(nn.Module):
         return DecoderOutput(hidden=hidden, fresh=tuple(fresh))
 
 
+def scale_rows(rows: Float[Array, "*b D"], scale: float) -> Float[Array, "*b D"]:
+    """Return embeddings times a scale that is rounded to their dtype, as it was in training."""
+    return rows if scale == 1 else rows * jnp.asarray(scale, rows.dtype)
+
+
 @typed
 def project(
-    matrix: Float[Array, "V D"] | Int8Matrix, hidden: Float[Array, "*b D"]
+    matrix: Float[Array, "V D"] | Int8Matrix,
+    hidden: Float[Array, "*b D"],
+    cap: float | None = None,
 ) -> Float[Array, "*b V"]:
     """Return logits, hidden . matrix^T, accumulated and returned in float32.
+
+    cap: bounds them softly, where the base has such a bound.
 
     The matrix is stored [V, D] so that it serves as embedding and as output without a
     transposed copy. Rows are flattened first: what is looked for in the logits (the largest) takes
@@ -209,7 +225,7 @@ def project(
         logits = contract("rd,vd->rv", rows, matrix, jnp.float32)
     else:
         logits = _row_logits(matrix, rows)
-    return logits.reshape(*hidden.shape[:-1], matrix.shape[0])
+    return soft_cap(logits, cap).reshape(*hidden.shape[:-1], matrix.shape[0])
 
 
 @jax.custom_vjp

@@ -64,8 +64,11 @@ def apply_rope(
     return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
 
 
+_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+
+
 class GatedMLP(nn.Module):
-    """down(silu(gate x) * up x), gate and up fused into one [D, 2, I] kernel."""
+    """down(activation(gate x) * up x), gate and up fused into one [D, 2, I] kernel."""
 
     config: LayerConfig
 
@@ -80,7 +83,8 @@ class GatedMLP(nn.Module):
         both = contract("btd,dcf->btcf", x, gate_up)
         if cfg.mlp_bias:
             both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))
-        hidden = contract("btf,fd->btd", jax.nn.silu(both[:, :, 0]) * both[:, :, 1], down)
+        gate = _ACTIVATIONS[cfg.activation](both[:, :, 0])
+        hidden = contract("btf,fd->btd", gate * both[:, :, 1], down)
         if cfg.mlp_bias:
             hidden = hidden + self.param("down_bias", nn.initializers.zeros, (width,))
         return hidden

@@ -10,6 +10,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.baichuan import BAICHUAN
 from clover_jax.pretrained.family import Adjust, Family
+from clover_jax.pretrained.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
 from clover_jax.pretrained.llama_config import parse_llama_config
 from clover_jax.pretrained.mistral_qwen_config import (
     parse_mistral_config,
@@ -27,6 +28,9 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Family(parse_qwen3_config),
     "BaiChuanForCausalLM": BAICHUAN,  # the first 7B is spelt this way
     "BaichuanForCausalLM": BAICHUAN,
+    "Gemma2ForCausalLM": GEMMA2,
+    "Gemma3ForCausalLM": GEMMA3,
+    "Gemma3ForConditionalGeneration": GEMMA3_MULTIMODAL,  # 4B and larger: the text part is read
 }
 # For a config.json that names no architecture.
 MODEL_TYPES = {
@@ -34,6 +38,9 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "gemma2": "Gemma2ForCausalLM",
+    "gemma3_text": "Gemma3ForCausalLM",
+    "gemma3": "Gemma3ForConditionalGeneration",
 }
 _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 
@@ -41,12 +48,14 @@ _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 class Checkpoint(NamedTuple):
     """The config of a folder and what it says about the weights beside it.
 
-    leaves: where they lie in the params. adjust: what is done to each before it is used.
+    leaves: where they lie in the params. adjust: what is done to each before it is used. ignored:
+    tensors that the family's text does not need.
     """
 
     config: BaseConfig
     leaves: list[Leaf]
     adjust: Adjust
+    ignored: re.Pattern[str] | None = None
 
     def is_harmless(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without its being read.
@@ -55,7 +64,8 @@ class Checkpoint(NamedTuple):
         matrix a second time although it is tied to the embedding.
         """
         tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
-        return tied_copy or _ROTARY_BUFFER.fullmatch(name) is not None
+        is_ignored = self.ignored is not None and self.ignored.fullmatch(name) is not None
+        return tied_copy or is_ignored or _ROTARY_BUFFER.fullmatch(name) is not None
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -73,7 +83,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
     config = family.parse(values, path, generation)
-    return Checkpoint(config, family.leaves(config), family.adjust(values))
+    return Checkpoint(config, family.leaves(config), family.adjust(values), family.ignored)
 
 
 def read_architecture(directory: Path) -> str:

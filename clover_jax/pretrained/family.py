@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -31,8 +32,10 @@ class Family:
     leaves: where the stored tensors lie in the params.
     adjust: from config.json's fields, what is done to a stored tensor, by its name, before it is
         used.
+    ignored: names of stored tensors that no text needs, as a regular expression; None ignores none.
     """
 
     parse: ParseConfig
     leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
     adjust: Callable[[dict[str, Any]], Adjust] = lambda values: unchanged
+    ignored: re.Pattern[str] | None = None

@@ -9,6 +9,7 @@ from typing import Any
 from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 
+ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 ROPE_KINDS = ("default", "linear", "llama3")
 MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory before it is found
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
@@ -35,7 +36,7 @@ def parse_llama_config(
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
     head_dim, rope = _head_dim(values, path), parse_rope(values, path)
-    eps = _positive(values, "rms_norm_eps", 1e-6, path)
+    eps = positive(values, "rms_norm_eps", 1e-6, path)
     try:
         return BaseConfig(
             vocab_size=values["vocab_size"],
@@ -52,6 +53,7 @@ def parse_llama_config(
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bool(values.get("mlp_bias", False)),
+            activation=ACTIVATIONS[values.get("hidden_act", "silu")],
             bos_token_id=values.get("bos_token_id"),
             eos_token_ids=_eos_ids(values, generation or {}),
         )
@@ -81,7 +83,7 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
 
     # The newer object holds theta too; where it does not, the older field counts.
     own_theta = {} if fields.get("rope_theta") is None else {"rope_theta": fields["rope_theta"]}
-    theta = _positive(values | own_theta, "rope_theta", 10_000.0, path)
+    theta = positive(values | own_theta, "rope_theta", 10_000.0, path)
     if kind == "default":
         return RopeConfig(theta=float(theta))
 
@@ -100,7 +102,8 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
     return RopeConfig(theta=float(theta), kind=kind, **scaling)
 
 
-def _positive(values: dict[str, Any], name: str, default: float, path: Path) -> float:
+def positive(values: dict[str, Any], name: str, default: float, path: Path) -> float:
+    """Return a field, or the default for null; raises UserError for no positive number."""
     # Exports write null for what they do not set.
     value = default if values.get(name) is None else values[name]
     if not _is_positive(value):
@@ -113,8 +116,11 @@ def _is_positive(value: Any) -> bool:
 
 
 def _check_supported(values: dict[str, Any], path: Path) -> None:
-    if values.get("hidden_act", "silu") != "silu":
-        raise UserError(f"{path}: hidden_act {values['hidden_act']!r} is not supported, only silu")
+    if values.get("hidden_act", "silu") not in ACTIVATIONS:
+        raise UserError(
+            f"{path}: hidden_act {values['hidden_act']!r} is not supported, only "
+            f"{', '.join(ACTIVATIONS)}"
+        )
     # Quantized weights have other names and types, which would read as missing tensors.
     if values.get("quantization_config"):
         raise UserError(f"{path}: quantised checkpoints are not supported; give the original one")

@@ -13,6 +13,15 @@ from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.pretrained.tensor_map import Leaf, Path, Piece, transposed, whole
 
 _EVERY = slice(None)
+# By whether there are norms after attention and MLP: "post_attention" then means what it says.
+_NORMS_AROUND_MLP = {
+    False: {"mlp_norm": "post_attention"},
+    True: {
+        "attention_post_norm": "post_attention",
+        "mlp_norm": "pre_feedforward",
+        "mlp_post_norm": "post_feedforward",
+    },
+}
 
 
 def base_leaves(config: BaseConfig) -> list[Leaf]:
@@ -49,7 +58,10 @@ def layer_leaves(
         *([norm] if input_norm else []),
         _qkv(config, attention, f"{prefix}self_attn.", read_width or width),
         _attention_out(config, attention, f"{prefix}self_attn.o_proj"),
-        norm_leaf((*path, "mlp_norm"), f"{prefix}post_attention_layernorm", width),
+        *[
+            norm_leaf((*path, ours), f"{prefix}{stored}_layernorm", width)
+            for ours, stored in _NORMS_AROUND_MLP[config.post_norms].items()
+        ],
         _gate_up(config, mlp, f"{prefix}mlp."),
         transposed((*mlp, "down"), f"{prefix}mlp.down_proj.weight", (inner, width)),
     ]

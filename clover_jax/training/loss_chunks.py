@@ -16,7 +16,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import DrafterConfig
-from clover_jax.drafters.drafter import Frozen, output_matrix
+from clover_jax.drafters.drafter import Frozen, head_logits
 from clover_jax.drafters.tokens import to_draft
 from clover_jax.models.decoder import project
 from clover_jax.training.pairs import CompactTargets
@@ -147,7 +147,7 @@ def _take_targets(
     if config.draft_to_target is not None:
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
 
-    teacher = jax.nn.softmax(project(output_matrix(config, frozen), states))
+    teacher = jax.nn.softmax(head_logits(config, frozen, states))
     return {
         "states": states,
         "teacher": teacher,

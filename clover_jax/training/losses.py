@@ -217,7 +217,8 @@ def counted_pairs(
     likely = None
     if head.config.loss.label_mask:
         assert target_states is not None
-        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups)
+        cap = head.config.logit_cap
+        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups, cap)
     if anchors is not None:
         return anchored_mask(batch, anchors, num_positions, likely)
     return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)

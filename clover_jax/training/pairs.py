@@ -125,9 +125,11 @@ def likely_next(
     tokens: Int[Array, "B S"],
     chunk: int,
     groups: int = 1,
+    cap: float | None = None,
 ) -> Bool[Array, "B S"]:
     """Return [b, s] True where x_{s+1} lies in A_s; what the last column says means nothing.
 
+    cap: the base's soft cap of logits.
     states: the base's g. chunk: positions of a group whose logits exist at a time. groups: of
         rows, side by side as in the loss, so that each device of a mesh looks at its own.
     """
@@ -136,7 +138,7 @@ def likely_next(
     # [V] logits for one position, `chunk` positions of each group at a time.
     def one(position: tuple[Array, Array]) -> Array:
         state, token = position
-        return among_likely(project(lm_head, state), token)
+        return among_likely(project(lm_head, state, cap), token)
 
     def of_group(positions: tuple[Array, Array]) -> Array:
         return jax.lax.map(one, positions, batch_size=chunk)

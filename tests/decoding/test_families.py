@@ -5,17 +5,43 @@ import dataclasses
 import numpy as np
 import pytest
 
+from clover_jax.config import RopeConfig
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.reference import plain_greedy
-from clover_jax.decoding.tree import TreeConfig, parse_tree
-from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
+from clover_jax.decoding.tree import TreeConfig, default_tree, parse_tree
+from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
+from tests.tiny_models import (
+    DRAFTERS,
+    SMALL_TREE,
+    TINY,
+    random_base,
+    random_head,
+    random_prompts,
+)
+from tests.training.training_data import random_batch
 
+# What Gemma 2 and 3 have, together; the last layer rotates otherwise than heads do.
+GEMMA = {
+    "sliding_window": 3,
+    "full_attention_layers": (0,),
+    "query_key_norm": True,
+    "local_rope": RopeConfig(theta=1e3),
+    "score_scale": 0.3,
+    "score_cap": 2.0,
+    "logit_cap": 3.0,
+    "post_norms": True,
+    "activation": "gelu",
+    "embedding_scale": 32**0.5,
+    "tie_word_embeddings": True,
+}
 FAMILIES = {
     # Shorter than the prompts, and than some of the text that is drafted at once.
     "windows and head norms": (
         {"sliding_window": 3, "full_attention_layers": (1,), "query_key_norm": True},
         SMALL_TREE,
     ),
+    "gemma": (GEMMA, SMALL_TREE),
     "alibi": ({"alibi": True}, parse_tree("dynamic:5:3:2")),
 }
 NEW_TOKENS = 24
@@ -35,3 +61,22 @@ def test_speculative_text_equals_plain_text(family):
     rows = engine.generate(base, draft_params, PROMPTS, NEW_TOKENS)
     assert [row.output_ids for row in rows] == texts
     assert np.concatenate([row.accepted for row in rows]).max() >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_head_trains_a_step_and_decodes_the_plain_text(family, name):
+    changes, _ = FAMILIES[family]
+    config = dataclasses.replace(TINY, num_layers=2, **changes)
+    base, head = random_base(config), random_head(config, name)[0]
+    train = TrainStepConfig(config, head, OptimizerConfig(10, 5e-3, 0))
+    state, metrics = make_train_step(train)(init_state(train, base, 0), base, random_batch())
+    assert np.isfinite(metrics.loss)
+
+    texts = [plain_greedy(config, base, prompt, NEW_TOKENS) for prompt in PROMPTS[:2]]
+    tree = parse_tree(default_tree(head.config.max_depth))
+    rows = Engine(config, head, tree, batch_size=2).generate(
+        base, state.params, PROMPTS[:2], NEW_TOKENS
+    )
+    assert [row.output_ids for row in rows] == texts

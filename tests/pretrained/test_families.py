@@ -31,7 +31,7 @@ def read(tmp_path):
 
 @pytest.mark.parametrize("architecture", ARCHITECTURES)
 def test_every_architecture_reads(read, architecture):
-    assert read(architecture).vocab_size == 96
+    assert read(architecture, text_config=SHAPE).vocab_size == 96
 
 
 @pytest.mark.parametrize(
@@ -79,6 +79,28 @@ def test_baichuans_positions(read, architecture, changes, alibi):
     assert config.max_position_embeddings == (64 if changes else 4096)
 
 
+@pytest.mark.parametrize(
+    "architecture, changes, windows, thetas",
+    [
+        ("Gemma2ForCausalLM", {}, [4096, None] * 3, [1e4] * 6),
+        ("Gemma3ForCausalLM", {}, [4096] * 5 + [None], [1e4] * 5 + [1e6]),
+        (
+            "Gemma3ForCausalLM",
+            {"sliding_window_pattern": 2, "rope_local_base_freq": 2e4, "rope_theta": 3e5},
+            [4096, None] * 3,
+            [2e4, 3e5] * 3,
+        ),
+    ],
+)
+def test_gemmas_layers_alternate(read, architecture, changes, windows, thetas):
+    config = read(architecture, num_hidden_layers=6, **changes)
+    layers = [config.layer_at(i) for i in range(6)]
+    assert [layer.sliding_window for layer in layers] == windows
+    assert [layer.rope.theta for layer in layers] == thetas
+    assert (config.embedding_scale, layers[0].score_scale) == (32**0.5, 1 / 16)
+    assert (config.tie_word_embeddings, layers[0].post_norms) == (True, True)
+
+
 def test_a_config_without_architecture_is_known_by_its_model_type(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps(SHAPE | {"model_type": "qwen2"}))
     assert read_base_config(tmp_path).qkv_bias
@@ -98,6 +120,14 @@ def test_a_config_without_architecture_is_known_by_its_model_type(tmp_path):
             {"use_sliding_window": True, "layer_types": ["full_attention", "linear", "x"]},
             "layer type 'linear' is not supported, only sliding_attention and full_attention",
         ),
+        (
+            "Gemma3ForCausalLM",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is not supported: text is causal",
+        ),
+        ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, "softcapping must be a positive numb"),
+        ("Gemma3ForConditionalGeneration", {"text_config": None}, "text_config must be an object"),
         ("LlamaForCausalLM", {"architectures": "Llama"}, "architectures must be a list of names"),
     ],
 )

@@ -1,6 +1,7 @@
 """Every family gives the numbers of a torch model: transformers' own, or a Llama repacked."""
 
 import functools
+import json
 from typing import NamedTuple
 
 import numpy as np
@@ -8,7 +9,7 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.models.attention import CACHE_CHUNK
-from clover_jax.models.position_bias import alibi_slopes
+from clover_jax.models.score_rules import alibi_slopes
 from clover_jax.pretrained.loading import load_base
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json
 from tests.torch_pairs import (
@@ -26,6 +27,14 @@ pytestmark = pytest.mark.parity
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
 NO_GROUPS = {"num_key_value_heads": 4}
 WINDOW = 7
+# Scores are scaled by another number than the heads' width; one layer has a window, one has none.
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
 
 
 class Family(NamedTuple):
@@ -51,6 +60,16 @@ FAMILIES = {
         "Qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "gemma2, caps that bind and a short window": Family(
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3, two rotations and a short window": Family(
+        "Gemma3Text", GEMMA | {"rope_parameters": {"full_attention": LINEAR}}
+    ),
+    "gemma3 beside images, a window longer than the text": Family(
+        "Gemma3Text", GEMMA | {"sliding_window": 100}, "multimodal"
+    ),
     "baichuan 7b": Family("Llama", NO_GROUPS, "rotary"),
     "baichuan 13b": Family("Llama", SIX_HEADS, "alibi"),
     "baichuan 2": Family("Llama", NO_GROUPS, "normalised"),
@@ -72,7 +91,7 @@ def make(torch, tmp_path_factory):
         family = FAMILIES[name]
         torch.manual_seed(0)
         config = getattr(transformers, f"{family.architecture}Config")
-        model = getattr(transformers, f"{family.architecture}ForCausalLM")
+        model = getattr(transformers, f"{family.architecture.removesuffix('Text')}ForCausalLM")
         folder = tmp_path_factory.mktemp("family")
         saved = save_random_model(model(config(**(SHAPE | family.changes))), folder)
         expected = functools.partial(torch_logits, saved)
@@ -85,7 +104,7 @@ def make(torch, tmp_path_factory):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_padded_rows(make, name):
-    """64 tokens, and shorter rows beside them."""
+    """64 tokens, and shorter rows and packed documents beside them."""
     assert_padded_rows(*make(name))
 
 
@@ -154,7 +173,24 @@ def repack_normalised(model, folder) -> Logits:
     return functools.partial(torch_logits, model)
 
 
-REPACKS = {"rotary": repack_rotary, "alibi": repack_alibi, "normalised": repack_normalised}
+def repack_multimodal(model, folder) -> Logits:
+    """Gemma 3 of 4B and more: the text's fields and tensors are a part of the whole's."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    tensors["vision_tower.embeddings.position_embedding.weight"] = np.zeros((4, 4), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return functools.partial(torch_logits, model)
+
+
+REPACKS = {
+    "rotary": repack_rotary,
+    "alibi": repack_alibi,
+    "normalised": repack_normalised,
+    "multimodal": repack_multimodal,
+}
 
 
 def test_the_first_baichuan_is_spelt_otherwise(make, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from clover_jax.config import LayerConfig
 from clover_jax.models.attention import READ_POLICIES, attend
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.position_bias import PositionBias, alibi_slopes
+from clover_jax.models.score_rules import ScoreRules, alibi_slopes
 
 LAYER = LayerConfig(hidden_size=12, intermediate_size=8, num_heads=6, num_kv_heads=3, head_dim=4)
 # A tree after the committed text: the root, two children, a grandchild under the first.
@@ -24,19 +24,19 @@ def test_the_docstrings_slopes():
 
 
 def test_a_layer_without_rules_has_no_distance():
-    assert PositionBias.of(LAYER, jnp.zeros((1, 2), jnp.int32)) is None
+    assert ScoreRules.of(LAYER, jnp.zeros((1, 2), jnp.int32)) is None
 
 
 def test_a_window_as_large_as_the_span_costs_nothing():
     config = dataclasses.replace(LAYER, sliding_window=260)
-    rules = PositionBias.of(config, jnp.zeros((1, 4), jnp.int32))
+    rules = ScoreRules.of(config, jnp.zeros((1, 4), jnp.int32))
     assert rules.within(261).window == 260
     assert rules.within(260) is None
 
 
 def test_an_empty_row_does_not_make_the_others_read_what_their_window_hides():
     config = dataclasses.replace(LAYER, sliding_window=100)
-    rules = PositionBias.of(config, jnp.zeros((2, 4), jnp.int32))
+    rules = ScoreRules.of(config, jnp.zeros((2, 4), jnp.int32))
     assert rules.first_needed(jnp.array([600, 800])) == 501
     assert rules.first_needed(jnp.array([0, 800])) == 701
     assert rules.first_needed(jnp.array([30, 800])) == 0
@@ -82,7 +82,7 @@ def test_a_tree_after_caches_of_several_lengths(rules, rows_scores, monkeypatch)
 
         @jax.jit
         def attended(query, fresh, mask, cache, length):
-            distance = PositionBias.of(config, length[:, None] + DEPTH)
+            distance = ScoreRules.of(config, length[:, None] + DEPTH)
             return attend(query, fresh, mask, cache, length, distance)
 
         found = attended(query, fresh, mask, cache, length)

@@ -1,7 +1,8 @@
-"""What attention makes of how far two positions lie apart, beside their rotation.
+"""What attention does to its scores beside rotation and mask.
 
-A sliding window hides what lies too far back; ALiBi lowers a score by a slope times the distance.
-Most models have neither, and their programs hold no trace of this.
+A sliding window hides what lies too far back; ALiBi lowers a score by a slope times the distance; a
+soft cap keeps scores within bounds. Most models have none of these, and their programs hold no
+trace of this.
 """
 
 from __future__ import annotations
@@ -16,38 +17,38 @@ from clover_jax.config import LayerConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class PositionBias:
+class ScoreRules:
     """The rules of one layer, and the positions of the rows that ask.
 
     positions: [B, T] absolute positions of the queries.
     window: positions that a query sees, its own included; None hides nothing.
     slopes: [K, G] of ALiBi, by key head and query head; None adds nothing.
+    scale, cap: of the scores, as `LayerConfig` has them.
     """
 
     positions: Int[Array, "B T"]
     window: int | None = None
     slopes: np.ndarray | None = None
+    scale: float | None = None
+    cap: float | None = None
 
     @classmethod
-    def of(cls, config: LayerConfig, positions: Int[Array, "B T"]) -> PositionBias | None:
+    def of(cls, config: LayerConfig, positions: Int[Array, "B T"]) -> ScoreRules | None:
         """Return the rules of a layer; None where it has none."""
-        # Most models have neither rule: None leaves no trace in their programs.
         slopes = None
         if config.alibi:
             slopes = alibi_slopes(config.num_heads).reshape(config.num_kv_heads, -1)
-        if slopes is None and config.sliding_window is None:
-            return None
-        return cls(positions, config.sliding_window, slopes)
+        rules = cls(positions, config.sliding_window, slopes, config.score_scale, config.score_cap)
+        return None if rules._is_empty else rules
 
-    def within(self, span: int) -> PositionBias | None:
+    def within(self, span: int) -> ScoreRules | None:
         """Return what is left of the rules where no two positions lie `span` or more apart."""
         # A window that hides nothing need not be tested.
         window = None if self.window is None or self.window >= span else self.window
-        if window is None and self.slopes is None:
-            return None
-        return dataclasses.replace(self, window=window)
+        rules = dataclasses.replace(self, window=window)
+        return None if rules._is_empty else rules
 
-    def of_rows(self, rows: slice) -> PositionBias:
+    def of_rows(self, rows: slice) -> ScoreRules:
         """Return the rules for some rows of the batch."""
         return dataclasses.replace(self, positions=self.positions[rows])
 
@@ -70,9 +71,29 @@ class PositionBias:
         shortest = jnp.min(jnp.where(length > 0, length, jnp.iinfo(length.dtype).max))
         return jnp.maximum(shortest - self.window + 1, 0)
 
+    @property
+    def _is_empty(self) -> bool:
+        # Most models have no rule: None in place of rules leaves no trace in their programs.
+        rules = (self.window, self.slopes, self.scale, self.cap)
+        return all(rule is None for rule in rules)
+
     def _back(self, key_positions: Int[Array, "*b S"]) -> Int[Array, "B 1 1 T S"]:
         back = self.positions[:, :, None] - key_positions[..., None, :]
         return back[:, None, None]
+
+
+def scaled(
+    products: Float[Array, "*b"], head_dim: int, rules: ScoreRules | None
+) -> Float[Array, "*b"]:
+    """Return the scores that products of queries and keys give, before any mask."""
+    scale = None if rules is None else rules.scale
+    scores = products * (head_dim**-0.5 if scale is None else scale)
+    return scores if rules is None else soft_cap(scores, rules.cap)
+
+
+def soft_cap(x: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
+    """Return cap * tanh(x / cap), which keeps the order of x; x itself without a cap."""
+    return x if cap is None else cap * jnp.tanh(x / cap)
 
 
 def alibi_slopes(num_heads: int) -> np.ndarray:

@@ -1,0 +1,150 @@
+"""Gemma 2 and the text of Gemma 3: their config.json, and norms that are stored as w for 1 + w.
+
+Both norm what attention and MLP give, scale the tokens' embeddings by the square root of the width,
+gate by GELU, and alternate layers with and without a window. Gemma 2 caps scores and logits softly;
+Gemma 3 norms queries and keys, and rotates layers with a window by a base of their own.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
+from clover_jax.models.sliding_window import FULL, SLIDING, read_full_layers, read_window
+from clover_jax.pretrained.family import Adjust, Family
+from clover_jax.pretrained.llama_config import parse_llama_config, parse_rope, positive
+from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.tensor_map import Leaf
+
+# What transformers' configs mean where a field is absent; published ones of Gemma 3 leave out many.
+GEMMA2_DEFAULTS = {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def parse_gemma2_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the fields of a Gemma 2 config into ours: every second layer sees everything."""
+    return _parse(GEMMA2_DEFAULTS | values, path, generation, every=2)
+
+
+def parse_gemma3_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the fields of a Gemma 3 text config into ours: every sixth layer sees everything."""
+    values = GEMMA3_DEFAULTS | values
+    # The newer object has a rotation for each type of layer, the older fields one for both.
+    newer = values.get("rope_parameters") or {}
+    rotation = newer.get(FULL) or {}
+    local = {"rope_theta": values.get("rope_local_base_freq") or LOCAL_THETA}
+    values |= {
+        "rope_theta": values.get("rope_theta") or GLOBAL_THETA,
+        "rope_parameters": rotation,
+    }
+
+    every = values.get("sliding_window_pattern") or 6
+    config = _parse(values, path, generation, every)
+    # Scaling for long texts concerns the layers that see them.
+    local_rope = parse_rope(local | {"rope_parameters": newer.get(SLIDING)}, path)
+    return dataclasses.replace(config, query_key_norm=True, local_rope=local_rope)
+
+
+def parse_multimodal_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the config of a Gemma 3 that also reads images into that of its text."""
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"{path}: text_config must be an object, not {text!r}")
+    # Special tokens may be named outside, for both parts.
+    outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+    shared = {name: values[name] for name in outer if values.get(name) is not None}
+    return parse_gemma3_config(shared | text, path, generation)
+
+
+def _parse(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None, every: int
+) -> BaseConfig:
+    if values.get("use_bidirectional_attention"):
+        raise UserError(f"{path}: use_bidirectional_attention is not supported: text is causal")
+    llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
+    config = parse_llama_config(llama, path, generation)
+
+    # Published configs say the period of the layers that see everything, or list the types.
+    full = tuple(range(every - 1, config.num_layers, every))
+    if values.get("layer_types") is not None:
+        full = read_full_layers(values, 0, path)
+    return dataclasses.replace(
+        config,
+        embedding_scale=config.hidden_size**0.5,
+        score_scale=positive(values, "query_pre_attn_scalar", 256, path) ** -0.5,
+        score_cap=_cap(values, "attn_logit_softcapping", path),
+        logit_cap=_cap(values, "final_logit_softcapping", path),
+        post_norms=True,
+        sliding_window=read_window(values, path),
+        full_attention_layers=full,
+    )
+
+
+def _cap(values: dict[str, Any], name: str, path: Path) -> float | None:
+    return None if values[name] is None else float(positive(values, name, 0.0, path))
+
+
+def adjust_gemma(values: dict[str, Any]) -> Adjust:
+    """Return the norms' scales 1 + w, in float32: in bfloat16 they are rounded when placed."""
+    return _scale_of_norm
+
+
+def _scale_of_norm(name: str, tensor: np.ndarray) -> np.ndarray:
+    return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
+
+
+def multimodal_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return the text's leaves, whose stored names have a prefix beside the images'."""
+
+    def renamed(leaf: Leaf) -> Leaf:
+        pieces = (
+            dataclasses.replace(piece, name=f"language_model.{piece.name}") for piece in leaf.pieces
+        )
+        return dataclasses.replace(leaf, pieces=tuple(pieces))
+
+    return [renamed(leaf) for leaf in base_leaves(config)]
+
+
+GEMMA2 = Family(parse_gemma2_config, adjust=adjust_gemma)
+GEMMA3 = Family(parse_gemma3_config, adjust=adjust_gemma)
+GEMMA3_MULTIMODAL = Family(
+    parse_multimodal_config,
+    multimodal_leaves,
+    adjust_gemma,
+    re.compile(r"(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight"),
+)
