@@ -58,8 +58,13 @@ class RopeConfig(JsonConfig):
     """Rotary position embedding in the half-split form of the Llama family.
 
     theta: base of the geometric series of wavelengths.
-    kind: "default", "linear" (all frequencies divided by `factor`) or "llama3" (only the low
-        ones, with a smooth passage between `low_freq_factor` and `high_freq_factor`).
+    kind: "default", "linear" (all frequencies divided by `factor`), "llama3" (only the low ones,
+        with a smooth passage between `low_freq_factor` and `high_freq_factor`), "yarn" (likewise,
+        between pairs that turn `beta_slow` and `beta_fast` times in the original length) or
+        "longrope" (each frequency divided by its own of `pair_factors`).
+    truncate: whether YaRN's passage begins and ends at whole pairs.
+    attention_factor: what rotated queries and keys are multiplied by.
+    share: of each head's dimensions, the first ones, that is rotated; the rest stays (Phi-4 mini).
     """
 
     theta: float = 10_000.0
@@ -68,10 +73,17 @@ class RopeConfig(JsonConfig):
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
     original_max_position_embeddings: int = 8192
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    truncate: bool = True
+    pair_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0
+    share: float = 1.0
 
     def __post_init__(self):
-        if self.kind not in ("default", "linear", "llama3"):
-            raise ValueError(f"rope kind {self.kind!r} is not one of default, linear, llama3")
+        kinds = ("default", "linear", "llama3", "yarn", "longrope")
+        if self.kind not in kinds:
+            raise ValueError(f"rope kind {self.kind!r} is not one of {', '.join(kinds)}")
         # A wavelength of 0 or below would turn positions into NaN.
         if self.theta <= 0 or self.factor <= 0:
             raise ValueError(
@@ -120,6 +132,17 @@ class LayerConfig(JsonConfig):
         # Rotation takes the dimensions in pairs.
         if self.head_dim % 2:
             raise ValueError(f"head_dim ({self.head_dim}) must be even for rotary positions")
+        rotated = int(self.head_dim * self.rope.share)
+        if rotated % 2 or not 0 < rotated <= self.head_dim:
+            raise ValueError(
+                f"rope share ({self.rope.share}) must rotate an even number of the {self.head_dim} "
+                f"dimensions of a head, not {rotated}"
+            )
+        if self.rope.kind == "longrope" and len(self.rope.pair_factors) != rotated // 2:
+            raise ValueError(
+                f"longrope needs a factor for each of {rotated // 2} pairs of dimensions, not "
+                f"{len(self.rope.pair_factors)}"
+            )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1")
         if self.activation not in ("silu", "gelu"):

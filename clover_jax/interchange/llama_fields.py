@@ -62,7 +62,16 @@ def eagle_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
-    fields = {"rope_type": rope.kind, "factor": rope.factor}
+    fields: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind == "yarn":
+        names = (
+            "beta_fast",
+            "beta_slow",
+            "truncate",
+            "attention_factor",
+            "original_max_position_embeddings",
+        )
+        fields |= {name: getattr(rope, name) for name in names}
     if rope.kind == "llama3":
         names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
         fields |= {name: getattr(rope, name) for name in names}
@@ -82,6 +91,8 @@ _BEYOND_LLAMA = {
 
 def beyond_llama(layer: LayerConfig) -> str | None:
     """Return in words what a layer has that Llama's have not; None where that is nothing."""
+    if layer.rope.kind == "longrope" or layer.rope.share != 1:
+        return "a rotation of Phi's kind"
     llama = layer.as_llama()
     names = (name for name in _BEYOND_LLAMA if getattr(layer, name) != getattr(llama, name))
     return next((_BEYOND_LLAMA[name] for name in names), None)

@@ -7,6 +7,7 @@ verification (a token tree after a cache): they differ in mask and positions onl
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -131,7 +132,7 @@ class DecoderLayer(nn.Module):
         self.attention = SelfAttention(self.config)
         self.mlp_norm = RMSNorm(eps)
         self.mlp = GatedMLP(self.config)
-        after = RMSNorm if self.config.post_norms else _no_norm
+        after: Callable[[float], Any] = RMSNorm if self.config.post_norms else _no_norm
         self.attention_post_norm, self.mlp_post_norm = after(eps), after(eps)
 
     def __call__(
@@ -186,8 +187,8 @@ class Decoder(nn.Module):
         cache, length: the committed keys and values; None when there are none.
         """
         # Ids of padding slots are out of range; they are masked later.
-        rows = jnp.take(self.embedding, tokens, axis=0, mode="clip")
-        x = scale_rows(rows, self.config.embedding_scale)
+        x = jnp.take(self.embedding, tokens, axis=0, mode="clip")
+        x = scale_rows(x, self.config.embedding_scale)
         # Every layer's input is named: heads choose what they read, jit drops the rest.
         hidden, fresh = {}, []
         for index, layer in enumerate(self.layers):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
@@ -35,12 +37,21 @@ def rms_norm(
 
 
 def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
-    """Return the [head_dim / 2] angular frequencies, scaled as `rope.kind` says.
+    """Return the angular frequencies of the pairs that are rotated, scaled as `rope.kind` says.
 
-    Source: the rope_parameters of Hugging Face configurations ("linear", "llama3").
+    Source: the rope_parameters of Hugging Face configurations; YaRN (arXiv 2309.00071), LongRoPE
+    (arXiv 2402.13753).
     """
-    frequency = rope.theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    if rope.kind == "linear":
+    size = int(head_dim * rope.share)
+    frequency = rope.theta ** (-np.arange(0, size, 2, dtype=np.float64) / size)
+    if rope.kind == "longrope":
+        frequency = frequency / np.array(rope.pair_factors)
+    elif rope.kind == "yarn":
+        # Pairs that turn often in the original length are kept, those that never do are stretched.
+        pair, (first, last) = np.arange(size // 2), _passage(rope, size)
+        stretched = np.clip((pair - first) / (last - first), 0.0, 1.0)
+        frequency = frequency * (1 - stretched) + frequency / rope.factor * stretched
+    elif rope.kind == "linear":
         frequency = frequency / rope.factor
     elif rope.kind == "llama3":
         # Slow frequencies are stretched, fast ones kept, those between blended.
@@ -51,6 +62,18 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
     return frequency.astype(np.float32)
 
 
+def _passage(rope: RopeConfig, size: int) -> tuple[float, float]:
+    """Return YaRN's first and last pair of those between kept and stretched."""
+    length, ends = rope.original_max_position_embeddings, []
+    for turns in (rope.beta_fast, rope.beta_slow):
+        ends.append(size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta)))
+    first, last = ends
+    if rope.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, size - 1)
+    return first, last if last != first else last + 0.001  # the reference's, against 0 / 0
+
+
 def apply_rope(
     x: Float[Array, "B *n T H"], positions: Int[Array, "B T"], rope: RopeConfig
 ) -> Float[Array, "B *n T H"]:
@@ -59,9 +82,14 @@ def apply_rope(
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = jnp.expand_dims(angle, tuple(range(1, x.ndim - 2)))  # broadcast over the head axes
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = (first * cosine - second * sine, second * cosine + first * sine)
-    return jnp.concatenate(rotated, axis=-1).astype(x.dtype)
+    if rope.attention_factor != 1:
+        cosine, sine = cosine * rope.attention_factor, sine * rope.attention_factor
+    # Some families leave a part of each head as it is.
+    turned, kept = jnp.split(x, [2 * len(frequency)], axis=-1) if rope.share < 1 else (x, None)
+    first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
+    rotated = [first * cosine - second * sine, second * cosine + first * sine]
+    parts = rotated if kept is None else [*rotated, kept.astype(jnp.float32)]
+    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
 _ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}

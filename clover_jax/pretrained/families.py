@@ -17,6 +17,7 @@ from clover_jax.pretrained.mistral_qwen_config import (
     parse_qwen2_config,
     parse_qwen3_config,
 )
+from clover_jax.pretrained.phi import PHI3
 from clover_jax.pretrained.tensor_map import Leaf
 from clover_jax.storage.json_files import read_json_object
 
@@ -28,6 +29,7 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Family(parse_qwen3_config),
     "BaiChuanForCausalLM": BAICHUAN,  # the first 7B is spelt this way
     "BaichuanForCausalLM": BAICHUAN,
+    "Phi3ForCausalLM": PHI3,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
     "Gemma3ForConditionalGeneration": GEMMA3_MULTIMODAL,  # 4B and larger: the text part is read
@@ -38,6 +40,7 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",

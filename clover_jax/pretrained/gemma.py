@@ -23,7 +23,7 @@ from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import Leaf
 
 # What transformers' configs mean where a field is absent; published ones of Gemma 3 leave out many.
-GEMMA2_DEFAULTS = {
+GEMMA2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 256_000,
     "hidden_size": 2304,
     "intermediate_size": 9216,

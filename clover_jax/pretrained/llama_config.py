@@ -10,7 +10,15 @@ from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
-ROPE_KINDS = ("default", "linear", "llama3")
+ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
+ORIGINAL = "original_max_position_embeddings"
+# What each type cannot be without.
+_ROPE_FIELDS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "yarn": ("factor",),
+}
+PARTLY_ROTATED = ("phi3",)  # model types whose decoders leave a part of each head as it is
 MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory before it is found
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 
@@ -36,6 +44,8 @@ def parse_llama_config(
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
     head_dim, rope = _head_dim(values, path), parse_rope(values, path)
+    if rope.share != 1 and values.get("model_type") not in PARTLY_ROTATED:
+        raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
     eps = positive(values, "rms_norm_eps", 1e-6, path)
     try:
         return BaseConfig(
@@ -48,7 +58,7 @@ def parse_llama_config(
             head_dim=head_dim,
             rms_norm_eps=eps,
             rope=rope,
-            max_position_embeddings=values.get("max_position_embeddings") or 2048,
+            max_position_embeddings=_context(values, rope),
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=bias,
             output_bias=bias,
@@ -71,7 +81,11 @@ def check_count(values: dict[str, Any], name: str, path: Path, most: int | None 
 
 
 def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
-    """Read the rotary fields: `rope_parameters`, or the older `rope_theta` and `rope_scaling`."""
+    """Read the rotary fields: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
+
+    Dynamic scaling begins beyond the context's length, where it turns all keys of a text otherwise
+    with every token, which no cache can follow: within that length it is no scaling at all.
+    """
     fields = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(fields, dict):
         raise UserError(f"{path}: rope_scaling must be an object or null, not {fields!r}")
@@ -84,22 +98,72 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
     # The newer object holds theta too; where it does not, the older field counts.
     own_theta = {} if fields.get("rope_theta") is None else {"rope_theta": fields["rope_theta"]}
     theta = positive(values | own_theta, "rope_theta", 10_000.0, path)
-    if kind == "default":
-        return RopeConfig(theta=float(theta))
+    share = float(_rotated_share(values, fields))
+    if kind in ("default", "dynamic"):
+        return RopeConfig(theta=float(theta), share=share)
+    if kind == "longrope":
+        return RopeConfig(theta=float(theta), share=share, **_longrope(fields, values, path))
 
-    needed = ("factor",) if kind == "linear" else ("factor", "low_freq_factor", "high_freq_factor")
-    for name in needed:
+    for name in _ROPE_FIELDS[kind]:
         if not _is_positive(fields.get(name)):
             raise UserError(
                 f"{path}: rope type {kind!r} needs a positive number {name}, not "
                 f"{fields.get(name)!r}"
             )
-    scaling: dict[str, Any] = {name: float(fields[name]) for name in needed}
-    if kind == "llama3":
-        # transformers takes the context's length where the original one is not given.
-        name = "original_max_position_embeddings"
-        scaling[name] = fields.get(name) or values.get("max_position_embeddings") or 2048
-    return RopeConfig(theta=float(theta), kind=kind, **scaling)
+    scaling: dict[str, Any] = {name: float(fields[name]) for name in _ROPE_FIELDS[kind]}
+    if kind != "linear":
+        scaling[ORIGINAL] = original_length(values, fields)
+    if kind == "yarn":
+        betas = {"beta_fast": 32.0, "beta_slow": 1.0}
+        scaling |= {name: float(positive(fields, name, each, path)) for name, each in betas.items()}
+        scaling["truncate"] = bool(fields.get("truncate", True))
+        scaling["attention_factor"] = _yarn_attention(fields, scaling["factor"], path)
+    return RopeConfig(theta=float(theta), kind=kind, share=share, **scaling)
+
+
+def original_length(values: dict[str, Any], fields: dict[str, Any]) -> int:
+    """Return the length that a model was trained for first; the context's where none is given."""
+    # Phi has it outside, which then counts.
+    length = values.get(ORIGINAL) or fields.get(ORIGINAL)
+    return length or values.get("max_position_embeddings") or 2048
+
+
+def _yarn_attention(fields: dict[str, Any], factor: float, path: Path) -> float:
+    """Return what queries and keys are multiplied by: given, or by the paper's equation 22."""
+
+    def longer(weight: float) -> float:
+        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+
+    default = longer(1.0)
+    if fields.get("mscale") and fields.get("mscale_all_dim"):  # DeepSeek's
+        default = longer(fields["mscale"]) / longer(fields["mscale_all_dim"])
+    return float(positive(fields, "attention_factor", default, path))
+
+
+def _longrope(fields: dict[str, Any], values: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return the fields of a rotation by the short factors (`_context` says why)."""
+    short = fields.get("short_factor")
+    if not isinstance(short, list) or not all(map(_is_positive, short)):
+        raise UserError(f"{path}: short_factor must be a list of positive numbers, not {short!r}")
+    # The factor of length decides how much attention is sharpened.
+    length, original = (
+        values.get("max_position_embeddings") or 2048,
+        original_length(values, fields),
+    )
+    factor = positive(fields, "factor", length / original, path)
+    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+    return {
+        "kind": "longrope",
+        "pair_factors": tuple(map(float, short)),
+        ORIGINAL: original,
+        "attention_factor": float(positive(fields, "attention_factor", default, path)),
+    }
+
+
+def _rotated_share(values: dict[str, Any], fields: dict[str, Any]) -> float:
+    own = fields.get("partial_rotary_factor")
+    share = values.get("partial_rotary_factor") if own is None else own
+    return 1.0 if share is None else share
 
 
 def positive(values: dict[str, Any], name: str, default: float, path: Path) -> float:
@@ -124,12 +188,14 @@ def _check_supported(values: dict[str, Any], path: Path) -> None:
     # Quantized weights have other names and types, which would read as missing tensors.
     if values.get("quantization_config"):
         raise UserError(f"{path}: quantised checkpoints are not supported; give the original one")
-    # Phi and others rotate a part of each head only.
-    rope = values.get("rope_parameters")
-    own = rope.get("partial_rotary_factor") if isinstance(rope, dict) else None
-    partial = values.get("partial_rotary_factor") if own is None else own
-    if partial not in (None, 1, 1.0):
-        raise UserError(f"{path}: partial_rotary_factor {partial} is not supported, only 1")
+
+
+def _context(values: dict[str, Any], rope: RopeConfig) -> int:
+    # Beyond its original length longrope turns all keys of a text by its long factors, those that
+    # are in the cache already too: texts go that far and no further.
+    if rope.kind == "longrope":
+        return rope.original_max_position_embeddings
+    return values.get("max_position_embeddings") or 2048
 
 
 def _head_dim(values: dict[str, Any], path: Path) -> int:

@@ -8,6 +8,7 @@ reshape and a permutation of axes. Values do not change, so writing is exactly r
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ class Piece:
     split: the shape it is reshaped to ...
     axes: ... and the permutation applied then.
     index: the part of the leaf that it fills; `...` alone is the whole leaf.
+    rows: those of the stored tensor that it takes, where several pieces share one.
 
     Example: k_proj [K H, D] fills qkv [D, K, G + 2, H] at index (:, :, G) with split (K, H, D)
     and axes (2, 0, 1).
@@ -39,10 +41,11 @@ class Piece:
     split: tuple[int, ...]
     axes: tuple[int, ...]
     index: tuple = (...,)
+    rows: slice = slice(None)
 
     def to_ours(self, stored: np.ndarray) -> np.ndarray:
         """Return a stored tensor in our order of axes, as a view."""
-        return stored.reshape(self.split).transpose(self.axes)
+        return stored[self.rows].reshape(self.split).transpose(self.axes)
 
     def unpermuted(self, leaf: np.ndarray) -> np.ndarray:
         """Return this piece of a leaf in the stored order, split as it is, as a view."""
@@ -103,12 +106,14 @@ def fuse(leaf: Leaf, read: Callable[[str], np.ndarray]) -> np.ndarray:
     """Return one leaf, made of its stored pieces."""
     first, *others = leaf.pieces
     # A leaf of one piece stays a view: nothing is copied before it is placed.
-    part = first.to_ours(read(first.name))
+    stored = read(first.name)
+    part = first.to_ours(stored)
     if not others:
         return part
 
     fused = np.empty(leaf.shape, part.dtype)
     fused[first.index] = part
-    for piece in others:
-        fused[piece.index] = piece.to_ours(read(piece.name))
+    for before, piece in itertools.pairwise(leaf.pieces):
+        stored = stored if piece.name == before.name else read(piece.name)
+        fused[piece.index] = piece.to_ours(stored)
     return fused

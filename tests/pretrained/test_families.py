@@ -1,6 +1,7 @@
 """Each family's config.json says what its decoder must be, in the words that the family uses."""
 
 import json
+import math
 
 import pytest
 
@@ -77,6 +78,18 @@ def test_baichuans_positions(read, architecture, changes, alibi):
     config = read(architecture, **changes)
     assert (config.alibi, config.num_kv_heads) == (alibi, 4)
     assert config.max_position_embeddings == (64 if changes else 4096)
+
+
+def test_a_text_is_no_longer_than_phis_short_factors_go(read):
+    scaling = {"type": "su", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    config = read(
+        "Phi3ForCausalLM",
+        rope_scaling=scaling,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=131_072,
+    )
+    assert (config.max_position_embeddings, config.rope.share) == (4096, 0.75)
+    assert config.rope.attention_factor == math.sqrt(1 + math.log(32) / math.log(4096))
 
 
 @pytest.mark.parametrize(

@@ -60,6 +60,24 @@ FAMILIES = {
         "Qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "phi3, fused matrices and longrope of a part of each head": Family(
+        "Phi3",
+        {
+            "head_dim": 8,
+            "original_max_position_embeddings": 66,  # longer texts have other keys
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 4.0],
+            },
+        },
+    ),
+    "phi3, a short window": Family(
+        "Phi3", {"sliding_window": WINDOW, "pad_token_id": 0, **NO_GROUPS}
+    ),
     "gemma2, caps that bind and a short window": Family(
         "Gemma2",
         GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},

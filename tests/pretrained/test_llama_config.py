@@ -1,6 +1,7 @@
 """A Hugging Face config.json says what the decoder must be; what it cannot be is refused."""
 
 import json
+import math
 
 import pytest
 
@@ -68,6 +69,32 @@ def test_given_shapes_and_biases_are_kept(read):
             {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
             RopeConfig(kind="linear", factor=4.0),
         ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, RopeConfig()),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64},
+            RopeConfig(
+                kind="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                attention_factor=0.1 * math.log(4) + 1,
+            ),
+        ),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "short_factor": [1, 1.5, 2, 3],
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            RopeConfig(
+                kind="longrope",
+                pair_factors=(1.0, 1.5, 2.0, 3.0),
+                original_max_position_embeddings=32,
+                attention_factor=math.sqrt(1 + math.log(4) / math.log(32)),
+            ),
+        ),
         (
             {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
             RopeConfig(theta=5e5, kind="llama3", **LLAMA3),
@@ -120,7 +147,19 @@ def test_null_is_as_absent(read):
         ({"eos_token_id": "2"}, "eos_token_id must be a whole number or a list of them, not '2'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
         ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
-        ({"rope_scaling": {"type": "yarn", "factor": 4}}, "rope type 'yarn' is not supported; the"),
+        ({"rope_scaling": {"type": "xpos", "factor": 4}}, "rope type 'xpos' is not supported; the"),
+        (
+            {"rope_scaling": {"type": "yarn"}},
+            "rope type 'yarn' needs a positive number factor, not None",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": "1"}},
+            "short_factor must be a list of positive numbers, not '1'",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
+            "longrope needs a factor for each of 4 pairs of dimensions, not 2",
+        ),
         (
             {"rope_scaling": {"type": "linear"}},
             "rope type 'linear' needs a positive number fac",

@@ -30,6 +30,13 @@ LLAMA3 = {
     "original_max_position_embeddings": 32,
 }
 LINEAR = {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0}
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 4.0,
+    "beta_fast": 4.0,
+    "original_max_position_embeddings": 32,
+}
 VARIANTS = {
     "grouped heads": {},
     "one key head": {"num_key_value_heads": 1},
@@ -37,6 +44,9 @@ VARIANTS = {
     "wide heads": {"head_dim": 16},
     "rope llama3": {"rope_parameters": LLAMA3},
     "rope linear": {"rope_parameters": LINEAR},
+    "rope yarn": {"rope_parameters": YARN},
+    "rope yarn without whole pairs": {"rope_parameters": YARN | {"truncate": False}},
+    "rope dynamic": {"rope_parameters": LINEAR | {"rope_type": "dynamic"}},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
 }
