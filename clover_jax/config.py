@@ -102,6 +102,9 @@ class LayerConfig(JsonConfig):
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
     post_norms: what attention and MLP give passes an RMSNorm before it is added (Gemma 2 and 3).
     activation: of the MLP's gate: "silu", or "gelu" in its approximation by tanh.
+    num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
+        token reads experts_per_token; 0 is the one MLP for all.
+    normed_weights: whether the weights of a token's experts are made to sum up to 1.
     """
 
     hidden_size: int
@@ -121,6 +124,10 @@ class LayerConfig(JsonConfig):
     score_cap: float | None = None
     post_norms: bool = False
     activation: str = "silu"
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normed_weights: bool = True
 
     def __post_init__(self):
         # Each key head serves a whole group of query heads.
@@ -171,6 +178,7 @@ class BaseConfig(JsonConfig):
     """The frozen base model: a decoder of the Llama family, or of one that differs by these fields.
 
     full_attention_layers: indices of the layers that `sliding_window` does not concern.
+    dense_layers: indices of the layers that have one MLP where the others have experts.
     local_rope: rotation of the layers that it does concern; None is that of all (Gemma 3).
     embedding_scale: the tokens' embeddings are multiplied by it (Gemma).
     logit_cap: logits are bounded softly, logit_cap * tanh(logit / logit_cap) (Gemma 2).
@@ -197,7 +205,12 @@ class BaseConfig(JsonConfig):
     score_cap: float | None = None
     post_norms: bool = False
     activation: str = "silu"
+    num_experts: int = 0
+    experts_per_token: int = 0
+    expert_size: int = 0
+    normed_weights: bool = True
     full_attention_layers: tuple[int, ...] = ()
+    dense_layers: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
     embedding_scale: float = 1.0
     logit_cap: float | None = None
@@ -209,20 +222,37 @@ class BaseConfig(JsonConfig):
 
     @property
     def layer(self) -> LayerConfig:
-        """The shape of every decoder layer, and of a draft head's: heads have no window."""
+        """The shape of a draft head's layers: those of the base without window and experts.
+
+        Where the base has experts, one MLP is as wide as those that a token reads.
+        """
         # A head drafts a few tokens beyond the text, so no window of the base concerns it.
-        shared = {
-            field.name: getattr(self, field.name) for field in dataclasses.fields(LayerConfig)
-        }
-        return LayerConfig(**(shared | {"sliding_window": None}))
+        return dataclasses.replace(
+            self._every_layer,
+            sliding_window=None,
+            intermediate_size=self.experts_per_token * self.expert_size or self.intermediate_size,
+            num_experts=0,
+            experts_per_token=0,
+            expert_size=0,
+            normed_weights=True,
+        )
 
     def layer_at(self, index: int) -> LayerConfig:
-        """Return what the base's layer `index` computes: the shape, and its window if any."""
-        # Some families alternate layers with and without a window.
-        if index in self.full_attention_layers or self.sliding_window is None:
-            return self.layer
-        rope = self.local_rope or self.rope
-        return dataclasses.replace(self.layer, sliding_window=self.sliding_window, rope=rope)
+        """Return what the base's layer `index` computes: the shape, its window and experts."""
+        # Some families alternate layers with and without a window, or with and without experts.
+        changes: dict[str, Any] = {}
+        if index in self.full_attention_layers:
+            changes["sliding_window"] = None
+        elif self.sliding_window is not None and self.local_rope is not None:
+            changes["rope"] = self.local_rope
+        if index in self.dense_layers:
+            changes["num_experts"] = 0
+        return dataclasses.replace(self._every_layer, **changes)
+
+    @property
+    def _every_layer(self) -> LayerConfig:
+        names = [field.name for field in dataclasses.fields(LayerConfig)]
+        return LayerConfig(**{name: getattr(self, name) for name in names})
 
 
 @dataclasses.dataclass(frozen=True)

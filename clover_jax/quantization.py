@@ -37,6 +37,9 @@ INPUTS = {
     "out": (0, 1, 2),
     "gate_up": (0,),
     "down": (0,),
+    "expert_gate": (1,),
+    "expert_up": (1,),
+    "expert_down": (1,),
     "lm_head": (1,),
     # Draft heads: Attention Decoders and projectors, EAGLE's kind, Clover-LR's block, MLPs.
     "query": (0,),

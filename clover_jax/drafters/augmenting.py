@@ -72,9 +72,28 @@ def absorb_positions(
 
 
 def from_last_layer(config: DrafterConfig, base_params: Params, num_layers: int) -> Params:
-    """Return augmenting_0 .. as copies of the base's last layer that computes as they do."""
+    """Return augmenting_0 .. as copies of the base's last layer that rotates as they do.
+
+    Of experts the first few become one MLP, as many as a token reads, each counting as much: what
+    the layer gives where its router prefers none.
+    """
     # The deepest layer is nearest to what the head predicts.
     layers = [name for name in base_params if name.startswith("layers_")]
     last = max(int(name.removeprefix("layers_")) for name in layers)
     chosen = last if config.base_layer is None else config.base_layer
-    return {f"augmenting_{i}": base_params[f"layers_{chosen}"] for i in range(num_layers)}
+    layer = base_params[f"layers_{chosen}"]
+    if "router" in layer["mlp"]:
+        layer = {**layer, "mlp": _first_experts(layer["mlp"], config.layer.intermediate_size)}
+    return {f"augmenting_{i}": layer for i in range(num_layers)}
+
+
+def _first_experts(mlp: Params, inner: int) -> Params:
+    """Return a `GatedMLP` of width `inner` made of whole experts."""
+    _, width, size = mlp["expert_gate"].shape
+    count = inner // size
+    gate, up = (
+        jnp.moveaxis(mlp[name][:count], 0, 1).reshape(width, inner)
+        for name in ("expert_gate", "expert_up")
+    )
+    down = mlp["expert_down"][:count].reshape(inner, width) / count
+    return {"gate_up": jnp.stack([gate, up], axis=1), "down": down}

@@ -71,8 +71,10 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
 
 def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
     """Return a head's config with what it must know of its base beside the shapes."""
-    # Where some layers rotate otherwise, the deepest one that rotates as the head does.
-    alike = [i for i in range(base.num_layers) if base.layer_at(i).rope == base.rope]
+    # Where some layers rotate otherwise, or have no experts, the deepest one of the head's kind.
+    layers = [base.layer_at(i) for i in range(base.num_layers)]
+    kind = (base.rope, base.num_experts)
+    alike = [i for i, layer in enumerate(layers) if (layer.rope, layer.num_experts) == kind]
     begins_as = max(alike, default=base.num_layers - 1)
     return dataclasses.replace(
         config,

@@ -59,23 +59,19 @@ def eagle_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
     return llama_fields(config, base) | more
 
 
+_ORIGINAL = "original_max_position_embeddings"
+_OF_ROPE = {
+    "linear": (),
+    "llama3": ("low_freq_factor", "high_freq_factor", _ORIGINAL),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", _ORIGINAL),
+}
+
+
 def _rope_scaling(rope: RopeConfig) -> dict[str, Any] | None:
     if rope.kind == "default":
         return None
-    fields: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
-    if rope.kind == "yarn":
-        names = (
-            "beta_fast",
-            "beta_slow",
-            "truncate",
-            "attention_factor",
-            "original_max_position_embeddings",
-        )
-        fields |= {name: getattr(rope, name) for name in names}
-    if rope.kind == "llama3":
-        names = ("low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
-        fields |= {name: getattr(rope, name) for name in names}
-    return fields
+    own = {name: getattr(rope, name) for name in _OF_ROPE[rope.kind]}
+    return {"rope_type": rope.kind, "factor": rope.factor} | own
 
 
 # Fields of a layer that no Llama config has, so that a reader would leave them out without a word.

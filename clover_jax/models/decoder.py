@@ -18,6 +18,7 @@ from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
+from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
 from clover_jax.models.score_rules import ScoreRules, soft_cap
@@ -131,7 +132,7 @@ class DecoderLayer(nn.Module):
             self.attention_norm = RMSNorm(eps)
         self.attention = SelfAttention(self.config)
         self.mlp_norm = RMSNorm(eps)
-        self.mlp = GatedMLP(self.config)
+        self.mlp = ExpertMLP(self.config) if self.config.num_experts else GatedMLP(self.config)
         after: Callable[[float], Any] = RMSNorm if self.config.post_norms else _no_norm
         self.attention_post_norm, self.mlp_post_norm = after(eps), after(eps)
 

@@ -92,7 +92,7 @@ def apply_rope(
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
-_ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
 
 
 class GatedMLP(nn.Module):
@@ -111,7 +111,7 @@ class GatedMLP(nn.Module):
         both = contract("btd,dcf->btcf", x, gate_up)
         if cfg.mlp_bias:
             both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))
-        gate = _ACTIVATIONS[cfg.activation](both[:, :, 0])
+        gate = ACTIVATIONS[cfg.activation](both[:, :, 0])
         hidden = contract("btf,fd->btd", gate * both[:, :, 1], down)
         if cfg.mlp_bias:
             hidden = hidden + self.param("down_bias", nn.initializers.zeros, (width,))

@@ -17,6 +17,7 @@ from clover_jax.pretrained.mistral_qwen_config import (
     parse_qwen2_config,
     parse_qwen3_config,
 )
+from clover_jax.pretrained.moe import MIXTRAL, QWEN3_MOE
 from clover_jax.pretrained.phi import PHI3
 from clover_jax.pretrained.tensor_map import Leaf
 from clover_jax.storage.json_files import read_json_object
@@ -29,6 +30,8 @@ ARCHITECTURES = {
     "Qwen3ForCausalLM": Family(parse_qwen3_config),
     "BaiChuanForCausalLM": BAICHUAN,  # the first 7B is spelt this way
     "BaichuanForCausalLM": BAICHUAN,
+    "MixtralForCausalLM": MIXTRAL,
+    "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Phi3ForCausalLM": PHI3,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -40,6 +43,8 @@ MODEL_TYPES = {
     "mistral": "MistralForCausalLM",
     "qwen2": "Qwen2ForCausalLM",
     "qwen3": "Qwen3ForCausalLM",
+    "mixtral": "MixtralForCausalLM",
+    "qwen3_moe": "Qwen3MoeForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",

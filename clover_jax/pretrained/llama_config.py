@@ -12,6 +12,7 @@ from clover_jax.errors import UserError
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 ORIGINAL = "original_max_position_embeddings"
+_SHARED = ("rope_theta", "partial_rotary_factor")
 # What each type cannot be without.
 _ROPE_FIELDS = {
     "linear": ("factor",),
@@ -95,15 +96,16 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
             f"{path}: rope type {kind!r} is not supported; the types are {', '.join(ROPE_KINDS)}"
         )
 
-    # The newer object holds theta too; where it does not, the older field counts.
-    own_theta = {} if fields.get("rope_theta") is None else {"rope_theta": fields["rope_theta"]}
-    theta = positive(values | own_theta, "rope_theta", 10_000.0, path)
-    share = float(_rotated_share(values, fields))
+    # The newer object holds theta and share too; where it does not, the older fields count.
+    given = values | {name: fields[name] for name in _SHARED if fields.get(name) is not None}
+    theta = float(positive(given, "rope_theta", 10_000.0, path))
+    share = float(positive(given, "partial_rotary_factor", 1.0, path))
     if kind in ("default", "dynamic"):
-        return RopeConfig(theta=float(theta), share=share)
+        return RopeConfig(theta=theta, share=share)
     if kind == "longrope":
-        return RopeConfig(theta=float(theta), share=share, **_longrope(fields, values, path))
+        return RopeConfig(theta=theta, share=share, kind=kind, **_longrope(fields, values, path))
 
+    # What a type cannot be without, then what has a default.
     for name in _ROPE_FIELDS[kind]:
         if not _is_positive(fields.get(name)):
             raise UserError(
@@ -112,58 +114,49 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
             )
     scaling: dict[str, Any] = {name: float(fields[name]) for name in _ROPE_FIELDS[kind]}
     if kind != "linear":
-        scaling[ORIGINAL] = original_length(values, fields)
+        scaling[ORIGINAL] = _original_length(fields, values)
     if kind == "yarn":
-        betas = {"beta_fast": 32.0, "beta_slow": 1.0}
-        scaling |= {name: float(positive(fields, name, each, path)) for name, each in betas.items()}
-        scaling["truncate"] = bool(fields.get("truncate", True))
-        scaling["attention_factor"] = _yarn_attention(fields, scaling["factor"], path)
-    return RopeConfig(theta=float(theta), kind=kind, share=share, **scaling)
+        scaling |= _yarn(fields, path)
+    return RopeConfig(theta=theta, share=share, kind=kind, **scaling)
 
 
-def original_length(values: dict[str, Any], fields: dict[str, Any]) -> int:
-    """Return the length that a model was trained for first; the context's where none is given."""
-    # Phi has it outside, which then counts.
+def _original_length(fields: dict[str, Any], values: dict[str, Any]) -> int:
+    # Phi has it outside, which then counts; without it the context's length is taken.
     length = values.get(ORIGINAL) or fields.get(ORIGINAL)
     return length or values.get("max_position_embeddings") or 2048
 
 
-def _yarn_attention(fields: dict[str, Any], factor: float, path: Path) -> float:
-    """Return what queries and keys are multiplied by: given, or by the paper's equation 22."""
+def _yarn(fields: dict[str, Any], path: Path) -> dict[str, Any]:
+    """Return which pairs are blended, and what queries and keys are multiplied by."""
 
     def longer(weight: float) -> float:
-        return 0.1 * weight * math.log(factor) + 1.0 if factor > 1 else 1.0
+        return 0.1 * weight * math.log(fields["factor"]) + 1.0 if fields["factor"] > 1 else 1.0
 
-    default = longer(1.0)
-    if fields.get("mscale") and fields.get("mscale_all_dim"):  # DeepSeek's
-        default = longer(fields["mscale"]) / longer(fields["mscale_all_dim"])
-    return float(positive(fields, "attention_factor", default, path))
+    # The paper's rule, or DeepSeek's with weights of its own.
+    attention = longer(1.0)
+    if fields.get("mscale") and fields.get("mscale_all_dim"):
+        attention = longer(fields["mscale"]) / longer(fields["mscale_all_dim"])
+    defaults = {"beta_fast": 32.0, "beta_slow": 1.0, "attention_factor": attention}
+    numbers = {name: float(positive(fields, name, x, path)) for name, x in defaults.items()}
+    return numbers | {"truncate": bool(fields.get("truncate", True))}
 
 
 def _longrope(fields: dict[str, Any], values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the fields of a rotation by the short factors (`_context` says why)."""
+    """Return the rotation by the short factors; `_context` keeps texts to where they hold."""
     short = fields.get("short_factor")
     if not isinstance(short, list) or not all(map(_is_positive, short)):
         raise UserError(f"{path}: short_factor must be a list of positive numbers, not {short!r}")
-    # The factor of length decides how much attention is sharpened.
-    length, original = (
-        values.get("max_position_embeddings") or 2048,
-        original_length(values, fields),
-    )
-    factor = positive(fields, "factor", length / original, path)
-    default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
+
+    # How much longer texts may be decides how much attention is sharpened in all of them.
+    original = _original_length(fields, values)
+    longer = (values.get("max_position_embeddings") or 2048) / original
+    factor = positive(fields, "factor", longer, path)
+    attention = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
     return {
-        "kind": "longrope",
         "pair_factors": tuple(map(float, short)),
         ORIGINAL: original,
-        "attention_factor": float(positive(fields, "attention_factor", default, path)),
+        "attention_factor": float(positive(fields, "attention_factor", attention, path)),
     }
-
-
-def _rotated_share(values: dict[str, Any], fields: dict[str, Any]) -> float:
-    own = fields.get("partial_rotary_factor")
-    share = values.get("partial_rotary_factor") if own is None else own
-    return 1.0 if share is None else share
 
 
 def positive(values: dict[str, Any], name: str, default: float, path: Path) -> float:
@@ -191,8 +184,8 @@ def _check_supported(values: dict[str, Any], path: Path) -> None:
 
 
 def _context(values: dict[str, Any], rope: RopeConfig) -> int:
-    # Beyond its original length longrope turns all keys of a text by its long factors, those that
-    # are in the cache already too: texts go that far and no further.
+    # Beyond its original length longrope turns all keys of a text by its long factors, also those
+    # that lie in the cache: texts go that far and no further.
     if rope.kind == "longrope":
         return rope.original_max_position_embeddings
     return values.get("max_position_embeddings") or 2048

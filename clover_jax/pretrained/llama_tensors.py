@@ -29,7 +29,8 @@ def base_leaves(config: BaseConfig) -> list[Leaf]:
     matrix = (config.vocab_size, config.hidden_size)
     leaves = [whole(("embedding",), "model.embed_tokens.weight", matrix)]
     for index in range(config.num_layers):
-        leaves += layer_leaves(config.layer, (f"layers_{index}",), f"model.layers.{index}.")
+        path, prefix = (f"layers_{index}",), f"model.layers.{index}."
+        leaves += layer_leaves(config.layer_at(index), path, prefix)
     leaves.append(norm_leaf(("final_norm",), "model.norm", config.hidden_size))
     if not config.tie_word_embeddings:
         leaves.append(whole(("lm_head",), "lm_head.weight", matrix))

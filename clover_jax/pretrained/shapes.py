@@ -10,6 +10,7 @@ import dataclasses
 import functools
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -56,6 +57,10 @@ def _qwen3(width, inner, layers, heads, **options) -> BaseConfig:
     )
 
 
+def _experts(number: int, per_token: int, size: int) -> dict[str, Any]:
+    return {"num_experts": number, "experts_per_token": per_token, "expert_size": size}
+
+
 # From the config.json of each.
 SHAPES = {
     "llama3-8b": _llama(
@@ -63,6 +68,9 @@ SHAPES = {
     ),
     "llama3-70b": _llama(
         128_256, 8192, 28_672, 80, 64, 8, rope=_LLAMA3_ROPE, max_position_embeddings=8192
+    ),
+    "llama3-405b": _llama(
+        128_256, 16_384, 53_248, 126, 128, 8, rope=_LLAMA3_ROPE, max_position_embeddings=8192
     ),
     "llama2-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
     "vicuna-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
@@ -72,6 +80,41 @@ SHAPES = {
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32),
+    "qwen3-30b-a3b": dataclasses.replace(
+        _qwen3(2048, 6144, 48, 32), num_kv_heads=4, **_experts(128, 8, 768)
+    ),
+    "mixtral-8x7b": _llama(
+        32_000,
+        4096,
+        14_336,
+        32,
+        32,
+        8,
+        rope=_LONG_ROPE,
+        max_position_embeddings=32_768,
+        **_experts(8, 2, 14_336),
+    ),
+    "gemma3-27b": BaseConfig(
+        vocab_size=262_208,
+        hidden_size=5376,
+        intermediate_size=21_504,
+        num_layers=62,
+        num_heads=32,
+        num_kv_heads=16,
+        head_dim=128,
+        rms_norm_eps=1e-6,
+        rope=RopeConfig(theta=1e6, kind="linear", factor=8.0),
+        max_position_embeddings=131_072,
+        tie_word_embeddings=True,
+        query_key_norm=True,
+        sliding_window=1024,
+        score_scale=168**-0.5,
+        post_norms=True,
+        activation="gelu",
+        full_attention_layers=tuple(range(5, 62, 6)),
+        local_rope=RopeConfig(),
+        embedding_scale=5376**0.5,
+    ),
     # No model of this name: 125M parameters, larger than a CPU's caches and quick to make.
     "llama-100m": _llama(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
 }

@@ -43,6 +43,11 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "gate_up_bias": ("- F",),
     "down": ("F D",),
     "down_bias": ("-",),
+    # Experts, whole on every device but for their width.
+    "router": ("D -",),
+    "expert_gate": ("- D F",),
+    "expert_up": ("- D F",),
+    "expert_down": ("- F D",),
     # Clover-2 (and Clover): Attention Decoders and projectors.
     "query": ("D N -",),
     "query_bias": ("N -",),

@@ -36,8 +36,10 @@ GEMMA = {
     "embedding_scale": 32**0.5,
     "tie_word_embeddings": True,
 }
+EXPERTS = {"num_experts": 5, "experts_per_token": 2, "expert_size": 24, "dense_layers": (0,)}
 FAMILIES = {
     "gemma": (GEMMA, SMALL_TREE),
+    "experts": (EXPERTS, parse_tree("dynamic:5:3:2")),
     "alibi": ({"alibi": True}, parse_tree("dynamic:5:3:2")),
 }
 NEW_TOKENS = 24

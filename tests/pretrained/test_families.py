@@ -134,6 +134,12 @@ def test_a_config_without_architecture_is_known_by_its_model_type(tmp_path):
             "layer type 'linear' is not supported, only sliding_attention and full_attention",
         ),
         (
+            "MixtralForCausalLM",
+            {"num_experts_per_tok": 9},
+            r"num_experts_per_tok \(9\) is more than num_local_experts \(8\)",
+        ),
+        ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts must be a positive whole number"),
+        (
             "Gemma3ForCausalLM",
             {"use_bidirectional_attention": True},
             "use_bidirectional_attention is not supported: text is causal",

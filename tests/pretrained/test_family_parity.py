@@ -27,6 +27,7 @@ pytestmark = pytest.mark.parity
 SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
 NO_GROUPS = {"num_key_value_heads": 4}
 WINDOW = 7
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
 # Scores are scaled by another number than the heads' width; one layer has a window, one has none.
 GEMMA = {
     "head_dim": 16,
@@ -77,6 +78,11 @@ FAMILIES = {
     ),
     "phi3, a short window": Family(
         "Phi3", {"sliding_window": WINDOW, "pad_token_id": 0, **NO_GROUPS}
+    ),
+    "mixtral": Family("Mixtral", EXPERTS | {"sliding_window": WINDOW}),
+    "qwen3-moe, a dense layer": Family(
+        "Qwen3Moe",
+        EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": False},
     ),
     "gemma2, caps that bind and a short window": Family(
         "Gemma2",

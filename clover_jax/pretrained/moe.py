@@ -1,0 +1,123 @@
+"""Mixtral and Qwen3-MoE: Mistral's and Qwen3's attention, and experts in the place of the MLP."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
+from clover_jax.models.sliding_window import read_window
+from clover_jax.pretrained.family import Family
+from clover_jax.pretrained.llama_config import check_count, parse_llama_config
+from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed
+
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+MIXTRAL_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QWEN3_MOE_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+
+
+def parse_mixtral_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the fields of a Mixtral config into ours: experts in every layer."""
+    values = MIXTRAL_DEFAULTS | values | {"attention_bias": False, "mlp_bias": False}
+    config = parse_llama_config(values, path, generation)
+    window = read_window(values, path)
+    size = config.intermediate_size
+    return _with_experts(config, values, path, "num_local_experts", size, sliding_window=window)
+
+
+def parse_qwen3_moe_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the fields of a Qwen3-MoE config into ours: some layers may have one plain MLP."""
+    # Published configs and those that transformers writes name the number of experts otherwise.
+    name = "num_local_experts" if "num_local_experts" in values else "num_experts"
+    values = QWEN3_MOE_DEFAULTS | {name: 128} | values | {"mlp_bias": False}
+    for count in ("moe_intermediate_size", "decoder_sparse_step"):
+        check_count(values, count, path)
+    config = parse_llama_config(values, path, generation)
+
+    step, plain = values["decoder_sparse_step"], values["mlp_only_layers"] or []
+    dense = (i for i in range(config.num_layers) if i in plain or (i + 1) % step)
+    return _with_experts(
+        config,
+        values,
+        path,
+        name,
+        values["moe_intermediate_size"],
+        query_key_norm=True,
+        normed_weights=bool(values.get("norm_topk_prob", False)),
+        dense_layers=tuple(dense),
+        sliding_window=read_window(values, path) if values.get("use_sliding_window") else None,
+    )
+
+
+def _with_experts(
+    config: BaseConfig, values: dict[str, Any], path: Path, name: str, size: int, **changes: Any
+) -> BaseConfig:
+    for count in (name, "num_experts_per_tok"):
+        check_count(values, count, path)
+    number, chosen = values[name], values["num_experts_per_tok"]
+    if chosen > number:
+        raise UserError(f"{path}: num_experts_per_tok ({chosen}) is more than {name} ({number})")
+    experts = {"num_experts": number, "experts_per_token": chosen, "expert_size": size}
+    return dataclasses.replace(config, **experts, **changes)
+
+
+def mixtral_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return Llama's leaves, with experts by Mixtral's names."""
+    return _leaves(config, "block_sparse_moe", ("w1", "w3", "w2"))
+
+
+def qwen3_moe_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return Llama's leaves, with experts by Qwen3's names."""
+    return _leaves(config, "mlp", ("gate_proj", "up_proj", "down_proj"))
+
+
+def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
+    """Return the base's leaves; names: of an expert's gate, up and down, within the module."""
+    width, inner, number = config.hidden_size, config.expert_size, config.num_experts
+    shapes = ((width, inner), (width, inner), (inner, width))
+    sparse = [i for i in range(config.num_layers) if i not in config.dense_layers]
+
+    # The plain MLP gives way where there are experts.
+    leaves = [leaf for leaf in base_leaves(config) if not _is_mlp_of(leaf, sparse)]
+    for index in sparse:
+        path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.{module}"
+        leaves.append(transposed((*path, "router"), f"{prefix}.gate.weight", (width, number)))
+        for ours, name, shape in zip(EXPERTS, names, shapes, strict=True):
+            stored = (shape[::-1], shape[::-1], (1, 0))
+            pieces = tuple(
+                Piece(f"{prefix}.experts.{e}.{name}.weight", *stored, (e,)) for e in range(number)
+            )
+            leaves.append(Leaf((*path, ours), (number, *shape), pieces))
+    return leaves
+
+
+def _is_mlp_of(leaf: Leaf, layers: list[int]) -> bool:
+    return leaf.path[1:2] == ("mlp",) and int(leaf.path[0].removeprefix("layers_")) in layers
+
+
+MIXTRAL = Family(parse_mixtral_config, mixtral_leaves)
+QWEN3_MOE = Family(parse_qwen3_moe_config, qwen3_moe_leaves)
