@@ -101,10 +101,13 @@ class LayerConfig(JsonConfig):
     score_scale: what products of queries and keys are multiplied by; None is head_dim^-0.5.
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
     post_norms: what attention and MLP give passes an RMSNorm before it is added (Gemma 2 and 3).
-    activation: of the MLP's gate: "silu", or "gelu" in its approximation by tanh.
+    sinks: each query head has a score more in its softmax, learned and without a value (gpt-oss).
+    activation: of the MLP's gate: "silu", "gelu" in its approximation by tanh, or "clamped", which
+        is gpt-oss's.
     num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
         token reads experts_per_token; 0 is the one MLP for all.
     normed_weights: whether the weights of a token's experts are made to sum up to 1.
+    expert_bias: biases of the router and of all of the experts' matrices (gpt-oss).
     """
 
     hidden_size: int
@@ -128,6 +131,8 @@ class LayerConfig(JsonConfig):
     experts_per_token: int = 0
     expert_size: int = 0
     normed_weights: bool = True
+    expert_bias: bool = False
+    sinks: bool = False
 
     def __post_init__(self):
         # Each key head serves a whole group of query heads.
@@ -152,8 +157,8 @@ class LayerConfig(JsonConfig):
             )
         if self.sliding_window is not None and self.sliding_window < 1:
             raise ValueError(f"sliding_window ({self.sliding_window}) must be at least 1")
-        if self.activation not in ("silu", "gelu"):
-            raise ValueError(f"activation {self.activation!r} is not one of silu, gelu")
+        if self.activation not in ("silu", "gelu", "clamped"):
+            raise ValueError(f"activation {self.activation!r} is not one of silu, gelu, clamped")
 
     @property
     def num_groups(self) -> int:
@@ -209,6 +214,8 @@ class BaseConfig(JsonConfig):
     experts_per_token: int = 0
     expert_size: int = 0
     normed_weights: bool = True
+    expert_bias: bool = False
+    sinks: bool = False
     full_attention_layers: tuple[int, ...] = ()
     dense_layers: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
@@ -235,6 +242,8 @@ class BaseConfig(JsonConfig):
             experts_per_token=0,
             expert_size=0,
             normed_weights=True,
+            expert_bias=False,
+            mlp_bias=self.mlp_bias or self.expert_bias,
         )
 
     def layer_at(self, index: int) -> LayerConfig:

@@ -96,4 +96,10 @@ def _first_experts(mlp: Params, inner: int) -> Params:
         for name in ("expert_gate", "expert_up")
     )
     down = mlp["expert_down"][:count].reshape(inner, width) / count
-    return {"gate_up": jnp.stack([gate, up], axis=1), "down": down}
+    dense = {"gate_up": jnp.stack([gate, up], axis=1), "down": down}
+    if "router_bias" not in mlp:
+        return dense
+
+    sides = [mlp[f"expert_{side}_bias"][:count].reshape(-1) for side in ("gate", "up")]
+    mean = mlp["expert_down_bias"][:count].mean(axis=0)
+    return dense | {"gate_up_bias": jnp.stack(sides), "down_bias": mean}

@@ -223,7 +223,7 @@ def attend_path(
     if cache is not None:
         assert length is not None  # a cache and its lengths come together
         softmax = absorb_cache(query, cache, length, softmax, rules)
-    return finish(softmax, query.dtype)
+    return finish(softmax, query.dtype, rules)
 
 
 def _take_branches(x: Float[Array, "B V *rest"], index: Int[Array, "B W"]) -> Array:

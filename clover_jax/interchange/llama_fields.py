@@ -81,7 +81,8 @@ _BEYOND_LLAMA = {
     "score_scale": "its own scale of scores",
     "score_cap": "soft-capped scores",
     "post_norms": "norms after attention and MLP",
-    "activation": "GELU",
+    "sinks": "attention sinks",
+    "activation": "an activation of its own",
 }
 
 

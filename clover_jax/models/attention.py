@@ -127,12 +127,23 @@ def attend(
         assert length is not None  # a cache and its lengths come together
         rules = rules and rules.within(num_cached + size)
         softmax = absorb_cache(query, cache, length, softmax, rules)
-    return finish(softmax, query.dtype)
+    return finish(softmax, query.dtype, rules)
 
 
-def finish(softmax: RunningSoftmax, dtype: jnp.dtype) -> Float[Array, "B K G T H"]:
-    """Return the weighted mean of the values seen."""
+def finish(
+    softmax: RunningSoftmax, dtype: jnp.dtype, rules: ScoreRules | None = None
+) -> Float[Array, "B K G T H"]:
+    """Return the weighted mean of the values seen; sinks, if any, weigh nothing in."""
+    if rules is not None and rules.sinks is not None:
+        softmax = _absorb_sinks(softmax, rules.sinks.astype(jnp.float32)[:, :, None])
     return (softmax.mixed / softmax.total[..., None]).astype(dtype)
+
+
+def _absorb_sinks(old: RunningSoftmax, sinks: Float[Array, "K G 1"]) -> RunningSoftmax:
+    peak = jnp.maximum(old.peak, sinks)
+    shrink = jnp.exp(old.peak - peak)
+    total = old.total * shrink + jnp.exp(sinks - peak)
+    return RunningSoftmax(peak, total, old.mixed * shrink[..., None])
 
 
 def absorb_rows(

@@ -84,7 +84,10 @@ class SelfAttention(nn.Module):
 
         # The new keys and values stay outside of the cache until they are accepted.
         fresh = KeyValue(key=query_key[:, :, groups], value=fused[:, :, groups + 1])
-        rules = ScoreRules.of(cfg, positions)
+        sinks = None
+        if cfg.sinks:
+            sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_kv_heads, groups))
+        rules = ScoreRules.of(cfg, positions, sinks)
         mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, rules)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
         heads_last = jnp.moveaxis(mixed, 3, 1).reshape(len(x), mixed.shape[3], -1)

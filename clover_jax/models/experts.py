@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import LayerConfig
 from clover_jax.models.int8 import Int8Matrix, Matrix
-from clover_jax.models.layers import ACTIVATIONS, matrix_init
+from clover_jax.models.layers import gated, matrix_init
 
 
 class ExpertMLP(nn.Module):
@@ -30,13 +30,13 @@ class ExpertMLP(nn.Module):
         cfg = self.config
         number, width, inner = cfg.num_experts, cfg.hidden_size, cfg.expert_size
         router = self.param("router", matrix_init(width), (width, number))
-        gate = self.param("expert_gate", matrix_init(width), (number, width, inner))
-        up = self.param("expert_up", matrix_init(width), (number, width, inner))
-        down = self.param("expert_down", matrix_init(inner), (number, inner, width))
 
         # Each token's experts, and how much each counts.
         tokens = x.reshape(-1, width)
-        probability = jax.nn.softmax((tokens @ router).astype(jnp.float32))
+        scores = tokens @ router
+        if cfg.expert_bias:
+            scores = scores + self.param("router_bias", nn.initializers.zeros, (number,))
+        probability = jax.nn.softmax(scores.astype(jnp.float32))
         weight, chosen = jax.lax.top_k(probability, cfg.experts_per_token)
         if cfg.normed_weights:
             weight = weight / weight.sum(axis=-1, keepdims=True)
@@ -46,8 +46,17 @@ class ExpertMLP(nn.Module):
         order = jnp.argsort(expert)
         expert, rows = expert[order], tokens[order // cfg.experts_per_token]
         size = jnp.bincount(expert, length=number)
-        hidden = ACTIVATIONS[cfg.activation](_grouped(rows, gate, expert, size))
-        hidden = _grouped(hidden * _grouped(rows, up, expert, size), down, expert, size)
+
+        def product(rows: Array, name: str, inputs: int, outputs: int) -> Array:
+            matrix = self.param(name, matrix_init(inputs), (number, inputs, outputs))
+            result = _grouped(rows, matrix, expert, size)
+            if not cfg.expert_bias:
+                return result
+            shape = (number, outputs)
+            return result + self.param(f"{name}_bias", nn.initializers.zeros, shape)[expert]
+
+        gate, up = (product(rows, name, width, inner) for name in ("expert_gate", "expert_up"))
+        hidden = product(gated(cfg.activation, gate, up), "expert_down", inner, width)
 
         # Back in the order of tokens, whose own experts are summed up in an order of their own.
         given = hidden[jnp.argsort(order)].reshape(*chosen.shape, width)

@@ -13,6 +13,8 @@ from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import LayerConfig, RopeConfig
 from clover_jax.models.int8 import contract
 
+CLAMP, CLAMPED_GAIN = 7.0, 1.702  # of the activation "clamped"
+
 
 class RMSNorm(nn.Module):
     """x / rms(x) * scale, with the mean square taken in float32."""
@@ -92,7 +94,16 @@ def apply_rope(
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
-ACTIVATIONS = {"silu": jax.nn.silu, "gelu": jax.nn.gelu}
+def gated(
+    activation: str, gate: Float[Array, "*b F"], up: Float[Array, "*b F"]
+) -> Float[Array, "*b F"]:
+    """Return activation(gate) * up, or gpt-oss's: both bounded, and up + 1."""
+    if activation == "silu":
+        return jax.nn.silu(gate) * up
+    if activation == "gelu":
+        return jax.nn.gelu(gate) * up
+    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
+    return gate * jax.nn.sigmoid(CLAMPED_GAIN * gate) * (up + 1)
 
 
 class GatedMLP(nn.Module):
@@ -111,8 +122,7 @@ class GatedMLP(nn.Module):
         both = contract("btd,dcf->btcf", x, gate_up)
         if cfg.mlp_bias:
             both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))
-        gate = ACTIVATIONS[cfg.activation](both[:, :, 0])
-        hidden = contract("btf,fd->btd", gate * both[:, :, 1], down)
+        hidden = contract("btf,fd->btd", gated(cfg.activation, both[:, :, 0], both[:, :, 1]), down)
         if cfg.mlp_bias:
             hidden = hidden + self.param("down_bias", nn.initializers.zeros, (width,))
         return hidden

@@ -24,6 +24,7 @@ class ScoreRules:
     window: positions that a query sees, its own included; None hides nothing.
     slopes: [K, G] of ALiBi, by key head and query head; None adds nothing.
     scale, cap: of the scores, as `LayerConfig` has them.
+    sinks: [K, G] a score more for each query head, which has no value.
     """
 
     positions: Int[Array, "B T"]
@@ -31,14 +32,22 @@ class ScoreRules:
     slopes: np.ndarray | None = None
     scale: float | None = None
     cap: float | None = None
+    sinks: Float[Array, "K G"] | None = None
 
     @classmethod
-    def of(cls, config: LayerConfig, positions: Int[Array, "B T"]) -> ScoreRules | None:
+    def of(
+        cls,
+        config: LayerConfig,
+        positions: Int[Array, "B T"],
+        sinks: Float[Array, "K G"] | None = None,
+    ) -> ScoreRules | None:
         """Return the rules of a layer; None where it has none."""
         slopes = None
         if config.alibi:
             slopes = alibi_slopes(config.num_heads).reshape(config.num_kv_heads, -1)
-        rules = cls(positions, config.sliding_window, slopes, config.score_scale, config.score_cap)
+        rules = cls(
+            positions, config.sliding_window, slopes, config.score_scale, config.score_cap, sinks
+        )
         return None if rules._is_empty else rules
 
     def within(self, span: int) -> ScoreRules | None:
@@ -74,7 +83,7 @@ class ScoreRules:
     @property
     def _is_empty(self) -> bool:
         # Most models have no rule: None in place of rules leaves no trace in their programs.
-        rules = (self.window, self.slopes, self.scale, self.cap)
+        rules = (self.window, self.slopes, self.scale, self.cap, self.sinks)
         return all(rule is None for rule in rules)
 
     def _back(self, key_positions: Int[Array, "*b S"]) -> Int[Array, "B 1 1 T S"]:

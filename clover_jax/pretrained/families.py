@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,6 +12,7 @@ from clover_jax.errors import UserError
 from clover_jax.pretrained.baichuan import BAICHUAN
 from clover_jax.pretrained.family import Adjust, Family
 from clover_jax.pretrained.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
+from clover_jax.pretrained.gpt_oss import GPT_OSS
 from clover_jax.pretrained.llama_config import parse_llama_config
 from clover_jax.pretrained.mistral_qwen_config import (
     parse_mistral_config,
@@ -19,6 +21,7 @@ from clover_jax.pretrained.mistral_qwen_config import (
 )
 from clover_jax.pretrained.moe import MIXTRAL, QWEN3_MOE
 from clover_jax.pretrained.phi import PHI3
+from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf
 from clover_jax.storage.json_files import read_json_object
 
@@ -32,6 +35,7 @@ ARCHITECTURES = {
     "BaichuanForCausalLM": BAICHUAN,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen3MoeForCausalLM": QWEN3_MOE,
+    "GptOssForCausalLM": GPT_OSS,
     "Phi3ForCausalLM": PHI3,
     "Gemma2ForCausalLM": GEMMA2,
     "Gemma3ForCausalLM": GEMMA3,
@@ -45,6 +49,7 @@ MODEL_TYPES = {
     "qwen3": "Qwen3ForCausalLM",
     "mixtral": "MixtralForCausalLM",
     "qwen3_moe": "Qwen3MoeForCausalLM",
+    "gpt_oss": "GptOssForCausalLM",
     "phi3": "Phi3ForCausalLM",
     "gemma2": "Gemma2ForCausalLM",
     "gemma3_text": "Gemma3ForCausalLM",
@@ -57,13 +62,14 @@ class Checkpoint(NamedTuple):
     """The config of a folder and what it says about the weights beside it.
 
     leaves: where they lie in the params. adjust: what is done to each before it is used. ignored:
-    tensors that the family's text does not need.
+    tensors that the family's text does not need. files: opens the weight files.
     """
 
     config: BaseConfig
     leaves: list[Leaf]
     adjust: Adjust
-    ignored: re.Pattern[str] | None = None
+    ignored: re.Pattern[str] | None
+    files: Callable[[Path], TensorFiles]
 
     def is_harmless(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without its being read.
@@ -91,7 +97,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     generation_path = directory / "generation_config.json"
     generation = read_json_object(generation_path) if generation_path.is_file() else {}
     config = family.parse(values, path, generation)
-    return Checkpoint(config, family.leaves(config), family.adjust(values), family.ignored)
+    adjust = family.adjust(values)
+    return Checkpoint(config, family.leaves(config), adjust, family.ignored, family.files)
 
 
 def read_architecture(directory: Path) -> str:

@@ -12,6 +12,7 @@ import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf
 
 # From the fields of config.json, its path for messages, and those of generation_config.json.
@@ -32,6 +33,7 @@ class Family:
     leaves: where the stored tensors lie in the params.
     adjust: from config.json's fields, what is done to a stored tensor, by its name, before it is
         used.
+    files: opens the weight files of a folder.
     ignored: names of stored tensors that no text needs, as a regular expression; None ignores none.
     """
 
@@ -39,3 +41,4 @@ class Family:
     leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
     adjust: Callable[[dict[str, Any]], Adjust] = lambda values: unchanged
     ignored: re.Pattern[str] | None = None
+    files: Callable[[Path], TensorFiles] = TensorFiles

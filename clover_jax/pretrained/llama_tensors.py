@@ -72,6 +72,10 @@ def layer_leaves(
         for name in ("query", "key"):
             stored = f"{prefix}self_attn.{name[0]}_norm.weight"
             leaves.append(whole((*attention, f"{name}_norm"), stored, (config.head_dim,)))
+    if config.sinks:  # one for each query head
+        shape = (config.num_kv_heads, config.num_groups)
+        piece = Piece(f"{prefix}self_attn.sinks", (config.num_heads,), shape, (0, 1))
+        leaves.append(Leaf((*attention, "sinks"), shape, (piece,)))
     if config.qkv_bias:
         leaves.append(_qkv_bias(config, attention, f"{prefix}self_attn."))
     if config.output_bias:

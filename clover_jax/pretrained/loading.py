@@ -96,7 +96,7 @@ def open_base(source: str) -> BaseModel:
 
 
 def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
-    files = TensorFiles(directory)
+    files = checkpoint.files(directory)
     files.check(stored_shapes(checkpoint.leaves), harmless=checkpoint.is_harmless)
     return files
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +45,7 @@ def parse_mixtral_config(
     config = parse_llama_config(values, path, generation)
     window = read_window(values, path)
     size = config.intermediate_size
-    return _with_experts(config, values, path, "num_local_experts", size, sliding_window=window)
+    return with_experts(config, values, path, "num_local_experts", size, sliding_window=window)
 
 
 def parse_qwen3_moe_config(
@@ -60,7 +61,7 @@ def parse_qwen3_moe_config(
 
     step, plain = values["decoder_sparse_step"], values["mlp_only_layers"] or []
     dense = (i for i in range(config.num_layers) if i in plain or (i + 1) % step)
-    return _with_experts(
+    return with_experts(
         config,
         values,
         path,
@@ -73,9 +74,10 @@ def parse_qwen3_moe_config(
     )
 
 
-def _with_experts(
+def with_experts(
     config: BaseConfig, values: dict[str, Any], path: Path, name: str, size: int, **changes: Any
 ) -> BaseConfig:
+    """Return a config with experts of width `size`, as many as the field `name` says."""
     for count in (name, "num_experts_per_tok"):
         check_count(values, count, path)
     number, chosen = values[name], values["num_experts_per_tok"]
@@ -102,7 +104,7 @@ def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> lis
     sparse = [i for i in range(config.num_layers) if i not in config.dense_layers]
 
     # The plain MLP gives way where there are experts.
-    leaves = [leaf for leaf in base_leaves(config) if not _is_mlp_of(leaf, sparse)]
+    leaves = [leaf for leaf in base_leaves(config) if not is_mlp_of(leaf, sparse)]
     for index in sparse:
         path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.{module}"
         leaves.append(transposed((*path, "router"), f"{prefix}.gate.weight", (width, number)))
@@ -115,7 +117,8 @@ def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> lis
     return leaves
 
 
-def _is_mlp_of(leaf: Leaf, layers: list[int]) -> bool:
+def is_mlp_of(leaf: Leaf, layers: Collection[int]) -> bool:
+    """Say whether a leaf belongs to the MLP of one of these layers."""
     return leaf.path[1:2] == ("mlp",) and int(leaf.path[0].removeprefix("layers_")) in layers
 
 

@@ -61,7 +61,7 @@ def _from_one(leaf: Leaf, name: str) -> Leaf:
             piece,
             name=stored,
             shape=(ends[-1], piece.shape[1]),
-            rows=slice(end - piece.shape[0], end),
+            part=(slice(end - piece.shape[0], end),),
         )
         for piece, end in zip(leaf.pieces, ends, strict=True)
     )

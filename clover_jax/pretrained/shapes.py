@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import re
 from pathlib import Path
 from typing import Any
@@ -82,6 +83,32 @@ SHAPES = {
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32),
     "qwen3-30b-a3b": dataclasses.replace(
         _qwen3(2048, 6144, 48, 32), num_kv_heads=4, **_experts(128, 8, 768)
+    ),
+    "gpt-oss-20b": BaseConfig(
+        vocab_size=201_088,
+        hidden_size=2880,
+        intermediate_size=2880,
+        num_layers=24,
+        num_heads=64,
+        num_kv_heads=8,
+        head_dim=64,
+        rope=RopeConfig(
+            theta=150_000.0,
+            kind="yarn",
+            factor=32.0,
+            original_max_position_embeddings=4096,
+            truncate=False,
+            attention_factor=0.1 * math.log(32) + 1,
+        ),
+        max_position_embeddings=131_072,
+        qkv_bias=True,
+        output_bias=True,
+        sliding_window=128,
+        full_attention_layers=tuple(range(1, 24, 2)),
+        sinks=True,
+        expert_bias=True,
+        activation="clamped",
+        **_experts(32, 4, 2880),
     ),
     "mixtral-8x7b": _llama(
         32_000,

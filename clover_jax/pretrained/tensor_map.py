@@ -30,7 +30,7 @@ class Piece:
     split: the shape it is reshaped to ...
     axes: ... and the permutation applied then.
     index: the part of the leaf that it fills; `...` alone is the whole leaf.
-    rows: those of the stored tensor that it takes, where several pieces share one.
+    part: what it takes of the stored tensor, where several pieces share one.
 
     Example: k_proj [K H, D] fills qkv [D, K, G + 2, H] at index (:, :, G) with split (K, H, D)
     and axes (2, 0, 1).
@@ -41,11 +41,11 @@ class Piece:
     split: tuple[int, ...]
     axes: tuple[int, ...]
     index: tuple = (...,)
-    rows: slice = slice(None)
+    part: tuple = (...,)
 
     def to_ours(self, stored: np.ndarray) -> np.ndarray:
         """Return a stored tensor in our order of axes, as a view."""
-        return stored[self.rows].reshape(self.split).transpose(self.axes)
+        return stored[self.part].reshape(self.split).transpose(self.axes)
 
     def unpermuted(self, leaf: np.ndarray) -> np.ndarray:
         """Return this piece of a leaf in the stored order, split as it is, as a view."""
@@ -84,7 +84,7 @@ def stored_shapes(leaves: Iterable[Leaf]) -> dict[str, tuple[int, ...]]:
 def assemble(leaves: Iterable[Leaf], read: Callable[[str], np.ndarray], place: Place) -> Params:
     """Read every leaf and return the tree of placed arrays.
 
-    read: returns a stored tensor by name; called once for each.
+    read: returns a stored tensor by name; called once for each leaf that has a part of it.
     place: puts a finished leaf on its device (or its shards). Each is released before the next
         one is read, so that the host holds one leaf at a time beside the result.
     """

@@ -37,6 +37,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "qkv_bias": ("K - -",),
     "query_norm": ("-",),
     "key_norm": ("-",),
+    "sinks": ("K -",),
     "out": ("K - - D",),
     "out_bias": ("-",),
     "gate_up": ("D - F",),
@@ -45,6 +46,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "down_bias": ("-",),
     # Experts, whole on every device but for their width.
     "router": ("D -",),
+    "router_bias": ("-",),
+    "expert_gate_bias": ("- F",),
+    "expert_up_bias": ("- F",),
+    "expert_down_bias": ("- -",),
     "expert_gate": ("- D F",),
     "expert_up": ("- D F",),
     "expert_down": ("- F D",),

@@ -37,16 +37,33 @@ GEMMA = {
     "tie_word_embeddings": True,
 }
 EXPERTS = {"num_experts": 5, "experts_per_token": 2, "expert_size": 24, "dense_layers": (0,)}
+GPT_OSS = EXPERTS | {
+    "sliding_window": 3,
+    "full_attention_layers": (1,),
+    "sinks": True,
+    "expert_bias": True,
+    "activation": "clamped",
+    "qkv_bias": True,
+    "output_bias": True,
+}
 FAMILIES = {
     "gemma": (GEMMA, SMALL_TREE),
     "experts": (EXPERTS, parse_tree("dynamic:5:3:2")),
+    "sinks and biased experts": (GPT_OSS, SMALL_TREE),
     "alibi": ({"alibi": True}, parse_tree("dynamic:5:3:2")),
 }
 NEW_TOKENS = 24
 PROMPTS = random_prompts(8, seed=3)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+# What experts need is in the family with sinks too.
+SLOW = ("experts",)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in FAMILIES],
+)
 def test_speculative_text_equals_plain_text(family):
     changes, tree = FAMILIES[family]
     config = dataclasses.replace(TINY, num_layers=2, **changes)

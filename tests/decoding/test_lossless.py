@@ -4,6 +4,7 @@
 distribution comes from full forwards over every possible text.
 """
 
+import dataclasses
 import functools
 import itertools
 
@@ -21,8 +22,8 @@ from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import CopyTree, parse_tree
-from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
-from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.drafters.drafter import base_logits, with_draft_rows
+from clover_jax.models.decoder import Decoder, causal_mask
 from tests.layer_heads import KINDS, lively_head
 from tests.tiny_models import DRAFTERS, SMALL_TREE, TRAINING_FREE, random_base, random_head
 
@@ -41,14 +42,16 @@ BIAS, EOS = np.array([0.7, -1.0, 0.3, 0.0, 1.5], np.float32), 4
 
 
 @functools.cache
-def peaked_params():
+def peaked_params(base=BASE):
     """Logits spread over several units, so that acceptance and residuals matter."""
-    params = dict(random_base(BASE))
+    params = dict(random_base(base))
     return {**params, "lm_head": params["lm_head"] * 40}
 
 
 @functools.cache
-def exact(temperature: float, top_p: float, biased: bool = False) -> np.ndarray:
+def exact(
+    temperature: float, top_p: float, biased: bool = False, base: BaseConfig = BASE
+) -> np.ndarray:
     """Return the probability of every text of LENGTH tokens, [V] * LENGTH.
 
     biased: with BIAS, and without EOS before the last token.
@@ -56,9 +59,9 @@ def exact(temperature: float, top_p: float, biased: bool = False) -> np.ndarray:
     texts = np.array(list(itertools.product(range(5), repeat=LENGTH)))
     tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
-    params = peaked_params()
-    output = Decoder(BASE).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
-    logits = np.asarray(project(frozen_from_base(params).lm_head, output.hidden["post_norm"]))
+    params = peaked_params(base)
+    output = Decoder(base).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
+    logits = np.asarray(base_logits(base, params, output.hidden["post_norm"]))
     probability = np.ones(len(texts))
     for i in range(LENGTH):
         here = logits[:, len(PROMPT) - 1 + i].astype(np.float64)
@@ -76,16 +79,19 @@ def exact(temperature: float, top_p: float, biased: bool = False) -> np.ndarray:
     return probability
 
 
-def sample(tree, draft_sampling, temperature, top_p, drafter="clover2", biased=False) -> np.ndarray:
+def sample(
+    tree, draft_sampling, temperature, top_p, drafter="clover2", biased=False, base=BASE
+) -> np.ndarray:
     """Return SAMPLES texts of LENGTH tokens, decoded speculatively.
 
     drafter: one of DRAFTERS, or a head and its params.
     """
-    drafter = random_head(BASE, drafter) if isinstance(drafter, str) else drafter
+    drafter = random_head(base, drafter) if isinstance(drafter, str) else drafter
     head, draft_params = drafter if tree.num_nodes else (None, {})
     sampling = SamplingConfig("lossless", draft_sampling, truncate=top_p < 1, biased=biased)
-    config = StepConfig(BASE, head, tree, sampling)
-    base_params = with_draft_rows(peaked_params(), head.config) if head else peaked_params()
+    config = StepConfig(base, head, tree, sampling)
+    base_params = peaked_params(base)
+    base_params = with_draft_rows(base_params, head.config) if head else base_params
     weights = Weights(base_params, draft_params)
     keys = jax.random.split(jax.random.key(7), SAMPLES)
     rows = RowSampling(
@@ -103,7 +109,7 @@ def sample(tree, draft_sampling, temperature, top_p, drafter="clover2", biased=F
     )
     start = len(PROMPT)
     end = jnp.full(SAMPLES, start, jnp.int32)  # a weak type would compile the step twice
-    state = empty_state(BASE, head, tree, SAMPLES, 16, 1, jnp.float32)
+    state = empty_state(base, head, tree, SAMPLES, 16, 1, jnp.float32)
     state = state.replace(
         tokens=state.tokens.at[:, :start].set(jnp.array(PROMPT)),
         end=end,
@@ -173,6 +179,15 @@ def test_texts_are_distributed_as_plain_sampling(drafter, tree, draft_sampling, 
     head = lively_head(drafter, BASE) if drafter in KINDS else drafter
     texts = sample(TREES[tree], draft_sampling, *warping, head)
     assert p_value(texts, exact(*warping)) > 1e-3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafter", ["clover2", "clover_lr", "medusa"])
+def test_texts_of_experts_and_capped_logits_are_distributed_as_plain_sampling_s(drafter):
+    experts = {"num_experts": 4, "experts_per_token": 2, "expert_size": 8}
+    base = dataclasses.replace(BASE, logit_cap=2.0, score_cap=1.0, **experts)
+    texts = sample(SMALL_TREE, "sampled", 1.0, 1.0, drafter, base=base)
+    assert p_value(texts, exact(1.0, 1.0, base=base)) > 1e-3
 
 
 @pytest.mark.parametrize(

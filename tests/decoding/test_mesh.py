@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from tests.decoding.test_families import FAMILIES
 from tests.tiny_models import DRAFTERS, TRAINING_FREE
 
 SETUP = """
@@ -83,6 +84,22 @@ def test_copies_are_accepted_on_every_mesh_as_on_one_device(run_python, name):
     for mesh, rows in zip(meshes, split, strict=True):
         assert json.loads(rows) == json.loads(alone), mesh
     assert any(max(accepted) > 4 for _, accepted in json.loads(alone))
+
+
+OF_FAMILY = TOKENS.replace(
+    "base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)",
+    "from tests.decoding.test_families import FAMILIES\n"
+    "base = dataclasses.replace(TINY, num_layers=2, **FAMILIES[sys.argv.pop(1)][0])",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_gives_the_same_tokens_on_a_mesh(run_python, family):
+    meshes = ("tensor=2", "data=2,fsdp=2", "data=2,fsdp=2,tensor=2")
+    alone, *split = run_python(OF_FAMILY, family, "", *meshes, devices=8).splitlines()
+    for mesh, rows in zip(meshes, split, strict=True):
+        assert json.loads(rows) == json.loads(alone), mesh
 
 
 @pytest.mark.slow

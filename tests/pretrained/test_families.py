@@ -138,6 +138,12 @@ def test_a_config_without_architecture_is_known_by_its_model_type(tmp_path):
             {"num_experts_per_tok": 9},
             r"num_experts_per_tok \(9\) is more than num_local_experts \(8\)",
         ),
+        ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "swiglu_alpha 1.702 and swiglu_limit 5.0 are"),
+        (
+            "GptOssForCausalLM",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantised checkpoints are not supported",
+        ),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts must be a positive whole number"),
         (
             "Gemma3ForCausalLM",

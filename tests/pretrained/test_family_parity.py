@@ -28,6 +28,7 @@ SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 
 NO_GROUPS = {"num_key_value_heads": 4}
 WINDOW = 7
 EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
+GPT_OSS = EXPERTS | {"sliding_window": WINDOW, "intermediate_size": 64}
 # Scores are scaled by another number than the heads' width; one layer has a window, one has none.
 GEMMA = {
     "head_dim": 16,
@@ -61,6 +62,8 @@ FAMILIES = {
         "Qwen3",
         {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
     ),
+    "gpt-oss, a short window": Family("GptOss", GPT_OSS),
+    "gpt-oss, experts in mxfp4": Family("GptOss", GPT_OSS | {"sliding_window": 100}, "mxfp4"),
     "phi3, fused matrices and longrope of a part of each head": Family(
         "Phi3",
         {
@@ -209,7 +212,32 @@ def repack_multimodal(model, folder) -> Logits:
     return functools.partial(torch_logits, model)
 
 
+def repack_mxfp4(model, folder) -> Logits:
+    """gpt-oss as published: experts of four bits, and biases that are not zero."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    stored = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in [name for name in tensors if ".experts." in name]:
+            if name.endswith("_bias"):
+                stored[name].normal_(std=0.2)
+                tensors[name] = stored[name].numpy()
+                continue
+            number, inputs, outputs = tensors.pop(name).shape
+            blocks = rng.integers(256, size=(number, outputs, inputs // 32, 16), dtype=np.uint8)
+            scales = rng.integers(123, 126, size=blocks.shape[:3], dtype=np.uint8)
+            packed = (torch.tensor(blocks), torch.tensor(scales))
+            stored[name].copy_(convert_moe_packed_tensors(*packed, dtype=torch.float32))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    edit_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    return functools.partial(torch_logits, model)
+
+
 REPACKS = {
+    "mxfp4": repack_mxfp4,
     "rotary": repack_rotary,
     "alibi": repack_alibi,
     "normalised": repack_normalised,

@@ -12,7 +12,7 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.pretrained.shapes import base_shapes
+from clover_jax.pretrained.shapes import base_shapes, shape_config
 from clover_jax.sharding.device_bytes import bytes_per_device
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.sharding.placement import decode_state_shardings, param_shardings, row_shardings
@@ -105,6 +105,18 @@ def test_the_norms_of_queries_and_keys_are_on_every_device():
     found = specs(param_shardings(base_shapes(config), MESH))
     names = ("query_norm", "key_norm")
     assert [found[f"layers_0/attention/{name}"] for name in names] == [P(None), P(None)]
+
+
+def test_experts_are_split_by_their_width_and_sinks_by_heads():
+    base = shape_config("shape:gpt-oss-20b:1")
+    found = specs(param_shardings(base_shapes(base), MESH))
+    names = ("attention/sinks", "mlp/expert_gate", "mlp/expert_down", "mlp/router")
+    assert [found[f"layers_0/{name}"] for name in names] == [
+        P("tensor", None),
+        P(None, "fsdp", "tensor"),
+        P(None, "tensor", "fsdp"),
+        P("fsdp", None),
+    ]
 
 
 def test_fewer_heads_than_shards_are_on_every_device():

@@ -1,0 +1,150 @@
+"""gpt-oss: experts with biases, attention sinks, every second layer with a window, MXFP4 weights.
+
+The published experts are MXFP4: 32 numbers of four bits share a power of two, and two of them one
+byte, the first in its lower half. All of them are numbers of bfloat16 too, as which they are read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
+from clover_jax.models.layers import CLAMP, CLAMPED_GAIN
+from clover_jax.models.sliding_window import read_full_layers, read_window
+from clover_jax.pretrained.family import Family
+from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.moe import is_mlp_of, with_experts
+from clover_jax.pretrained.tensor_files import READABLE, TensorFiles
+from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
+
+DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 150_000.0,
+    "num_local_experts": 128,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "attention_bias": True,
+    "swiglu_alpha": CLAMPED_GAIN,
+    "swiglu_limit": CLAMP,
+}
+YARN = {"rope_type": "yarn", "factor": 32.0, "truncate": False}
+YARN_LENGTH = {"original_max_position_embeddings": 4096}
+FP4 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
+FP4 = np.concatenate([FP4, -FP4])  # the highest of four bits is the sign
+SCALE_BIAS = 127
+BLOCKS, SCALES = "_blocks", "_scales"
+
+
+def parse_gpt_oss_config(
+    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
+) -> BaseConfig:
+    """Turn the fields of a gpt-oss config into ours; of quantized weights MXFP4 is read."""
+    values = DEFAULTS | values | {"mlp_bias": False}
+    if values.get("rope_scaling") is None and values.get("rope_parameters") is None:
+        values["rope_parameters"] = YARN | YARN_LENGTH
+    quantization = values.get("quantization_config")
+    if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
+        values["quantization_config"] = None
+    if (values["swiglu_alpha"], values["swiglu_limit"]) != (CLAMPED_GAIN, CLAMP):
+        raise UserError(
+            f"{path}: swiglu_alpha {values['swiglu_alpha']} and swiglu_limit "
+            f"{values['swiglu_limit']} are not supported, only {CLAMPED_GAIN} and {CLAMP}"
+        )
+
+    config = parse_llama_config(values, path, generation)
+    full = tuple(range(1, config.num_layers, 2))
+    if values.get("layer_types") is not None:
+        full = read_full_layers(values, 0, path)
+    return with_experts(
+        config,
+        values,
+        path,
+        "num_local_experts",
+        config.intermediate_size,
+        sinks=True,
+        expert_bias=True,
+        activation="clamped",
+        sliding_window=read_window(values, path),
+        full_attention_layers=full,
+    )
+
+
+def gpt_oss_leaves(config: BaseConfig) -> list[Leaf]:
+    """Return Llama's leaves, with experts that are stored together, gate and up in turns."""
+    number, width, inner = config.num_experts, config.hidden_size, config.expert_size
+    leaves = [leaf for leaf in base_leaves(config) if not is_mlp_of(leaf, range(config.num_layers))]
+    for index in range(config.num_layers):
+        path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.mlp"
+        leaves += [
+            transposed((*path, "router"), f"{prefix}.router.weight", (width, number)),
+            whole((*path, "router_bias"), f"{prefix}.router.bias", (number,)),
+            whole((*path, "expert_down"), f"{prefix}.experts.down_proj", (number, inner, width)),
+            whole((*path, "expert_down_bias"), f"{prefix}.experts.down_proj_bias", (number, width)),
+        ]
+        for kind, shape in (("", (number, width, inner)), ("_bias", (number, inner))):
+            both = f"{prefix}.experts.gate_up_proj{kind}"
+            leaves.append(_every_second((*path, f"expert_gate{kind}"), both, shape, 0))
+            leaves.append(_every_second((*path, f"expert_up{kind}"), both, shape, 1))
+    return leaves
+
+
+def _every_second(path: tuple[str, ...], name: str, shape: tuple[int, ...], first: int) -> Leaf:
+    """Return the leaf that is every second column of a stored tensor, from `first` on."""
+    stored, part = (*shape[:-1], 2 * shape[-1]), (..., slice(first, None, 2))
+    return Leaf(path, shape, (Piece(name, stored, shape, tuple(range(len(shape))), part=part),))
+
+
+class Mxfp4Files(TensorFiles):
+    """Weight files in which blocks and scales of MXFP4 are one tensor, [X, inputs, outputs]."""
+
+    def __init__(self, directory: Path):
+        super().__init__(directory)
+        self._packed: set[str] = set()
+        names = [name.removesuffix(BLOCKS) for name in self.shapes if name.endswith(BLOCKS)]
+        for name in names:
+            # Whatever is misshapen stays under its own names, which no config asks for.
+            blocks, scales = self.shapes[name + BLOCKS], self.shapes.get(name + SCALES)
+            if len(blocks) != 4 or blocks[3] != 16 or scales != blocks[:3]:
+                continue
+            del self.shapes[name + BLOCKS], self.shapes[name + SCALES]
+            self.shapes[name] = (blocks[0], 32 * blocks[2], blocks[1])
+            self._places[name] = self._places[name + BLOCKS]
+            self._packed.add(name)
+
+    def read(
+        self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
+    ) -> np.ndarray:
+        """Return one tensor, or a slice along its first axis; MXFP4 as bfloat16."""
+        if name not in self._packed:
+            return super().read(name, rows, types)
+        blocks = super().read(name + BLOCKS, rows, ("U8",))
+        return widen_mxfp4(blocks, super().read(name + SCALES, rows, ("U8",)))
+
+
+def widen_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
+    """Return what [X, O, I / 32, 16] bytes and [X, O, I / 32] exponents stand for, [X, I, O].
+
+    Source: the OCP Microscaling formats, version 1.0; transformers' reader of gpt-oss.
+    """
+    number, outputs, groups, _ = blocks.shape
+    wide = np.empty((number, 32 * groups, outputs), ml_dtypes.bfloat16)
+    # One expert at a time: in float32 all of them would take twice the result.
+    for expert in range(number):
+        halves = np.stack([blocks[expert] & 0x0F, blocks[expert] >> 4], axis=-1)
+        numbers = FP4[halves].reshape(outputs, groups, 32)
+        exponents = scales[expert, :, :, None].astype(np.int32) - SCALE_BIAS
+        wide[expert] = np.ldexp(numbers, exponents).reshape(outputs, -1).T
+    return wide
+
+
+GPT_OSS = Family(parse_gpt_oss_config, gpt_oss_leaves, files=Mxfp4Files)
