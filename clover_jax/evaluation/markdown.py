@@ -135,6 +135,8 @@ def _positions(name: str, report: Mapping[str, Any]) -> str:
         "conditional hit rate": cell["conditional_hit_rate"],
         **{f"top-{k} accuracy": accuracy.get(f"top_{k}", []) for k in (1, 3, 5)},
     }
+    # What drafts from the text has no accuracy, and a deep tree may never be accepted to its end.
+    columns = {column: _to_last(values) for column, values in columns.items() if values}
     # The head may go deeper than the tree, so columns differ in length.
     count = max(map(len, columns.values()), default=0)
     rows = [
@@ -144,6 +146,12 @@ def _positions(name: str, report: Mapping[str, Any]) -> str:
     return f"### {name}\n\n" + table(["position", *columns], rows)
 
 
+def _to_last(values: Sequence[float]) -> Sequence[float]:
+    """Return values up to the last that is not 0, and the first in any case."""
+    end = max((i for i, value in enumerate(values) if value), default=0)
+    return values[: end + 1]
+
+
 def _acceptance(name: str, report: Mapping[str, Any]) -> str:
     cell = report["methods"][name]["overall"]
     forwards = max(cell["target_forwards"], 1)
@@ -151,7 +159,7 @@ def _acceptance(name: str, report: Mapping[str, Any]) -> str:
         ["accepted", "forwards", "share"],
         [
             [k, count, number(100 * count / forwards, 1, " %")]
-            for k, count in enumerate(cell["accepted_histogram"])
+            for k, count in enumerate(_to_last(cell["accepted_histogram"]))
         ],
     )
     contexts = table(
@@ -316,6 +324,7 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
     def joined(part: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in part.items())
 
+    flags = manifest["flags"].items()
     rows = [
         ["finished at", manifest["finished_at"]],
         ["git revision", manifest["git_revision"]],
@@ -323,10 +332,14 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
         ["hardware", joined(manifest["hardware"])],
         ["base", f"{manifest['base']['source']}, {manifest['base']['hash']}"],
         ["prompts", f"{manifest['prompts']['source']}, {manifest['prompts']['hash']}"],
-        *(
-            [f"draft {name}", f"{one['kind']}, {one['source']}, step {one['steps']}, {one['hash']}"]
-            for name, one in manifest["drafts"].items()
-        ),
-        ["flags", " ".join(f"--{name}={value}" for name, value in manifest["flags"].items())],
+        *([f"draft {name}", _drafted_by(one)] for name, one in manifest["drafts"].items()),
+        ["flags", " ".join(f"--{name}={value}" for name, value in flags if value is not None)],
     ]
     return table(["entry", "value"], rows)
+
+
+def _drafted_by(draft: Mapping[str, Any]) -> str:
+    # Lookup and recycle were not trained, and have no weights.
+    if draft["steps"] is None and draft["source"] == draft["kind"]:
+        return f"{draft['kind']}, from the text"
+    return f"{draft['kind']}, {draft['source']}, step {draft['steps']}, {draft['hash']}"

@@ -27,3 +27,21 @@ def test_one_task_has_one_table(finished):
     assert [page.count("## By task") for page in pages] == [1, 0]
     assert "## Overall (task writing)" in pages[1]
     assert [page.count("| tokens/s | speed-up |") for page in pages] == [4, 1]
+
+
+def test_positions_that_were_never_accepted_and_empty_columns_are_left_out(finished):
+    report = copy.deepcopy(finished.report)
+    name = next(iter(report["manifest"]["drafts"]))
+    cell = report["methods"][name]["overall"]
+    cell |= {"hit_rate": [0.5, 0, 0], "conditional_hit_rate": [0.5, 0, None], "accuracy": None}
+    cell["accepted_histogram"] = [5, 5, 0, 0]
+    report["manifest"]["drafts"][name] |= {"kind": "lookup", "source": "lookup", "steps": None}
+    page = report_text(report, [])
+    table = page.split("## By position")[1].split("###")[1].strip().splitlines()[2:]
+    assert table[0] == "| position | joint hit rate | conditional hit rate |"
+    assert table[2:] == ["| 0 | 0.500 | 0.500 |"]
+    accepted = page.split("## Accepted drafted tokens")[1].split("| tokens before")[0]
+    assert "\n| 1 | 5 |" in accepted
+    assert "\n| 2 |" not in accepted
+    assert f"| draft {name} | lookup, from the text |" in page
+    assert "=None" not in page
