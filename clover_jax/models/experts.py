@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import LayerConfig
 from clover_jax.models.int8 import Int8Matrix, Matrix
-from clover_jax.models.layers import gated, matrix_init
+from clover_jax.models.layers import activate, let_through, matrix_init
 
 
 class ExpertMLP(nn.Module):
@@ -56,7 +56,8 @@ class ExpertMLP(nn.Module):
             return result + self.param(f"{name}_bias", nn.initializers.zeros, shape)[expert]
 
         gate, up = (product(rows, name, width, inner) for name in ("expert_gate", "expert_up"))
-        hidden = product(gated(cfg.activation, gate, up), "expert_down", inner, width)
+        hidden = activate(cfg.activation, gate) * let_through(cfg.activation, up)
+        hidden = product(hidden, "expert_down", inner, width)
 
         # Back in the order of tokens, whose own experts are summed up in an order of their own.
         given = hidden[jnp.argsort(order)].reshape(*chosen.shape, width)

@@ -94,16 +94,19 @@ def apply_rope(
     return jnp.concatenate(parts, axis=-1).astype(x.dtype)
 
 
-def gated(
-    activation: str, gate: Float[Array, "*b F"], up: Float[Array, "*b F"]
-) -> Float[Array, "*b F"]:
-    """Return activation(gate) * up, or gpt-oss's: both bounded, and up + 1."""
+def activate(activation: str, gate: Float[Array, "*b F"]) -> Float[Array, "*b F"]:
+    """Return the activation of an MLP's gate."""
     if activation == "silu":
-        return jax.nn.silu(gate) * up
+        return jax.nn.silu(gate)
     if activation == "gelu":
-        return jax.nn.gelu(gate) * up
-    gate, up = jnp.minimum(gate, CLAMP), jnp.clip(up, -CLAMP, CLAMP)
-    return gate * jax.nn.sigmoid(CLAMPED_GAIN * gate) * (up + 1)
+        return jax.nn.gelu(gate)
+    gate = jnp.minimum(gate, CLAMP)
+    return gate * jax.nn.sigmoid(CLAMPED_GAIN * gate)
+
+
+def let_through(activation: str, up: Float[Array, "*b F"]) -> Float[Array, "*b F"]:
+    """Return what an activated gate is multiplied by: for gpt-oss's bounded, and one more."""
+    return jnp.clip(up, -CLAMP, CLAMP) + 1 if activation == "clamped" else up
 
 
 class GatedMLP(nn.Module):
@@ -122,7 +125,9 @@ class GatedMLP(nn.Module):
         both = contract("btd,dcf->btcf", x, gate_up)
         if cfg.mlp_bias:
             both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))
-        hidden = contract("btf,fd->btd", gated(cfg.activation, both[:, :, 0], both[:, :, 1]), down)
+        kind = cfg.activation
+        hidden = activate(kind, both[:, :, 0]) * let_through(kind, both[:, :, 1])
+        hidden = contract("btf,fd->btd", hidden, down)
         if cfg.mlp_bias:
             hidden = hidden + self.param("down_bias", nn.initializers.zeros, (width,))
         return hidden

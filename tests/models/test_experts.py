@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix
-from clover_jax.models.layers import gated
+from clover_jax.models.layers import activate
 from clover_jax.quantization import quantize_params
 from tests.tiny_models import TINY
 
@@ -44,7 +44,7 @@ def one_token(params, x):
             x @ params[f"expert_{side}"][expert] + params[f"expert_{side}_bias"][expert]
             for side in ("gate", "up")
         )
-        hidden = gated(CONFIG.activation, gate, up)
+        hidden = activate(CONFIG.activation, gate) * up
         total += weight * (hidden @ params["expert_down"][expert])
         total += weight * params["expert_down_bias"][expert]
     return total
