@@ -100,6 +100,8 @@ def test_a_head_of_another_rotary_base_is_not_written(tmp_path, folder, base, ro
     [
         ({"alibi": True}, "this head has ALiBi, as its base has, but the official Clover-2 layout"),
         ({"query_key_norm": True}, "this head has query and key norms, as its base has, but"),
+        ({"post_norms": True}, "this head has norms after attention and MLP, as its base has, but"),
+        ({"sinks": True}, "this head has attention sinks, as its base has, but"),
         ({"qkv_bias": True}, "has qkv_bias True and output_bias False"),
     ],
 )
