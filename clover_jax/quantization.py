@@ -48,6 +48,7 @@ INPUTS = {
     "projector_1": (0, 1),
     "fc": (0, 1),
     "fuse": (0, 1),
+    "token_mix": (0,),
     "block": (0,),
     "inward": (0, 1),
     "weight": (1,),

@@ -71,20 +71,29 @@ def absorb_positions(
     return TrunkOutput(last, write_rows(cache, fresh, ordered_after(start, last)))
 
 
-def from_last_layer(config: DrafterConfig, base_params: Params, num_layers: int) -> Params:
+def from_last_layer(
+    config: DrafterConfig, base_params: Params, num_layers: int, in_order: bool = False
+) -> Params:
     """Return augmenting_0 .. as copies of the base's last layer that rotates as they do.
 
+    in_order: of the last `num_layers` up to that one instead, one each, however they rotate; a base
+        of fewer repeats its first.
     Of experts the first few become one MLP, as many as a token reads, each counting as much: what
     the layer gives where its router prefers none.
     """
-    # The deepest layer is nearest to what the head predicts.
+    # The deepest layers are nearest to what the head predicts.
     layers = [name for name in base_params if name.startswith("layers_")]
     last = max(int(name.removeprefix("layers_")) for name in layers)
     chosen = last if config.base_layer is None else config.base_layer
-    layer = base_params[f"layers_{chosen}"]
-    if "router" in layer["mlp"]:
-        layer = {**layer, "mlp": _first_experts(layer["mlp"], config.layer.intermediate_size)}
-    return {f"augmenting_{i}": layer for i in range(num_layers)}
+
+    new = {}
+    for i in range(num_layers):
+        back = num_layers - 1 - i if in_order else 0
+        layer = base_params[f"layers_{max(chosen - back, 0)}"]
+        if "router" in layer["mlp"]:
+            layer = {**layer, "mlp": _first_experts(layer["mlp"], config.layer.intermediate_size)}
+        new[f"augmenting_{i}"] = layer
+    return new
 
 
 def _first_experts(mlp: Params, inner: int) -> Params:

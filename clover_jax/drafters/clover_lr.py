@@ -13,15 +13,19 @@ its layers, h_t its last one, and E the rows of lm_head:
     s^i = GRU(s^{i-1}, W_e e_{t+1+i})                      the regressive connection, rank r
     logits^i = lm_head u^i + R C s^i                       proposes x_{t+2+i}; C s^0 counts as 0
 
+With `token_input=linear` the newest token enters by a matrix instead, with e' its row of the base's
+input embedding, as EAGLE's layer reads it: a_t = x_t + W_t unit(e'_{t+1}), one [D, D] for the three
+of an Attention Decoder.
+
 unit(x) has a mean square of 1. A base's last state may be tens of times larger than its rows of
 lm_head: left so (`unit_inputs=false`), as Clover-2 leaves them, the head learns slowly what a token
 says.
 
-W_f, W_i [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; the trunk as in
-Clover-2; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero, so that the
-correction begins at nothing; R = lm_head Q with Q the r directions along which lm_head's rows are
-longest, so that similar tokens begin with similar corrections. But for `unit`, position 0 begins as
-Clover-2's.
+W_f, W_i, W_t [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; the trunk as in
+Clover-2; W_t random; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero, so
+that the correction begins at nothing; R = lm_head Q with Q the r directions along which lm_head's
+rows are longest, so that similar tokens begin with similar corrections. But for `unit` and W_t,
+position 0 begins as Clover-2's.
 
 Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
 corrected logits; position i weighs 0.8^i.
@@ -46,6 +50,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters import layer_drafter
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafted_tokens import most_probable_tokens, some_replaced
@@ -68,6 +73,7 @@ from clover_jax.models.score_rules import soft_cap
 NOISE = 0.01  # of the initialisation, as Clover-2's
 DEFAULT_RANK = 256
 DEFAULT_FEATURES = 3
+TOKEN_INPUTS = ("attention_decoder", "linear")
 METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8)
 
 
@@ -79,6 +85,9 @@ class CloverLRConfig(DrafterConfig):
     num_augmenting_layers: depth of the Augmenting Block.
     unit_inputs: whether states and tokens are scaled to a mean square of 1 before the head.
     drafted_share: of the tokens fed back in training, those of its own at the end of the run.
+    token_input: how the newest token enters the trunk; one of TOKEN_INPUTS.
+    layers_in_order: whether the Augmenting Block begins as the base's last layers, one each, rather
+        than with all of its layers as the base's last one.
     """
 
     kind: str = "clover_lr"
@@ -86,6 +95,8 @@ class CloverLRConfig(DrafterConfig):
     num_augmenting_layers: int = 2
     unit_inputs: bool = True
     drafted_share: float = 0.0
+    token_input: str = "attention_decoder"
+    layers_in_order: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -110,7 +121,12 @@ class CloverLRConfig(DrafterConfig):
                 f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
                 "block proposes no more"
             )
-        check_heads(self.layer)
+        if self.token_input not in TOKEN_INPUTS:
+            raise ValueError(
+                f"token_input {self.token_input!r} is not one of {', '.join(TOKEN_INPUTS)}"
+            )
+        if self.token_input == "attention_decoder":
+            check_heads(self.layer)
 
 
 class CloverLRState(struct.PyTreeNode):
@@ -142,7 +158,10 @@ class CloverLR(nn.Module):
         matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
         if num_features > 1:
             self.fuse = self.param("fuse", zeros, (num_features - 1, width, width))
-        self.attention_decoder_1 = AttentionDecoder(cfg.layer)
+        if cfg.token_input == "linear":
+            self.token_mix = self.param("token_mix", matrix, (width, width))
+        else:
+            self.attention_decoder_1 = AttentionDecoder(cfg.layer)
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
         # One matrix of P D columns: a stack of P is laid out anew at every step.
@@ -267,10 +286,18 @@ class CloverLR(nn.Module):
         return self._embed(frozen, tokens) @ self.token_in
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
-        token = self._embed(frozen, next_tokens)
-        x = self.attention_decoder_1(self._unit(self._fused(features)), token)
+        x = self._with_token(frozen, self._unit(self._fused(features)), next_tokens)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh
+
+    def _with_token(
+        self, frozen: Frozen, x: Float[Array, "B S D"], tokens: Int[Array, "B S"]
+    ) -> Float[Array, "B S D"]:
+        """Return a_t."""
+        if self.config.token_input == "linear":
+            token = self._unit(layer_drafter.embed(self.config, frozen, tokens))
+            return x + contract("...d,de->...e", token, self.token_mix)
+        return self.attention_decoder_1(x, self._embed(frozen, tokens))
 
     def _fused(self, features: Float[Array, "B S F"]) -> Float[Array, "B S D"]:
         if len(self.config.features) == 1:
@@ -304,6 +331,8 @@ def make_config(
     num_features: int | None = None,
     unit_inputs: bool = True,
     drafted_share: float = 0.0,
+    token_input: str = "attention_decoder",
+    layers_in_order: bool = False,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> CloverLRConfig:
@@ -332,6 +361,8 @@ def make_config(
         num_augmenting_layers=num_augmenting_layers,
         unit_inputs=unit_inputs,
         drafted_share=drafted_share,
+        token_input=token_input,
+        layers_in_order=layers_in_order,
         loss=loss or METHOD_LOSS,
     )
 
@@ -354,13 +385,16 @@ def init_from_base(
     # As in Clover-2, the decoder starts by passing its input on.
     query, key_value = noisy(identity), noisy(jnp.stack([identity, jnp.zeros_like(identity)], 1))
     lm_head = base_params.get("lm_head", base_params["embedding"])
-    name = "attention_decoder_1"
-    new: dict[str, Any] = from_last_layer(config, base_params, config.num_augmenting_layers) | {
-        name: with_matrices(params[name], query, key_value),
+    layers = config.num_augmenting_layers, config.layers_in_order
+    new: dict[str, Any] = from_last_layer(config, base_params, *layers) | {
         "trunk_norm": final_norm,
         "head_norm": final_norm,
         "block": noisy(jnp.broadcast_to(identity[:, None], params["block"].shape)),
     }
+
+    if config.token_input == "attention_decoder":
+        name = "attention_decoder_1"
+        new[name] = with_matrices(params[name], query, key_value)
 
     # The correction starts at nothing, along the directions that tell tokens apart best.
     if config.rank:

@@ -64,6 +64,7 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "projector_1_bias": ("-",),
     # Clover-LR: its block of proposals, and what lives in the few dimensions of the correction.
     "fuse": ("- D E",),
+    "token_mix": ("D E",),
     "block": ("D - E",),
     "block_bias": ("- -",),
     "correction_out": ("V R",),

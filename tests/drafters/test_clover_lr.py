@@ -10,6 +10,7 @@ import pytest
 
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
+from clover_jax.drafters.augmenting import from_last_layer
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss
@@ -126,12 +127,31 @@ def test_every_parameter_learns_from_drafted_tokens_and_the_choice_has_no_gradie
         ({"drafted_share": 1.5}, r"drafted_share \(1.5\) must lie between 0 and 1"),
         ({"drafted_share": 0.5, "rank": 0}, "rank 0 feeds no token back"),
         ({"features": ("pre_norm", "layer_1")}, "the last of the features .* must be pre_norm"),
+        ({"token_input": "mlp"}, "token_input 'mlp' is not one of attention_decoder, linear"),
         ({"max_depth": 9}, r"max_depth \(9\) must be num_positions \(5\)"),
     ],
 )
 def test_impossible_heads_are_refused(changes, message):
     with pytest.raises(ValueError, match=message):
         head_with(loss=LossSpec(), **changes)
+
+
+def test_a_head_that_does_not_say_how_its_token_enters_has_an_attention_decoder():
+    config = random_head(name="clover_lr")[0].config
+    written = config.to_dict()
+    del written["token_input"]  # as in cards of earlier heads
+    assert registry.config_from_dict(written).token_input == "attention_decoder"
+
+
+def test_the_trunk_begins_as_the_last_layers_one_each_where_it_is_told_to():
+    base, (head, params) = random_base(), random_head(name="clover_lr-bare")
+    assert head.config.layers_in_order
+    for mine, theirs in (("augmenting_0", "layers_1"), ("augmenting_1", "layers_2")):
+        jax.tree.map(np.testing.assert_array_equal, params[mine], base[theirs])
+    shallow = {name: base[name] for name in ("layers_0", "layers_1")}
+    layers = from_last_layer(head.config, shallow, 3, in_order=True)
+    expected = ("layers_0", "layers_0", "layers_1")
+    assert all(layers[f"augmenting_{i}"] is base[name] for i, name in enumerate(expected))
 
 
 @pytest.mark.parametrize("count", [0, -3, TINY.num_layers + 1])
