@@ -99,9 +99,9 @@ class Slots:
         return None in self._rows
 
     @property
-    def is_reading(self) -> bool:
-        """Whether a prompt is still to be read."""
-        return bool(self._reading)
+    def num_reading(self) -> int:
+        """Rows whose prompts are still to be read."""
+        return len(self._reading)
 
     def add(self, request: Request) -> int:
         """Give a request a free slot and return it; `read_prompts` reads its prompt.

@@ -31,6 +31,7 @@ from clover_jax.serving.options import ServeOptions
 
 RETRY_SECONDS = 5  # until a full queue may have room
 MOST_STEPS = 8  # between two looks at the queue
+MOST_WAITED = 4  # steps for which rows that decode wait while others are read
 # A chunk of steps lasts about this long, so that text flows and who comes or goes is seen soon.
 CHUNK_SECONDS = 0.02
 
@@ -214,11 +215,10 @@ class Scheduler:
             return not self._is_closing
 
     def _advance(self) -> None:
-        """Read prompts for as long as a step lasts, run a chunk of steps, hand out what it gave."""
-        # Who decodes waits twice as long for a step, and who joins does not wait for many steps.
-        self._slots.read_prompts(max(CHUNK_SECONDS, self._step_seconds))
+        """Read prompts for a while, run a chunk of steps, hand out what it gave."""
+        self._slots.read_prompts(self._reading_seconds())
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
-        num_steps = 1 if self._slots.is_reading else max(1, min(num_steps, MOST_STEPS))
+        num_steps = 1 if self._slots.num_reading else max(1, min(num_steps, MOST_STEPS))
         started = time.perf_counter()
         given = self._slots.advance(num_steps)
         if not given:
@@ -234,6 +234,15 @@ class Scheduler:
                     del self._running[new.slot]
                     self._left.discard(new.slot)
             self._tell(job, new)
+
+    def _reading_seconds(self) -> float:
+        """Return for how long to read prompts before the next steps."""
+        # A step costs as much for few rows as for many. So where more rows wait to be read than
+        # decode, as after a burst, they are read first; one that joins many costs them a step.
+        reading = self._slots.num_reading
+        decoding = max(len(self._running) - reading, 1)
+        steps = min(max(reading / decoding, 1), MOST_WAITED)
+        return max(CHUNK_SECONDS, steps * self._step_seconds)
 
     def _tell(self, job: _Job, news: NewTokens | Exception) -> None:
         try:

@@ -49,7 +49,7 @@ def test_others_decode_while_a_long_prompt_is_read(engine):
     slots.read_prompts()
     late = slots.add(Request(1, long[:1] * 100, 5))
     steps = []
-    while slots.is_reading:
+    while slots.num_reading:
         slots.read_prompts(seconds=0)
         steps.append([new.slot for new in slots.advance(1)])
     assert steps == [[first], [first], [first], [first, late]]  # 100 tokens are 4 chunks
