@@ -7,9 +7,12 @@ keys and values stay outside the cache until they are accepted.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import math
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
 from typing import NamedTuple
 
 import jax
@@ -93,6 +96,21 @@ class RunningSoftmax(NamedTuple):
     peak: Array
     total: Array
     mixed: Array
+
+
+# (query, cache, length, rules) -> the sums over the cache; None where it cannot take the rules
+CacheReader = Callable[[Array, KeyValue, Array, ScoreRules | None], RunningSoftmax | None]
+_reader: ContextVar[CacheReader | None] = ContextVar("cache_reader", default=None)
+
+
+@contextlib.contextmanager
+def caches_read_by(reader: CacheReader | None) -> Iterator[None]:
+    """Let programs traced meanwhile read every cache by a kernel; None reads as ever."""
+    token = _reader.set(reader)
+    try:
+        yield
+    finally:
+        _reader.reset(token)
 
 
 def attend(
@@ -188,7 +206,11 @@ def absorb_cache(
     softmax: RunningSoftmax,
     rules: ScoreRules | None = None,
 ) -> RunningSoftmax:
-    """Go on over the first length[b] rows of a committed cache, in chunks."""
+    """Go on over the first length[b] rows of a committed cache: by a kernel, or in chunks."""
+    reader = _reader.get()
+    read_at_once = reader and reader(query, cache, length, rules)
+    if read_at_once is not None:
+        return _merge(softmax, read_at_once)
 
     def read(softmax: RunningSoftmax, policy: CacheReadPolicy) -> RunningSoftmax:
         return _read_rows(query, cache, length, softmax, rules, policy)
@@ -196,6 +218,17 @@ def absorb_cache(
     # All platforms are traced; the compiler keeps its own.
     paths = {name: functools.partial(read, policy=READ_POLICIES[name]) for name in READ_POLICIES}
     return jax.lax.platform_dependent(softmax, default=paths.pop("cpu"), **paths)
+
+
+def _merge(one: RunningSoftmax, other: RunningSoftmax) -> RunningSoftmax:
+    """Return the softmax over the keys of both."""
+    peak = jnp.maximum(one.peak, other.peak)
+    ours, theirs = jnp.exp(one.peak - peak), jnp.exp(other.peak - peak)
+    return RunningSoftmax(
+        peak=peak,
+        total=one.total * ours + other.total * theirs,
+        mixed=one.mixed * ours[..., None] + other.mixed * theirs[..., None],
+    )
 
 
 def _read_rows(
