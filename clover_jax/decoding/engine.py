@@ -84,6 +84,7 @@ class Engine:
         source_size: int = 0,
         adapts: bool = False,
         mesh: Mesh | None = None,
+        attention: str = "xla",
     ):
         """Prepare the programs; nothing compiles before the first request.
 
@@ -95,6 +96,7 @@ class Engine:
             allow, each a program of its own; otherwise all run by `sampling`.
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes,
             and made more, so that each device has as many.
+        attention: who reads the committed caches, as in `StepConfig`.
         Raises UserError when the tree does not suit the head (see StepConfig).
         """
         # A CPU computes a chunk slowly, so a small one wastes less on short prompts.
@@ -103,7 +105,7 @@ class Engine:
         if CACHE_CHUNK % prefill_size:
             raise ValueError(f"prefill_size ({prefill_size}) must divide {CACHE_CHUNK}")
         try:
-            self.config = StepConfig(base, head, tree, sampling)
+            self.config = StepConfig(base, head, tree, sampling, attention)
         except ValueError as error:
             raise UserError(str(error)) from error
 

@@ -12,7 +12,7 @@ from clover_jax.decoding.commit import cut, keep_rows
 from clover_jax.decoding.sampling import add_bias, draw, warp
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
-from clover_jax.decoding.step import StepConfig, Weights, tree_features
+from clover_jax.decoding.step import StepConfig, Weights, reads_caches, tree_features
 from clover_jax.drafters.drafter import AcceptedPositions, base_logits, frozen_from_base
 from clover_jax.models.cache import ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, causal_mask
@@ -20,6 +20,7 @@ from clover_jax.sharding.placement import gathered_in_use
 from clover_jax.sharding.top_k import argmax
 
 
+@reads_caches
 def prefill_chunk(
     config: StepConfig, size: int, weights: Weights, state: DecodeState, start: Int[Array, ""]
 ) -> tuple[DecodeState, Scores | None]:
@@ -60,6 +61,7 @@ def _tokens_after(state: DecodeState, start: Array, size: int) -> Int[Array, "B 
     return jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
 
 
+@reads_caches
 def absorb_prompt(
     config: StepConfig, weights: Weights, state: DecodeState, features: Array, start: Array
 ) -> DecodeState:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from clover_jax.decoding.accept import (
     log_softmax,
 )
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
+from clover_jax.decoding.cache_reading import reading
 from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.copies import add_copies, count_copies, guessed_scores
 from clover_jax.decoding.draft import (
@@ -62,18 +64,22 @@ from clover_jax.models.cache import Cache
 from clover_jax.sharding.placement import by_rows, gathered_in_use
 from clover_jax.sharding.top_k import argmax
 
+Result = TypeVar("Result")
+
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
     """Everything static of a step: equal configs share one compiled program.
 
     head: None for plain decoding, with the tree that has no nodes.
+    attention: who reads the committed caches, "xla" or "pallas".
     """
 
     base: BaseConfig
     head: DraftHead | None
     tree: Tree
     sampling: SamplingConfig = GREEDY
+    attention: str = "xla"
 
     def __post_init__(self):
         if (self.head is None) != (self.tree.num_nodes == 0):
@@ -179,6 +185,17 @@ def weights_for(
     return Weights(base_params, draft_params if draft_params is not None else {})
 
 
+def reads_caches(stage: Callable[..., Result]) -> Callable[..., Result]:
+    """Let a stage, whose first argument is the config, read caches as that says."""
+
+    @functools.wraps(stage)
+    def run(config: StepConfig, *arguments: Any) -> Result:
+        with reading(config.attention):
+            return stage(config, *arguments)
+
+    return run
+
+
 def speculate_and_verify(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, StepRecord]:
@@ -224,6 +241,7 @@ def absorb_and_draft(
         return state, draft_tree(config, weights, state, root, absorbed.state)
 
 
+@reads_caches
 def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
     """Let the head take in the positions that the last step accepted."""
     assert config.head is not None  # plain decoding drafts nothing
@@ -242,6 +260,7 @@ def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> 
     return Absorbed(head_state, cache)
 
 
+@reads_caches
 def draft_tree(
     config: StepConfig,
     weights: Weights,
@@ -286,6 +305,7 @@ def _with_copies(
     return Drafted(copied, copy=best)
 
 
+@reads_caches
 def verify_tree(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> Verified:

@@ -178,14 +178,14 @@ def rows_of_process(batch_size: int, mesh: Mesh) -> list[int]:
 def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     """Return the placement of a decode state, or of its caches: rows first, then heads.
 
-    A cache is [B, K, S, H], the only leaves with four dimensions. Rows that cannot be split evenly
-    (the single one of a prefill) and heads that cannot are on every device.
+    A cache is [B, K, S, H]; no other leaf of a state has four dimensions. Rows that cannot be split
+    evenly (the single one of a prefill) and heads that cannot are on every device.
     """
     shape = shape_of(mesh)
 
     def place(leaf: Any) -> NamedSharding:
         rows = ROWS if leaf.shape[0] % shape.num_row_shards == 0 else None
-        if leaf.ndim != 4:
+        if leaf.ndim < 4:
             return NamedSharding(mesh, PartitionSpec(rows))
         # Axis 1 of a cache is K, the key heads.
         heads = "tensor" if leaf.shape[1] % shape.tensor == 0 else None
@@ -235,6 +235,20 @@ def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
         return function(*arrays)
     rows = PartitionSpec(ROWS)
     return jax.shard_map(function, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
+
+
+def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:
+    """Apply a function to the rows and heads that each device of the mesh in use has.
+
+    arrays: as in a decode state; what is made of them lies as the first of them.
+    For a kernel, which the compiler cannot split.
+    """
+    mesh = _mesh_in_use()
+    if mesh is None or mesh.size == 1:
+        return function(*arrays)
+    in_specs = jax.tree.map(lambda place: place.spec, decode_state_shardings(arrays, mesh))
+    split = jax.shard_map(function, in_specs=in_specs, out_specs=in_specs[0], check_vma=False)
+    return split(*arrays)
 
 
 def _mesh_in_use() -> AnyMesh | None:

@@ -1,0 +1,94 @@
+"""Decoding with the kernel for TPU, interpreted: the same text, and no trace of it where unused."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.state import empty_state
+from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
+from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.errors import UserError
+from clover_jax.loading.models import resolve_attention
+from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
+
+SMALL = dataclasses.replace(TINY, num_layers=1)
+
+
+def decoded(tree, attention, name="clover2", base=SMALL, count=2):
+    head, params = random_head(base, name)
+    engine = Engine(base, head, tree, batch_size=2, attention=attention)
+    return engine.generate(random_base(base), params, random_prompts(count), 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("medusa", SMALL_TREE),  # no attention of its own, so only the base's is compiled
+        pytest.param("clover2", SMALL_TREE, marks=pytest.mark.slow),
+        pytest.param("clover_lr", parse_tree("dynamic:9:3"), marks=pytest.mark.slow),
+        pytest.param("eagle", parse_tree("paper25"), marks=pytest.mark.slow),
+        pytest.param("dflash2", parse_tree("paper25"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_kernel_writes_the_text_that_xla_writes(name, tree):
+    by_kernel = decoded(tree, "pallas", name)
+    by_xla = decoded(tree, "xla", name)
+    assert [row.output_ids for row in by_kernel] == [row.output_ids for row in by_xla]
+    assert [row.accepted for row in by_kernel] == [row.accepted for row in by_xla]
+
+
+def test_the_kernel_leaves_no_trace_in_other_programs():
+    root = TreeConfig.root_only()
+    state = empty_state(SMALL, None, root, 2, 64, 8, jnp.float32)
+
+    def program(config):
+        step = functools.partial(speculate_and_verify, config)
+        return jax.jit(step).lower(Weights(random_base(SMALL), {}), state).as_text()
+
+    usual = StepConfig(SMALL, None, root)
+    before = program(usual)
+    assert "read_cache" in program(dataclasses.replace(usual, attention="pallas"))
+    assert program(usual) == before
+    assert "read_cache" not in before
+
+
+# A kernel is split by hand: each device reads the rows and heads that it has.
+ON_A_MESH = """
+import json, sys
+from clover_jax.decoding.engine import Engine
+from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
+
+head, params = random_head()
+for shape, attention in (("", "xla"), ("data=2,tensor=2", "pallas"), ("tensor=4", "pallas")):
+    mesh = make_mesh(parse_mesh(shape, 4)) if shape else None
+    engine = Engine(TINY, head, SMALL_TREE, batch_size=3, mesh=mesh, attention=attention)
+    rows = engine.generate(random_base(), params, random_prompts(6), 12)
+    print(json.dumps([[row.output_ids, row.accepted] for row in rows]))
+"""
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_kernel_reads_the_rows_and_heads_of_each_device(run_python):
+    alone, *split = run_python(ON_A_MESH, devices=4).splitlines()
+    assert split == [alone] * 2
+
+
+@pytest.mark.slow
+def test_the_kernel_knows_windows_and_soft_caps():
+    base = dataclasses.replace(TINY, num_layers=2, sliding_window=7, score_cap=1.0)
+    by_kernel = decoded(SMALL_TREE, "pallas", base=base)
+    by_xla = decoded(SMALL_TREE, "xla", base=base)
+    assert [row.output_ids for row in by_kernel] == [row.output_ids for row in by_xla]
+
+
+def test_a_gpu_has_no_kernel():
+    assert resolve_attention("auto", "cuda") == resolve_attention("xla", "cuda") == "xla"
+    assert resolve_attention("pallas", "tpu") == "pallas"
+    with pytest.raises(UserError, match="--attention=pallas is a kernel for TPU"):
+        resolve_attention("pallas", "cuda")
