@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from typing import NamedTuple
 
 # These do no work: their result is their operands' memory under another name.
 _ALIASES = {
@@ -32,6 +33,10 @@ _CALLS = re.compile(r"calls=%?([\w.\-]+)")
 _CONDITION = re.compile(r"condition=%?([\w.\-]+)")
 _OPERAND = re.compile(r"%([\w.\-]+)")
 _CYCLES = re.compile(r'"estimated_cycles":"(\d+)"')
+# A kernel's own, as `pl.CostEstimate` states it: the compiler has no cycles for one.
+_DECLARED = re.compile(
+    r'"cost_estimate":\{"flops":"(\d+)","transcendentals":"\d+","bytes_accessed":"(\d+)"'
+)
 _SOURCE = re.compile(r'op_name="([^"]*)"')
 _TRIPS = re.compile(r'"known_trip_count":\{"n":"(\d+)"')
 _CHANNEL = re.compile(r"\bchannel_id=(\d+)")
@@ -65,6 +70,13 @@ class ArrayShape:
         return f"{self.dtype}[{','.join(map(str, self.dims))}]"
 
 
+class Declared(NamedTuple):
+    """The work that a kernel says it does."""
+
+    flops: int
+    num_bytes: int
+
+
 @dataclasses.dataclass(frozen=True)
 class Instruction:
     """One line of a computation.
@@ -78,6 +90,7 @@ class Instruction:
     channel: of a collective; its parts share it where it runs beside other work.
     trips: of a loop; None where the compiler does not say it.
     crosses_calls: whether the call before has already fetched its result into fast memory.
+    declared: of a kernel that declares its work.
     """
 
     name: str
@@ -94,6 +107,7 @@ class Instruction:
     channel: int | None = None
     trips: int | None = None
     crosses_calls: bool = False
+    declared: Declared | None = None
 
     @property
     def body(self) -> str:
@@ -172,6 +186,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
         digits = attribute(pattern)
         return None if digits is None else int(digits)
 
+    declared = _DECLARED.search(after)
     # A conditional lists its branches by themselves, or names the two of a truth value.
     branches = _OPERAND.findall(attribute(_BRANCHES) or "")
     return Instruction(
@@ -189,6 +204,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
         channel=number(_CHANNEL),
         trips=number(_TRIPS),
         crosses_calls="cross_program_prefetch_index=" in after,
+        declared=None if declared is None else Declared(int(declared[1]), int(declared[2])),
     )
 
 

@@ -6,6 +6,7 @@ trips: how often loops run whose count is data; a program does not say.
 from __future__ import annotations
 
 import collections
+import dataclasses
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -68,11 +69,51 @@ def _scope(instruction: Instruction, parts: Sequence[str]) -> str | None:
     return None
 
 
-def moved_by_part(program: Program, trips: Trips) -> dict[str, float]:
+@dataclasses.dataclass(frozen=True)
+class Live:
+    """How much of the caches is read: `share` of arrays [B, K, positions, H]."""
+
+    share: float
+    positions: int
+
+
+def moved_by_part(program: Program, trips: Trips, live: Live) -> dict[str, float]:
     """Return the bytes that each stage of a decode step reads and writes in main memory."""
-    return sum_by_part(
-        program, lambda where, one: program.moved_bytes(where, one) * program.times(where, trips)
+
+    def moved(where: Computation, one: Instruction) -> float:
+        once = program.moved_bytes(where, one)
+        return (once - _unread_bytes(where, one, live)) * program.times(where, trips)
+
+    return sum_by_part(program, moved)
+
+
+def _unread_bytes(where: Computation, kernel: Instruction, live: Live) -> float:
+    """Return the bytes of a kernel's operands that it leaves alone: caches beyond a row's end."""
+    if kernel.declared is None:
+        return 0.0
+    operands = [where.instructions[name] for name in kernel.operands if name in where.instructions]
+    caches = (
+        operand.result_bytes
+        for operand in operands
+        if len(operand.results) == 1 and operand.results[0].dims[2:3] == (live.positions,)
     )
+    return (1 - live.share) * sum(caches)
+
+
+def kernel_seconds(program: Program, chip: Chip, trips: Trips, live: Live) -> dict[str, float]:
+    """Return the least time of each part's kernels: the bytes that they move, or declared products.
+
+    For what the compiler knows no cycles of.
+    """
+
+    def seconds(where: Computation, one: Instruction) -> float:
+        if one.declared is None:
+            return 0.0
+        moved = program.moved_bytes(where, one) - _unread_bytes(where, one, live)
+        least = chip.floor(moved, live.share * one.declared.flops)
+        return least * program.times(where, trips)
+
+    return {part: least for part, least in sum_by_part(program, seconds).items() if least}
 
 
 def estimated_seconds(

@@ -1,5 +1,6 @@
 """Reading compiled programs: small ones made here, and the forms that TPU programs come in."""
 
+import dataclasses
 import functools
 
 import jax
@@ -7,7 +8,15 @@ import jax.numpy as jnp
 
 from clover_jax.xla.hlo import Program, Sent
 from clover_jax.xla.hlo_text import short_source
-from clover_jax.xla.program_costs import cache_turns, part_of, sum_by_part
+from clover_jax.xla.program_costs import (
+    Live,
+    cache_turns,
+    kernel_seconds,
+    moved_by_part,
+    part_of,
+    sum_by_part,
+)
+from clover_jax.xla.targets import CHIPS
 
 # What matters of a program for TPU: S(1) is fast memory, a fusion's inside is never stored.
 TPU = """HloModule jit_step, is_scheduled=true
@@ -343,3 +352,24 @@ def test_what_has_no_scope_belongs_to_the_first_part_that_uses_it():
     # The divided product reads both operands and writes float32 parts, which the sum reads twice.
     product, addition = 8 * 64 * 2 + 64 * 32 * 2 + 2 * 8 * 32 * 4, 2 * 2 * 8 * 32 * 4 + 8 * 32 * 2
     assert moved["draft"] == product + addition
+
+
+KERNEL = """HloModule jit_step, is_scheduled=true
+
+ENTRY %main.1 (query: bf16[2,4,10,128], key: bf16[2,4,1000,128]) -> f32[2,4,10,128] {
+  %query = bf16[2,4,10,128]{3,2,1,0:T(8,128)(2,1)S(1)} parameter(0)
+  %key = bf16[2,4,1000,128]{3,2,1,0:T(8,128)(2,1)} parameter(1)
+  ROOT %read_cache.1 = f32[2,4,10,128]{3,2,1,0:T(8,128)} custom-call(%query, %key), custom_call_target="tpu_custom_call", metadata={op_name="jit(step)/verify/read_cache/pallas_call"}, backend_config={"custom_call_config":{"body":"TUzv","cost_estimate":{"flops":"4096000","transcendentals":"80000","bytes_accessed":"2109440","remote_bytes_transferred":"0"}}}
+}
+"""  # noqa: E501
+
+
+def test_a_kernel_counts_what_it_declares_and_the_live_part_of_the_cache():
+    program, live = Program(KERNEL), Live(share=0.25, positions=1000)
+    _, kernel = next(program.instructions())
+    assert kernel.declared == (4096000, 2109440)
+    written, cache = 4 * 2 * 4 * 10 * 128, 2 * 2 * 4 * 1000 * 128
+    assert moved_by_part(program, 1, live) == {"verify": written + cache / 4}
+    # Whichever takes longer: at this rate the products.
+    chip = dataclasses.replace(CHIPS["v6e"], bandwidth=1e15, matrix_rate=4096)
+    assert kernel_seconds(program, chip, 1, live) == {"verify": 250.0}
