@@ -48,7 +48,7 @@ class BenchSettings:
 def define_flags(flags):
     """Define this command's flags."""
     define_settings(flags, BenchSettings)
-    define_settings(flags, ModelSpec, "draft", "tree", "int8")
+    define_settings(flags, ModelSpec, "draft", "tree", "int8", "attention")
     flags.set_default("draft", "random:clover2")  # any weights cost the same
     cli.define_common_flags(flags)
 

@@ -50,6 +50,8 @@ class CompiledStep:
     estimated_seconds: sum of its cycle estimates at the chip's clock; None where it gives none.
     moved_by_part, seconds_by_part: the same two by stage of the step; the head's work is absorb
         and draft together.
+    kernel_seconds_by_part: of Pallas kernels, which the estimate leaves out: the least time for the
+        bytes that they move and the products that they declare, by the data sheet.
     draft_floor_bytes: of these two stages; 0 without a head.
     cache_copies, weight_copies: instructions that write a whole cache or a whole weight anew.
     """
@@ -72,6 +74,7 @@ class CompiledStep:
     estimated_seconds: float | None
     moved_by_part: dict[str, float]
     seconds_by_part: dict[str, float] | None
+    kernel_seconds_by_part: dict[str, float]
     draft_floor_bytes: float
     cache_copies: list[str]
     weight_copies: list[str]
@@ -114,6 +117,7 @@ class CompiledStep:
             "(the floor has a weight once for every product that reads it, so it is no lower bound "
             "where fast memory keeps one)",
             f"floor {1e3 * self.floor_seconds:.2f} ms by the data sheet{estimated}",
+            *self._kernel_lines(),
             *self._lines_by_part(),
             *program_costs.titled_lines(
                 {
@@ -124,6 +128,18 @@ class CompiledStep:
                     "largest results": self.largest,
                 }
             ),
+        ]
+
+    def _kernel_lines(self) -> list[str]:
+        """Return what the estimate lacks, where there are kernels."""
+        kernels = self.kernel_seconds_by_part
+        if not kernels:
+            return []
+        parts = ", ".join(f"{part} {1e3 * least:.2f} ms" for part, least in kernels.items())
+        total = sum(kernels.values()) + (self.estimated_seconds or 0.0)
+        return [
+            f"kernels, which the estimate leaves out: at least {parts} by the data sheet; with "
+            f"them {1e3 * total:.2f} ms"
         ]
 
     def _lines_by_part(self) -> list[str]:
@@ -170,7 +186,7 @@ def compile_and_describe(
     Raises UserError as `compile_step` does, and before compiling where there is no such folder.
     """
     path = None if program is None else place_for(program, "--program")
-    models = load_shapes(spec)
+    models = load_shapes(spec, target.platform)
     context = context or fitting_context(models, room=0)
     with passing_note(f"compiling for {target.name}"):
         step, text = compile_step(models, target, spec.mesh, batch, context)
@@ -188,6 +204,7 @@ def compile_and_describe(
         "tree": models.tree.name,
         "dtype": spec.dtype,
         "int8": list(models.int8),
+        "attention": models.attention,
         "mesh": spec.mesh,
         "batch_size": batch,
         "context": context,
@@ -246,8 +263,10 @@ def compile_step(
     text: Any = compiled.program.as_text()
     program = Program(text)
     trips = functools.partial(program_costs.cache_turns, program, context)
-    moved = program_costs.moved_by_part(program, trips)
+    positions = program_costs.Live(live, size)
+    moved = program_costs.moved_by_part(program, trips, positions)
     estimate = program_costs.estimated_seconds(program, target.chip, trips)
+    of_kernels = program_costs.kernel_seconds(program, target.chip, trips, positions)
 
     memory: Any = compiled.program.memory_analysis()
     return CompiledStep(
@@ -269,6 +288,7 @@ def compile_step(
         estimated_seconds=None if estimate is None else sum(estimate.values()),
         moved_by_part=moved,
         seconds_by_part=estimate,
+        kernel_seconds_by_part=of_kernels,
         draft_floor_bytes=draft_weight_bytes + of_draft,
         cache_copies=program_costs.written_anew(program, caches, cache_places),
         weight_copies=program_costs.written_anew(program, models.weights, weight_places),

@@ -62,6 +62,7 @@ class Models:
     mesh: the devices that the params are split over; None: a single one.
     int8: whose matrices are quantized, as `--int8` names them.
     copy_from: token ids of a text that every row may copy from.
+    attention: who reads the committed caches, as in `StepConfig`.
     Params are arrays, or ShapeDtypeStructs where `load_shapes` made them.
     """
 
@@ -72,6 +73,7 @@ class Models:
     mesh: Mesh | None = None
     int8: tuple[str, ...] = ()
     copy_from: tuple[int, ...] = ()
+    attention: str = "xla"
 
     @property
     def copies(self) -> bool:
@@ -115,7 +117,7 @@ class Models:
     def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
         """Return the speculative step; raises UserError where the tree does not suit the head."""
         try:
-            return StepConfig(self.base.config, self.head, self.tree, sampling)
+            return StepConfig(self.base.config, self.head, self.tree, sampling, self.attention)
         except ValueError as error:
             raise UserError(str(error)) from error
 
@@ -151,6 +153,7 @@ class Models:
             source_size=source_size,
             adapts=adapts,
             mesh=self.mesh,
+            attention=self.attention,
         )
         return engine.seeded(seed)
 
@@ -170,6 +173,7 @@ class Models:
             "tree": tree.name,
             "tree_hash": _config_hash(tree),
             **({"copy_from": self._copy_from_hash()} if self.copy_from else {}),
+            **({"attention": self.attention} if self.attention != "xla" else {}),
         }
 
     def _copy_from_hash(self) -> str:
@@ -190,7 +194,9 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         base = load_quantized_base(spec.base, dtype, place_on(mesh, dtype) if mesh else None, parts)
         tokenizer = load_tokenizer(base.directory) if spec.tokenizer else None
         tokenizer = with_chat_template(tokenizer, spec.chat_template)
-        plain = Models(base, tokenizer, None, TreeConfig.root_only(), mesh, parts)
+        attention = resolve_attention(spec.attention)
+        root = TreeConfig.root_only()
+        plain = Models(base, tokenizer, None, root, mesh, parts, attention=attention)
     if spec.draft == NO_DRAFT:
         return plain
 
@@ -218,9 +224,10 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     return _with_draft(plain, dataclasses.replace(draft, params=params), spec)
 
 
-def load_shapes(spec: ModelSpec) -> Models:
+def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
     """Return models of shapes alone, for a base and a draft of "random:KIND" or none.
 
+    platform: for which they will be compiled; None is this process's.
     Allocates nothing, reads no weights and splits nothing over a mesh. Raises UserError as `load`.
     """
     if spec.draft != NO_DRAFT and not _needs_no_file(spec.draft):
@@ -233,7 +240,8 @@ def load_shapes(spec: ModelSpec) -> Models:
     shapes = base_shapes(described.config, resolve_dtype(spec.dtype))
     params = jax.eval_shape(functools.partial(quantize_base, parts=parts), shapes)
     base = BaseModel(described.config, params, described.directory, spec.base)
-    plain = Models(base, None, None, TreeConfig.root_only(), int8=parts)
+    attention = resolve_attention(spec.attention, platform)
+    plain = Models(base, None, None, TreeConfig.root_only(), int8=parts, attention=attention)
     if spec.draft == NO_DRAFT:
         return plain
 
@@ -241,6 +249,16 @@ def load_shapes(spec: ModelSpec) -> Models:
     if "draft" in parts:
         draft = dataclasses.replace(draft, params=jax.eval_shape(quantize_params, draft.params))
     return _with_draft(plain, draft, spec)
+
+
+def resolve_attention(name: str, platform: str | None = None) -> str:
+    """Return what reads caches where `--attention` has this name; auto is XLA's program.
+
+    platform: that of the programs; None is this process's. Raises UserError for a GPU's kernel.
+    """
+    if name == "pallas" and (platform or jax.default_backend()) not in ("cpu", "tpu"):
+        raise UserError("--attention=pallas is a kernel for TPU; a GPU takes --attention=xla")
+    return "pallas" if name == "pallas" else "xla"
 
 
 def check_names(spec: ModelSpec) -> None:

@@ -48,6 +48,13 @@ class ModelSpec(ChatSettings, BaseSettings):
     mesh: str | None = setting(
         None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest', group=COMMON
     )
+    attention: str = setting(
+        "auto",
+        "what reads the committed cache: XLA's own program, or a Pallas kernel for TPU, which a "
+        "CPU interprets, slowly; auto is xla where nothing was measured",
+        group=COMMON,
+        choices=("auto", "xla", "pallas"),
+    )
     int8: tuple[str, ...] = _draft(
         (),
         "whose matrices to quantize to 8 bits: draft, which leaves the text as it is, or "
