@@ -22,6 +22,7 @@ from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.timing.loops import STEPS
 from clover_jax.timing.parts import Bench, Part, chunk_run, stage_parts, step_part
 from clover_jax.timing.turns import WARM_UP, time_in_turns
+from clover_jax.tree_search.attention_trial import with_attention
 from clover_jax.xla.program_costs import STAGES
 
 
@@ -157,6 +158,7 @@ def measure_and_describe(
 
     # The engine's rows go on while they are timed, so they need room behind the context.
     context = context or fitting_context(models, room_for(models, rounds, force_accept))
+    models = with_attention(models, spec.attention, batch)
     with passing_note("measuring"), exact_matmuls(str(models.dtype)):
         timed = measure(models, batch, context, rounds, force_accept)
     print("\n".join(timed.lines(force_accept)))
@@ -179,6 +181,7 @@ def describe_run(models: Models, spec: ModelSpec) -> dict[str, Any]:
         "tree": models.tree.name,
         "dtype": str(models.dtype),
         "int8": list(models.int8),
+        "attention": models.attention,
         "base_parameters": _size(models.weights.base),
         "draft_parameters": _size(models.weights.draft),
         "device": f"cpu ({jax.device_count()} device)" if is_cpu else device.device_kind,

@@ -20,6 +20,7 @@ from clover_jax.generation.row_stream import source_size
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, check_names, load
 from clover_jax.loading.spec import NO_DRAFT
+from clover_jax.tree_search.attention_trial import with_attention
 from clover_jax.tree_search.auto_tree import with_auto_tree
 
 
@@ -62,6 +63,7 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
     baselines = choose_baselines(options, settings)
 
     plain = load(dataclasses.replace(options.spec, copy=0))
+    plain = with_attention(plain, options.spec.attention, options.batch_size)
     methods = [Method(VANILLA, plain)]
     for choice, spec in zip(options.draft_choices, specs, strict=True):
         models = load(spec, plain)  # shares the base's weights

@@ -40,6 +40,7 @@ from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.storage.row_writer import RowWriter
+from clover_jax.tree_search.attention_trial import with_attention
 from clover_jax.tree_search.auto_tree import with_auto_tree
 
 
@@ -56,8 +57,9 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
         with passing_note(f"loading {spec.base}"):
             # A tree that is searched for is found on the loaded models, from the draft's own on.
             models = load(dataclasses.replace(spec, tree=None) if options.searches_tree else spec)
+        slots = 1 if prompts is None else min(options.batch_size, len(prompts))
+        models = with_attention(models, spec.attention, slots)
         if options.searches_tree:
-            slots = 1 if prompts is None else min(options.batch_size, len(prompts))
             models = with_auto_tree(
                 models,
                 sampling_for(settings, []),

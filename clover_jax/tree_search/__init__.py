@@ -5,6 +5,7 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
+        "attention_trial": ["with_attention"],
         "auto_tree": ["with_auto_tree"],
         "calibration": ["measure_ranks"],
         "costs": ["measure_costs"],

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import jax
 import numpy as np
 
 from clover_jax.config import DrafterConfig
@@ -19,13 +18,12 @@ from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
 from clover_jax.runtime.progress import passing_note
-from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.storage.json_files import read_json_object
 from clover_jax.storage.row_writer import manifest_path
 from clover_jax.timing.loops import steps_at_once
 from clover_jax.tree_search.calibration import measure_ranks
 from clover_jax.tree_search.costs import measure_costs
-from clover_jax.tree_search.disk_cache import cache_folder, remembered
+from clover_jax.tree_search.disk_cache import cache_folder, machine, remembered
 from clover_jax.tree_search.tree_choice import CostTable, choose_tree, describe_prospects, finalists
 from clover_jax.tree_search.tree_trial import (
     ROUNDS,
@@ -42,7 +40,6 @@ MOST_PROMPTS, NEW_TOKENS = 16, 64
 CONTEXT = 256  # committed positions at which costs are measured
 ROUND_SECONDS = 4.0  # of plain decoding, about, for each round of a trial
 LEAST_A_ROUND = 2  # prompts, however slow they are
-EDITION = 6  # of what is remembered: raised when steps, or how they are timed, change
 # For a base that brings no prompts: different kinds of text, none of them long.
 SHIPPED = (
     "The history of the city begins with",
@@ -159,7 +156,7 @@ def _costs(models: Models, batch_size: int) -> CostTable:
     assert models.head is not None  # only a head's tree has costs
     base = models.base.config
     context = min(CONTEXT, base.max_position_embeddings // 2)
-    key = _machine(models.mesh) | {
+    key = machine(models.mesh) | {
         "base": base.to_dict(),
         "head": models.head.config.to_dict(),
         "dtype": str(models.dtype),
@@ -212,7 +209,7 @@ def _trials(
     batch_size: int,
 ) -> list[Trial]:
     """Decode each round's prompts in every way, in turns, or remember what that gave."""
-    key = _machine(ways[-1].mesh) | {
+    key = machine(ways[-1].mesh) | {
         "models": ways[-1].identity(),
         "trees": [models.tree.to_dict() for models in ways],
         "rounds": rounds,
@@ -238,14 +235,3 @@ def rows_a_round(num_prompts: int, batch_size: int, plain_seconds: float) -> int
     """
     in_time = max(int(ROUND_SECONDS / (plain_seconds * NEW_TOKENS)) * batch_size, LEAST_A_ROUND)
     return max(min(-(-num_prompts // ROUNDS), in_time), batch_size)
-
-
-def _machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "edition": EDITION,
-        "mesh": dict(mesh.shape) if mesh else None,
-        "versions": compiler_versions(),
-    }

@@ -10,15 +10,32 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from clover_jax.errors import UserError
+from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.storage.files import atomic_file
 from clover_jax.storage.json_files import read_json_object
+
+EDITION = 6  # of what is remembered: raised when steps, or how they are timed, change
 
 
 def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
     """Return the folder of this host's measurements, beside its compiled programs."""
     root = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root, "clover_jax", "measurements", platform.node() or "host")
+
+
+def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
+    """Return what every measurement depends on: the device, the mesh and the compilers."""
+    device = jax.devices()[0]
+    return {
+        "device": device.device_kind,
+        "platform": device.platform,
+        "edition": EDITION,
+        "mesh": dict(mesh.shape) if mesh else None,
+        "versions": compiler_versions(),
+    }
 
 
 def remembered(

@@ -1,0 +1,108 @@
+"""`--attention=auto`: on a TPU the kernel, where it agrees with XLA and makes a step faster."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from clover_jax.decoding.cache_reading import reading
+from clover_jax.decoding.placement import Placement
+from clover_jax.errors import reason_of
+from clover_jax.loading.decode_states import cache_size, fitting_context, running_state
+from clover_jax.loading.models import Models
+from clover_jax.models.attention import attend
+from clover_jax.models.cache import KeyValue
+from clover_jax.runtime.progress import passing_note
+from clover_jax.timing.parts import Bench, step_part
+from clover_jax.timing.turns import time_in_turns
+from clover_jax.tree_search.disk_cache import cache_folder, machine, remembered
+
+ROUNDS = 9
+APART = {"float32": 1e-4, "bfloat16": 3e-2}  # what rounding may make of values near 1
+
+
+def with_attention(
+    models: Models, name: str, batch_size: int, platform: str | None = None
+) -> Models:
+    """Return models that read caches by what `--attention` names; auto is measured on a TPU.
+
+    platform: that of the programs; None is this process's.
+    """
+    if name != "auto" or (platform or jax.default_backend()) != "tpu":
+        return models
+    batch = Placement(models.mesh).whole_rows(batch_size)
+    context = fitting_context(models, room=0)
+    key: dict[str, Any] = machine(models.mesh) | {
+        "base": models.base.config.to_dict(),
+        "head": models.head.config.to_dict() if models.head else None,
+        "tree": models.tree.to_dict(),
+        "dtype": str(models.dtype),
+        "int8": list(models.int8),
+        "batch_size": batch,
+        "context": context,
+    }
+
+    with passing_note("measuring attention"):
+        trial = remembered(
+            "attention", key, lambda: compare(models, batch, context), cache_folder()
+        )
+    print(trial["line"], file=sys.stderr, flush=True)
+    return dataclasses.replace(models, attention=trial["attention"])
+
+
+def compare(models: Models, batch: int, context: int) -> dict[str, str]:
+    """Return the name of the faster way, and a line that says why."""
+    by_xla = {"attention": "xla", "line": "attention auto: xla; the kernel "}
+    try:
+        apart = _disagreement(models, batch, context)
+        if not apart < APART[str(models.dtype)]:  # or NaN
+            return by_xla | {"line": by_xla["line"] + f"differs by {apart:.1e}"}
+        seconds = _step_seconds(models, batch, context)
+    except Exception as error:  # compilers raise errors of every kind, and XLA's way remains
+        return by_xla | {"line": by_xla["line"] + f"does not run here: {reason_of(error)[:200]}"}
+
+    xla, pallas = (1e3 * seconds[name] for name in ("xla", "pallas"))
+    winner = min(seconds, key=lambda name: seconds[name])
+    figures = f"a step takes {pallas:.3f} ms with the kernel and {xla:.3f} ms without"
+    return {"attention": winner, "line": f"attention auto: {winner}; {figures}"}
+
+
+def _disagreement(models: Models, batch: int, context: int) -> float:
+    """Return the largest difference between the two over a random cache of the run's shapes."""
+    config, slots = models.base.config.layer, models.tree.num_slots
+    size = cache_size(models, context, room=0)
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), (batch, config.num_kv_heads, *shape), models.dtype)
+
+    query = normal(config.num_groups, slots, config.head_dim)
+    fresh = KeyValue(normal(slots, config.head_dim), normal(slots, config.head_dim))
+    cache = KeyValue(normal(size, config.head_dim), normal(size, config.head_dim))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((slots, slots), bool)), (batch, slots, slots))
+    # Rows of all lengths, from none to the whole context.
+    length = jnp.linspace(context, 0, batch).astype(jnp.int32)
+
+    def mixed(attention: str) -> jax.Array:
+        with reading(attention), Placement(models.mesh).in_use():
+            # A new function for each, as jit keeps what it has traced.
+            return jax.jit(lambda *arrays: attend(*arrays))(query, fresh, mask, cache, length)
+
+    apart = mixed("xla").astype(jnp.float32) - mixed("pallas").astype(jnp.float32)
+    return float(jnp.abs(apart).max())
+
+
+def _step_seconds(models: Models, batch: int, context: int) -> dict[str, float]:
+    """Return the median seconds of a step by each way, timed in turns."""
+    placement, size = Placement(models.mesh), cache_size(models, context, room=0)
+    runs = {}
+    for name in ("xla", "pallas"):
+        way = dataclasses.replace(models, attention=name)
+        state = placement.state(running_state(way, batch, size, context))
+        runs[name] = step_part(Bench(way, state, context)).run
+    with placement.in_use():
+        return time_in_turns(runs, ROUNDS)
