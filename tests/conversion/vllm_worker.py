@@ -1,9 +1,9 @@
 """Decode prompts in vLLM: run by the interpreter of an environment that has it, not by pytest.
 
-Reads one JSON object from stdin: `model` (a folder), `speculative` (vLLM's speculative_config, or
-null), `prompts` (lists of token ids), `sampling` (fields of SamplingParams), `batch_size` and
-`rounds`, how often to decode them all. Writes one to the file that its argument names: `rounds`,
-each with the seconds, the token ids and the counters of that round.
+Reads a JSON object from the first line of stdin: `model` (a folder), `speculative` (vLLM's
+speculative_config, or null), `prompts` (lists of token ids), `sampling` (fields of SamplingParams)
+and `batch_size`. For each further line it decodes them all and writes a line of JSON to the file
+that its argument names: the seconds, the token ids and the counters of that round.
 """
 
 import json
@@ -25,7 +25,7 @@ def counters(llm):
 def main():
     from vllm import LLM, SamplingParams
 
-    asked = json.load(sys.stdin)
+    asked = json.loads(sys.stdin.readline())
     llm = LLM(
         model=asked["model"],
         dtype="float32",
@@ -38,16 +38,14 @@ def main():
     )
     sampling = SamplingParams(**asked["sampling"])
     prompts = [{"prompt_token_ids": ids} for ids in asked["prompts"]]
-    rounds = []
-    for _ in range(asked.get("rounds", 1)):
+    for _ in sys.stdin:
         before, started = counters(llm), time.perf_counter()
         outputs = llm.generate(prompts, sampling, use_tqdm=False)
         seconds, after = time.perf_counter() - started, counters(llm)
         ids = [[list(one.token_ids) for one in output.outputs] for output in outputs]
         counted = {name: after[name] - before.get(name, 0) for name in after}
-        rounds.append({"seconds": seconds, "output_ids": ids, **counted})
-    with open(sys.argv[1], "w", encoding="utf-8") as file:
-        json.dump({"rounds": rounds}, file)
+        with open(sys.argv[1], "a", encoding="utf-8") as file:
+            file.write(json.dumps({"seconds": seconds, "output_ids": ids, **counted}) + "\n")
 
 
 if __name__ == "__main__":
