@@ -172,6 +172,7 @@ class Models:
             "draft_config": _config_hash(self.head.config) if self.head else None,
             "tree": tree.name,
             "tree_hash": _config_hash(tree),
+            # Only where they are asked for, so that older outputs resume.
             **({"copy_from": self._copy_from_hash()} if self.copy_from else {}),
             **({"attention": self.attention} if self.attention != "xla" else {}),
         }

@@ -91,6 +91,8 @@ def gpt_oss_leaves(config: BaseConfig) -> list[Leaf]:
             whole((*path, "expert_down"), f"{prefix}.experts.down_proj", (number, inner, width)),
             whole((*path, "expert_down_bias"), f"{prefix}.experts.down_proj_bias", (number, width)),
         ]
+
+        # One matrix has both, and so has its bias.
         for kind, shape in (("", (number, width, inner)), ("_bias", (number, inner))):
             both = f"{prefix}.experts.gate_up_proj{kind}"
             leaves.append(_every_second((*path, f"expert_gate{kind}"), both, shape, 0))

@@ -116,6 +116,7 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Scheduler
             models = load(spec)
         for notice in (shape_notice(spec.base), quantization_notice(spec.int8)):
             say(notice)
+
         with advise_on_memory(
             f"decode {options.batch_size} requests at once",
             "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
@@ -123,6 +124,7 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Scheduler
             scheduler = Scheduler(models, options)
             scheduler.compile()
         scheduler.start()
+
         others = {
             draft: Scheduler(other, dataclasses.replace(options, batch_size=1))
             for draft, other in _to_compare_with(models, options).items()
