@@ -49,7 +49,7 @@ def reduced_head(kind):
     [
         ("clover2", "paper25"),
         ("clover_lr", "paper25"),
-        ("eagle", "dynamic:12:5:4"),
+        pytest.param("eagle", "dynamic:12:5:4", marks=pytest.mark.slow),
         ("eagle3", "dynamic:12:5:4"),
     ],
 )

@@ -54,7 +54,7 @@ def test_plain_decoding_is_the_argmax_of_full_forwards():
         # Deeper than the head's five positions.
         pytest.param(parse_tree("chain:7"), 8, marks=pytest.mark.slow),
         (parse_tree("paper25"), 8),
-        (random_tree(11, 0), 3),
+        pytest.param(random_tree(11, 0), 3, marks=pytest.mark.slow),
         pytest.param(random_tree(64, 1), 8, marks=pytest.mark.slow),
     ],
     ids=lambda value: getattr(value, "name", value),

@@ -45,6 +45,7 @@ def test_another_text_than_plain_decoding_s_fails_the_run(finished, folder):
     assert found["gap"] > found["threshold"]
 
 
+@pytest.mark.slow
 def test_another_text_of_a_later_pass_fails_the_run(finished, folder):
     output = folder / "later"
     shutil.copytree(finished.output, output)

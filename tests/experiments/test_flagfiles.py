@@ -71,9 +71,10 @@ def tiny(tmp_path_factory):
 
 
 def marked(path):
-    """Mark a flagfile that varies another one as slow: there are many, and they are alike."""
+    """Mark what is like another flagfile as slow: its variations, and recipes but for one."""
     varies = "--flagfile=" in path.read_text().split(path.name, 1)[1]
-    return pytest.param(path, id=path.name, marks=[pytest.mark.slow] if varies else [])
+    is_alike = varies or (path in RECIPES and path.stem != "clover2_llama3_8b")
+    return pytest.param(path, id=path.name, marks=[pytest.mark.slow] if is_alike else [])
 
 
 TRAINED = [marked(path) for path in FLAGFILES if command_of(path) is train]

@@ -52,7 +52,7 @@ def test_text_of_a_model_cannot_become_markup_and_a_key_is_not_stored():
 
 def test_every_field_has_a_label():
     fields = re.findall(r"<(?:input|textarea)[^>]* id=\"([^\"]+)\"", SOURCE)
-    assert len(fields) == 10
+    assert len(fields) == 11
     assert set(fields) == set(re.findall(r"<label for=\"([^\"]+)\"", SOURCE))
 
 
