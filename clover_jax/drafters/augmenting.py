@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
@@ -76,20 +77,25 @@ def from_last_layer(
 ) -> Params:
     """Return augmenting_0 .. as copies of the base's last layer that rotates as they do.
 
-    in_order: of the last `num_layers` up to that one instead, one each, however they rotate; a base
-        of fewer repeats its first.
+    in_order: of the last `num_layers` of its shapes up to that one instead, one each, however they
+        rotate; a base of fewer repeats the first of them.
     Of experts the first few become one MLP, as many as a token reads, each counting as much: what
     the layer gives where its router prefers none.
     """
     # The deepest layers are nearest to what the head predicts.
-    layers = [name for name in base_params if name.startswith("layers_")]
-    last = max(int(name.removeprefix("layers_")) for name in layers)
-    chosen = last if config.base_layer is None else config.base_layer
+    names = [name for name in base_params if name.startswith("layers_")]
+    indices = sorted(int(name.removeprefix("layers_")) for name in names)
+    chosen = indices[-1] if config.base_layer is None else config.base_layer
+
+    # Bases with experts may have layers without, whose MLP has another width.
+    upto = [base_params[f"layers_{i}"] for i in indices if i <= chosen]
+    shapes = [jax.tree.map(lambda matrix: matrix.shape, layer) for layer in upto]
+    alike = [layer for layer, shape in zip(upto, shapes, strict=True) if shape == shapes[-1]]
 
     new = {}
     for i in range(num_layers):
         back = num_layers - 1 - i if in_order else 0
-        layer = base_params[f"layers_{max(chosen - back, 0)}"]
+        layer = alike[max(len(alike) - 1 - back, 0)]
         if "router" in layer["mlp"]:
             layer = {**layer, "mlp": _first_experts(layer["mlp"], config.layer.intermediate_size)}
         new[f"augmenting_{i}"] = layer
