@@ -178,9 +178,11 @@ class LayerConfig(JsonConfig):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class BaseConfig(JsonConfig):
-    """The frozen base model: a decoder of the Llama family, or of one that differs by these fields.
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class BaseConfig(LayerConfig):
+    """The frozen base model: the shape that its layers have in common, and what is beside it.
+
+    The Llama family, and those that differ by these fields.
 
     full_attention_layers: indices of the layers that `sliding_window` does not concern.
     dense_layers: indices of the layers that have one MLP where the others have experts.
@@ -190,32 +192,9 @@ class BaseConfig(JsonConfig):
     """
 
     vocab_size: int
-    hidden_size: int
-    intermediate_size: int
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    rms_norm_eps: float = 1e-5
-    rope: RopeConfig = RopeConfig()
     max_position_embeddings: int = 2048
     tie_word_embeddings: bool = False
-    qkv_bias: bool = False
-    output_bias: bool = False
-    mlp_bias: bool = False
-    query_key_norm: bool = False
-    alibi: bool = False
-    sliding_window: int | None = None
-    score_scale: float | None = None
-    score_cap: float | None = None
-    post_norms: bool = False
-    activation: str = "silu"
-    num_experts: int = 0
-    experts_per_token: int = 0
-    expert_size: int = 0
-    normed_weights: bool = True
-    expert_bias: bool = False
-    sinks: bool = False
     full_attention_layers: tuple[int, ...] = ()
     dense_layers: tuple[int, ...] = ()
     local_rope: RopeConfig | None = None
@@ -223,9 +202,6 @@ class BaseConfig(JsonConfig):
     logit_cap: float | None = None
     bos_token_id: int | None = None
     eos_token_ids: tuple[int, ...] = ()
-
-    def __post_init__(self):
-        _ = self.layer_at(0)  # validates head counts and window
 
     @property
     def layer(self) -> LayerConfig:
