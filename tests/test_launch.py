@@ -1,6 +1,7 @@
 """The scripts in launch/, as far as they run without a cluster."""
 
 import os
+import re
 import shlex
 import stat
 import subprocess
@@ -207,3 +208,44 @@ def test_a_served_pod_has_flags_that_parse_a_key_and_hands_sigterm_on(tmp_path):
     assert (flags.base, flags.draft) == ("/data/a base", "lookup")
     (keys,) = (one for one in server["volumeMounts"] if one["name"] == "keys")
     assert flags.api_key_file.startswith(keys["mountPath"])
+
+
+@pytest.fixture
+def bare_machine(tmp_path):
+    """A checkout with launch/, and an environment whose Python prints what it is asked to run."""
+    (tmp_path / "launch").symlink_to(REPOSITORY / "launch")
+    (tmp_path / "setup.cfg").write_text("")
+    (tmp_path / ".venv/bin").mkdir(parents=True)
+    executable(tmp_path / ".venv/bin/python", 'echo "$@"')
+    return tmp_path
+
+
+def accelerator(machine, *arguments, path="/usr/bin:/bin"):
+    return subprocess.run(
+        ["bash", machine / "launch" / "accelerator", *arguments],
+        env={"PATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_the_accelerator_script_measures_for_what_the_installation_left_of_its_time(bare_machine):
+    executable(bare_machine / "nvidia-smi", "")
+    there = f"{bare_machine}:/usr/bin:/bin"
+    asked = accelerator(bare_machine, "--minutes=2", "--output=a folder", path=there).stdout
+    assert "pip install --quiet --quiet --editable .[cuda,test]" in asked
+    seconds = re.search(r"-m experiments.accelerator --seconds=(\d+) --output=a folder\n", asked)
+    assert int(seconds[1]) <= 120
+
+    rehearsed = accelerator(bare_machine, "--rehearse").stdout
+    assert "--editable .[test]" in rehearsed
+    assert rehearsed.count("--rehearse") == 1
+
+
+def test_the_accelerator_script_says_what_is_wrong(bare_machine):
+    mistakes = {"--minutes=ten": "--minutes=ten must be", "--fast": "unknown argument --fast"}
+    for argument, reason in mistakes.items():
+        finished = accelerator(bare_machine, argument)
+        assert finished.returncode == 2
+        assert reason in finished.stderr

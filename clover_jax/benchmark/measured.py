@@ -16,6 +16,7 @@ from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import cache_size, fitting_context, running_state
 from clover_jax.loading.models import Models, load
 from clover_jax.loading.spec import ModelSpec
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions
@@ -159,7 +160,11 @@ def measure_and_describe(
     # The engine's rows go on while they are timed, so they need room behind the context.
     context = context or fitting_context(models, room_for(models, rounds, force_accept))
     models = with_attention(models, spec.attention, batch)
-    with passing_note("measuring"), exact_matmuls(str(models.dtype)):
+    with (
+        passing_note("measuring"),
+        exact_matmuls(str(models.dtype)),
+        CompileClock() as compiling,
+    ):
         timed = measure(models, batch, context, rounds, force_accept)
     print("\n".join(timed.lines(force_accept)))
     settings = {
@@ -167,6 +172,8 @@ def measure_and_describe(
         "context": context,
         "rounds": rounds,
         "force_accept": force_accept,
+        "compile_seconds": round(compiling.seconds, 2),
+        "peak_memory_gb": _peak_memory(),
     }
     return describe_run(models, spec) | settings | timed.to_row()
 
@@ -187,6 +194,12 @@ def describe_run(models: Models, spec: ModelSpec) -> dict[str, Any]:
         "device": f"cpu ({jax.device_count()} device)" if is_cpu else device.device_kind,
         "versions": compiler_versions(),
     }
+
+
+def _peak_memory() -> float | None:
+    """Return the most memory of the device that was in use, in GB; None where it counts none."""
+    counted = jax.devices()[0].memory_stats() or {}
+    return round(counted["peak_bytes_in_use"] / 1e9, 3) if "peak_bytes_in_use" in counted else None
 
 
 def _size(params: PyTree) -> int:

@@ -53,7 +53,7 @@ def test_plain_decoding_is_the_argmax_of_full_forwards():
         (parse_tree("chain:1"), 3),
         # Deeper than the head's five positions.
         pytest.param(parse_tree("chain:7"), 8, marks=pytest.mark.slow),
-        (parse_tree("paper25"), 8),
+        pytest.param(parse_tree("paper25"), 8, marks=pytest.mark.accelerator),
         pytest.param(random_tree(11, 0), 3, marks=pytest.mark.slow),
         pytest.param(random_tree(64, 1), 8, marks=pytest.mark.slow),
     ],

@@ -164,7 +164,14 @@ PRODUCT = [
     *itertools.product(TRAINING_FREE, ["chain:3", "small", "copy:6"], ["topk"], [HOT, CUT]),
 ]
 CASES = [
-    *(pytest.param(*case, id="-".join(map(str, case))) for case in USUAL),
+    *(
+        pytest.param(
+            *case,
+            id="-".join(map(str, case)),
+            marks=pytest.mark.accelerator if case[:3] == ("clover2", "small", "sampled") else (),
+        )
+        for case in USUAL
+    ),
     *(
         pytest.param(*case, id="-".join(map(str, case)), marks=pytest.mark.slow)
         for case in PRODUCT

@@ -58,3 +58,13 @@ def test_a_kernel_that_fails_is_reported_in_one_line_and_left_out(
     assert with_attention(models, "auto", 2, platform="tpu").attention == "xla"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("attention auto: xla; the kernel " + fault.split("1.0e")[0])
+
+
+@pytest.mark.accelerator
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="the kernel is for TPU")
+def test_the_kernel_agrees_with_xla_on_this_device():
+    config = dataclasses.replace(TINY, num_layers=1, head_dim=128)
+    base = BaseModel(config, random_base(config), Path(), "random")
+    models = Models(base, None, None, TreeConfig.root_only())
+    apart = attention_trial._disagreement(models, batch=3, context=300)
+    assert apart < attention_trial.APART["float32"]
