@@ -97,6 +97,11 @@ class RowState:
         """Whether every turn has its answer."""
         return len(self._turns) == self.prompt.num_turns
 
+    @property
+    def is_followed(self) -> bool:
+        """Whether its text matters before it ends: somebody watches it, or it may be cut."""
+        return bool(self._watched_by or self._settings.stop)
+
     def next_request(self) -> Request:
         """Return what to decode for the next turn.
 

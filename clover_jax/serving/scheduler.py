@@ -23,6 +23,7 @@ from clover_jax.decoding.slots import Slots
 from clover_jax.generation.overflow import ContextOverflow
 from clover_jax.generation.row_state import RowState, TurnProgress
 from clover_jax.loading.models import Models
+from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import progress_bar
@@ -40,7 +41,8 @@ CHUNK_SECONDS = 0.02
 class _Job:
     """An ask on its way: in the queue, then in a slot.
 
-    news: what the engine gave it and nobody has taken yet; an exception if the engine has failed.
+    kept: what the engine gave it and nobody needs to know yet.
+    news: what it should know and has not taken; an exception if the engine has failed.
     """
 
     ask: Ask
@@ -48,7 +50,10 @@ class _Job:
     request: Request
     loop: asyncio.AbstractEventLoop
     generation: Generation
-    news: asyncio.Queue[NewTokens | Exception] = dataclasses.field(default_factory=asyncio.Queue)
+    kept: list[NewTokens] = dataclasses.field(default_factory=list)
+    news: asyncio.Queue[list[NewTokens] | Exception] = dataclasses.field(
+        default_factory=asyncio.Queue
+    )
 
 
 class Scheduler:
@@ -65,13 +70,14 @@ class Scheduler:
         self._models = dataclasses.replace(
             models, base=dataclasses.replace(models.base, config=config)
         )
+        # Each text to copy from begins with a padding token.
         room = context + len(models.copy_from) + 2 if models.copies else 0
         self._engine = self._models.engine(
             options.batch_size,
             SamplingConfig("lossless", truncate=True, biased=True),
             options.seed,
             MOST_STEPS,
-            source_size=1 << (room - 1).bit_length() if room else 0,
+            source_size=-(-room // CACHE_CHUNK) * CACHE_CHUNK,
             adapts=True,
         )
         self._options = options
@@ -233,7 +239,11 @@ class Scheduler:
                 with self._changed:
                     del self._running[new.slot]
                     self._left.discard(new.slot)
-            self._tell(job, new)
+            # Each message takes the event loop's time, which is the device's too on a CPU.
+            job.kept.append(new)
+            if new.is_last or job.row.is_followed:
+                self._tell(job, job.kept)
+                job.kept = []
 
     def _reading_seconds(self) -> float:
         """Return for how long to read prompts before the next steps."""
@@ -244,7 +254,7 @@ class Scheduler:
         steps = min(max(reading / decoding, 1), MOST_WAITED)
         return max(CHUNK_SECONDS, steps * self._step_seconds)
 
-    def _tell(self, job: _Job, news: NewTokens | Exception) -> None:
+    def _tell(self, job: _Job, news: list[NewTokens] | Exception) -> None:
         try:
             job.loop.call_soon_threadsafe(job.news.put_nowait, news)
         except RuntimeError:  # its loop has ended, and with it whoever wanted to know
@@ -283,10 +293,12 @@ class Updates:
                 raise RuntimeError("the engine has failed") from news
 
             generation = self._job.generation
-            generation.add(news)
-            progress = self._job.row.take(RowUpdate(generation, news.ids, news.is_last))
+            for new in news:
+                generation.add(new)
+            ids, is_last = [id_ for new in news for id_ in new.ids], news[-1].is_last
+            progress = self._job.row.take(RowUpdate(generation, ids, is_last))
             self._has_ended = progress.ended
-            if progress.ended and not news.is_last:  # a stop string has cut it
+            if progress.ended and not is_last:  # a stop string has cut it
                 self._scheduler.leave(self._job)
             if progress.ended or progress.pieces:
                 return progress
