@@ -3,11 +3,23 @@
     p = softmax(W x)                                      over the experts, in float32
     y = sum over the k largest p_e of p_e down_e(activation(gate_e x) * up_e x)
 
-Tokens are sorted by expert, and one grouped product does all experts at once. No expert has a
-capacity, so no token is dropped, and what a token gets does not depend on the others.
+Three ways to compute y, by how many tokens there are; each token's own experts are always all
+computed, so none is dropped, and what a token gets does not depend on the others.
+
+    chosen    one product after another for each pair of token and expert: few pairs read few
+              matrices, where all would be read
+    all       every token by every expert, with weight 0 for those that were not chosen. A tree of
+              tokens wants nearly all matrices, and reading them takes longer than the products
+    grouped   tokens sorted by expert, one grouped product: only the products that are wanted, but
+              TPUs may lay the matrices out anew
+              for it (experiments/results/compiled_decode_step.md)
 """
 
 from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import NamedTuple
 
 import flax.linen as nn
 import jax
@@ -15,12 +27,26 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import LayerConfig
-from clover_jax.models.int8 import Int8Matrix, Matrix
+from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import activate, let_through, matrix_init
+
+MOST_PAIRS = 16  # that are written out one after another
+MOST_TOKENS = 512  # whose products with all experts take as long as reading the matrices (v6e)
+
+
+class Experts(NamedTuple):
+    """The matrices of one layer's experts, [X, D, F] and [X, F, D], and their biases or None."""
+
+    gate: Matrix
+    up: Matrix
+    down: Matrix
+    gate_bias: Float[Array, "X F"] | None = None
+    up_bias: Float[Array, "X F"] | None = None
+    down_bias: Float[Array, "X D"] | None = None
 
 
 class ExpertMLP(nn.Module):
-    """The experts of one layer, [X, D, F] and [X, F, D], and their router."""
+    """The experts of one layer and their router."""
 
     config: LayerConfig
 
@@ -41,39 +67,121 @@ class ExpertMLP(nn.Module):
         if cfg.normed_weights:
             weight = weight / weight.sum(axis=-1, keepdims=True)
 
-        # One row for each pair of token and expert, those of an expert side by side.
-        expert = chosen.reshape(-1)
-        order = jnp.argsort(expert)
-        expert, rows = expert[order], tokens[order // cfg.experts_per_token]
-        size = jnp.bincount(expert, length=number)
+        # The params by their names; the shapes are what the ways below expect.
+        shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
+        matrices = {
+            side: self.param(f"expert_{side}", matrix_init(shape[0]), (number, *shape))
+            for side, shape in shapes.items()
+        }
+        biases = {
+            f"{side}_bias": self.param(
+                f"expert_{side}_bias", nn.initializers.zeros, (number, shape[1])
+            )
+            for side, shape in shapes.items()
+            if cfg.expert_bias
+        }
 
-        def product(rows: Array, name: str, inputs: int, outputs: int) -> Array:
-            matrix = self.param(name, matrix_init(inputs), (number, inputs, outputs))
-            result = _grouped(rows, matrix, expert, size)
-            if not cfg.expert_bias:
-                return result
-            shape = (number, outputs)
-            return result + self.param(f"{name}_bias", nn.initializers.zeros, shape)[expert]
-
-        gate, up = (product(rows, name, width, inner) for name in ("expert_gate", "expert_up"))
-        hidden = activate(cfg.activation, gate) * let_through(cfg.activation, up)
-        hidden = product(hidden, "expert_down", inner, width)
-
-        # Back in the order of tokens, whose own experts are summed up in an order of their own.
-        given = hidden[jnp.argsort(order)].reshape(*chosen.shape, width)
-        total = jnp.einsum("nkd,nk->nd", given, weight, preferred_element_type=jnp.float32)
+        way = _way_for(chosen.size, len(tokens), number)
+        total = way(cfg.activation, Experts(**matrices, **biases), tokens, weight, chosen)
         return total.astype(x.dtype).reshape(x.shape)
 
 
-def _grouped(
-    rows: Float[Array, "R I"], matrix: Matrix, expert: Int[Array, " R"], size: Int[Array, " X"]
-) -> Float[Array, "R O"]:
-    """Return each row times its expert's matrix [X, I, O]; rows are sorted by expert.
+def _way_for(pairs: int, tokens: int, number: int) -> Callable[..., Array]:
+    """Return the function for so many pairs of token and expert."""
+    if pairs <= min(MOST_PAIRS, number // 4):
+        return _chosen
+    return _all if tokens <= MOST_TOKENS else _grouped
 
-    size: rows of each expert.
-    """
-    if not isinstance(matrix, Int8Matrix):
-        return jax.lax.ragged_dot(rows, matrix, size)
-    values = matrix.values.astype(rows.dtype)
-    product = jax.lax.ragged_dot(rows, values, size, preferred_element_type=jnp.float32)
-    return (product * matrix.step[expert, 0]).astype(rows.dtype)
+
+def _chosen(
+    activation: str,
+    experts: Experts,
+    tokens: Float[Array, "N D"],
+    weight: Float[Array, "N k"],
+    chosen: Int[Array, "N k"],
+) -> Float[Array, "N D"]:
+    """Return y, in float32, by the products of each pair of token and expert."""
+    totals = []
+    for n in range(len(tokens)):
+        # A matrix that is cut out of all goes into its product without a copy.
+        total = jnp.zeros((1, tokens.shape[1]), jnp.float32)
+        for j in range(chosen.shape[1]):
+            cut = functools.partial(
+                jax.lax.dynamic_index_in_dim, index=chosen[n, j], keepdims=False
+            )
+            one = jax.tree.map(cut, experts)
+            hidden = _hidden(activation, one, "nd,df->nf", tokens[n : n + 1])
+            given = contract("nf,fd->nd", hidden, one.down)
+            if one.down_bias is not None:
+                given = given + one.down_bias
+            total = total + weight[n, j] * given.astype(jnp.float32)
+        totals.append(total)
+    return jnp.concatenate(totals)
+
+
+def _hidden(
+    activation: str, experts: Experts, spec: str, tokens: Float[Array, "N D"]
+) -> Float[Array, "*x N F"]:
+    """Return activation(gate_e x) * up_e x; spec: of the products, for one expert or for all."""
+    sides = []
+    for matrix, bias in ((experts.gate, experts.gate_bias), (experts.up, experts.up_bias)):
+        side = contract(spec, tokens, matrix)
+        sides.append(side if bias is None else side + bias[..., None, :])
+    gate, up = sides
+    return activate(activation, gate) * let_through(activation, up)
+
+
+def _all(
+    activation: str,
+    experts: Experts,
+    tokens: Float[Array, "N D"],
+    weight: Float[Array, "N k"],
+    chosen: Int[Array, "N k"],
+) -> Float[Array, "N D"]:
+    """Return y, in float32, by products of all tokens with all experts."""
+    number = experts.gate.shape[0]
+    weights = jnp.einsum("nk,nkx->nx", weight, jax.nn.one_hot(chosen, number, dtype=jnp.float32))
+    hidden = _hidden(activation, experts, "nd,xdf->xnf", tokens)
+
+    # Weighted here, so that the last product sums over experts too. Experts that were not chosen
+    # are left out, whatever they would give.
+    counts = weights.T[..., None]
+    hidden = jnp.where(counts > 0, hidden * counts, 0).astype(tokens.dtype)
+    if isinstance(experts.down, Int8Matrix):  # each expert has steps of its own
+        total = contract("xnf,xfd->xnd", hidden, experts.down, jnp.float32).sum(axis=0)
+    else:
+        total = contract("xnf,xfd->nd", hidden, experts.down, jnp.float32)
+    return total if experts.down_bias is None else total + weights @ experts.down_bias
+
+
+def _grouped(
+    activation: str,
+    experts: Experts,
+    tokens: Float[Array, "N D"],
+    weight: Float[Array, "N k"],
+    chosen: Int[Array, "N k"],
+) -> Float[Array, "N D"]:
+    """Return y, in float32, by grouped products of the pairs of token and expert."""
+    # One row for each pair, those of an expert side by side.
+    expert = chosen.reshape(-1)
+    order = jnp.argsort(expert)
+    expert, rows = expert[order], tokens[order // chosen.shape[1]]
+    size = jnp.bincount(expert, length=experts.gate.shape[0])
+
+    def product(rows: Array, matrix: Matrix, bias: Array | None) -> Array:
+        if isinstance(matrix, Int8Matrix):
+            values = matrix.values.astype(rows.dtype)
+            wide = jax.lax.ragged_dot(rows, values, size, preferred_element_type=jnp.float32)
+            result = (wide * matrix.step[expert, 0]).astype(rows.dtype)
+        else:
+            result = jax.lax.ragged_dot(rows, matrix, size)
+        return result if bias is None else result + bias[expert]
+
+    gate = product(rows, experts.gate, experts.gate_bias)
+    up = product(rows, experts.up, experts.up_bias)
+    hidden = activate(activation, gate) * let_through(activation, up)
+    given = product(hidden, experts.down, experts.down_bias)
+
+    # Back in the order of tokens, whose own experts are summed up in an order of their own.
+    given = given[jnp.argsort(order)].reshape(*chosen.shape, -1)
+    return jnp.einsum("nkd,nk->nd", given, weight, preferred_element_type=jnp.float32)

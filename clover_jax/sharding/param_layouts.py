@@ -44,7 +44,8 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "gate_up_bias": ("- F",),
     "down": ("F D",),
     "down_bias": ("-",),
-    # Experts, whole on every device but for their width.
+    # Experts are split by their width: the work is even, whichever experts are chosen. With whole
+    # experts on each device XLA gathers all of them for a grouped product.
     "router": ("D -",),
     "router_bias": ("-",),
     "expert_gate_bias": ("- F",),

@@ -2,7 +2,8 @@
 
 Every product with a weight reads that weight: a matrix used by five draft levels is read five
 times, as if none fitted a cache. Where one does, a program may move less. Looking up rows
-(embeddings) costs next to nothing and is left out.
+(embeddings) costs next to nothing and is left out. A product of grouped rows (experts) reads as
+many of the group's matrices as there are rows, at most all.
 """
 
 from __future__ import annotations
@@ -30,6 +31,9 @@ _REARRANGING = {
     "squeeze",
     "transpose",
 }
+
+_GROUPED = "ragged_dot_general"
+_PRODUCTS = ("dot_general", _GROUPED)
 
 
 class Work(NamedTuple):
@@ -77,7 +81,7 @@ def _visit(jaxpr: core.Jaxpr, sizes: list[int]) -> tuple[Work, list[int]]:
         results = [0] * len(equation.outvars)
 
         # Only products read weights; what passes one on without computing keeps its size at rest.
-        if name == "dot_general":
+        if name in _PRODUCTS:
             total = total.plus(_product(equation, given))
         elif name in _REARRANGING:
             results = [given[0]] * len(results)
@@ -106,6 +110,9 @@ def _product(equation: core.JaxprEqn, sizes: list[int]) -> Work:
     if not any(sizes):
         return Work()
     operands = [math.prod(_shape(operand)) for operand in equation.invars]
+    if equation.primitive.name == _GROUPED:
+        (rows, *_), (groups, *_) = _shape(equation.invars[0]), _shape(equation.invars[1])
+        operands[1] = operands[1] * min(rows, groups) // groups
     read = sum(size * entries for size, entries in zip(sizes, operands, strict=True))
     return Work(read, _product_flops(equation))
 
@@ -116,7 +123,7 @@ def _flops(jaxpr: core.Jaxpr, loop_trips: int) -> float:
         name = equation.primitive.name
         inner = [_flops(program, loop_trips) for program in _inner(equation)]
 
-        if name == "dot_general":
+        if name in _PRODUCTS:
             total += _product_flops(equation)
         elif name == "cond":  # the branches are ways to do the same
             total += max(inner)
@@ -138,7 +145,11 @@ def _inner(equation: core.JaxprEqn) -> list[core.Jaxpr]:
 
 def _product_flops(equation: core.JaxprEqn) -> float:
     # Each entry of the result sums over the contracted axes.
-    (contracted, _), _ = equation.params["dimension_numbers"]
+    if equation.primitive.name == _GROUPED:
+        numbers = equation.params["ragged_dot_dimension_numbers"].dot_dimension_numbers
+    else:
+        numbers = equation.params["dimension_numbers"]
+    (contracted, _), _ = numbers
     inner = math.prod(_shape(equation.invars[0])[axis] for axis in contracted)
     return 2.0 * math.prod(_shape(equation.outvars[0])) * inner
 

@@ -103,16 +103,18 @@ def test_every_family_gives_the_same_tokens_on_a_mesh(run_python, family):
 
 
 @pytest.mark.slow
-def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python):
-    rounded = TOKENS.replace("random_base(base), params,", "rounded, quantize_params(params),")
+@pytest.mark.parametrize("family", [(), ("experts",)])
+def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python, family):
+    plain = OF_FAMILY if family else TOKENS
+    rounded = plain.replace("random_base(base), params,", "rounded, quantize_params(params),")
     rounded = (
         f"from clover_jax.quantization import quantize_base, quantize_params\n{rounded}".replace(
             "prompts =", "rounded = quantize_base(random_base(base), ('base', 'draft'))\nprompts ="
         )
     )
-    alone, split = run_python(rounded, "", "data=2,tensor=2", devices=8).splitlines()
+    alone, split = run_python(rounded, *family, "", "data=2,tensor=2", devices=8).splitlines()
     assert json.loads(split) == json.loads(alone)
-    assert alone != run_python(TOKENS, "", devices=8).strip(), "rounding changes something"
+    assert alone != run_python(plain, *family, "", devices=8).strip(), "rounding changes something"
 
 
 # Prints whether a mesh has the ranks of one device, and the signs of its costs.

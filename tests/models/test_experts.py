@@ -1,12 +1,14 @@
 """Experts against one token after another, and what a token gets beside others."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.models import experts
 from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix
 from clover_jax.models.layers import activate
@@ -17,7 +19,7 @@ CONFIG = dataclasses.replace(
     TINY, num_experts=5, experts_per_token=2, expert_size=24, expert_bias=True
 ).layer_at(0)
 EXPERTS = ExpertMLP(CONFIG)
-TOKENS = jax.random.normal(jax.random.key(1), (3, 7, CONFIG.hidden_size))
+TOKENS = jax.random.normal(jax.random.key(1), (2, 2, CONFIG.hidden_size))
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +31,21 @@ def params():
     }
 
 
-@jax.jit
-def apply(params, tokens):
-    return EXPERTS.apply({"params": params}, tokens)
+@pytest.fixture(params=["_chosen", "_all", "_grouped"])
+def apply(request, monkeypatch):
+    """The experts of TOKENS or of a part of them, by each of the three ways."""
+    way = getattr(experts, request.param)
+    monkeypatch.setattr(experts, "_way_for", lambda *counts: way)
+    return jax.jit(lambda params, tokens: EXPERTS.apply({"params": params}, tokens))
+
+
+def test_the_way_follows_the_number_of_tokens():
+    few = {"pairs": 8, "tokens": 1, "number": 128}  # plain decoding of Qwen3-30B-A3B
+    tree = {"pairs": 208, "tokens": 26, "number": 128}
+    mixtral = {"pairs": 4, "tokens": 2, "number": 8}
+    prompt = {"pairs": 8192, "tokens": 1024, "number": 128}
+    ways = [experts._way_for(**counts).__name__ for counts in (few, tree, mixtral, prompt)]
+    assert ways == ["_chosen", "_all", "_all", "_grouped"]
 
 
 def one_token(params, x):
@@ -50,28 +64,69 @@ def one_token(params, x):
     return total
 
 
-def test_every_token_gets_its_experts(params):
+def test_every_token_gets_its_experts(params, apply):
     rows = TOKENS.reshape(-1, CONFIG.hidden_size)
     expected = jnp.stack([one_token(params, x) for x in rows]).reshape(TOKENS.shape)
     np.testing.assert_allclose(apply(params, TOKENS), expected, atol=1e-5)
 
 
-def test_no_token_is_dropped_where_all_want_the_same_experts(params):
+def test_no_token_is_dropped_where_all_want_the_same_experts(params, apply):
     wanted = params | {"router_bias": jnp.array([0.0, 50.0, 0.0, 40.0, 0.0])}
-    row = TOKENS[0, 3]
-    np.testing.assert_allclose(apply(wanted, TOKENS)[0, 3], one_token(wanted, row), atol=1e-5)
+    row = TOKENS[0, 1]
+    np.testing.assert_allclose(apply(wanted, TOKENS)[0, 1], one_token(wanted, row), atol=1e-5)
 
 
-def test_a_token_alone_gets_what_it_gets_among_others(params):
+def test_a_token_alone_gets_what_it_gets_among_others(params, apply):
     among = apply(params, TOKENS)
-    for row, position in ((0, 0), (2, 6)):
+    for row, position in ((0, 0), (1, 1)):
         alone = apply(params, TOKENS[row : row + 1, position : position + 1])
-        np.testing.assert_allclose(alone[0, 0], among[row, position], atol=1e-6)
+        np.testing.assert_allclose(alone[0, 0], among[row, position], rtol=1e-6, atol=1e-6)
 
 
-def test_rounded_experts_compute_with_what_they_stand_for(params):
+def test_rounded_experts_compute_with_what_they_stand_for(params, apply):
     rounded = quantize_params(params)
     names = [name for name, leaf in rounded.items() if isinstance(leaf, Int8Matrix)]
     assert names == ["expert_down", "expert_gate", "expert_up"]
     plain = rounded | {name: rounded[name].values * rounded[name].step for name in names}
     np.testing.assert_allclose(apply(rounded, TOKENS), apply(plain, TOKENS), atol=1e-4)
+
+
+@pytest.mark.parametrize("apply", ["_chosen", "_all"], indirect=True)
+def test_what_an_expert_gives_that_was_not_chosen_is_left_out(params, apply):
+    never = params | {"router_bias": jnp.array([0.0, 0.0, -jnp.inf, 0.0, 0.0])}
+    spoilt = {name: leaf.at[2].set(jnp.inf) for name, leaf in never.items() if "gate" in name}
+    np.testing.assert_array_equal(apply(never | spoilt, TOKENS), apply(never, TOKENS))
+
+
+# Prints for each way the largest difference between a mesh and one device, and what is gathered.
+ON_A_MESH = """
+import json, re, sys
+import jax, jax.numpy as jnp
+from clover_jax.models import experts
+from clover_jax.quantization import quantize_params
+from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from clover_jax.sharding.placement import param_shardings, row_shardings
+from tests.models.test_experts import CONFIG, EXPERTS, TOKENS
+
+tokens = jnp.concatenate([TOKENS, -TOKENS])
+params = EXPERTS.init(jax.random.key(0), tokens)["params"]
+mesh = make_mesh(parse_mesh("data=2,tensor=4", 8))
+for way in (experts._chosen, experts._all, experts._grouped):
+    experts._way_for = lambda *counts: way
+    for given in (params, quantize_params(params)):
+        apply = jax.jit(lambda params, tokens: EXPERTS.apply({"params": params}, tokens))
+        placed = jax.device_put(given, param_shardings(given, mesh))
+        split = apply.lower(placed, jax.device_put(tokens, row_shardings(tokens, mesh))).compile()
+        result = split(placed, jax.device_put(tokens, row_shardings(tokens, mesh)))
+        gathered = re.findall(r"= \\w+\\[([\\d,]*)\\]\\S* all-gather", split.as_text())
+        print(json.dumps([float(abs(result - apply(given, tokens)).max()), gathered]))
+"""
+
+
+def test_every_way_gives_on_a_mesh_what_it_gives_on_one_device(run_python):
+    for line in run_python(ON_A_MESH, devices=8).splitlines():
+        difference, gathered = json.loads(line)
+        assert difference < 1e-5
+        # The widths of matrices stay split; tokens may be sent.
+        sizes = [[int(size) for size in shape.split(",") if size] for shape in gathered]
+        assert [size for size in sizes if len(size) == 3 and CONFIG.expert_size in size] == []

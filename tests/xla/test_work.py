@@ -40,6 +40,16 @@ def test_inner_functions_and_loops_count_as_often_as_they_run():
     assert count_work(function, jnp.zeros((5, 5)), jnp.zeros((1, 5))) == Work(300, 150)
 
 
+def test_grouped_rows_read_a_matrix_each_at_most():
+    def function(weights, rows):
+        return jax.lax.ragged_dot(rows, weights, jnp.array([1, 0, len(rows) - 1]))
+
+    matrix, size = 5 * 7, 4 * 5 * 7
+    for rows, read in ((2, 2), (9, 3)):
+        work = count_work(function, jnp.zeros((3, 5, 7)), jnp.zeros((rows, 5)))
+        assert work == Work(read * size, 2 * rows * matrix)
+
+
 def test_every_draft_level_reads_the_vocabulary_matrix_anew():
     head, params = random_head()
     base = random_base()
