@@ -9,6 +9,7 @@ from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import NO_DRAFT, ModelSpec
+from clover_jax.storage.row_shards import Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,6 +28,13 @@ class GenerateOptions:
     batch_size: int = setting(8, "rows decoded at once, with --prompts", least=1)
     output: str | None = setting(None, "file for the rows [stdout, with --prompts]")
     overwrite: bool = setting(False, "start --output anew, whatever is there")
+    shard: str | None = setting(
+        None,
+        "I/N: decode the I-th of N parts of --prompts, counted from 0, into a file beside --output",
+    )
+    join: bool = setting(
+        False, "make --output of the files that all parts of --shard wrote; nothing is decoded"
+    )
     strict: bool = setting(False, "stop at the first row that fails")
 
     def __post_init__(self):
@@ -48,6 +56,10 @@ class GenerateOptions:
                 "stopped goes on from the rows in its file; leave --output out to have them on "
                 "stdout"
             )
+        if self.join and (self.output is None or self.shard is not None):
+            raise UserError("--join needs --output=FILE as the parts had it, and no --shard")
+        if self.shard is not None and (self.prompts is None or self.output is None):
+            raise UserError(f"--shard={self.shard} is for --prompts=FILE with --output=FILE")
         if self.overwrite and self.output is None:
             raise UserError("--overwrite is for --output=FILE, which is missing")
 
@@ -61,11 +73,19 @@ class GenerateOptions:
         return [path for path in (self.prompts, self.calibration) if path is not None]
 
     @property
+    def part(self) -> Shard:
+        """The part of the rows that is decoded."""
+        return Shard.parse(self.shard)
+
+    @property
+    def path(self) -> Path | None:
+        """The file for the rows of this part."""
+        return None if self.output is None else self.part.path(Path(self.output).expanduser())
+
+    @property
     def begun(self) -> Path | None:
         """The row file that is gone on with, if it is there; None where nothing is."""
-        if self.output is None or self.overwrite:
-            return None
-        return Path(self.output).expanduser()
+        return None if self.overwrite else self.path
 
     @property
     def is_live(self) -> bool:

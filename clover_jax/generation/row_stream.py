@@ -43,15 +43,15 @@ def open_stream(
     batch_size: int = 1,
     seed: int = 0,
     steps_per_chunk: int = 8,
-    finished: int = 0,
+    part: slice = slice(None),
     strict: bool = False,
     is_watched: bool = False,
 ) -> RowStream:
     """Return the events of decoding rows; commands and the library decode by this.
 
     batch_size: rows at once, if there are so many.
-    finished: how many of the first rows are there already. They are not decoded, but still count in
-        what the engine must be able to do, so that the rest comes out as it would have.
+    part: the rows to decode, where earlier runs or other jobs have the others. Those still count in
+        what the engine must be able to do, so that these come out as they would have.
     strict: a row that fails raises its UserError, once those before it are out.
     is_watched: whether events bring text as it settles.
     Raises UserError for less than one row at once.
@@ -61,7 +61,7 @@ def open_stream(
     if batch_size < 1:
         raise UserError(f"batch_size ({batch_size}) must be at least 1")
     # An engine for fewer rows than slots would only read padding.
-    left = prompts[finished:]
+    left = prompts[part]
     engine = models.engine(
         batch_size=max(1, min(batch_size, len(left))),
         sampling=sampling_for(settings, prompts),

@@ -39,6 +39,8 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
+from clover_jax.storage.jsonl import read_rows
+from clover_jax.storage.row_shards import join_rows
 from clover_jax.storage.row_writer import RowWriter
 from clover_jax.tree_search.attention_trial import with_attention
 from clover_jax.tree_search.auto_tree import with_auto_tree
@@ -50,6 +52,8 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
     Raises UserError for what cannot be done; with a file of prompts and without `strict`, rows
     that fail are counted instead.
     """
+    if options.join:
+        return _join(options)
     prompts = _read(options)  # before the models, which take longer
 
     spec = options.spec
@@ -84,6 +88,16 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
             return _decode(options, settings, models, prompts, sink)
 
 
+def _join(options: GenerateOptions) -> dict[str, Any]:
+    """Make one file of what the jobs of --shard wrote, and return the figures of its rows."""
+    assert options.path is not None  # as the options have checked
+    join_rows(options.path, options.overwrite)
+    totals = RowTotals()
+    for row in read_rows(options.path):
+        totals.add(row)
+    return totals.to_dict()
+
+
 def _read(options: GenerateOptions) -> Sequence[Prompt | BadPrompt] | None:
     if options.prompt is not None:
         return [text_prompt(options.prompt)]
@@ -108,7 +122,7 @@ def _open_sink(
     models: Models,
     prompts: Sequence[Prompt | BadPrompt],
 ) -> RowSink:
-    if options.output is None:
+    if options.path is None:
         return RowPrinter(quiet=options.is_live)
     # Not the batch size: it changes no row, and a run may have to go on with a smaller one.
     depends_on = {
@@ -119,10 +133,12 @@ def _open_sink(
         **models.identity(),
     }
     return RowWriter(
-        Path(options.output).expanduser(),
+        options.path,
         settings=depends_on,
         prompts_hash=prompts_hash(prompts),
         overwrite=options.overwrite,
+        first=options.part.rows(len(prompts)).start,
+        shard=options.part.entry(len(prompts)),
     )
 
 
@@ -139,8 +155,9 @@ def _decode(
         totals.add(row)
     tokens_before = totals.tokens
     if sink.finished:
-        print(f"{sink.finished} rows are in {options.output} already", file=sys.stderr, flush=True)
+        print(f"{sink.finished} rows are in {options.path} already", file=sys.stderr, flush=True)
 
+    rows = options.part.rows(len(prompts))
     stream = open_stream(
         models,
         prompts,
@@ -149,7 +166,7 @@ def _decode(
         seed=options.seed,
         # On a terminal a step at a time, for the eye; else as many as cost the host no time.
         steps_per_chunk=1 if options.is_live and sys.stdout.isatty() else 8,
-        finished=sink.finished,
+        part=slice(rows.start + sink.finished, rows.stop),
         strict=options.strict or options.is_live,
         is_watched=options.is_live,
     )
@@ -160,7 +177,7 @@ def _decode(
         if options.is_live:
             decode_live(stream, sink, totals, LiveText(sys.stdout, models.tokenizer))
         else:
-            with _bar(options, len(prompts), sink.finished, compiling) as bar:
+            with _bar(options, len(rows), sink.finished, compiling) as bar:
                 decode_with_bar(stream, sink, totals, bar, clock)
         seconds = clock.seconds
 

@@ -9,6 +9,7 @@ from clover_jax.decoding.sampling_config import Warping
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import NO_DRAFT, ModelSpec
+from clover_jax.storage.row_shards import Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,16 +46,31 @@ class PrepareOptions:
     regenerate: bool = setting(
         False, "replace the answers by those that the base itself gives; --draft makes it faster"
     )
+    shard: str | None = setting(
+        None,
+        "I/N: regenerate the I-th of N parts, counted from 0, and write nothing else; then "
+        "generate --join --output=OUTPUT/regenerated.jsonl, and the command without --shard",
+    )
     max_new_tokens: int = setting(512, "tokens of an answer at most", least=1)
 
     def __post_init__(self):
+        _ = self.part  # a mistake is raised before anything is loaded
         # A flag that would do nothing is a misunderstanding.
         if self.preview and (self.regenerate or self.features != "none"):
             raise UserError("--preview shows the data as they are; leave out what it would not do")
-        given = {"draft": self.spec.draft != NO_DRAFT, "tree": self.spec.tree is not None}
+        given = {
+            "draft": self.spec.draft != NO_DRAFT,
+            "tree": self.spec.tree is not None,
+            "shard": self.shard is not None,
+        }
         for name, is_given in given.items():
             if is_given and not self.regenerate:
                 raise UserError(f"--{name} is for --regenerate, which is missing")
+
+    @property
+    def part(self) -> Shard:
+        """The part of the conversations that is answered anew."""
+        return Shard.parse(self.shard)
 
     @property
     def directory(self) -> Path:

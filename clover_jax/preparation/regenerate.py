@@ -32,10 +32,19 @@ class Regenerated(NamedTuple):
 
 
 def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerated:
-    """Answer every conversation anew, answer by answer; go on where an earlier run stopped.
+    """Answer every conversation anew and return the records with these answers.
 
-    The rows are kept in OUTPUT/regenerated.jsonl, as `generate` writes them.
     Raises UserError for text, which has no answers, and where no row could be decoded.
+    """
+    figures = answer(records, options)
+    return Regenerated(_read(options.directory / REGENERATED), figures)
+
+
+def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]:
+    """Answer a part of the conversations, answer by answer, and return the figures.
+
+    The rows are kept in OUTPUT/regenerated.jsonl, or the file of the part, as `generate` writes
+    them; goes on where an earlier run stopped. Raises UserError for text, which has no answers.
     """
     prompts = [_prompt(index, record) for index, record in enumerate(records)]
     with passing_note(f"loading {options.spec.base}"):
@@ -46,18 +55,20 @@ def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerate
         **vars(options.warping), max_new_tokens=options.max_new_tokens, context_overflow="skip"
     )
 
-    path, figures = options.directory / REGENERATED, RowTotals()
+    path, figures = options.part.path(options.directory / REGENERATED), RowTotals()
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
     with RowWriter(
         path,
         settings=depends_on,
         prompts_hash=prompts_hash(prompts),
         overwrite=options.overwrite,
+        first=options.part.rows(len(prompts)).start,
+        shard=options.part.entry(len(prompts)),
     ) as rows:
         for row in rows.kept():
             figures.add(row)
         _decode(models, prompts, settings, options, rows, figures)
-    return Regenerated(_read(path), figures.to_dict())
+    return figures.to_dict()
 
 
 def _decode(
@@ -69,7 +80,8 @@ def _decode(
     figures: RowTotals,
 ) -> None:
     # Nothing to decode: an engine would be compiled for nothing.
-    if rows.finished == len(prompts):
+    part = options.part.rows(len(prompts))
+    if rows.finished == len(part):
         return
 
     stream = open_stream(
@@ -78,12 +90,12 @@ def _decode(
         settings,
         batch_size=options.batch_size,
         seed=options.seed,
-        finished=rows.finished,
+        part=slice(part.start + rows.finished, part.stop),
     )
     start = rows.finished
     with (
         CompileClock() as compiling,
-        progress_bar(len(prompts), "regenerate", "row", initial=start, compiling=compiling) as bar,
+        progress_bar(len(part), "regenerate", "row", initial=start, compiling=compiling) as bar,
         memory_advice(options.batch_size),
     ):
         decode_with_bar(stream, rows, figures, bar, DecodingClock(compiling))

@@ -14,7 +14,7 @@ from clover_jax.errors import UserError
 from clover_jax.preparation.features import feature_names, write_features
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.preparation.preview import show_samples
-from clover_jax.preparation.regenerate import regenerate
+from clover_jax.preparation.regenerate import answer, regenerate
 from clover_jax.preparation.samples import Reading, write_samples
 from clover_jax.pretrained.loading import describe_base, load_base
 from clover_jax.runtime.device_memory import advise_on_memory
@@ -48,6 +48,10 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     if options.preview:
         return _preview(records, reading, options)
     options.directory.mkdir(parents=True, exist_ok=True)
+    # Jobs of parts share the folder; each locks the file of its own rows.
+    if options.shard is not None:
+        answered = answer(records.train, options)
+        return {"output": str(options.directory), "regenerated": answered}
     with only_process_in(options.directory, "is preparing", "--output"):
         if options.overwrite:
             _remove_prepared(options.directory)

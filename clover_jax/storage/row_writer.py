@@ -35,6 +35,8 @@ class RowWriter:
         settings: dict[str, Any],
         prompts_hash: str,
         overwrite: bool = False,
+        first: int = 0,
+        shard: dict[str, int] | None = None,
     ):
         """Open `path` for appending, after the rows that an earlier run has left.
 
@@ -43,15 +45,19 @@ class RowWriter:
           settings: what the rows depend on, as JSON values.
           prompts_hash: identifies the input rows.
           overwrite: start anew whatever is there; it stays until the first row replaces it.
+          first: index of the first row, where other files have those before it.
+          shard: which part of all rows that is, for the manifest (`row_shards.py`); None for all.
 
         Raises:
           UserError: where `path` holds rows of other settings or prompts, rows without a manifest,
             or is being written by another process.
         """
-        self.path = Path(path)
+        self.path, self._first = Path(path), first
         self._waiting: dict[int, dict[str, Any]] = {}
         self._replaces, self._noted = overwrite, 0.0
         manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
+        if shard is not None:
+            manifest["shard"] = shard
         self._manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
         if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise UserError(f"{self.path} is no file that rows can be kept in; name one")
@@ -87,10 +93,10 @@ class RowWriter:
 
     def append(self, row: dict[str, Any]) -> None:
         """Write `row`, whose "index" is its place in the input, once all before it are written."""
-        index = row["index"]
-        if index < self.finished or index in self._waiting:
-            raise ValueError(f"row {index} of {self.path} was written before")
-        self._waiting[index] = row
+        place = row["index"] - self._first
+        if place < self.finished or place in self._waiting:
+            raise ValueError(f"row {row['index']} of {self.path} was written before")
+        self._waiting[place] = row
 
         # Write all rows that now have all their predecessors, often none.
         if self.finished in self._waiting:
@@ -124,7 +130,7 @@ class RowWriter:
         # A run that ended well has lost a row; one that failed has other worries.
         if exception_type is None and self._waiting:
             raise ValueError(
-                f"row {self.finished} of {self.path} never came, "
+                f"row {self._first + self.finished} of {self.path} never came, "
                 f"but {len(self._waiting)} rows after it did"
             )
 
@@ -156,7 +162,7 @@ class RowWriter:
         except UserError as error:
             raise UserError(f"{error}; --overwrite starts anew") from error
 
-        difference = _first_difference(before, manifest)
+        difference = first_difference(before, manifest)
         if difference:
             raise UserError(
                 f"{self.path} was written with {difference}; "
@@ -171,8 +177,8 @@ class RowWriter:
         for line in self._file:
             if not line.endswith(b"\n"):
                 break
-            _check_index(line, num_rows, self.path)
             num_rows += 1
+            check_index(line, self._first + num_rows - 1, self.path, num_rows)
             end += len(line)
         self._file.truncate(end)
         return num_rows
@@ -192,7 +198,8 @@ def is_row_manifest(path: Path) -> bool:
     return rows != path and rows.is_file()
 
 
-def _check_index(line: bytes, expected: int, path: Path) -> None:
+def check_index(line: bytes, expected: int, path: Path, number: int) -> None:
+    """Raise UserError, naming the line's number, where a line is not the row with this index."""
     try:
         index = json.loads(line)["index"]
     except (ValueError, KeyError, TypeError):
@@ -200,12 +207,12 @@ def _check_index(line: bytes, expected: int, path: Path) -> None:
     # Rows are in input order without a gap, so each index is known.
     if index != expected:
         raise UserError(
-            f"{path}:{expected + 1}: expected the row with index {expected}, found "
+            f"{path}:{number}: expected the row with index {expected}, found "
             f"{line[:60].decode(errors='replace')!r}; repair the file, or --overwrite to start anew"
         )
 
 
-def _first_difference(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
+def first_difference(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
     """Say where two manifests differ, as "seed 0, not 1"; None where they agree."""
     # Another format may mean anything, so nothing else of it is read.
     if there.get("format") != wanted["format"]:
@@ -220,4 +227,6 @@ def _first_difference(there: dict[str, Any], wanted: dict[str, Any]) -> str | No
             return f"{name} {before.get(name)!r}, not {now.get(name)!r}"
     if there["prompts_hash"] != wanted["prompts_hash"]:
         return "other prompts"
+    if there.get("shard") != wanted.get("shard"):
+        return f"shard {there.get('shard')}, not {wanted.get('shard')}"
     return None

@@ -123,6 +123,7 @@ for way in (experts._chosen, experts._all, experts._grouped):
 """
 
 
+@pytest.mark.slow
 def test_every_way_gives_on_a_mesh_what_it_gives_on_one_device(run_python):
     for line in run_python(ON_A_MESH, devices=8).splitlines():
         difference, gathered = json.loads(line)
