@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import jax
+from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from clover_jax.errors import UserError
@@ -99,8 +100,13 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     devices = list(jax.devices() if devices is None else devices)[: shape.size]
     if len(devices) < shape.size:
         raise UserError(f"a mesh of {shape} needs {shape.size} devices; there are {len(devices)}")
-    sizes = dataclasses.astuple(shape)
-    return jax.make_mesh(sizes, AXES, axis_types=(AxisType.Auto,) * 3, devices=devices)
+    sizes, types = dataclasses.astuple(shape), (AxisType.Auto,) * 3
+    try:
+        return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
+    except NotImplementedError:
+        # An axis is no whole side of the chips' torus, such as tensor=8 of 4 x 4: part of one.
+        arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
+        return Mesh(arranged, AXES, axis_types=types)
 
 
 def mesh_for(text: str | None) -> Mesh | None:

@@ -15,7 +15,8 @@ from clover_jax.benchmark import compiled_decoding
 from clover_jax.errors import UserError
 from clover_jax.loading.models import load_shapes
 from clover_jax.loading.spec import ModelSpec
-from clover_jax.xla.targets import CHIPS, Target
+from clover_jax.sharding.meshes import MeshShape, make_mesh
+from clover_jax.xla.targets import CHIPS, Target, find_devices, parse_target
 from tests.conftest import REPOSITORY
 
 HERE = Target("here", "cpu", CHIPS["v6e"], "1")
@@ -124,6 +125,15 @@ def test_the_report_says_that_a_floor_is_no_lower_bound(compile_tiny, tmp_path, 
 def test_the_program_is_written(compile_tiny, tmp_path):
     compile_tiny(tmp_path / "step.hlo")
     assert (tmp_path / "step.hlo").read_text().startswith("HloModule")
+
+
+@pytest.mark.aot
+def test_a_mesh_axis_may_be_a_part_of_a_side_of_the_chips():
+    if not is_installed("libtpu"):
+        pytest.skip("libtpu is not installed")
+    mesh = make_mesh(MeshShape(data=2, tensor=8), find_devices(parse_target("tpu-v6e:4x4")))
+    assert dict(mesh.shape) == {"data": 2, "fsdp": 1, "tensor": 8}
+    assert len({device.id for device in mesh.devices.flat}) == 16
 
 
 @pytest.mark.aot
