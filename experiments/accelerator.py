@@ -108,27 +108,29 @@ def plan(device, rehearse, folder):
     platform = {"gpu": "cuda,cpu", "tpu": "tpu,cpu", "cpu": "cpu"}[device["platform"]]
     on_device = {"JAX_PLATFORMS": platform}
     if rehearse:
-        shape = "--base=shape:64x1x96", "--dtype=float32", "--context=16", "--tree=chain:2"
+        shape = "--base=shape:64x1x96", "--dtype=float32", "--context=16"
         timing = "--rounds=3", "--force_accept=1"
         steps = "--steps=2", "--batch_size=2", "--seq_len=32"
         texts = "--limit_prompts=2", "--max_new_tokens=8"
-        target = "tpu-v6e:2x2"
+        target, tree = "tpu-v6e:2x2", "chain:2"
     else:
         layers = next(n for least, n in LAYERS.items() if (device["memory_gb"] or 0) >= least)
         # Context and rounds for which a buffer of 1024 positions is long enough.
         shape = f"--base=shape:llama3-8b:{layers}", "--dtype=bfloat16", "--context=800"
         timing = "--rounds=5", "--force_accept=2"
         steps, texts = (), ("--limit_prompts=16", "--max_new_tokens=64")
-        target = TARGETS.get(device["kind"])
+        target, tree = TARGETS.get(device["kind"]), "paper25"
 
-    # Each bench times plain decoding too, in turns with its head.
+    # Each bench times plain decoding too, in turns with its head; ahead of time it is its own.
     benches, compiled = [], []
     ways = ("xla",) if device["platform"] == "gpu" else ("xla", "pallas")  # a kernel for TPU
-    for draft, way, rows in itertools.product(("clover2", "clover_lr"), ways, (1, 16)):
-        name = f"{draft}, batch {rows}, {way}"
-        flags = f"--draft=random:{draft}", f"--batch_size={rows}", f"--attention={way}"
+    for draft, way, rows in itertools.product(("clover2", "plain", "clover_lr"), ways, (1, 16)):
+        name, is_plain = f"{draft}, batch {rows}, {way}", draft == "plain"
+        model = ("--draft=none",) if is_plain else (f"--draft=random:{draft}", f"--tree={tree}")
+        flags = *model, f"--batch_size={rows}", f"--attention={way}"
         words = "-m", "clover_jax.bench", *shape, *flags
-        benches.append(Stage(name, (*words, *timing), on_device))
+        if not is_plain:
+            benches.append(Stage(name, (*words, *timing), on_device))
         if target:
             words = *words, f"--target={target}"
             compiled.append(Stage(f"{name}, ahead of time", words, {"JAX_PLATFORMS": "cpu"}))
@@ -213,30 +215,32 @@ def page(report):
 
 _TIMED = (
     *("measured", "plain ms", "x floor", "step ms", "x floor", "in the engine ms"),
-    *("compiling s", "peak GB", "ahead of time ms", "floor ms", "GB"),
+    *("compiling s", "peak GB", "ahead of time: plain ms", "step ms", "its floor ms", "GB"),
 )
 
 
 def _timed_cells(name, stages):
-    """Return a row of the table: a bench, and what the compiler said of its step."""
-    row, ahead = stages[name], stages.get(f"{name}, ahead of time", {})
+    """Return a row of the table: a bench, and what the compiler said of its steps."""
+    row, (_, of_rows) = stages[name], name.split(",", 1)
     plain, step = row["parts"]["plain step"], row["parts"]["step"]
     measured = (
         *(name, plain["ms"], plain["over_floor"], step["ms"], step["over_floor"]),
         *(row["engine_step_ms"], row["compile_seconds"], row["peak_memory_gb"]),
     )
-    if "floor_seconds" not in ahead:
-        return (*measured, None, None, None)
+    plain, step = (stages.get(f"{each}, ahead of time", {}) for each in (f"plain,{of_rows}", name))
+    if "floor_seconds" not in step:
+        return (*measured, _estimate(plain), None, None, None)
+    floor = round(1e3 * step["floor_seconds"], 3)
+    memory = round((step["argument_bytes"] + step["temporary_bytes"]) / 1e9, 2)
+    return (*measured, _estimate(plain), _estimate(step), floor, memory)
 
+
+def _estimate(ahead):
+    """Return the milliseconds of a compiled step; None where it was not compiled."""
     # The compilers for GPUs give no estimate; those for TPUs leave kernels out of theirs.
-    estimate = ahead["estimated_seconds"]
-    kernels = sum(ahead["kernel_seconds_by_part"].values())
-    return (
-        *measured,
-        None if estimate is None else round(1e3 * (estimate + kernels), 3),
-        round(1e3 * ahead["floor_seconds"], 3),
-        round((ahead["argument_bytes"] + ahead["temporary_bytes"]) / 1e9, 2),
-    )
+    if (estimate := ahead.get("estimated_seconds")) is None:
+        return None
+    return round(1e3 * (estimate + sum(ahead["kernel_seconds_by_part"].values())), 3)
 
 
 def _table(columns, rows):
