@@ -11,8 +11,7 @@ computed, so none is dropped, and what a token gets does not depend on the other
     all       every token by every expert, with weight 0 for those that were not chosen. A tree of
               tokens wants nearly all matrices, and reading them takes longer than the products
     grouped   tokens sorted by expert, one grouped product: only the products that are wanted, but
-              TPUs may lay the matrices out anew
-              for it (experiments/results/compiled_decode_step.md)
+              TPUs may lay the matrices out anew (experiments/results/compiled_decode_step.md)
 """
 
 from __future__ import annotations
