@@ -63,7 +63,7 @@ def test_what_is_no_shard_is_refused(shards, shard):
 def test_real_processes_of_which_one_is_killed_write_the_rows_of_one(
     base, draft, prompts_file, tmp_path, count
 ):
-    prompts = prompts_file(*ragged_rows(24))
+    prompts = prompts_file(*ragged_rows(6) * 4)
 
     def start(output, *argv):
         command = [sys.executable, "-m", "clover_jax.generate", f"--output={tmp_path / output}"]
