@@ -39,7 +39,7 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
 def main(flags: absl_flags.FlagValues) -> int:
     """Prepare and report."""
     report = execute(flags)
-    if not flags.preview:
+    if not flags.preview and flags.shard is None:  # a part has no samples yet
         print(_summary(report))
     cli.report(report)
     return 0
