@@ -44,6 +44,14 @@ class Experts(NamedTuple):
     down_bias: Float[Array, "X D"] | None = None
 
 
+class Routed(NamedTuple):
+    """Tokens, the experts that are chosen for each, and how much each of these counts."""
+
+    tokens: Float[Array, "N D"]
+    weight: Float[Array, "N k"]
+    chosen: Int[Array, "N k"]
+
+
 class ExpertMLP(nn.Module):
     """The experts of one layer and their router."""
 
@@ -81,7 +89,8 @@ class ExpertMLP(nn.Module):
         }
 
         way = _way_for(chosen.size, len(tokens), number)
-        total = way(cfg.activation, Experts(**matrices, **biases), tokens, weight, chosen)
+        routed = Routed(tokens, weight, chosen)
+        total = way(cfg.activation, Experts(**matrices, **biases), routed)
         return total.astype(x.dtype).reshape(x.shape)
 
 
@@ -92,14 +101,9 @@ def _way_for(pairs: int, tokens: int, number: int) -> Callable[..., Array]:
     return _all if tokens <= MOST_TOKENS else _grouped
 
 
-def _chosen(
-    activation: str,
-    experts: Experts,
-    tokens: Float[Array, "N D"],
-    weight: Float[Array, "N k"],
-    chosen: Int[Array, "N k"],
-) -> Float[Array, "N D"]:
+def _chosen(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
     """Return y, in float32, by the products of each pair of token and expert."""
+    tokens, weight, chosen = routed
     totals = []
     for n in range(len(tokens)):
         # A matrix that is cut out of all goes into its product without a copy.
@@ -130,14 +134,9 @@ def _hidden(
     return activate(activation, gate) * let_through(activation, up)
 
 
-def _all(
-    activation: str,
-    experts: Experts,
-    tokens: Float[Array, "N D"],
-    weight: Float[Array, "N k"],
-    chosen: Int[Array, "N k"],
-) -> Float[Array, "N D"]:
+def _all(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
     """Return y, in float32, by products of all tokens with all experts."""
+    tokens, weight, chosen = routed
     number = experts.gate.shape[0]
     weights = jnp.einsum("nk,nkx->nx", weight, jax.nn.one_hot(chosen, number, dtype=jnp.float32))
     hidden = _hidden(activation, experts, "nd,xdf->xnf", tokens)
@@ -153,14 +152,9 @@ def _all(
     return total if experts.down_bias is None else total + weights @ experts.down_bias
 
 
-def _grouped(
-    activation: str,
-    experts: Experts,
-    tokens: Float[Array, "N D"],
-    weight: Float[Array, "N k"],
-    chosen: Int[Array, "N k"],
-) -> Float[Array, "N D"]:
+def _grouped(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
     """Return y, in float32, by grouped products of the pairs of token and expert."""
+    tokens, weight, chosen = routed
     # One row for each pair, those of an expert side by side.
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
