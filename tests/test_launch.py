@@ -1,5 +1,6 @@
 """The scripts in launch/, as far as they run without a cluster."""
 
+import configparser
 import os
 import re
 import shlex
@@ -249,3 +250,22 @@ def test_the_accelerator_script_says_what_is_wrong(bare_machine):
         finished = accelerator(bare_machine, argument)
         assert finished.returncode == 2
         assert reason in finished.stderr
+
+
+def test_the_image_is_made_of_files_and_extras_that_there_are():
+    text = (REPOSITORY / "launch" / "Dockerfile").read_text()
+    options = configparser.ConfigParser(interpolation=None)
+    options.read(REPOSITORY / "setup.cfg")
+    chosen = re.findall(r"EXTRAS=([\w,]+)", text)
+    assert len(chosen) == 2  # for a TPU, and for a GPU
+    for extra in ",".join(chosen).split(","):
+        assert extra in options["options.extras_require"]
+
+    # Each line is copied by its own name to where the checkout has it.
+    copied = [line.split()[1:] for line in text.splitlines() if line.startswith("COPY ")]
+    for *sources, target in copied:
+        assert target in ("./", *sources)
+        for source in sources:
+            assert (REPOSITORY / source).exists()
+    last_step = text.splitlines()[-1].removeprefix("RUN ")
+    assert last_step in options["options.entry_points"]["console_scripts"]
