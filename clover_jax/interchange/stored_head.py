@@ -239,7 +239,10 @@ def _open_foreign(
     kept = stored_shapes(leaves.values())
 
     def read(path: LeafPath) -> np.ndarray:
-        return fuse(leaves[path], lambda name: files.read(name, slice(kept[name][0])))
+        leaf = leaves[path]
+        params = fuse(leaf, lambda name: files.view(name)[: kept[name][0]])
+        files.check_part([piece.name for piece in leaf.pieces], params)
+        return params
 
     # The layout says nothing of the base, so it is taken for the one that the user gives.
     card = Card(config, fingerprint(base), None, {"layout": layout.name})

@@ -132,6 +132,10 @@ class Mxfp4Files(TensorFiles):
         blocks = super().read(name + BLOCKS, rows, ("U8",))
         return widen_mxfp4(blocks, super().read(name + SCALES, rows, ("U8",)))
 
+    def view(self, name: str) -> np.ndarray:
+        """Return one tensor as a view on its file; MXFP4 is read and widened whole."""
+        return self.read(name) if name in self._packed else super().view(name)
+
 
 def widen_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     """Return what [X, O, I / 32, 16] bytes and [X, O, I / 32] exponents stand for, [X, I, O].

@@ -5,9 +5,11 @@ Conversions need little of a base's weights, so they open it without reading the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +24,11 @@ from clover_jax.pretrained.shapes import base_shapes, is_shape, random_base, sha
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, Place, assemble, stored_shapes
+from clover_jax.runtime.distributed import is_primary
+from clover_jax.runtime.progress import progress_bar
 from clover_jax.tokenizers.tokenizer import load_tokenizer
+
+_SHOWN_FROM = 10**9  # bytes of a base whose loading is shown
 
 
 def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None = None) -> BaseModel:
@@ -31,8 +37,9 @@ def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None =
     source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
         or "shape:NAME" for random weights (see pretrained/shapes.py).
     dtype: of the params.
-    place: puts each finished tensor on its device or shards, `place(path, array) -> jax.Array`;
-        by default it is cast to `dtype` on the default device.
+    place: puts each leaf on its device or shards, `place(path, leaf) -> jax.Array`, where
+        `leaf[box]` reads a part of it and `leaf[...]` all; by default all of it is cast to `dtype`
+        on the default device.
     Raises UserError for anything missing, broken or unsupported, naming it.
     """
     if is_shape(source):
@@ -43,12 +50,37 @@ def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None =
     files = _open_files(directory, checkpoint)
 
     # Leaf by leaf: a base may fill most of the memory of host and device.
-    params = assemble(
-        checkpoint.leaves,
-        lambda name: checkpoint.adjust(name, files.read(name)),
-        place or place_as(dtype),
-    )
+    with _progress(checkpoint.leaves, dtype, place or place_as(dtype)) as counted:
+        params = assemble(
+            checkpoint.leaves,
+            lambda name: checkpoint.adjust(name, files.view(name)),
+            counted,
+            files.check_part,
+        )
     return BaseModel(checkpoint.config, params, directory, source)
+
+
+@contextlib.contextmanager
+def _progress(leaves: Sequence[Leaf], dtype: jnp.dtype, place: Place) -> Iterator[Place]:
+    """Make a placement that shows how many GB are placed, of all processes together."""
+    sizes = {leaf.path: math.prod(leaf.shape) * jnp.dtype(dtype).itemsize for leaf in leaves}
+    whole, done = sum(sizes.values()), 0
+    # A small base is there before a bar is.
+    if whole < _SHOWN_FROM or not is_primary():
+        yield place
+        return
+
+    with progress_bar(len(sizes), "load", "tensor") as bar:
+
+        def counted(path: tuple[str, ...], leaf: Any) -> Array:
+            nonlocal done
+            placed = place(path, leaf)
+            done += sizes[path]
+            bar.show(f"{done / 1e9:.1f} of {whole / 1e9:.1f} GB")
+            bar.update()
+            return placed
+
+        yield counted
 
 
 class StoredMatrix:
@@ -119,8 +151,8 @@ def describe_base(source: str) -> BaseDescription:
 def place_as(dtype: jnp.dtype) -> Place:
     """Return the plain placement: cast to `dtype`, on the default device."""
 
-    def place(path: tuple[str, ...], array: np.ndarray) -> Array:
-        return jnp.array(array, dtype)  # a copy: an alias of host memory could not be donated
+    def place(path: tuple[str, ...], leaf: Any) -> Array:
+        return jnp.array(leaf[...], dtype)  # a copy: an alias of host memory could not be donated
 
     return place
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
@@ -35,6 +36,7 @@ class TensorFiles:
     def __init__(self, directory: Path):
         self._handles: dict[str, safe_open | TorchFile] = {}
         self._places: dict[str, Path] = {}
+        self._offsets: dict[str, int] = {}  # into its safetensors file
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         # Every header is read now, so that a broken file is named before anything is loaded.
@@ -43,6 +45,8 @@ class TensorFiles:
             for name in handle.keys():  # noqa: SIM118, the handle is no mapping
                 self._handles[name], self._places[name] = handle, path
                 self.shapes[name] = tuple(handle.get_slice(name).get_shape())
+            if isinstance(handle, safe_open):
+                self._offsets |= _offsets_in(path)
 
     def read(
         self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
@@ -56,6 +60,24 @@ class TensorFiles:
         array = self._handles[name].get_slice(name)[rows]
         check_finite(array, name, self._places[name])
         return array
+
+    def view(self, name: str) -> np.ndarray:
+        """Return one tensor as a view on its file: only what is then copied of it is read.
+
+        Its values are not looked at, which is for `check_part`. Raises as `read` for its type.
+        """
+        dtype = self.dtype(name)
+        if name not in self._offsets:
+            return self._handles[name].get_slice(name)[:]
+        # Mapped for this view alone: a mapping that stays would keep all that was read resident.
+        mapped = np.memmap(self._places[name], dtype, "r", self._offsets[name], self.shapes[name])
+        return mapped.view(np.ndarray)
+
+    def check_part(self, names: Iterable[str], part: np.ndarray) -> None:
+        """Raise UserError where a part of these tensors holds infinities or NaN, naming which."""
+        if not is_finite(part):
+            for name in names:
+                self.read(name)
 
     def dtype(self, name: str) -> np.dtype:
         """Return the type of a stored tensor; raises as `read`."""
@@ -155,6 +177,18 @@ def _open(path: Path) -> safe_open | TorchFile:
         return safe_open(path, framework="numpy")
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+def _offsets_in(path: Path) -> dict[str, int]:
+    """Return where the tensors of a safetensors file begin, which its reader does not say.
+
+    The format: eight bytes with the header's length, the header in JSON, the tensors.
+    """
+    with path.open("rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    header.pop("__metadata__", None)
+    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
 
 
 def _listed(names: list[str], noun: str = "tensor") -> str:

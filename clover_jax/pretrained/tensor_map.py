@@ -8,7 +8,7 @@ reshape and a permutation of axes. Values do not change, so writing is exactly r
 from __future__ import annotations
 
 import dataclasses
-import itertools
+import types
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -18,7 +18,11 @@ import numpy as np
 from clover_jax.array_types import Params
 
 Path = tuple[str, ...]
-Place = Callable[[Path, Any], jax.Array]  # of an array on the host or on a device
+# Of a leaf by its path: a StoredLeaf, or an array on the host or on a device.
+Place = Callable[[Path, Any], jax.Array]
+Box = tuple[slice, ...]  # a part of an array: a slice for each of its axes
+Check = Callable[[Iterable[str], np.ndarray], None]  # of what was read of tensors of these names
+_TOGETHER = 8  # stored rows that are transposed together: both sides stay in the processor's cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,7 +53,24 @@ class Piece:
 
     def unpermuted(self, leaf: np.ndarray) -> np.ndarray:
         """Return this piece of a leaf in the stored order, split as it is, as a view."""
-        return leaf[self.index].transpose(np.argsort(self.axes))
+        return self.in_stored_order(leaf[self.index])
+
+    def in_stored_order(self, ours: np.ndarray) -> np.ndarray:
+        """Return what is in our order of axes in the stored one, split as it is, as a view."""
+        return ours.transpose(np.argsort(self.axes))
+
+    def within(self, box: Box) -> Box:
+        """Return the box of this piece that lies in a box of its leaf.
+
+        Example: of a box (rows, :, heads) a piece at index (:, 1) has (rows, heads).
+        """
+        index = () if self.index == (...,) else self.index
+        for axis, (ours, part) in enumerate(zip(index, box, strict=False)):
+            if ours != slice(None) and part != slice(None):
+                raise ValueError(f"axis {axis} of {box} is where pieces lie beside each other")
+        # A number in the index is an axis that the piece does not have.
+        numbers = [axis for axis, ours in enumerate(index) if isinstance(ours, int)]
+        return tuple(part for axis, part in enumerate(box) if axis not in numbers)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,14 +102,41 @@ def stored_shapes(leaves: Iterable[Leaf]) -> dict[str, tuple[int, ...]]:
     return {piece.name: piece.shape for leaf in leaves for piece in leaf.pieces}
 
 
-def assemble(leaves: Iterable[Leaf], read: Callable[[str], np.ndarray], place: Place) -> Params:
-    """Read every leaf and return the tree of placed arrays.
+class StoredLeaf:
+    """One leaf in weight files, of which a part is read when it is asked for.
 
-    read: returns a stored tensor by name; called once for each leaf that has a part of it.
-    place: puts a finished leaf on its device (or its shards). Each is released before the next
-        one is read, so that the host holds one leaf at a time beside the result.
+    Example: `leaf[0:512, :]` is an array of 512 rows, and `leaf[...]` all of it.
     """
-    return nested({leaf.path: place(leaf.path, fuse(leaf, read)) for leaf in leaves})
+
+    def __init__(self, leaf: Leaf, stored: Mapping[str, np.ndarray], check: Check):
+        """Take the stored tensors by name, best as views on their files, and `assemble`'s check."""
+        self.leaf, self.shape = leaf, leaf.shape
+        self._stored, self._check = stored, check
+
+    def __getitem__(self, box: Box | types.EllipsisType) -> np.ndarray:
+        """Return a part as an array of its own; raises what the check does."""
+        whole = (slice(None),) * len(self.shape)
+        part = fuse(self.leaf, self._stored.__getitem__, whole if box is ... else box)
+        self._check(self._stored, part)
+        return part
+
+
+def assemble(
+    leaves: Iterable[Leaf], read: Callable[[str], np.ndarray], place: Place, check: Check
+) -> Params:
+    """Return the tree of placed leaves.
+
+    read: returns a stored tensor by name, best as a view on its file.
+    place: puts a StoredLeaf on its device, or its parts on theirs. Each leaf is released before the
+        next one, so that the host holds the parts of one leaf at a time beside the result.
+    check: is called with the names of a leaf's tensors and each part of it that was read.
+    """
+
+    def placed(leaf: Leaf) -> jax.Array:
+        stored = {piece.name: read(piece.name) for piece in leaf.pieces}
+        return place(leaf.path, StoredLeaf(leaf, stored, check))
+
+    return nested({leaf.path: placed(leaf) for leaf in leaves})
 
 
 def nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
@@ -102,18 +150,31 @@ def nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
     return tree
 
 
-def fuse(leaf: Leaf, read: Callable[[str], np.ndarray]) -> np.ndarray:
-    """Return one leaf, made of its stored pieces."""
-    first, *others = leaf.pieces
-    # A leaf of one piece stays a view: nothing is copied before it is placed.
-    stored = read(first.name)
-    part = first.to_ours(stored)
-    if not others:
-        return part
-
-    fused = np.empty(leaf.shape, part.dtype)
-    fused[first.index] = part
-    for before, piece in itertools.pairwise(leaf.pieces):
-        stored = stored if piece.name == before.name else read(piece.name)
-        fused[piece.index] = piece.to_ours(stored)
+def fuse(leaf: Leaf, read: Callable[[str], np.ndarray], box: Box | None = None) -> np.ndarray:
+    """Return one leaf, made of its stored pieces, or a box of it, as an array of its own."""
+    box = box or (slice(None),) * len(leaf.shape)
+    shape = [len(range(size)[part]) for size, part in zip(leaf.shape, box, strict=True)]
+    fused = None
+    for piece in leaf.pieces:
+        ours = piece.to_ours(read(piece.name))[piece.within(box)]
+        fused = np.empty(shape, ours.dtype) if fused is None else fused
+        _copy(piece.in_stored_order(ours), piece.in_stored_order(fused[piece.index]))
+    assert fused is not None
     return fused
+
+
+def _copy(source: np.ndarray, target: np.ndarray) -> None:
+    """Copy row by row of the source, which may be a file, into a view of any order."""
+    # As bits: NumPy moves bfloat16 half as fast.
+    if source.dtype == target.dtype:
+        source, target = (x.view(f"u{x.itemsize}") for x in (source, target))
+    if source.ndim < 2 or target.strides[-1] == target.itemsize:
+        target[...] = source
+        return
+
+    # A transposition. Taken whole, each element would come from another line of the cache.
+    longest = int(np.argmax(source.shape[:-1]))
+    for outer in np.ndindex(source.shape[:longest]):
+        rows, where = source[outer], target[outer]
+        for start in range(0, len(rows), _TOGETHER):
+            where[start : start + _TOGETHER] = rows[start : start + _TOGETHER]

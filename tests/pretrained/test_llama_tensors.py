@@ -5,14 +5,21 @@ import math
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
 import pytest
 
 from clover_jax.drafters import registry
 from clover_jax.interchange.clover2 import clover2_leaves
 from clover_jax.pretrained.baichuan import baichuan_leaves
+from clover_jax.pretrained.gpt_oss import gpt_oss_leaves
 from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.moe import mixtral_leaves
+from clover_jax.pretrained.phi import phi3_leaves
 from clover_jax.pretrained.shapes import base_shapes
-from clover_jax.pretrained.tensor_map import stored_shapes
+from clover_jax.pretrained.tensor_map import fuse, stored_shapes
+from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
+from clover_jax.sharding.param_layouts import param_spec
 from tests.tiny_models import LLAMA3_8B, TINY
 
 VARIANTS = {
@@ -73,3 +80,42 @@ def test_a_piece_fills_what_its_docstring_says():
     assert piece.index == (slice(None), slice(None), TINY.layer.num_groups)
     stored = jnp.arange(heads * size * width).reshape(piece.shape)
     assert piece.to_ours(stored)[5, 1, 3] == stored[1 * size + 3, 5]
+
+
+EXPERTS = dataclasses.replace(TINY, num_experts=4, experts_per_token=2, expert_size=24)
+FAMILIES = {
+    "llama": (base_leaves, VARIANTS["biases"]),
+    "phi3": (phi3_leaves, TINY),
+    "baichuan": (baichuan_leaves, dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)),
+    "mixtral": (mixtral_leaves, EXPERTS),
+    "gpt-oss": (gpt_oss_leaves, dataclasses.replace(EXPERTS, sinks=True, expert_bias=True)),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_slice_of_a_leaf_is_that_part_of_it(family):
+    leaves_of, config = FAMILIES[family]
+    leaves, rng = leaves_of(config), np.random.default_rng(0)
+    stored = {
+        name: rng.standard_normal(shape, np.float32).astype(ml_dtypes.bfloat16)
+        for name, shape in stored_shapes(leaves).items()
+    }
+    mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=2))
+    for leaf in leaves:
+        whole = fuse(leaf, stored.__getitem__)
+        for piece in leaf.pieces:  # as the map says it, without the order in which it is copied
+            np.testing.assert_array_equal(whole[piece.index], piece.to_ours(stored[piece.name]))
+        spec = param_spec(leaf.path, leaf.shape, mesh)
+        for box in boxes(leaf.shape, spec, mesh):
+            np.testing.assert_array_equal(fuse(leaf, stored.__getitem__, box), whole[box])
+
+
+def boxes(shape, spec, mesh):
+    """Every box that a device of the mesh has."""
+    parts = [1 if axis is None else mesh.shape[axis] for axis in spec]
+    for place in np.ndindex(*parts):
+        sizes = [size // count for size, count in zip(shape, parts, strict=True)]
+        yield tuple(
+            slice(i * n, (i + 1) * n) if count > 1 else slice(None)
+            for i, n, count in zip(place, sizes, parts, strict=True)
+        )
