@@ -8,13 +8,13 @@ x_{j+2}, as z_t and x_{t+1} by the proposal: a pointer at place p = j+2 of the t
     m_p    = tokens of the longest match of .. x_{p-2} x_{p-1} with .. x_t x_{t+1}, 8 at most
     a_p    = <W_q z_t, W_k z_{p-2}> / sqrt(r)
     p_n    = the k places of largest a_p + b^0[m_p], the newest among equals
-    o_n^i  = exp(a_n + b^i[m_n^i] + w^i z_t)               odds of this copy against the head
+    o_n^i  = exp(a_n + b^i[m_n^i])                         odds of this copy against the head
     P^i(v) = (softmax(logits^i)(v) + sum_n o_n^i [x_{p_n+i} = v]) / (1 + sum_n o_n^i)
     m^{i+1} = m^i + 1 where x_{p_n+i} was drafted, else 0
 
 The gate of a pointer-generator is here sum_n o_n / (1 + sum_n o_n). Past the end of the text a
-pointer goes round, as the loop does that it follows. W_q, W_k [D, r], b [P, 9], w [D, P].
-Initialisation: W_k and w zero, b what is usual for a match of that length, so that copies begin as
+pointer goes round, as the loop does that it follows. W_q, W_k [D, r], b [P, 9].
+Initialisation: W_k zero, b what is usual for a match of that length, so that copies begin as
 prompt lookup. Losses: Clover-LR's, on P.
 """
 
@@ -76,13 +76,11 @@ class Pointers(struct.PyTreeNode):
     ahead:  [B, T, K, P] the tokens there, level by level; PAD_TOKEN where there is none.
     length: [B, W, K] m^i; W is T in training.
     score:  [B, T, K] a_n.
-    gate:   [B, T, P] w^i z_t.
     """
 
     ahead: Int[Array, "B T k P"]
     length: Int[Array, "B W k"]
     score: Float[Array, "B T k"]
-    gate: Float[Array, "B T P"]
 
     def follow(self, token: Int[Array, "B W"], level: int) -> Pointers:
         """Move on, after `token` was taken on this level."""
@@ -106,13 +104,11 @@ class CloverCopy(CloverLR):
 
     def setup(self):
         super().setup()
-        cfg, zeros = self.config, nn.initializers.zeros
-        width, levels = cfg.layer.hidden_size, cfg.num_positions
-        spread = nn.initializers.normal(width**-0.5)
-        self.point_from = self.param("point_from", spread, (width, cfg.pointer_rank))
-        self.point_to = self.param("point_to", zeros, (width, cfg.pointer_rank))
-        self.of_length = self.param("of_length", _usual_odds, (levels, MOST_MATCHED + 1))
-        self.copy_gate = self.param("copy_gate", zeros, (width, levels))
+        cfg, shape = self.config, (self.config.layer.hidden_size, self.config.pointer_rank)
+        spread = nn.initializers.normal(shape[0] ** -0.5)
+        self.point_from = self.param("point_from", spread, shape)
+        self.point_to = self.param("point_to", nn.initializers.zeros, shape)
+        self.of_length = self.param("of_length", _usual_odds, (cfg.num_positions, MOST_MATCHED + 1))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         """Return the Augmenting Block's cache, and the keys that are pointed at."""
@@ -236,13 +232,12 @@ class CloverCopy(CloverLR):
             ahead=jnp.where(is_there, ahead.reshape(index.shape), PAD_TOKEN),
             length=jnp.take_along_axis(length, place, axis=-1),
             score=jnp.take_along_axis(score, place, axis=-1),
-            gate=z @ self.copy_gate,
         )
 
     def _log_odds(self, pointers: Pointers, level: int) -> Float[Array, "B W k"]:
         # A product: the gradient of a look-up is a scatter.
         of_length = jax.nn.one_hot(pointers.length, MOST_MATCHED + 1) @ self.of_length[level]
-        return pointers.score + of_length + pointers.gate[..., level, None]
+        return pointers.score + of_length
 
 
 def mix(

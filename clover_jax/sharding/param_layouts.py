@@ -79,7 +79,6 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "point_from": ("D -",),
     "point_to": ("D -",),
     "of_length": ("- -",),
-    "copy_gate": ("D -",),
     # EAGLE's kind: the matrix that mixes what the layer reads.
     "fc": ("- D E",),
     "fc_bias": ("-",),
