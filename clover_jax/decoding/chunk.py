@@ -59,7 +59,7 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
 
     def call(weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None = None):
         limit = np.int32(num_steps if most is None else min(most, num_steps))
-        return program(weights, state, placement.array(filled), placement.array(limit))
+        return program(weights, state, filled, limit)
 
     return call
 

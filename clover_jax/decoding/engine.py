@@ -9,19 +9,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-import functools
-from collections.abc import Callable, Generator, Iterable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Generator, Iterable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from clover_jax.array_types import Array, Params
+from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.chunk import Chunk, compile_chunk
 from clover_jax.decoding.placement import Placement
-from clover_jax.decoding.prefill import prefill_chunk
+from clover_jax.decoding.programs import Programs, compile_programs, compile_state_programs
 from clover_jax.decoding.requests import (
     Generation,
     Request,
@@ -29,19 +27,11 @@ from clover_jax.decoding.requests import (
     check_request,
     least_sampling,
 )
-from clover_jax.decoding.sampling import NO_TOKEN, RowBias, RowSampling
+from clover_jax.decoding.sampling import NO_TOKEN
 from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, check_seed
 from clover_jax.decoding.scores import Scores
 from clover_jax.decoding.slots import Slots
-from clover_jax.decoding.state import (
-    DecodeState,
-    clear,
-    draft_beginning,
-    empty_state,
-    extract,
-    grow,
-    insert,
-)
+from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import Tree
 from clover_jax.drafters.drafter import PAD_TOKEN
@@ -49,17 +39,6 @@ from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
-
-
-class Programs(NamedTuple):
-    """What one set of sampling rules compiles to.
-
-    prefill: (weights, row, start) -> (row, scores), for a batch of one; it consumes the row.
-    decode: a chunk of steps.
-    """
-
-    prefill: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
-    decode: Chunk
 
 
 class Engine:
@@ -117,19 +96,12 @@ class Engine:
         self._seed = seed
         self.prefill_size, self._source_size = prefill_size, source_size
 
-        # States are donated, so that every program updates caches in place.
-        empty = functools.partial(
-            empty_state, base, head, tree, source_size=source_size, biased=sampling.biased
-        )
-        compiled = self._placement.compiled
-        self.insert = compiled(insert, donate_argnums=0)
-        self.clear = compiled(clear, donate_argnums=0)
-        self.extract = compiled(extract)
-        self.draft_beginning = jax.jit(draft_beginning)
-        self._grow = compiled(grow, static_argnums=1)
-        self._empty = compiled(empty, static_argnums=(0, 1, 2, 3))
-        self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
+        states = compile_state_programs(self.config, source_size, self.max_eos, self._placement)
+        self.insert, self.clear, self.extract = states.insert, states.clear, states.extract
+        self.draft_beginning = states.draft_beginning
+        self._states = states
         self._programs: dict[SamplingConfig, Programs] = {}
+        self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
 
     def seeded(self, seed: int) -> Engine:
         """Return an engine of the same programs whose rows draw by another seed."""
@@ -227,25 +199,14 @@ class Engine:
         if self._adapts:
             sampling = least_sampling(sampling, requests)
         if sampling not in self._programs:
-            config = dataclasses.replace(self.config, sampling=sampling)
-            programs = Programs(
-                self._placement.compiled(self._prefill(config), donate_argnums=1),
-                compile_chunk(config, self._steps_per_chunk, self._placement),
+            self._programs[sampling] = compile_programs(
+                dataclasses.replace(self.config, sampling=sampling),
+                self.prefill_size,
+                self._steps_per_chunk,
+                self._placement,
+                has_biases=self.config.sampling.biased,
             )
-            # Who asks for no bias runs what an engine without biases does.
-            if self.config.sampling.biased and not sampling.biased:
-                programs = Programs(_without_bias(programs.prefill), _without_bias(programs.decode))
-            self._programs[sampling] = programs
         return self._programs[sampling]
-
-    def _prefill(self, config: StepConfig) -> Callable:
-        def prefill(
-            weights: Weights, row: DecodeState, start: Array
-        ) -> tuple[DecodeState, Scores | None]:
-            row, scores = prefill_chunk(config, self.prefill_size, weights, row, start)
-            return row, self._placement.whole(scores)
-
-        return prefill
 
     def read_prompt(
         self, weights: Weights, row: DecodeState, request: Request, start: int
@@ -260,11 +221,11 @@ class Engine:
         size = self.buffer_size(self._limit(request))
         if state is None:
             return self.empty_state(size, weights)
-        return self._grow(state, size) if size > state.tokens.shape[1] else state
+        return self._states.grow(state, size) if size > state.tokens.shape[1] else state
 
     def empty_state(self, size: int, weights: Weights) -> DecodeState:
         """Return empty slots with buffers of `size` positions."""
-        return self._empty(self.batch_size, size, self.max_eos, weights.base["embedding"].dtype)
+        return self._states.empty(self.batch_size, size, weights.base["embedding"].dtype)
 
     def row_state(
         self, request: Request, batch: DecodeState, begun: DecodeState | None = None
@@ -285,18 +246,20 @@ class Engine:
         eos = np.full((1, self.max_eos), -1, np.int32)
         eos[0, : len(request.eos_ids)] = request.eos_ids
 
-        # Prefill fills its caches chunk by chunk.
-        row = self._empty(1, size, self.max_eos, batch.cache[0].key.dtype)
+        # Prefill fills its caches chunk by chunk. One program makes all arrays: to make them one by
+        # one took longer than to read the prompt of a small base.
+        fields = {
+            "tokens": prompt,
+            "end": np.array([length], np.int32),
+            "limit": np.array([self._limit(request)], np.int32),
+            "eos": eos,
+            "source": self._source(request),
+        }
+        dtype, settings = batch.cache[0].key.dtype, self._row_settings(request)
+        row = self._states.begin(size, dtype, fields, settings, *self._row_key(request))
         if begun is not None:
             row = row.replace(cache=begun.cache, draft_cache=begun.draft_cache)
-        return row.replace(
-            tokens=self._placement.array(prompt),
-            end=self._placement.array([length], np.int32),
-            limit=self._placement.array([self._limit(request)], np.int32),
-            eos=self._placement.array(eos),
-            sampling=self._row_sampling(request),
-            source=self._source(request),
-        )
+        return row
 
     def read_text(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Bring each slot's tokens, how many there are and `finish` to the host."""
@@ -306,54 +269,41 @@ class Engine:
         context = self.config.base.max_position_embeddings
         return min(len(request.prompt_ids) + request.max_new_tokens, context)
 
-    def _source(self, request: Request) -> Array | None:
+    def _source(self, request: Request) -> np.ndarray | None:
         """Return what a request brought to copy from, each text begun by a PAD_TOKEN."""
         if not self._source_size:
             return None
         joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
         source = np.full((1, self._source_size), PAD_TOKEN, np.int32)
         source[0, : len(joined)] = joined[: self._source_size]
-        return self._placement.array(source)
+        return source
 
-    def _row_sampling(self, request: Request) -> RowSampling:
-        # A row without a seed still draws the same text in any batch: its index stands for it.
-        if request.seed is None:
-            key = jax.random.fold_in(jax.random.key(self._seed), request.index)
-        else:
-            key = jax.random.key(request.seed)
-        # A later turn may draw at positions of an earlier one.
-        if request.turn:
-            key = jax.random.fold_in(key, request.turn)
-        top_k = min(request.top_k, self.config.base.vocab_size)
-        return RowSampling(
-            key=self._placement.array(jax.random.key_data(key)[None]),
-            temperature=self._placement.array([request.temperature], np.float32),
-            top_k=self._placement.array([top_k], np.int32),
-            top_p=self._placement.array([request.top_p], np.float32),
-            bias=self._row_bias(request) if self.config.sampling.biased else None,
-        )
+    def _row_settings(self, request: Request) -> dict[str, Any]:
+        """Return the fields of a row's RowSampling but its key."""
+        bias = {"bias": self._row_bias(request)} if self.config.sampling.biased else {}
+        return bias | {
+            "temperature": np.array([request.temperature], np.float32),
+            "top_k": np.array([min(request.top_k, self.config.base.vocab_size)], np.int32),
+            "top_p": np.array([request.top_p], np.float32),
+        }
 
-    def _row_bias(self, request: Request) -> RowBias:
+    def _row_key(self, request: Request) -> tuple[np.uint32, np.ndarray]:
+        """Return the arguments of `row_key`."""
+        # A row without a seed still draws the same text in any batch: its index stands for it. A
+        # later turn may draw at positions of an earlier one.
+        index = request.index if request.seed is None else -1
+        seed = self._seed if request.seed is None else request.seed
+        return np.uint32(seed), np.array([index, request.turn or -1], np.int32)
+
+    def _row_bias(self, request: Request) -> tuple[np.ndarray, ...]:
+        """Return the fields of a row's RowBias."""
         ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
         values = np.zeros((1, MOST_BIASED), np.float32)
         for index, (id_, value) in enumerate(request.logit_bias):
             ids[0, index], values[0, index] = id_, value
         # No token stands beyond the limit.
         eos_from = min(len(request.prompt_ids) + request.min_new_tokens, self._limit(request))
-        arrays = (ids, values, np.array([eos_from], np.int32))
-        return RowBias(*map(self._placement.array, arrays))
-
-
-def _without_bias(program: Callable) -> Callable:
-    """Return a program of states that have no biases, for one of states that have."""
-
-    def call(weights: Weights, state: DecodeState, *arguments: Any) -> tuple[DecodeState, Any]:
-        bias = state.sampling.bias
-        state = state.replace(sampling=state.sampling.replace(bias=None))
-        state, result = program(weights, state, *arguments)
-        return state.replace(sampling=state.sampling.replace(bias=bias)), result
-
-    return call
+        return ids, values, np.array([eos_from], np.int32)
 
 
 def bucket(size: int, longest: int | None = None) -> int:

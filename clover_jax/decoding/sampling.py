@@ -68,6 +68,14 @@ def empty_sampling(batch: int, biased: bool = False) -> RowSampling:
     )
 
 
+def row_key(seed: Int[Array, ""], numbers: Int[Array, " n"]) -> Array:
+    """Return [1, 2], the key of a row by a seed and by numbers; those below 0 are left out."""
+    key = jax.random.key(seed)
+    for number in numbers:
+        key = jnp.where(number < 0, key, jax.random.fold_in(key, number))
+    return jax.random.key_data(key)[None]
+
+
 def add_bias(
     logits: Float[Array, "B T V"],
     rows: RowSampling,

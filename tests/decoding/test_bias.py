@@ -4,7 +4,7 @@ import jax
 import numpy as np
 import pytest
 
-from clover_jax.decoding import engine as engine_module
+from clover_jax.decoding import programs
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.reference import _logits
 from clover_jax.decoding.requests import Request
@@ -75,7 +75,7 @@ def test_drawn_text_is_plain_decoding_s(tree):
 
 
 def test_rows_without_a_bias_run_the_programs_of_an_engine_without(monkeypatch):
-    run, real = [], engine_module.compile_chunk
+    run, real = [], programs.compile_chunk
 
     def noted(config, *rest):
         program = real(config, *rest)
@@ -86,7 +86,7 @@ def test_rows_without_a_bias_run_the_programs_of_an_engine_without(monkeypatch):
 
         return call
 
-    monkeypatch.setattr(engine_module, "compile_chunk", noted)
+    monkeypatch.setattr(programs, "compile_chunk", noted)
     texts, head = [], random_head()[0]
     for biased in (False, True):
         sampling = SamplingConfig("lossless", biased=biased)
