@@ -64,6 +64,7 @@ def test_vllm_bench_serve_counts_answers_and_reads_the_accepted_lengths(server, 
 
 
 def test_guidellm_counts_answers(server, tmp_path):
+    before = server.figures()
     run(
         *("guidellm", "run", "--disable-console"),
         *flags(backend=f"kind=openai_http,target={server.url},model=tiny,api_key={KEY}"),
@@ -74,7 +75,13 @@ def test_guidellm_counts_answers(server, tmp_path):
         *flags(output=f"kind=json,path={tmp_path / 'result.json'}"),
     )
     (benchmark,) = json.loads((tmp_path / "result.json").read_text())["benchmarks"]
+    made = benchmark["scheduler_metrics"]["requests_made"]
+    assert (made["successful"], made["errored"], made["incomplete"]) == (COUNT, 0, 0)
+    name = 'vllm:generation_tokens_total{model_name="tiny"}'
+    assert server.figures()[name] - before[name] == COUNT * LENGTH
+
+    # Where two end at once, its totals leave out the one that ended after what it heard of last.
     totals = benchmark["metrics"]["request_totals"]
-    assert (totals["successful"], totals["errored"]) == (COUNT, 0)
+    assert (totals["errored"], totals["incomplete"]) == (0, 0)
     tokens = benchmark["metrics"]["output_token_count"]["successful"]
-    assert tokens["total_sum"] == COUNT * LENGTH
+    assert tokens["total_sum"] == totals["successful"] * LENGTH
