@@ -107,7 +107,11 @@ def test_states_of_a_drafted_tree_equal_a_full_recomputation_along_each_path(any
 
 @pytest.mark.parametrize(
     ("name", "batch_size"),
-    [("chain:6", 3), ("paper25", 1), ("dynamic:12:5:4", 3)],
+    [
+        ("chain:6", 3),
+        pytest.param("paper25", 1, marks=pytest.mark.slow),
+        ("dynamic:12:5:4", 3),
+    ],
 )
 def test_greedy_text_equals_plain_text(head, name, batch_size):
     drafter, params = head

@@ -51,7 +51,10 @@ def accepted(rows):
     return [row["accepted"] for row in rows]
 
 
-@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize(
+    "size",
+    [SIZES[0], *(pytest.param(size, marks=pytest.mark.slow) for size in SIZES[1:-1]), SIZES[-1]],
+)
 def test_texts_and_accepted_lengths_are_the_release_s(recorded, load, size):
     rows, models = rows_of(recorded(size)), load(recorded(size))
     config = models.draft.head.config

@@ -80,7 +80,7 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
         (16, 1, {}),
         pytest.param(512, 1, {}, marks=pytest.mark.slow),
         (7, 3, {}),
-        (16, 1, {"draft_to_target": tuple(range(1, 96, 2))}),
+        pytest.param(16, 1, {"draft_to_target": tuple(range(1, 96, 2))}, marks=pytest.mark.slow),
         (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
         (7, 3, {"loss": DPACE, "draft_to_target": tuple(range(1, 96, 2))}),
         (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="weights")}),
