@@ -96,10 +96,9 @@ class Engine:
         self._seed = seed
         self.prefill_size, self._source_size = prefill_size, source_size
 
-        states = compile_state_programs(self.config, source_size, self.max_eos, self._placement)
-        self.insert, self.clear, self.extract = states.insert, states.clear, states.extract
-        self.draft_beginning = states.draft_beginning
-        self._states = states
+        self.states = compile_state_programs(
+            self.config, source_size, self.max_eos, self._placement
+        )
         self._programs: dict[SamplingConfig, Programs] = {}
         self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
 
@@ -221,11 +220,11 @@ class Engine:
         size = self.buffer_size(self._limit(request))
         if state is None:
             return self.empty_state(size, weights)
-        return self._states.grow(state, size) if size > state.tokens.shape[1] else state
+        return self.states.grow(state, size) if size > state.tokens.shape[1] else state
 
     def empty_state(self, size: int, weights: Weights) -> DecodeState:
         """Return empty slots with buffers of `size` positions."""
-        return self._states.empty(self.batch_size, size, weights.base["embedding"].dtype)
+        return self.states.empty(self.batch_size, size, weights.base["embedding"].dtype)
 
     def row_state(
         self, request: Request, batch: DecodeState, begun: DecodeState | None = None
@@ -256,7 +255,7 @@ class Engine:
             "source": self._source(request),
         }
         dtype, settings = batch.cache[0].key.dtype, self._row_settings(request)
-        row = self._states.begin(size, dtype, fields, settings, *self._row_key(request))
+        row = self.states.begin(size, dtype, fields, settings, *self._row_key(request))
         if begun is not None:
             row = row.replace(cache=begun.cache, draft_cache=begun.draft_cache)
         return row

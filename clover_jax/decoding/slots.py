@@ -84,7 +84,7 @@ class Slots:
         self._reading: collections.deque[int] = collections.deque()  # slots, the oldest first
         # Tokens whose keys and values a slot holds, of the base and of the head.
         self._held = [np.zeros(0, np.int32)] * count
-        self._beginnings: list[DraftCache] = [()] * count  # of the head's, for `engine.extract`
+        self._beginnings: list[DraftCache] = [()] * count  # of the head's, for `state.extract`
         self._last_used = [0] * count
         self._num_joined = 0
 
@@ -130,7 +130,7 @@ class Slots:
         if slot in self._reading:
             self._reading.remove(slot)
         elif self._state is not None:
-            self._state = self._engine.clear(self._state, slot)
+            self._state = self._engine.states.clear(self._state, slot)
 
     def read_prompts(self, seconds: float | None = None) -> None:
         """Read prompts that wait, in the order in which they came.
@@ -196,7 +196,7 @@ class Slots:
             nearest = shared.index(row.num_read)
             begun = None
             if row.num_read:
-                begun = engine.extract(self._state, nearest, self._beginnings[nearest])
+                begun = engine.states.extract(self._state, nearest, self._beginnings[nearest])
             row.state = engine.row_state(request, self._state, begun)
 
         row.state, scores = engine.read_prompt(self._weights, row.state, request, row.num_read)
@@ -205,8 +205,8 @@ class Slots:
         row.num_read += engine.prefill_size
         if row.is_read:
             assert self._state is not None  # made above
-            self._beginnings[slot] = engine.draft_beginning(row.state)
-            self._state = engine.insert(self._state, slot, row.state)
+            self._beginnings[slot] = engine.states.draft_beginning(row.state)
+            self._state = engine.states.insert(self._state, slot, row.state)
             row.state = None
             self._held[slot] = self._kept(request, np.array(request.prompt_ids))
             self._reading.popleft()
