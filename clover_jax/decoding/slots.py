@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import math
 import time
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -87,6 +88,7 @@ class Slots:
         self._beginnings: list[DraftCache] = [()] * count  # of the head's, for `state.extract`
         self._last_used = [0] * count
         self._num_joined = 0
+        self._chunk_seconds = math.inf  # that a chunk of a prompt took last
 
     @property
     def state(self) -> DecodeState | None:
@@ -135,24 +137,22 @@ class Slots:
     def read_prompts(self, seconds: float | None = None) -> None:
         """Read prompts that wait, in the order in which they came.
 
-        seconds: begin no chunk but the first that would end later; None reads all of them.
+        seconds: begin no chunk but the first that would end later, as long as the last ones took;
+            None reads all of them.
         """
-        if seconds is None:
-            while self._reading:
-                self._read_chunk(self._reading[0])
-            return
+        # All chunks that should fit are begun at once, so that the device never waits for the host.
+        started, count = time.perf_counter(), 0
+        most = math.inf if seconds is None else max(1, int(seconds / self._chunk_seconds))
+        while self._reading and count < most:
+            last = self._reading[0]
+            self._read_chunk(last)
+            count += 1
 
-        started = begun = time.perf_counter()
-        while self._reading:
-            slot = self._reading[0]
-            self._read_chunk(slot)
-            # A chunk is only begun when the call returns; the clock must see it done.
-            row = self._rows[slot]
+        # A chunk is only begun when the call returns; the clock must see the last one done.
+        if seconds is not None and count:
+            row = self._rows[last]
             jax.block_until_ready(self._state if row is None else row.state or self._state)
-            now = time.perf_counter()
-            if now - started + (now - begun) > seconds:
-                return
-            begun = now
+            self._chunk_seconds = (time.perf_counter() - started) / count
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
         """Run a chunk of steps for the rows that are read, and return what it gave them.
