@@ -140,16 +140,21 @@ class Slots:
         seconds: begin no chunk but the first that would end later, as long as the last ones took;
             None reads all of them.
         """
+        if seconds is None:
+            while self._reading:
+                self._read_chunk(self._reading[0])
+            return
+
         # All chunks that should fit are begun at once, so that the device never waits for the host.
         started, count = time.perf_counter(), 0
-        most = math.inf if seconds is None else max(1, int(seconds / self._chunk_seconds))
+        most = max(1, int(seconds / self._chunk_seconds))
         while self._reading and count < most:
             last = self._reading[0]
             self._read_chunk(last)
             count += 1
 
         # A chunk is only begun when the call returns; the clock must see the last one done.
-        if seconds is not None and count:
+        if count:
             row = self._rows[last]
             jax.block_until_ready(self._state if row is None else row.state or self._state)
             self._chunk_seconds = (time.perf_counter() - started) / count

@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax import bench, cli
 from clover_jax.benchmark.ceilings import Ceilings
-from clover_jax.decoding import engine
+from clover_jax.decoding import programs
 from clover_jax.decoding.state import empty_state
 from clover_jax.loading import decode_states
 from clover_jax.loading.decode_states import fitting_context
@@ -43,7 +43,7 @@ def buffer_lengths(monkeypatch):
         lengths.add(size)
         return empty_state(base, head, tree, batch, size, *more, **named)
 
-    for module in (engine, decode_states):
+    for module in (programs, decode_states):
         monkeypatch.setattr(module, "empty_state", spied)
     return lengths
 
