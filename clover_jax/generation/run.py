@@ -180,6 +180,7 @@ def _decode(
             with _bar(options, len(rows), sink.finished, compiling) as bar:
                 decode_with_bar(stream, sink, totals, bar, clock)
         seconds = clock.seconds
+        sink.note_seconds(seconds)  # a run that goes on counts what came after the last row too
 
     new_tokens = totals.tokens - tokens_before
     speed = round(new_tokens / seconds, 2) if new_tokens else None
