@@ -31,7 +31,7 @@ from clover_jax.decoding.sampling import NO_TOKEN
 from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, check_seed
 from clover_jax.decoding.scores import Scores
 from clover_jax.decoding.slots import Slots
-from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.state import DecodeState, Text
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import Tree
 from clover_jax.drafters.drafter import PAD_TOKEN
@@ -260,9 +260,9 @@ class Engine:
             row = row.replace(cache=begun.cache, draft_cache=begun.draft_cache)
         return row
 
-    def read_text(self, state: DecodeState) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Bring each slot's tokens, how many there are and `finish` to the host."""
-        return self._placement.read((state.tokens, state.end, state.finish))
+    def text(self, state: DecodeState) -> Text:
+        """Return what the host reads of a state, in copies."""
+        return self._placement.copies(Text(state.tokens, state.end, state.finish))
 
     def _limit(self, request: Request) -> int:
         context = self.config.base.max_position_embeddings

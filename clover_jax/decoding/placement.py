@@ -87,13 +87,18 @@ class Placement:
             return arrays
         return jax.lax.with_sharding_constraint(arrays, replicated(self.mesh))
 
+    def copies(self, arrays: PyTree) -> PyTree:
+        """Copy arrays of a state that the next program consumes, whole for each host to read."""
+        return _copies(self.mesh)(arrays)
+
     def read(self, arrays: PyTree) -> PyTree:
         """Bring to this host what may lie on the devices of others."""
-        if jax.process_count() > 1:
-            arrays = _whole_everywhere(self.mesh)(arrays)
-        return jax.device_get(arrays)
+        return jax.device_get(self.copies(arrays))
 
 
 @functools.cache  # or every chunk of steps would compile it anew
-def _whole_everywhere(mesh: Mesh) -> Callable[[PyTree], PyTree]:
-    return jax.jit(lambda arrays: arrays, out_shardings=replicated(mesh))
+def _copies(mesh: Mesh | None) -> Callable[[PyTree], PyTree]:
+    def copies(arrays: PyTree) -> PyTree:
+        return jax.tree.map(jnp.copy, arrays)
+
+    return jax.jit(copies, out_shardings=None if mesh is None else replicated(mesh))

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, NamedTuple
 import jax
 import numpy as np
 
-from clover_jax.decoding.chunk import read_records
+from clover_jax.array_types import Array
+from clover_jax.decoding.chunk import Records, read_records
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.requests import NewTokens, Request, TokenScore
 from clover_jax.decoding.scores import Scores, read_scores
-from clover_jax.decoding.state import EMPTY, EOS, RUNNING, DecodeState
+from clover_jax.decoding.state import EMPTY, EOS, RUNNING, DecodeState, Text
 from clover_jax.decoding.step import Weights
 from clover_jax.drafters.drafter import DraftCache
 from clover_jax.runtime.compile_clock import CompileClock
@@ -52,19 +53,34 @@ class _Row:
         return self.num_read >= len(self.request.prompt_ids)
 
 
-class _Look(NamedTuple):
-    """What the host reads after a chunk of steps: leaves of the state, and the steps' records."""
+class _Reads(NamedTuple):
+    """Chunks of prompts that were begun; last: there as soon as the last one is read."""
 
-    tokens: np.ndarray
-    end: np.ndarray
-    finish: np.ndarray
-    record: StepRecord
+    started: float
+    number: int
+    last: Array
+
+
+class _Chunk(NamedTuple):
+    """Steps that were begun, with copies of what they leave: the next steps consume the state.
+
+    rows: by slot. started, ended: when the steps began, and when the host saw their end.
+    """
+
+    rows: dict[int, _Row]
+    text: Text
+    records: Records
+    started: float
+    ended: float = 0.0
 
 
 class Slots:
     """The slots of an engine, with what the host knows of each.
 
-    Alternate `add` and `advance`; nothing here may be called from two threads at once.
+    Alternate `add` and `advance`; nothing here may be called from two threads at once. Who has work
+    of his own does it while the device computes: `begin`, work, `wait`, `add`, `begin`, `take`.
+
+    step_seconds: that a step took last; None before the first.
     """
 
     def __init__(
@@ -88,7 +104,13 @@ class Slots:
         self._beginnings: list[DraftCache] = [()] * count  # of the head's, for `state.extract`
         self._last_used = [0] * count
         self._num_joined = 0
-        self._chunk_seconds = math.inf  # that a chunk of a prompt took last
+
+        # What was begun, and what `take` has not given yet.
+        self._reads: _Reads | None = None
+        self._begun: _Chunk | None = None
+        self._done: _Chunk | None = None
+        self.step_seconds: float | None = None
+        self._read_seconds = math.inf  # that a chunk of a prompt took last
 
     @property
     def state(self) -> DecodeState | None:
@@ -135,7 +157,7 @@ class Slots:
             self._state = self._engine.states.clear(self._state, slot)
 
     def read_prompts(self, seconds: float | None = None) -> None:
-        """Read prompts that wait, in the order in which they came.
+        """Begin to read prompts that wait, in the order in which they came.
 
         seconds: begin no chunk but the first that would end later, as long as the last ones took;
             None reads all of them.
@@ -146,49 +168,80 @@ class Slots:
             return
 
         # All chunks that should fit are begun at once, so that the device never waits for the host.
-        started, count = time.perf_counter(), 0
-        most = max(1, int(seconds / self._chunk_seconds))
+        started, count = self._now(), 0
+        most = max(1, int(seconds / self._read_seconds))
         while self._reading and count < most:
-            last = self._reading[0]
-            self._read_chunk(last)
-            count += 1
-
-        # A chunk is only begun when the call returns; the clock must see the last one done.
-        if count:
-            row = self._rows[last]
-            jax.block_until_ready(self._state if row is None else row.state or self._state)
-            self._chunk_seconds = (time.perf_counter() - started) / count
+            last, count = self._read_chunk(self._reading[0]), count + 1
+            self._reads = _Reads(started, count, last)
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
         """Run a chunk of steps for the rows that are read, and return what it gave them.
 
         num_steps: at most this many, and no more than the engine's chunk has.
         """
-        running = np.array([row is not None and row.is_read for row in self._rows])
-        if self._state is None or not running.any():
-            return []
-        rows = [row for row in self._rows if row is not None and row.is_read]
-        decode = self._engine.programs([row.request for row in rows]).decode
-        self._state, records = decode(self._weights, self._state, running, num_steps)
-        look = _Look(*self._engine.read_text(self._state), read_records(records))
+        self.begin(num_steps)
+        self.wait()
+        return self.take()
 
-        # Hand out the new tokens; an ended row leaves its slot to the next request.
-        now, given = self._now(), []
-        for slot in np.flatnonzero(running).tolist():
-            row = self._rows[slot]
-            assert row is not None  # as `running` says
-            new = _collect(row, slot, look, now - row.started)
-            given.append(new)
-            self._held[slot] = self._kept(row.request, look.tokens[slot, : look.end[slot]])
-            if new.finish_reason is not None:
-                self._rows[slot] = None
+    def begin(self, num_steps: int | None = None) -> None:
+        """Begin a chunk of steps as `advance` does; only `take` may be called before `wait`."""
+        rows = {slot: row for slot, row in enumerate(self._rows) if row is not None and row.is_read}
+        if self._state is None or not rows:
+            return
+        filled = np.array([slot in rows for slot in range(len(self._rows))])
+        decode = self._engine.programs([row.request for row in rows.values()]).decode
+        started = self._now()
+        self._state, records = decode(self._weights, self._state, filled, num_steps)
+        self._begun = _Chunk(rows, self._engine.text(self._state), records, started)
+
+    def wait(self) -> list[int]:
+        """Wait for what was begun; return the slots whose rows have ended, which are free now."""
+        # A call that reads a chunk only begins it; the clock must see it done.
+        if self._reads is not None:
+            jax.block_until_ready(self._reads.last)
+            now = self._now()
+            self._read_seconds = (now - self._reads.started) / self._reads.number
+            if self._begun is not None:
+                self._begun = self._begun._replace(started=now)
+            self._reads = None
+        if self._begun is None:
+            return []
+
+        # An ended row leaves its slot to the next request, before its last tokens are taken.
+        finish = np.asarray(self._begun.text.finish)
+        self._done, self._begun = self._begun._replace(ended=self._now()), None
+        ended = [slot for slot in self._done.rows if finish[slot] not in (RUNNING, EMPTY)]
+        for slot in ended:
+            self._rows[slot] = None
+        return ended
+
+    def take(self) -> list[NewTokens]:
+        """Return what the last steps gave that have ended; nothing if it was taken before."""
+        chunk, self._done = self._done, None
+        if chunk is None:
+            return []
+        text, record = jax.device_get(chunk.text), read_records(chunk.records)
+        given = [
+            _collect(row, slot, text, record, chunk.ended - row.started)
+            for slot, row in chunk.rows.items()
+        ]
+
+        # What a slot holds, unless another row's prompt lies there by now.
+        for slot, row in chunk.rows.items():
+            if self._rows[slot] is None or self._rows[slot] is row:
+                self._held[slot] = self._kept(row.request, text.tokens[slot, : text.end[slot]])
+        if count := max(len(new.accepted) for new in given):
+            self.step_seconds = (chunk.ended - chunk.started) / count
         return given
 
     def _now(self) -> float:
         return time.perf_counter() - self._compiling.seconds
 
-    def _read_chunk(self, slot: int) -> None:
-        """Read the next chunk of a slot's prompt; after the last one the row is inserted."""
+    def _read_chunk(self, slot: int) -> Array:
+        """Begin to read the next chunk of a slot's prompt; after the last one insert the row.
+
+        Returns an array that is there when the chunk is read.
+        """
         row = self._rows[slot]
         assert row is not None  # as everything in `_reading`
         engine, request = self._engine, row.request
@@ -208,6 +261,7 @@ class Slots:
         if scores is not None:
             self._note_scores(row, scores)
         row.num_read += engine.prefill_size
+        end = row.state.end
         if row.is_read:
             assert self._state is not None  # made above
             self._beginnings[slot] = engine.states.draft_beginning(row.state)
@@ -215,6 +269,7 @@ class Slots:
             row.state = None
             self._held[slot] = self._kept(request, np.array(request.prompt_ids))
             self._reading.popleft()
+        return end
 
     def _note_scores(self, row: _Row, scores: Scores) -> None:
         """Keep what a chunk of the prompt says of the prompt's tokens and of the first new one."""
@@ -257,15 +312,14 @@ class Slots:
         return text[:size].copy()
 
 
-def _collect(row: _Row, slot: int, look: _Look, seconds: float) -> NewTokens:
+def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: float) -> NewTokens:
     """Return what a chunk of steps gave a row, `seconds` after it began."""
     # The text: what lies between the tokens known so far and the row's end.
     first = len(row.request.prompt_ids) + row.num_new
-    ids = look.tokens[slot, first : look.end[slot]].tolist()
+    ids = text.tokens[slot, first : text.end[slot]].tolist()
     is_first, row.num_new = row.num_new == 0, row.num_new + len(ids)
 
     # The figures: only steps that emitted something ran for this row.
-    record = look.record
     emitted = np.asarray(record.emitted)[:, slot]
     steps = np.flatnonzero(emitted > 0)
     accepted = record.accepted[steps, slot].tolist()
@@ -277,7 +331,7 @@ def _collect(row: _Row, slot: int, look: _Look, seconds: float) -> NewTokens:
             scores += read_scores(record.scores, (step, slot), emitted[step])
 
     # The end, as the device saw it.
-    finish = int(look.finish[slot])
+    finish = int(text.finish[slot])
     is_done = finish not in (RUNNING, EMPTY)
     return NewTokens(
         slot=slot,

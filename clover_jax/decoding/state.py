@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -54,6 +56,14 @@ class DecodeState(struct.PyTreeNode):
     sampling: RowSampling
     source: Int[Array, "B r"] | None = None
     copies: CopyCounts | None = None
+
+
+class Text(NamedTuple):
+    """What the host reads of a DecodeState: fields of it."""
+
+    tokens: Array
+    end: Array
+    finish: Array
 
 
 def empty_state(

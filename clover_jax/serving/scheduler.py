@@ -12,7 +12,6 @@ import dataclasses
 import functools
 import itertools
 import threading
-import time
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -87,10 +86,10 @@ class Scheduler:
         self._changed = threading.Condition()
         self._waiting = FairQueue()
         self._running: dict[int, _Job] = {}  # by slot
+        self._begun: dict[int, _Job] = {}  # those of the steps whose tokens come next
         self._left: set[int] = set()  # slots whose clients went away
         self._is_closing = False
         self._failure: Exception | None = None
-        self._step_seconds = CHUNK_SECONDS
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
 
     @property
@@ -198,7 +197,7 @@ class Scheduler:
             traceback.print_exc()
             with self._changed:
                 self._failure = error
-                failed = [*self._running.values(), *self._waiting]
+                failed = {*self._running.values(), *self._begun.values(), *self._waiting}
                 self._running.clear()
             for job in failed:
                 self._tell(job, error)
@@ -209,7 +208,7 @@ class Scheduler:
         Waits while there is nothing to decode.
         """
         with self._changed:
-            while not (self._running or self._waiting or self._is_closing):
+            while not (self._running or self._waiting or self._begun or self._is_closing):
                 self._changed.wait()
             for slot in self._left & self._running.keys():
                 del self._running[slot]
@@ -221,29 +220,33 @@ class Scheduler:
             return not self._is_closing
 
     def _advance(self) -> None:
-        """Read prompts for a while, run a chunk of steps, hand out what it gave."""
-        self._slots.read_prompts(self._reading_seconds())
+        """Read prompts for a while and run a chunk of steps; meanwhile hand out the last one's."""
+        slots = self._slots
+        slots.read_prompts(self._reading_seconds())
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
-        num_steps = 1 if self._slots.num_reading else max(1, min(num_steps, MOST_STEPS))
-        started = time.perf_counter()
-        given = self._slots.advance(num_steps)
-        if not given:
-            return
-        # A chunk ends early where a row ends, which makes its steps look shorter than they are.
-        if not any(new.is_last for new in given):
-            self._step_seconds = (time.perf_counter() - started) / num_steps
+        slots.begin(1 if slots.num_reading else max(1, min(num_steps, MOST_STEPS)))
 
-        for new in given:
-            job = self._running[new.slot]
-            if new.is_last:
-                with self._changed:
-                    del self._running[new.slot]
-                    self._left.discard(new.slot)
-            # Each message takes the event loop's time, which is the device's too on a CPU.
-            job.kept.append(new)
-            if new.is_last or job.row.is_followed:
-                self._tell(job, job.kept)
-                job.kept = []
+        # The device computes now; what the host does costs it nothing.
+        for new in slots.take():
+            self._hand_out(self._begun[new.slot], new)
+        self._begun = dict(self._running)
+
+        ended = slots.wait()
+        with self._changed:
+            for slot in ended:
+                del self._running[slot]
+                self._left.discard(slot)
+
+    def _hand_out(self, job: _Job, new: NewTokens) -> None:
+        # Each message takes the event loop's time, which is the device's too on a CPU.
+        job.kept.append(new)
+        if new.is_last or job.row.is_followed:
+            self._tell(job, job.kept)
+            job.kept = []
+
+    @property
+    def _step_seconds(self) -> float:
+        return self._slots.step_seconds or CHUNK_SECONDS
 
     def _reading_seconds(self) -> float:
         """Return for how long to read prompts before the next steps."""

@@ -71,6 +71,29 @@ def test_a_row_that_is_removed_leaves_its_slot_and_the_others_their_text(engine)
     assert row.output_ids == generated(engine, prompts[0], 60).output_ids
 
 
+def test_tokens_taken_while_the_next_steps_run_are_the_same(engine):
+    slots, prompts = opened(engine), random_prompts(5, seed=12)
+    # The last two begin as others do, so they go on from what slots hold.
+    prompts += [prompts[1] * 20, prompts[1] * 20]
+    rows = [Generation(index, prompt) for index, prompt in enumerate(prompts)]
+    waiting, running, begun = list(rows), {}, {}
+    while waiting or running or begun:
+        while waiting and slots.has_free:
+            row = waiting.pop(0)
+            running[slots.add(Request(row.index, row.prompt_ids, 20))] = row
+        slots.read_prompts(seconds=0)
+        slots.begin(2)
+        for new in slots.take():
+            begun[new.slot].add(new)
+        begun = dict(running)
+        for slot in slots.wait():
+            del running[slot]
+    for row in rows:
+        alone = generated(engine, row.prompt_ids, 20)
+        assert (row.output_ids, row.finish_reason) == (alone.output_ids, alone.finish_reason)
+    assert [row.num_cached > 0 for row in rows] == [False] * 6 + [True]
+
+
 def test_a_conversation_goes_on_from_what_its_slot_holds(engine, monkeypatch):
     slots, starts, read = opened(engine), [], engine.read_prompt
 
