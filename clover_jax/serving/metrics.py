@@ -92,12 +92,14 @@ class Metrics:
 
         # As the client got them, so that 1 + accepted / drafts is the tau of the rows.
         drafts = self._is_drafting and is_own
-        for forward in forwards_of(progress) if drafts else []:
-            self._drafts.inc()
-            self._drafted.inc(forward.num_drafted)
-            self._accepted.inc(forward.num_accepted)
-            for position in range(forward.num_accepted):
-                self._accepted_at.labels(self._model, str(position)).inc()
+        forwards = forwards_of(progress) if drafts else []
+        accepted = [forward.num_accepted for forward in forwards]
+        self._drafts.inc(len(forwards))
+        self._drafted.inc(sum(forward.num_drafted for forward in forwards))
+        self._accepted.inc(sum(accepted))
+        for position in range(max(accepted, default=0)):
+            reached = sum(count > position for count in accepted)
+            self._accepted_at.labels(self._model, str(position)).inc(reached)
 
     def aborted(self) -> None:
         """Count an answer that nobody waits for any more."""
