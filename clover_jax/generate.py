@@ -4,7 +4,8 @@ With --draft the tokens of several steps come at once: the draft head proposes, 
 and the text is the base's own. Without one the same engine decodes plainly. Without --prompt and
 --prompts it continues the first prompt that came with the base. A command that was stopped goes on
 where it was when it is repeated with the same --output. Jobs that do not talk share a file of
-prompts by --shard=0/4 to 3/4, and --join makes one file of theirs.
+prompts by --shard=0/4 to 3/4, and --join makes one file of theirs. Several processes decode as one
+where the environment says so (launch/local_processes); one of them reads prompts and writes rows.
 """
 
 import sys
@@ -26,10 +27,13 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     from clover_jax.generation.run import run
+    from clover_jax.runtime.distributed import joined_processes, primary_speaks
 
     settings, spec = settings_from(flags, GenerationSettings), settings_from(flags, ModelSpec)
-    result = run(settings_from(flags, GenerateOptions, spec=spec, seed=flags.seed), settings)
-    cli.report(result)
+    options = settings_from(flags, GenerateOptions, spec=spec, seed=flags.seed)
+    with joined_processes(), primary_speaks():
+        result = run(options, settings)
+        cli.report(result)
     return cli.STATUS_SOME_FAILED if result["failed"] else cli.STATUS_OK
 
 

@@ -6,14 +6,17 @@ import sys
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any, Protocol
 
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.progress import Progress
 from clover_jax.storage.jsonl import to_json
+from clover_jax.storage.row_writer import RowWriter
 
 
 class RowSink(AbstractContextManager, Protocol):
@@ -35,9 +38,9 @@ class RowSink(AbstractContextManager, Protocol):
 class RowPrinter:
     """Prints rows on stdout, in input order; or nothing where only their figures are wanted."""
 
-    def __init__(self, quiet: bool = False):
-        """Start with row 0."""
-        self.finished, self.earlier_seconds = 0, 0.0
+    def __init__(self, quiet: bool = False, finished: int = 0):
+        """Start with row 0, or go on after the rows that another process has."""
+        self.finished, self.earlier_seconds = finished, 0.0
         self._quiet = quiet
         self._waiting: dict[int, dict[str, Any]] = {}
 
@@ -47,12 +50,12 @@ class RowPrinter:
 
     def append(self, row: dict[str, Any]) -> None:
         """Print `row` once all before it are printed."""
+        if self._quiet:
+            return
         self._waiting[row["index"]] = row
         while self.finished in self._waiting:
-            row = self._waiting.pop(self.finished)
+            print(to_json(self._waiting.pop(self.finished)), flush=True)
             self.finished += 1
-            if not self._quiet:
-                print(to_json(row), flush=True)
 
     def note_seconds(self, seconds: float) -> None:
         """Do nothing: no later run goes on from here."""
@@ -62,6 +65,21 @@ class RowPrinter:
 
     def __exit__(self, *exception: object) -> None:
         return None
+
+
+def open_rows(path: Path, **manifest: Any) -> RowSink:
+    """Return a RowWriter in the primary process, and in the others a sink that drops rows.
+
+    All of them call it, and all go on after the rows that are there.
+    """
+    writers: list[RowWriter] = []
+
+    def open_writer() -> int:
+        writers.append(RowWriter(path, **manifest))
+        return writers[0].finished
+
+    finished = from_primary(open_writer)
+    return writers[0] if writers else RowPrinter(quiet=True, finished=finished)
 
 
 class DecodingClock:

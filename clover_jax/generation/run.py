@@ -20,6 +20,7 @@ from clover_jax.data.prompts import (
     shipped_prompts,
     text_prompt,
 )
+from clover_jax.errors import UserError
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.options import GenerateOptions
 from clover_jax.generation.output import (
@@ -28,6 +29,7 @@ from clover_jax.generation.output import (
     RowSink,
     decode_live,
     decode_with_bar,
+    open_rows,
 )
 from clover_jax.generation.row_stream import open_stream, source_size
 from clover_jax.generation.row_totals import RowTotals
@@ -37,11 +39,11 @@ from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import quantization_notice
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.storage.jsonl import read_rows
 from clover_jax.storage.row_shards import join_rows
-from clover_jax.storage.row_writer import RowWriter
 from clover_jax.tree_search.attention_trial import with_attention
 from clover_jax.tree_search.auto_tree import with_auto_tree
 
@@ -53,8 +55,13 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
     that fail are counted instead.
     """
     if options.join:
-        return _join(options)
-    prompts = _read(options)  # before the models, which take longer
+        return from_primary(lambda: _join(options))
+    if options.searches_tree and process_count() > 1:
+        raise UserError(
+            f"--tree=auto measures in one process, and here are {process_count()}; give a "
+            "tree, such as the one that it chose there"
+        )
+    prompts = from_primary(lambda: _read(options))  # before the models, which take longer
 
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
@@ -75,7 +82,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
 
         if prompts is None:
             shipped = shipped_prompts(models.base.directory, "--prompt=TEXT or --prompts=FILE")
-            prompts = read_prompts(shipped)[:1]
+            prompts = from_primary(lambda: read_prompts(shipped)[:1])
         notice = template_notice(prompts, models.tokenizer)
         notices = (notice, shape_notice(spec.base), quantization_notice(spec.int8))
         for line in filter(None, notices):
@@ -85,7 +92,8 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
         models.engine(1, sampling_for(settings, prompts), source_size=source_size(models, prompts))
         _notice_predictions(models, prompts)
         with _open_sink(options, settings, models, prompts) as sink:
-            return _decode(options, settings, models, prompts, sink)
+            figures = _decode(options, settings, models, prompts, sink)
+        return from_primary(lambda: figures)  # the others know no rows of earlier runs
 
 
 def _join(options: GenerateOptions) -> dict[str, Any]:
@@ -132,7 +140,7 @@ def _open_sink(
         **settings.to_dict(),
         **models.identity(),
     }
-    return RowWriter(
+    return open_rows(
         options.path,
         settings=depends_on,
         prompts_hash=prompts_hash(prompts),
@@ -165,7 +173,7 @@ def _decode(
         batch_size=1 if options.is_live else options.batch_size,
         seed=options.seed,
         # On a terminal a step at a time, for the eye; else as many as cost the host no time.
-        steps_per_chunk=1 if options.is_live and sys.stdout.isatty() else 8,
+        steps_per_chunk=from_primary(lambda: 1 if options.is_live and sys.stdout.isatty() else 8),
         part=slice(rows.start + sink.finished, rows.stop),
         strict=options.strict or options.is_live,
         is_watched=options.is_live,

@@ -40,6 +40,7 @@ from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
 from clover_jax.pretrained.loading import describe_base
 from clover_jax.pretrained.shapes import base_shapes, cast_shapes, random_params
 from clover_jax.quantization import load_quantized_base, parse_parts, quantize_base, quantize_params
+from clover_jax.runtime.distributed import to_host
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import param_shardings, place_on
@@ -374,5 +375,5 @@ def params_hash(params: Params) -> str:
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         # The name too: two matrices of one shape could have changed places.
         digest.update(jax.tree_util.keystr(path).encode())
-        digest.update(np.asarray(leaf).tobytes())
+        digest.update(to_host(leaf).tobytes())
     return digest.hexdigest()

@@ -10,10 +10,14 @@ process 0's, the primary's, affair.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
+import pickle
+import signal
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeVar
 
 import jax
 import numpy as np
@@ -23,26 +27,37 @@ from clover_jax.errors import UserError, reason_of
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
 STATUS_LOST = 3  # another process has gone away: start all again
+# Seconds: of silence, after which a process counts as gone; that one that is done waits for the
+# others, as the primary may have more to do; that one that fails waits for them.
+_SILENCE, _PATIENCE, _FAREWELL = 30, 7 * 24 * 3600, 20
 # What the backends say when another process has gone away.
 _LOST = ("gloo", "connection closed", "connection reset", "coordination service", "heartbeat")
+
+T = TypeVar("T")
 
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[None]:
     """Join the other processes that the environment names; alone where it names none.
 
-    Where another process ends before this one, says so and ends with STATUS_LOST. Raises UserError
-    for an incomplete environment.
+    Where another process ends before this one, says so and ends with STATUS_LOST. Where this one
+    fails and the others do not, ends it soon, so that they see it go. Raises UserError for an
+    incomplete environment.
     """
     # Without it this is one process, whatever else the environment says.
     coordinator = os.environ.get(COORDINATOR)
     if coordinator is None:
         yield
         return
+    join = functools.partial(
+        jax.distributed.initialize,
+        heartbeat_timeout_seconds=_SILENCE,
+        shutdown_timeout_seconds=_PATIENCE,
+    )
     if coordinator == "auto":
         os.environ.pop(COORDINATOR)  # JAX would take it for an address
         try:
-            jax.distributed.initialize()
+            join()
         except ValueError as error:
             raise UserError(
                 f"{COORDINATOR}=auto, but nothing here says which cluster this is ({error}); give "
@@ -52,25 +67,36 @@ def joined_processes() -> Iterator[None]:
         count, number = _whole_number(COUNT), _whole_number(NUMBER)
         if not 0 <= number < count:
             raise UserError(f"{NUMBER}={number} must lie between 0 and {COUNT} - 1 = {count - 1}")
-        jax.distributed.initialize(coordinator, count, number)
+        join(coordinator, count, number)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has made it a note that nobody reads
 
     try:
         yield
-    except UserError:
-        raise  # whatever its text quotes, no process is gone
-    except (jax.errors.JaxRuntimeError, ValueError) as error:
-        if not any(word in str(error).lower() for word in _LOST):
-            raise
-        reason = reason_of(error)[:200]
-        print(
-            f"process {jax.process_index()}: another process of this run has ended, so this one "
-            f"cannot go on ({reason}); start all of them again, they go on from the last "
-            "checkpoint",
-            file=sys.stderr,
-            flush=True,
-        )
-        # JAX's own end would wait for the process that is gone.
-        os._exit(STATUS_LOST)
+    except BaseException as error:
+        if _tells_of_a_loss(error):
+            print(
+                f"process {jax.process_index()}: another process of this run has ended, so this "
+                f"one cannot go on ({reason_of(error)[:200]}); start all of them again, they go on "
+                "where they were",
+                file=sys.stderr,
+                flush=True,
+            )
+            # JAX's own end would wait for the process that is gone.
+            os._exit(STATUS_LOST)
+
+        # JAX's own end waits for the others, which wait for this one in the next step. A mistake
+        # that all have found brings them there in time.
+        leaving = threading.Timer(_FAREWELL, os._exit, [1])
+        leaving.daemon = True
+        leaving.start()
+        raise
+
+
+def _tells_of_a_loss(error: BaseException) -> bool:
+    # Whatever a UserError quotes, no process is gone.
+    of_backend = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+    is_mistake = isinstance(error, UserError)
+    return of_backend and not is_mistake and any(word in str(error).lower() for word in _LOST)
 
 
 def _whole_number(name: str) -> int:
@@ -83,9 +109,54 @@ def _whole_number(name: str) -> int:
     return int(text)
 
 
+def process_count() -> int:
+    """Return how many processes work as one; touches no device where this is one alone."""
+    return jax.process_count() if jax.distributed.is_initialized() else 1
+
+
 def is_primary() -> bool:
     """Return whether this process writes files and output."""
     return jax.process_index() == 0
+
+
+def from_primary(make: Callable[[], T]) -> T:
+    """Return what `make` gives in the primary, in every process; all of them call this.
+
+    For what depends on a clock, a terminal, or a file that the others may not see. What the user
+    got wrong there (UserError, OSError) is raised in every process.
+    """
+    if process_count() == 1:
+        return make()
+    from jax.experimental.multihost_utils import broadcast_one_to_all
+
+    sent = b""
+    if is_primary():
+        try:
+            sent = pickle.dumps((make(), None))
+        except (UserError, OSError) as error:
+            sent = pickle.dumps((None, error))
+
+    # The others learn the size first: all must bring arrays of one shape.
+    size = int(broadcast_one_to_all(np.int32(len(sent))))
+    mine = np.frombuffer(sent.ljust(size, b"\0"), np.uint8)
+    result, mistake = pickle.loads(broadcast_one_to_all(mine).tobytes())
+    if mistake is not None:
+        raise mistake
+    return result
+
+
+@contextlib.contextmanager
+def primary_speaks() -> Iterator[None]:
+    """Drop what the other processes print; within it exceptions pass as they are."""
+    if process_count() == 1 or is_primary():
+        yield
+        return
+    with (
+        open(os.devnull, "w", encoding="utf-8") as nowhere,
+        contextlib.redirect_stdout(nowhere),
+        contextlib.redirect_stderr(nowhere),
+    ):
+        yield
 
 
 def wait_for_all(name: str) -> None:

@@ -30,9 +30,11 @@ def with_attention(
 ) -> Models:
     """Return models that read caches by what `--attention` names; auto is measured on a TPU.
 
-    platform: that of the programs; None is this process's.
+    platform: that of the programs; None is this process's. Several processes measure nothing: their
+        clocks could choose differently.
     """
-    if name != "auto" or (platform or jax.default_backend()) != "tpu":
+    on_tpu = (platform or jax.default_backend()) == "tpu"
+    if name != "auto" or not on_tpu or jax.process_count() > 1:
         return models
     batch = Placement(models.mesh).whole_rows(batch_size)
     context = fitting_context(models, room=0)
