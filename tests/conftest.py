@@ -13,7 +13,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -66,8 +66,18 @@ def fixtures_dir() -> Path:
     return REPOSITORY / "tests" / "fixtures"
 
 
+@pytest.fixture
+def fresh_programs() -> Iterator[None]:
+    """Keep programs that a test has patched from other tests, and theirs from it."""
+    from clover_jax.decoding.programs import compile_programs
+
+    compile_programs.cache_clear()
+    yield
+    compile_programs.cache_clear()
+
+
 @pytest.fixture(params=["in a loop", "by calls"])
-def way(request, monkeypatch) -> str:
+def way(request, monkeypatch, fresh_programs) -> str:
     """How a program runs again and again: as on CPU, and as on an accelerator."""
     from clover_jax.decoding import chunk, repeated
     from clover_jax.timing import loops

@@ -7,7 +7,6 @@ than any before (lengths come in buckets).
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Generator, Iterable, Sequence
 from typing import Any
@@ -44,8 +43,8 @@ from clover_jax.runtime.compile_clock import CompileClock
 class Engine:
     """Decodes streams of requests in a fixed number of slots.
 
-    One engine holds the compiled programs of one base, head and tree; weights are passed to each
-    call, so that a head can be decoded while it trains.
+    One engine has the compiled programs of one base, head and tree, which equal engines share;
+    weights are passed to each call, so that a head can be decoded while it trains.
     """
 
     def __init__(
@@ -96,18 +95,11 @@ class Engine:
         self._seed = seed
         self.prefill_size, self._source_size = prefill_size, source_size
 
-        self.states = compile_state_programs(
-            self.config, source_size, self.max_eos, self._placement
-        )
+        # Rules of sampling that change no state share the programs of states.
+        alike = dataclasses.replace(self.config, sampling=SamplingConfig(biased=sampling.biased))
+        self.states = compile_state_programs(alike, source_size, self.max_eos, self._placement)
         self._programs: dict[SamplingConfig, Programs] = {}
         self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
-
-    def seeded(self, seed: int) -> Engine:
-        """Return an engine of the same programs whose rows draw by another seed."""
-        check_seed(seed)
-        other = copy.copy(self)
-        other._seed = seed
-        return other
 
     def generate(
         self,
@@ -198,13 +190,14 @@ class Engine:
         if self._adapts:
             sampling = least_sampling(sampling, requests)
         if sampling not in self._programs:
-            self._programs[sampling] = compile_programs(
-                dataclasses.replace(self.config, sampling=sampling),
-                self.prefill_size,
-                self._steps_per_chunk,
-                self._placement,
-                has_biases=self.config.sampling.biased,
+            config = dataclasses.replace(self.config, sampling=sampling)
+            programs = compile_programs(
+                config, self.prefill_size, self._steps_per_chunk, self._placement
             )
+            # Only the states of this engine have room for biases then.
+            if self.config.sampling.biased and not sampling.biased:
+                programs = programs.without_bias()
+            self._programs[sampling] = programs
         return self._programs[sampling]
 
     def read_prompt(

@@ -1,7 +1,8 @@
-"""The compiled programs of an engine."""
+"""The compiled programs of an engine; equal engines share them."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,8 @@ from clover_jax.decoding.state import (
 )
 from clover_jax.decoding.step import StepConfig, Weights
 
+MOST_KEPT = 32  # sets of programs of engines that may be gone: one like them traces nothing anew
+
 
 class Programs(NamedTuple):
     """What one set of sampling rules compiles to.
@@ -35,6 +38,10 @@ class Programs(NamedTuple):
 
     prefill: Callable[[Weights, DecodeState, np.int32], tuple[DecodeState, Scores | None]]
     decode: Chunk
+
+    def without_bias(self) -> Programs:
+        """Return these programs, of states that have no biases, for states that have."""
+        return Programs(_without_bias(self.prefill), _without_bias(self.decode))
 
 
 class StatePrograms(NamedTuple):
@@ -55,14 +62,11 @@ class StatePrograms(NamedTuple):
     draft_beginning: Callable
 
 
+@functools.lru_cache(maxsize=MOST_KEPT)
 def compile_programs(
-    config: StepConfig, prefill_size: int, num_steps: int, placement: Placement, has_biases: bool
+    config: StepConfig, prefill_size: int, num_steps: int, placement: Placement
 ) -> Programs:
-    """Return the programs that read prompts and decode; they compile when they are called.
-
-    has_biases: whether states have room for biases. Where the rules of `config` have none, the
-        programs are those of an engine without.
-    """
+    """Return the programs that read prompts and decode; they compile when they are called."""
 
     def prefill(
         weights: Weights, row: DecodeState, start: Array
@@ -70,14 +74,12 @@ def compile_programs(
         row, scores = prefill_chunk(config, prefill_size, weights, row, start)
         return row, placement.whole(scores)
 
-    programs = Programs(
+    return Programs(
         placement.compiled(prefill, donate_argnums=1), compile_chunk(config, num_steps, placement)
     )
-    if has_biases and not config.sampling.biased:
-        programs = Programs(_without_bias(programs.prefill), _without_bias(programs.decode))
-    return programs
 
 
+@functools.lru_cache(maxsize=MOST_KEPT)
 def compile_state_programs(
     config: StepConfig, source_size: int, num_eos: int, placement: Placement
 ) -> StatePrograms:

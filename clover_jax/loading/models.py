@@ -139,16 +139,17 @@ class Models:
         source_size: int = 0,
         adapts: bool = False,
     ) -> Engine:
-        """Return an engine with `batch_size` slots; its programs compile once for all seeds.
+        """Return an engine with `batch_size` slots.
 
         source_size: tokens of other text that a row may bring to copy from.
         adapts: whether each chunk of steps runs by the cheapest rules that its rows allow.
         """
-        engine = _engine(
+        return Engine(
             self.base.config,
             self.head,
             self.tree,
             sampling,
+            seed=seed,
             batch_size=batch_size,
             steps_per_chunk=steps_per_chunk,
             source_size=source_size,
@@ -156,7 +157,6 @@ class Models:
             mesh=self.mesh,
             attention=self.attention,
         )
-        return engine.seeded(seed)
 
     def identity(self) -> dict[str, Any]:
         """Return JSON values that differ where the decoded rows may differ."""
@@ -339,10 +339,6 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
             "or --draft=lookup"
         )
     return models
-
-
-# An engine is kept with its compiled programs: a second call with the same arguments makes none.
-_engine = functools.lru_cache(maxsize=8)(Engine)
 
 
 def _check_template(draft: Draft, tokenizer: PreTrainedTokenizerBase | None) -> None:

@@ -74,7 +74,7 @@ def test_drawn_text_is_plain_decoding_s(tree):
     assert 11 not in texts[2]
 
 
-def test_rows_without_a_bias_run_the_programs_of_an_engine_without(monkeypatch):
+def test_rows_without_a_bias_run_the_programs_of_an_engine_without(monkeypatch, fresh_programs):
     run, real = [], programs.compile_chunk
 
     def noted(config, *rest):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from clover_jax.decoding import chunk
+from clover_jax.decoding import chunk, programs
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
@@ -57,7 +57,7 @@ def test_a_row_that_ended_with_its_prompt_ends_the_chunk(way):
 
 
 @pytest.mark.parametrize("tree", ["paper25", "dynamic:8:3:2"])
-def test_calls_and_loops_decode_the_same(tree, monkeypatch):
+def test_calls_and_loops_decode_the_same(tree, monkeypatch, fresh_programs):
     head, params = random_head()
     requests = [Request(i, p, 5 + 9 * (i % 3)) for i, p in enumerate(random_prompts(7, seed=6))]
 
@@ -71,5 +71,6 @@ def test_calls_and_loops_decode_the_same(tree, monkeypatch):
 
     looped = rows()
     monkeypatch.setattr(chunk, "loops_on_device", lambda: False)
+    programs.compile_programs.cache_clear()
     assert rows() == looped
     assert len(looped) == 7

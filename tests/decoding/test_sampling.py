@@ -162,9 +162,8 @@ def test_impossible_settings_say_what_is_wrong(request_, sampling, message):
 
 
 def test_a_seed_that_jax_would_cut_is_refused():
-    engine = Engine(TINY, None, TreeConfig.root_only())
     with pytest.raises(UserError, match="must lie in 0"):
-        engine.seeded(2**32)
+        Engine(TINY, None, TreeConfig.root_only(), seed=2**32)
 
 
 def test_a_top_p_next_to_nothing_keeps_the_most_probable_token():

@@ -1,17 +1,12 @@
 """The command `evaluate`, run in this process on prompts of two tasks."""
 
 import contextlib
-import functools
 import io
 import json
 from pathlib import Path
 from typing import NamedTuple
 
-import pytest
-
 from clover_jax import cli, evaluate
-from clover_jax.decoding.engine import Engine
-from clover_jax.loading import models
 
 ROWS = [
     {"question_id": 81, "category": "writing", "turns": ["the hat", "and the cat"]},
@@ -19,10 +14,6 @@ ROWS = [
     {"category": "writing", "turns": ["at the " * 80]},
     {"category": "qa", "turns": ["is it?"]},
 ]
-
-# Its programs are traced once, not in every test.
-_shared_engine = functools.cache(Engine)
-
 
 def write_rows(folder, name, rows):
     path = folder / name
@@ -60,11 +51,6 @@ def run(folder, output, *argv, prompts="bench.jsonl"):
         *("--context_overflow=truncate_left", "--baselines=none", *map(str, argv)),
     ]
     out, err = io.StringIO(), io.StringIO()
-    with (
-        pytest.MonkeyPatch.context() as patch,
-        contextlib.redirect_stdout(out),
-        contextlib.redirect_stderr(err),
-    ):
-        patch.setattr(models, "Engine", _shared_engine)
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
         status = cli.run(evaluate.main, evaluate.define_flags, arguments)
     return Finished(status, out.getvalue().splitlines(), err.getvalue(), output)

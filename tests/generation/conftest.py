@@ -1,23 +1,12 @@
 """What every test of the generate command shares."""
 
-import functools
 import json
 
 import pytest
 
 from clover_jax import cli, generate
-from clover_jax.decoding.engine import Engine
-from clover_jax.loading import models
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
-
-
-@pytest.fixture(scope="module", autouse=True)
-def shared_programs():
-    """Trace the programs of each kind of engine once, not in every test."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(models, "Engine", functools.cache(Engine))
-        yield
 
 
 @pytest.fixture(scope="module")
