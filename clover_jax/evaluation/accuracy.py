@@ -70,7 +70,6 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
     base, head = method.models.base, method.models.head
     assert head is not None  # plain decoding proposes nothing
     weights = weights_for(head, base.params, method.models.draft_params)
-    program = jax.jit(functools.partial(count_hits, base.config, head))
 
     # One number of targets for all batches, or every longest answer would be another program.
     longest = max((len(text.output_ids) for text in texts), default=1)
@@ -88,7 +87,7 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
             batch, first, end = _pack([texts[number] for number in group], rows, size)
             arguments = (weights.base, weights.draft, batch, first, end, np.zeros(num_targets))
             with Placement(method.models.mesh).in_use():
-                counted = program(*arguments)
+                counted = count_hits(base.config, head, *arguments)
             pairs, hits = jax.device_get(counted)
             for row, number in enumerate(group):
                 yield number, Hits(pairs[row], hits[row])
@@ -115,6 +114,7 @@ def _pack(texts: Sequence[Text], rows: int, size: int) -> tuple[Batch, np.ndarra
     return Batch(*fields), first, end
 
 
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def count_hits(
     base: BaseConfig,
     head: DraftHead,

@@ -49,7 +49,7 @@ def replay_rows(
 
     config: of a draft that reads tokens only. Its base has no layers.
     """
-    program, depth = jax.jit(functools.partial(_replay, config)), config.tree.depth
+    depth = config.tree.depth
     by_size: dict[int, list[Written]] = {}
     for answer in answers:
         # Steps look and write a tree's depth beyond the end.
@@ -62,7 +62,7 @@ def replay_rows(
         rows = max(1, _POSITIONS_AT_ONCE // size)
         for start in range(0, len(group), rows):
             chosen = group[start : start + rows]
-            record = jax.device_get(program(*_pack(chosen, rows, size)))
+            record = jax.device_get(_replay(config, *_pack(chosen, rows, size)))
             for row, answer in enumerate(chosen):
                 yield _output_row(answer, row, record)
             if bar is not None:
@@ -99,6 +99,7 @@ def _output_row(answer: Written, row: int, record: StepRecord) -> dict[str, Any]
     }
 
 
+@functools.partial(jax.jit, static_argnums=0)
 def _replay(
     config: StepConfig, text: Int[Array, "B S"], first: Int[Array, " B"], end: Int[Array, " B"]
 ) -> StepRecord:

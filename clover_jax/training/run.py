@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import sys
 import threading
@@ -145,8 +144,7 @@ def restore_or_init(
     config: TrainStepConfig, base: BaseModel, seed: int, checkpoints: Checkpoints, batches: Any
 ) -> tuple[TrainState, int]:
     """Return the newest checkpoint's state and step, or a fresh state and 0."""
-    init = functools.partial(init_state, config, seed=seed)
-    shapes = jax.eval_shape(init, base.params)
+    shapes = jax.eval_shape(lambda params: init_state(config, params, seed), base.params)
     if config.mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         placed = jax.tree.map(lambda _: device, shapes)
@@ -157,7 +155,8 @@ def restore_or_init(
     if restored is not None:
         return restored.state, restored.step
     # Without out_shardings the optimiser's state would lie on one device.
-    return jax.jit(init, out_shardings=placed)(base.params), 0
+    init = jax.jit(init_state, static_argnums=(0, 2), out_shardings=placed)
+    return init(config, base.params, seed), 0
 
 
 def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> str:

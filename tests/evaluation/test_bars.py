@@ -1,5 +1,6 @@
 """Progress bars of `evaluate`."""
 
+from clover_jax.evaluation import accuracy
 from clover_jax.runtime.progress import progress_bar
 from tests.evaluation.command import run, write_rows
 
@@ -13,6 +14,7 @@ def test_no_bar_counts_compilation(folder, monkeypatch):
 
     for module in ("passes", "run"):
         monkeypatch.setattr(f"clover_jax.evaluation.{module}.progress_bar", with_its_clock)
+    accuracy.count_hits.clear_cache()  # another test's program would need no compilation
     write_rows(folder, "single.jsonl", [{"prompt": "he"}])
     one = (f"--drafts=chain={folder / 'work'}", "--tree=chain:2", "--repeats=1")
     assert run(folder, folder / "bars", *one, prompts="single.jsonl").status == 0
