@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
-from tests.tiny_models import DRAFTERS, TINY, random_base
+from tests.tiny_models import DRAFTERS, TINY, init_head, random_base
 
 KINDS = ("eagle", "eagle3", "dflash2")
 
@@ -28,7 +28,7 @@ def lively_head(
     options = DRAFTERS["dflash2"][1] if kind == "dflash2" else {}
     config_of_head = registry.config_for_base(kind, config, **options)
     head = registry.head(dataclasses.replace(config_of_head, draft_to_target=draft_to_target))
-    params = registry.init_params(head, random_base(config), jax.random.key(seed))
+    params = init_head(head, random_base(config), jax.random.key(seed))
     if kind == "dflash2":
         return head, _repeating(head.config, params, random_base(config)["embedding"])
     # The last of what fc mixes is the base's state: its last layer's, for a base this small.

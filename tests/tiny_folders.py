@@ -11,7 +11,7 @@ from clover_jax.interchange.directory import save_draft
 from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.pretrained.loading import load_base
 from experiments.tiny_base.base_folder import save_base
-from tests.tiny_models import TINY, random_base
+from tests.tiny_models import TINY, init_head, random_base
 from tests.tiny_tokenizers import save_byte_level
 
 # One id for each token of the byte-level tokenizer, a short context, and no end of a sequence: a
@@ -37,6 +37,6 @@ def save_tiny_draft(folder: Path, base_folder: Path, tree: str | None = "chain:2
     """Write a Clover-2 draft initialised from the base; return its folder."""
     base = load_base(str(base_folder))
     config = registry.config_for_base("clover2", base.config)
-    params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
+    params = init_head(registry.head(config), base.params, jax.random.key(1))
     save_draft(folder, config, params, tree, fingerprint(base), {})
     return folder

@@ -80,7 +80,7 @@ def random_head(
     kind, options = (DRAFTERS | TRAINING_FREE)[name]
     of_base = registry.config_for_base(kind, config, **options)
     head = registry.head(dataclasses.replace(of_base, draft_to_target=draft_to_target))
-    return head, _init_head(head, random_base(config), jax.random.key(seed))
+    return head, init_head(head, random_base(config), jax.random.key(seed))
 
 
 def lively_params(config: BaseConfig = TINY, name: str = "clover2", seed: int = 1):
@@ -101,7 +101,7 @@ def _init(config: BaseConfig, key):
     return Decoder(config).init(key, ids, ids, causal_mask(1, 2))["params"]
 
 
-_init_head = jax.jit(registry.init_params, static_argnums=0)
+init_head = jax.jit(registry.init_params, static_argnums=0)
 
 
 def random_models(head, params, tree: TreeConfig) -> Models:

@@ -74,7 +74,7 @@ def gathered_rows(function, *arguments):
 def test_no_step_gathers_the_rows_of_the_vocabulary():
     head, params = reduced_head("clover2")
     tree = parse_tree("chain:2")
-    state = empty_state(TINY, head, tree, 2, 64, 1, jnp.float32)
+    state = jax.eval_shape(lambda: empty_state(TINY, head, tree, 2, 64, 1, jnp.float32))
     config = StepConfig(TINY, head, tree)
     base_params = with_draft_rows(random_base(), head.config)
 
@@ -93,7 +93,7 @@ def test_no_training_step_gathers_them_either():
     head, _ = reduced_head("clover2")
     config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)
     base_params = with_draft_rows(random_base(), head.config)
-    state = init_state(config, random_base(), 0)
+    state = jax.eval_shape(lambda base: init_state(config, base, 0), random_base())
     step = functools.partial(train_step, config)
     assert gathered_rows(step, state, base_params, random_batch()) == []
 

@@ -16,7 +16,7 @@ from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.conftest import REPOSITORY
-from tests.tiny_models import TINY, random_base, random_prompts
+from tests.tiny_models import TINY, init_head, random_base, random_prompts
 from tests.training.training_data import random_batch
 
 PAGE = REPOSITORY / "clover_jax" / "drafters" / "README.md"
@@ -40,7 +40,7 @@ def test_it_has_the_options_of_its_config(head):
 
 
 def test_it_drafts_what_it_was_trained_to_draft(head):
-    params = registry.init_params(head, random_base(), jax.random.key(0))
+    params = init_head(head, random_base(), jax.random.key(0))
     frozen, batch = frozen_from_base(random_base()), random_batch()
     features = jax.random.normal(jax.random.key(1), (*batch.tokens.shape, TINY.hidden_size))
 
@@ -61,7 +61,8 @@ def test_it_drafts_what_it_was_trained_to_draft(head):
 
 def test_a_training_step_lowers_its_loss(head):
     config = TrainStepConfig(TINY, head, OptimizerConfig(10, 5e-3, 0))
-    state, step = init_state(config, random_base(), seed=0), make_train_step(config)
+    state = jax.jit(init_state, static_argnums=(0, 2))(config, random_base(), 0)
+    step = make_train_step(config)
     losses = []
     for _ in range(4):
         state, metrics = step(state, random_base(), random_batch())
@@ -70,7 +71,7 @@ def test_a_training_step_lowers_its_loss(head):
 
 
 def test_its_text_is_plain_decoding_s(head):
-    params = registry.init_params(head, random_base(), jax.random.key(0))
+    params = init_head(head, random_base(), jax.random.key(0))
     prompts = random_prompts(2)
     tree = parse_tree("paths:0/1/0.0/1.0")
     drafted = Engine(TINY, head, tree, batch_size=2).generate(random_base(), params, prompts, 12)

@@ -10,7 +10,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.attention_decoder import split_width
 from clover_jax.errors import UserError
 from clover_jax.interchange.clover2 import check_exportable
-from tests.tiny_models import TINY, random_base
+from tests.tiny_models import TINY, init_head, random_base
 
 # 8 heads of 8 over a width of 32.
 WIDE = dataclasses.replace(TINY, num_heads=8, num_kv_heads=4)
@@ -20,7 +20,7 @@ WIDE = dataclasses.replace(TINY, num_heads=8, num_kv_heads=4)
 def test_a_head_splits_the_width_in_heads_of_the_bases_size(kind):
     head = registry.head(registry.config_for_base(kind, WIDE))
     assert split_width(head.config.layer) == (4, 8)
-    params = registry.init_params(head, random_base(WIDE), jax.random.key(0))
+    params = init_head(head, random_base(WIDE), jax.random.key(0))
     queries = [
         leaf
         for path, leaf in jax.tree_util.tree_leaves_with_path(params)

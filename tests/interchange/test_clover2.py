@@ -23,7 +23,7 @@ from tests.tiny_checkpoints import (
     edit_tensors,
     random_base,
 )
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, init_head
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_reading_and_writing_gives_the_same_tensors(reference_dir, tmp_path, bas
 def test_writing_and_reading_gives_the_same_head(tmp_path, changes, options):
     base = random_base(tmp_path, dataclasses.replace(TINY, **changes))
     config = registry.config_for_base("clover2", base.config, **options)
-    params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
+    params = init_head(registry.head(config), base.params, jax.random.key(1))
     write_layout("clover2", tmp_path / "head", config, params, base)
     found_config, found_params = read_layout("clover2", tmp_path / "head", base)
     assert found_config == config

@@ -20,7 +20,7 @@ from tests.tiny_checkpoints import (
     edit_tensors,
     random_base,
 )
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, init_head
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_writing_and_reading_gives_the_same_head(tmp_path, changes):
     base = random_base(tmp_path, dataclasses.replace(TINY, **changes))
     config = registry.config_for_base("eagle", base.config)
     config = dataclasses.replace(config, fc_bias=not base.config.qkv_bias)
-    params = registry.init_params(registry.head(config), base.params, jax.random.key(1))
+    params = init_head(registry.head(config), base.params, jax.random.key(1))
     write_layout("eagle", tmp_path / "head", config, params, base)
     found_config, found_params = read_layout("eagle", tmp_path / "head", base)
     assert found_config == config

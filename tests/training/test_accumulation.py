@@ -11,7 +11,7 @@ from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, accumulated_gradient, batch_gradient
-from tests.tiny_models import TINY, random_base
+from tests.tiny_models import TINY, init_head, random_base
 from tests.training.training_data import random_batch
 
 ALL_TERMS = LossSpec(regression=3.0, soft_ce=0.5, hard_ce=2.0, decay=0.7, divisor_offset=0.25)
@@ -21,7 +21,7 @@ def gradients(loss, steps):
     # The cheapest head to compile; on meshes it is Clover-2's turn (test_mesh.py).
     config = registry.config_for_base("medusa", TINY, num_positions=2)
     head = registry.head(dataclasses.replace(config, loss=loss))
-    params = registry.init_params(head, random_base(), jax.random.key(1))
+    params = init_head(head, random_base(), jax.random.key(1))
     config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)
     parts = dataclasses.replace(config, accumulation_steps=steps)
     batch = random_batch(rows=6)  # of unequal documents, so that no two parts count as many pairs

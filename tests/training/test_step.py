@@ -75,7 +75,7 @@ def test_the_base_survives_the_donated_state(compiled):
 def test_state_is_float32_and_separate_from_a_bfloat16_base():
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_base())
     config = tiny_config()
-    state = init_state(config, base, 0)
+    state = jax.jit(init_state, static_argnums=(0, 2))(config, base, 0)
     new_state, metrics = jax.jit(lambda *a: train_step(config, *a))(state, base, random_batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(new_state.params)} == {jnp.dtype("float32")}
     assert math.isfinite(metrics.loss)
