@@ -47,7 +47,7 @@ def test_a_decode_step_is_not_split_over_fsdp(monkeypatch):
         compiled_decoding.compile_step(models, HERE, "fsdp=-1", batch=4, context=10)
 
 
-# Prints the report of a batch on a mesh of these devices, its words first.
+# Prints the report of a batch on each mesh of these devices, its words first, then its figures.
 ON_A_MESH = """
 import sys, jax
 from clover_jax.benchmark import compiled_decoding
@@ -56,22 +56,21 @@ from clover_jax.loading.spec import ModelSpec
 from clover_jax.storage.jsonl import to_json
 
 compiled_decoding.find_devices = lambda target: jax.devices()
-batch, mesh = sys.argv[1:]
-spec = ModelSpec("shape:64x1x96", dtype="float32", mesh=mesh)
-found = compiled_decoding.compile_and_describe(
-    Target("here", "cpu", CHIPS["v6e"], "4"), spec, batch=int(batch), context=10
-)
-print(to_json(found))
+for mesh in sys.argv[1:]:
+    spec = ModelSpec("shape:64x1x96", dtype="float32", mesh=mesh)
+    found = compiled_decoding.compile_and_describe(
+        Target("here", "cpu", CHIPS["v6e"], "4"), spec, batch=1, context=10
+    )
+    print(to_json(found))
 """
 
 
 def test_every_device_of_a_mesh_has_a_whole_row(run_python):
-    words, *_, last = run_python(ON_A_MESH, "1", "data=4", devices=4).splitlines()
-    assert words == "--batch_size=1 is made 4 rows, so that each device has as many"
-    split = json.loads(last)
-    words, *_, last = run_python(ON_A_MESH, "1", "data=1", devices=4).splitlines()
-    assert words.startswith("here, 1 x ")
-    alone = json.loads(last)
+    lines = run_python(ON_A_MESH, "data=4", "data=1", devices=4).splitlines()
+    split, alone = (json.loads(line) for line in lines if line.startswith("{"))
+    assert lines[0] == "--batch_size=1 is made 4 rows, so that each device has as many"
+    after_first = 1 + next(i for i, line in enumerate(lines) if line.startswith("{"))
+    assert lines[after_first].startswith("here, 1 x ")
     assert (split["batch_size"], split["rows"], alone["rows"]) == (1, 4, 1)
     same = ("floor_seconds", "floor_bytes", "cache_bytes", "weight_bytes")
     assert [split[name] for name in same] == [alone[name] for name in same]

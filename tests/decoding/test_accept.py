@@ -1,11 +1,16 @@
+import jax
 import jax.numpy as jnp
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.decoding.accept import accept_forced, accept_path
+from clover_jax.decoding import accept
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.drafters.drafter import PAD_TOKEN
+
+# Op by op, every operation on every shape would be compiled by itself.
+accept_path = jax.jit(accept.accept_path, static_argnames="depth")
+accept_forced = jax.jit(accept.accept_forced, static_argnames=("count", "depth"))
 
 
 def test_accept_path_of_the_docstring():
@@ -57,7 +62,7 @@ def test_the_accepted_path_is_the_walk_along_the_argmax(case):
 def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_choices():
     tree = TokenTree(tokens=jnp.array([[5, 1, 2, 3, 0]]), parent=jnp.array([[-1, 0, 0, 2, 1]]))
     choices = jnp.array([[2, 9, 9, 4, 9]])
-    forced = [accept_forced(tree, choices, count, depth=2) for count in (0, 1, 2)]
+    forced = [accept_forced(tree, choices, count=count, depth=2) for count in (0, 1, 2)]
     assert [accepted.count.tolist() for accepted in forced] == [[0], [1], [2]]
     assert forced[1].path[0, :2].tolist() == [0, 2]
     assert forced[2].path.tolist() == [[0, 2, 3]]
@@ -66,4 +71,4 @@ def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_c
 
 def test_forced_acceptance_never_takes_padding():
     tree = TokenTree(tokens=jnp.array([[5, PAD_TOKEN]]), parent=jnp.array([[-1, 0]]))
-    assert accept_forced(tree, jnp.zeros((1, 2), int), 1, depth=1).count.tolist() == [0]
+    assert accept_forced(tree, jnp.zeros((1, 2), int), count=1, depth=1).count.tolist() == [0]

@@ -1,5 +1,7 @@
 """Adaptive trees against the same rules written out with loops over one row."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,13 +18,20 @@ from clover_jax.errors import UserError
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
 
+@functools.cache
+def compiled(module, method, depth):
+    return jax.jit(
+        lambda params, *rest: module.apply({"params": params}, *rest, *depth, method=method)
+    )
+
+
 class SlowHead:
     """Follows one path of drafted tokens at a time."""
 
     def __init__(self, hot: float):
         self.head, params = random_head()
         # Sharper proposals, so that the rules have something to choose between.
-        self.params, self.compiled = params, {}
+        self.params = params
         base = dict(random_base())
         self.frozen = frozen_from_base({**base, "lm_head": base["lm_head"] * hot})
         width = TINY.hidden_size
@@ -35,12 +44,7 @@ class SlowHead:
 
     def apply(self, method, *arguments, depth=()):
         """Call a method of the head, compiled; `depth` is its static last argument."""
-        if (method, depth) not in self.compiled:
-            module = self.head.module
-            self.compiled[method, depth] = jax.jit(
-                lambda params, *rest: module.apply({"params": params}, *rest, *depth, method=method)
-            )
-        return self.compiled[method, depth](self.params, self.frozen, *arguments)
+        return compiled(self.head.module, method, depth)(self.params, self.frozen, *arguments)
 
     def probabilities(self, path):
         """Return the draft's distribution after a path of tokens."""

@@ -157,7 +157,7 @@ def test_a_tree_is_chosen_by_what_the_mesh_costs(run_python):
     assert costs
 
 
-# Prints the collectives of one compiled step, with the shapes that they give.
+# Prints the collectives of compiled steps, a line each, with the shapes that they give.
 COLLECTIVES = (
     SETUP
     + """
@@ -166,34 +166,43 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings
 
-mesh, tree = make_mesh(parse_mesh(sys.argv[1], 8)), parse_tree(sys.argv[2])
-sampling = SamplingConfig(verify=sys.argv[3])
-weights = Weights(random_base(base), params)
-weights = with_shardings(weights, param_shardings(weights, mesh))
-state = jax.eval_shape(lambda: empty_state(base, head, tree, 4, 256, 4, jnp.float32))
-state = with_shardings(state, decode_state_shardings(state, mesh))
-step = functools.partial(speculate_and_verify, StepConfig(base, head, tree, sampling))
-with jax.set_mesh(mesh):
-    text = jax.jit(step, donate_argnums=1).lower(weights, state).compile().as_text()
-kinds = "all-gather|all-reduce|all-to-all|collective-permute"
-found = re.findall(rf"= (\\(?[^=]*?) ({kinds})(?:-start)?\\(", text)
-shapes = [(kind, dims) for shape, kind in found for dims in re.findall(r"\\[([\\d,]*)\\]", shape)]
-print(json.dumps([[kind, [int(n) for n in dims.split(",") if n]] for kind, dims in shapes]))
+for case in sys.argv[1:]:
+    mesh, tree, verify = case.split("; ")
+    mesh, tree, sampling = make_mesh(parse_mesh(mesh, 8)), parse_tree(tree), SamplingConfig(verify)
+    weights = Weights(random_base(base), params)
+    weights = with_shardings(weights, param_shardings(weights, mesh))
+    state = jax.eval_shape(lambda: empty_state(base, head, tree, 4, 256, 4, jnp.float32))
+    state = with_shardings(state, decode_state_shardings(state, mesh))
+    step = functools.partial(speculate_and_verify, StepConfig(base, head, tree, sampling))
+    with jax.set_mesh(mesh):
+        text = jax.jit(step, donate_argnums=1).lower(weights, state).compile().as_text()
+    kinds = "all-gather|all-reduce|all-to-all|collective-permute"
+    found = re.findall(rf"= (\\(?[^=]*?) ({kinds})(?:-start)?\\(", text)
+    dims = [(kind, d) for shape, kind in found for d in re.findall(r"\\[([\\d,]*)\\]", shape)]
+    print(json.dumps([[kind, [int(n) for n in d.split(",") if n]] for kind, d in dims]))
 """
 )
+OVER_TENSOR = ("tensor=4; chain:2; greedy", "tensor=4; chain:2; lossless")
+OVER_ALL = "data=2,fsdp=2,tensor=2; clover4; greedy"
 
 
-def test_a_step_gathers_no_logits(run_python):
-    for verify in ("greedy", "lossless"):
-        found = json.loads(run_python(COLLECTIVES, "tensor=4", "chain:2", verify, devices=8))
-        shapes = [shape for _, shape in found]
+@pytest.fixture(scope="module")
+def collectives(run_python):
+    """What each of these steps sends: [kind, shape] of every collective."""
+    cases = (*OVER_TENSOR, OVER_ALL)
+    printed = run_python(COLLECTIVES, *cases, devices=8).splitlines()
+    return dict(zip(cases, map(json.loads, printed), strict=True))
+
+
+def test_a_step_gathers_no_logits(collectives):
+    for case in OVER_TENSOR:
+        shapes = [shape for _, shape in collectives[case]]
         assert [4, 4, 1] in shapes, "the best of each of 4 shards should be gathered"
         assert [shape for shape in shapes if 1024 in shape] == []
         caches = [shape for shape in shapes if 256 in shape and len(shape) == 4]
         assert caches == []
 
 
-def test_no_row_leaves_its_devices(run_python):
-    mesh = "data=2,fsdp=2,tensor=2"
-    found = json.loads(run_python(COLLECTIVES, mesh, "clover4", "greedy", devices=8))
+def test_no_row_leaves_its_devices(collectives):
+    found = collectives[OVER_ALL]
     assert {kind for kind, _ in found} == {"all-gather", "all-reduce"}

@@ -40,23 +40,33 @@ def chunk_and_shapes(
     return chunk, (weights, state, jax.ShapeDtypeStruct((batch,), bool))
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+STEPS = {
+    "tree": {},
+    "adaptive": {"tree": "dynamic:8:3:2"},
+    "forced": {"sampling": SamplingConfig(force_accept=2)},
+    "plain": {"kind": None},
+    "chunk of one": {"kind": None, "steps": 1},
+    "step": {"steps": 0},
+    "plain step": {"kind": None, "steps": 0},
+}
+# The other batch of each is slow.
+USUAL = {
+    *(("tree", 3), ("adaptive", 1), ("forced", 3), ("plain", 1), ("chunk of one", 3)),
+    *(("step", 1), ("plain step", 3)),
+}
+
+
 @pytest.mark.parametrize(
-    "what",
+    ("name", "batch"),
     [
-        {},
-        {"tree": "dynamic:8:3:2"},
-        {"sampling": SamplingConfig(force_accept=2)},
-        {"kind": None},
-        {"kind": None, "steps": 1},
-        {"steps": 0},
-        {"kind": None, "steps": 0},
+        pytest.param(name, batch, marks=() if (name, batch) in USUAL else pytest.mark.slow)
+        for name in STEPS
+        for batch in (1, 3)
     ],
-    ids=["tree", "adaptive", "forced", "plain", "chunk of one", "step", "plain step"],
 )
-def test_the_compiled_step_copies_no_cache(what, batch):
+def test_the_compiled_step_copies_no_cache(name, batch):
     # Sizes that nothing else in the program has.
-    function, shapes = chunk_and_shapes(TINY, jnp.float32, batch=batch, size=768, **what)
+    function, shapes = chunk_and_shapes(TINY, jnp.float32, batch=batch, size=768, **STEPS[name])
     compiled, state = function.lower(*shapes).compile(), shapes[1]
     caches = jax.tree.leaves((state.cache, state.draft_cache))
     assert {x.shape for x in caches} == {(batch, 2, 768, 8)}
@@ -78,14 +88,24 @@ def test_the_compiled_step_copies_no_table_of_successors(what):
     assert compiled.memory_analysis().alias_size_in_bytes >= kept
 
 
+@functools.cache
+def lowered_step(base, dtype, platform):
+    """Return the step as it is handed to the compiler of a platform."""
+    return traced_step(base, dtype).lower(lowering_platforms=(platform,)).as_text()
+
+
+@functools.cache  # once for all platforms
+def traced_step(base, dtype):
+    function, shapes = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
+    return function.trace(*shapes)
+
+
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 @pytest.mark.parametrize(
     ("base", "dtype"), [(TINY, jnp.float32), (LLAMA3_8B, jnp.bfloat16)], ids=["tiny", "8b"]
 )
 def test_the_step_lowers_for_accelerators(platform, base, dtype):
-    function, shapes = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
-    lowered = function.trace(*shapes).lower(lowering_platforms=(platform,))
-    assert "stablehlo.dot_general" in lowered.as_text()
+    assert "stablehlo.dot_general" in lowered_step(base, dtype, platform)
 
 
 def test_a_bfloat16_step_widens_no_matrix():
@@ -97,8 +117,7 @@ def test_a_bfloat16_step_widens_no_matrix():
 
 
 def test_what_a_gpu_gets_as_top_k_has_rank_two():
-    function, shapes = chunk_and_shapes(LLAMA3_8B, jnp.bfloat16)
-    text = function.trace(*shapes).lower(lowering_platforms=("cuda",)).as_text()
+    text = lowered_step(LLAMA3_8B, jnp.bfloat16, "cuda")
     operands = re.findall(r"chlo.top_k\(.*: tensor<(\S+)xf32>", text)
     assert operands
     assert [shape for shape in operands if shape.count("x") != 1] == []

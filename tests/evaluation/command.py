@@ -6,7 +6,10 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
+import pytest
+
 from clover_jax import cli, evaluate
+from clover_jax.evaluation import stage_times
 
 ROWS = [
     {"question_id": 81, "category": "writing", "turns": ["the hat", "and the cat"]},
@@ -14,6 +17,19 @@ ROWS = [
     {"category": "writing", "turns": ["at the " * 80]},
     {"category": "qa", "turns": ["is it?"]},
 ]
+
+
+_stage_times, _measure = {}, stage_times.measure
+
+
+def measure_once(method, engine, requests):
+    """Compile and time the parts of a step once for equal engines, not in every test."""
+    longest = max(len(request.prompt_ids) for request in requests)
+    key = engine.config, engine.batch_size, longest
+    if key not in _stage_times:
+        _stage_times[key] = _measure(method, engine, requests)
+    return _stage_times[key]
+
 
 def write_rows(folder, name, rows):
     path = folder / name
@@ -51,6 +67,11 @@ def run(folder, output, *argv, prompts="bench.jsonl"):
         *("--context_overflow=truncate_left", "--baselines=none", *map(str, argv)),
     ]
     out, err = io.StringIO(), io.StringIO()
-    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        patch.setattr(stage_times, "measure", measure_once)
         status = cli.run(evaluate.main, evaluate.define_flags, arguments)
     return Finished(status, out.getvalue().splitlines(), err.getvalue(), output)
