@@ -16,7 +16,7 @@ from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
 from tests.foreign_heads import read_layout
-from tests.tiny_models import TINY, random_base, random_head
+from tests.tiny_models import TINY, init_head, random_base, random_head
 from tests.training.reference import plain_loss
 from tests.training.training_data import OwnMatrixHead, random_batch, random_states
 
@@ -74,16 +74,19 @@ def test_losses_equal_the_releases_on_the_releases_states(reference):
     np.testing.assert_allclose(loss, expected["clover2_total_loss"], atol=1e-5)
 
 
+FEW = {"num_positions": 3}  # of 5: each is compiled by itself
+
+
 @pytest.mark.parametrize(
     ("chunk", "groups", "changes"),
     [
         (16, 1, {}),
         pytest.param(512, 1, {}, marks=pytest.mark.slow),
-        (7, 3, {}),
+        (7, 3, FEW),
         pytest.param(16, 1, {"draft_to_target": tuple(range(1, 96, 2))}, marks=pytest.mark.slow),
-        (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
-        (7, 3, {"loss": DPACE, "draft_to_target": tuple(range(1, 96, 2))}),
-        (16, 1, {"loss": dataclasses.replace(ALL_TERMS, divisor="weights")}),
+        (16, 1, FEW | {"loss": dataclasses.replace(ALL_TERMS, divisor="positions")}),
+        (7, 3, FEW | {"loss": DPACE, "draft_to_target": tuple(range(1, 96, 2))}),
+        (16, 1, FEW | {"loss": dataclasses.replace(ALL_TERMS, divisor="weights")}),
         pytest.param(16, 1, {"loss": LossSpec(total_variation=20.0)}, marks=pytest.mark.slow),
         pytest.param(16, 1, {"loss": LossSpec(neg_log_acceptance=20.0)}, marks=pytest.mark.slow),
         pytest.param(16, 1, {"loss": LossSpec(lk=20.0, lk_eta=10.0)}, marks=pytest.mark.slow),
@@ -135,8 +138,8 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
 
 @pytest.mark.parametrize("loss", [ALL_TERMS, DPACE], ids=["decay", "D-PACE"])
 def test_anchors_at_every_position_give_the_loss_of_all_positions(loss):
-    head, params = random_head(name="medusa")
-    head = registry.head(dataclasses.replace(head.config, loss=loss))
+    head = registry.head(registry.config_for_base("medusa", TINY, loss=loss, **FEW))
+    params = init_head(head, random_base(), jax.random.key(1))
     # One document of 19 tokens. All positions go by the mask of the one before the target, anchors
     # by that of the token after it: neither has a pair with the last target here.
     batch = random_batch(num_segments=1, padding=1)
@@ -219,7 +222,7 @@ def test_distributions_that_do_not_overlap_have_finite_losses_and_gradients():
 
 def test_packed_documents_lose_as_much_as_the_same_documents_unpacked():
     head, params = random_head()
-    head = with_loss(head, DPACE)
+    head = registry.head(dataclasses.replace(head.config, loss=DPACE, **FEW))
     packed = random_batch(rows=2, size=24, seed=3)
     unpacked = unpack(packed)
     total, parts = loss_of(head, params, packed)
