@@ -3,14 +3,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.models.batch import Batch
-from clover_jax.training.pairs import (
-    anchored_mask,
-    compact_targets,
-    labelled_targets,
-    pair_mask,
-    sample_anchors,
-)
+from clover_jax.training import pairs
 from tests.training.training_data import random_batch
+
+# Op by op, every operation on every shape would be compiled by itself.
+anchored_mask = jax.jit(pairs.anchored_mask, static_argnames="num_positions")
+compact_targets = jax.jit(pairs.compact_targets, static_argnames="groups")
+labelled_targets = jax.jit(pairs.labelled_targets)
+pair_mask = jax.jit(pairs.pair_mask, static_argnames="num_positions")
+sample_anchors = jax.jit(pairs.sample_anchors, static_argnums=2)
 
 
 def test_pair_mask_gives_the_docstrings_example():
