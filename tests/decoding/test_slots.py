@@ -5,12 +5,11 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.reference import _logits
 from clover_jax.decoding.requests import Generation, Request
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
-from clover_jax.drafters.drafter import frozen_from_base
-from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
@@ -132,18 +131,7 @@ def test_scores_are_the_log_probabilities_of_the_text(engine):
     request = Request(0, prompt, 30, wants_scores=True, wants_prompt_scores=True)
     row = finish(slots, slots.add(request))
     text = np.array([*prompt, *row.output_ids])
-    hidden = (
-        Decoder(TINY)
-        .apply(
-            {"params": random_base()},
-            text[None],
-            np.arange(len(text))[None],
-            causal_mask(1, len(text)),
-        )
-        .hidden["post_norm"]
-    )
-    logits = project(frozen_from_base(random_base()).lm_head, hidden)[0]
-    wanted = np.asarray(jax.nn.log_softmax(logits, axis=-1))
+    wanted = np.asarray(jax.nn.log_softmax(_logits(TINY, random_base(), text), axis=-1))
 
     scores = [*row.prompt_scores, *row.scores]
     assert len(scores) == len(text) - 1
