@@ -1,3 +1,4 @@
+import dataclasses
 import functools
 import math
 import re
@@ -75,7 +76,8 @@ def test_the_base_survives_the_donated_state(compiled):
 
 def test_state_is_float32_and_separate_from_a_bfloat16_base():
     base = jax.tree.map(lambda x: x.astype(jnp.bfloat16), random_base())
-    config = tiny_config()
+    few = registry.config_for_base("clover2", TINY, num_positions=2)
+    config = dataclasses.replace(tiny_config(), head=registry.head(few))
     state = jax.jit(init_state, static_argnums=(0, 2))(config, base, 0)
     new_state, metrics = jax.jit(lambda *a: train_step(config, *a))(state, base, random_batch())
     assert {leaf.dtype for leaf in jax.tree.leaves(new_state.params)} == {jnp.dtype("float32")}
