@@ -66,8 +66,6 @@ class CloverCopyConfig(CloverLRConfig):
                 f"pointers ({self.pointers}) and pointer_rank ({self.pointer_rank}) must be at "
                 "least 1: clover_lr is the head that copies nothing"
             )
-        if self.drafted_share:
-            raise ValueError("pointers follow the text in training: drafted_share must be 0")
 
 
 class Pointers(struct.PyTreeNode):
@@ -100,7 +98,6 @@ class CloverCopy(CloverLR):
     """The Clover-Copy head; see the module's docstring for the equations."""
 
     config: CloverCopyConfig
-    follows_progress = False
 
     def setup(self):
         super().setup()
@@ -157,13 +154,12 @@ class CloverCopy(CloverLR):
         features: Float[Array, "B S F"],
         batch: Batch,
         rng: Array | None = None,
-        progress: Float[Array, ""] | float = 0.0,
     ) -> Float[Array, "P B S D+r+4k"]:
         """Return [u^i ; C s^i ; tokens ; log odds], as if the text had been drafted."""
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
         following, size = shift_left(tokens, 1), tokens.shape[1]
         z, fresh = self._trunk(frozen, features, following, batch.positions, mask, None, None)
-        hidden = self._unrolled(frozen, z, tokens, None, 0.0)
+        hidden = self._unrolled(frozen, z, tokens)
 
         # Words of different documents differ, so that no match goes beyond its own.
         words = tokens + self.config.vocab_size * batch.segment_ids

@@ -30,18 +30,14 @@ position 0 begins as Clover-2's.
 Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
 corrected logits; position i weighs 0.8^i.
 
-In training x_{t+2}, x_{t+3}, .. are the text's. With `drafted_share` > 0 some of them are what the
-head itself proposes there, its most probable token, at random: none at first, that share at the
-end, without a gradient through the choice. The targets stay the text's, since the base is known
-there alone. EAGLE-3 and HASS do likewise with states, feeding back their own against the text's
-targets, and keep the text's tokens; the states here are the head's own in any case.
+In training x_{t+2}, x_{t+3}, .. are the text's; the states are the head's own.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, Self
 
 import flax.linen as nn
 import jax
@@ -53,7 +49,6 @@ from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters import layer_drafter
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafted_tokens import most_probable_tokens, some_replaced
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Frozen,
@@ -84,7 +79,6 @@ class CloverLRConfig(DrafterConfig):
     rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
     num_augmenting_layers: depth of the Augmenting Block.
     unit_inputs: whether states and tokens are scaled to a mean square of 1 before the head.
-    drafted_share: of the tokens fed back in training, those of its own at the end of the run.
     token_input: how the newest token enters the trunk; one of TOKEN_INPUTS.
     layers_in_order: whether the Augmenting Block begins as the base's last layers, one each, rather
         than with all of its layers as the base's last one.
@@ -94,9 +88,14 @@ class CloverLRConfig(DrafterConfig):
     rank: int = DEFAULT_RANK
     num_augmenting_layers: int = 2
     unit_inputs: bool = True
-    drafted_share: float = 0.0
     token_input: str = "attention_decoder"
     layers_in_order: bool = False
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> Self:
+        """Build from `to_dict`'s output, of earlier versions too."""
+        # How the head was trained once; it decodes no otherwise.
+        return super().from_dict({k: v for k, v in values.items() if k != "drafted_share"})
 
     def __post_init__(self):
         super().__post_init__()
@@ -106,12 +105,6 @@ class CloverLRConfig(DrafterConfig):
             raise ValueError(
                 f"rank ({self.rank}) must lie between 0 and hidden_size ({self.layer.hidden_size})"
             )
-
-        # What is fed back in training must exist, and be a share.
-        if not 0 <= self.drafted_share <= 1:
-            raise ValueError(f"drafted_share ({self.drafted_share}) must lie between 0 and 1")
-        if self.drafted_share and not self.rank:
-            raise ValueError("rank 0 feeds no token back: drafted_share must be 0")
 
         # The fusion starts as the last state, so that must be among the features, and last.
         if self.features[-1] != "pre_norm":
@@ -144,7 +137,6 @@ class CloverLR(nn.Module):
     """The Clover-LR head; see the module's docstring for the equations."""
 
     config: CloverLRConfig
-    follows_progress = True  # of training: the share of drafted tokens grows with it
 
     @property
     def output_params(self) -> tuple[str, ...]:
@@ -224,25 +216,16 @@ class CloverLR(nn.Module):
         features: Float[Array, "B S F"],
         batch: Batch,
         rng: Array | None = None,
-        progress: Float[Array, ""] | float = 0.0,
     ) -> Float[Array, "P B S D+r"]:
-        """Return [u^i ; C s^i], the latter 0 at position 0.
-
-        Teacher forced, but for the share of drafted tokens where `rng` chooses them.
-        """
+        """Return [u^i ; C s^i], the latter 0 at position 0; teacher forced."""
         # The block of every text position at once.
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
         following = shift_left(tokens, 1)
         z, _ = self._trunk(frozen, features, following, batch.positions, mask, None, None)
-        return self._unrolled(frozen, z, tokens, rng, progress)
+        return self._unrolled(frozen, z, tokens)
 
     def _unrolled(
-        self,
-        frozen: Frozen,
-        z: Float[Array, "B S D"],
-        tokens: Int[Array, "B S"],
-        rng: Array | None,
-        progress: Float[Array, ""] | float,
+        self, frozen: Frozen, z: Float[Array, "B S D"], tokens: Int[Array, "B S"]
     ) -> Float[Array, "P B S D+r"]:
         block = jnp.moveaxis(self._block(z), -2, 0)
         if not self.config.rank:
@@ -256,14 +239,7 @@ class CloverLR(nn.Module):
         # What depends on a token alone is computed once; every position shifts it further.
         embedded = self._embed(frozen, extend(tokens, len(block))) @ self.token_in
         for depth in range(1, len(block)):
-            following = window(embedded, depth + 1, tokens.shape[1])
-            # Some tokens are the head's own, as they will be when it drafts.
-            if rng is not None and self.config.drafted_share:
-                above = jnp.concatenate([block[depth - 1], corrections[-1]], axis=-1)
-                drafted = self._drafted(frozen, above, depth - 1)
-                share, key = progress * self.config.drafted_share, jax.random.fold_in(rng, depth)
-                following = some_replaced(key, share, following, by=drafted)
-            state = self.recurrence(state, following)
+            state = self.recurrence(state, window(embedded, depth + 1, tokens.shape[1]))
             corrections.append(state @ self.mix)
         return jnp.concatenate([block, jnp.stack(corrections)], axis=-1)
 
@@ -276,14 +252,6 @@ class CloverLR(nn.Module):
         if position and self.config.rank:
             logits = logits + project(self.correction_out, hidden[..., width:])
         return soft_cap(logits, self.config.logit_cap)
-
-    def _drafted(
-        self, frozen: Frozen, hidden: Float[Array, "B S D+r"], position: int
-    ) -> Float[Array, "B S r"]:
-        """Return W_e e of the token that the head itself proposes at each place."""
-        logits = functools.partial(self.logits, frozen, position=position)
-        tokens = most_probable_tokens(logits, hidden, self.config.draft_to_target)
-        return self._embed(frozen, tokens) @ self.token_in
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
         x = self._with_token(frozen, self._unit(self._fused(features)), next_tokens)
@@ -330,7 +298,6 @@ def make_config(
     rank: int | None = None,
     num_features: int | None = None,
     unit_inputs: bool = True,
-    drafted_share: float = 0.0,
     token_input: str = "attention_decoder",
     layers_in_order: bool = False,
     rope: RopeConfig | None = None,
@@ -360,7 +327,6 @@ def make_config(
         rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
         num_augmenting_layers=num_augmenting_layers,
         unit_inputs=unit_inputs,
-        drafted_share=drafted_share,
         token_input=token_input,
         layers_in_order=layers_in_order,
         loss=loss or METHOD_LOSS,

@@ -129,9 +129,8 @@ class Drafter(Protocol):
     ) -> Float[Array, "P B S D"]:
         """Return hidden[i, b, t], from which position i proposes x_{t+2+i}, teacher forced.
 
-        A module that sets `follows_progress` is also given `progress`, the share of the steps done.
-        One that sets `num_anchors` is given `anchors`, [B, M] places of x_{t+1}, so many of a row
-        at most, and returns [P, B, M, D] for these alone; without them it does so for all t.
+        A module that sets `num_anchors` is given `anchors`, [B, M] places of x_{t+1}, so many of a
+        row at most, and returns [P, B, M, D] for these alone; without them it does so for all t.
         """
         ...
 

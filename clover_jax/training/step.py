@@ -113,12 +113,10 @@ def head_loss(
     teacher: TeacherOutput,
     batch: Batch,
     key: Array,
-    progress: Float[Array, ""] | float = 0.0,
     counts: PairCounts | None = None,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Return the head's loss on a batch, with its parts.
 
-    progress: the share of the run's steps that are done.
     The head computes in the teacher's dtype; its params and their gradient stay float32.
     counts: as in `distillation_loss`.
     """
@@ -128,7 +126,6 @@ def head_loss(
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
 
     anchors = _anchors(config, batch, key)
-    follows = getattr(config.head.module, "follows_progress", False)
     forward: Callable[..., Any] = functools.partial(
         config.head.module.apply, method="train_forward"
     )
@@ -141,7 +138,6 @@ def head_loss(
             teacher.features,
             batch,
             key,
-            **({"progress": progress} if follows else {}),
             **({} if anchors is None else {"anchors": anchors}),
         )
 
@@ -180,7 +176,6 @@ def batch_gradient(
     base_params: Params,
     batch: Batch,
     key: Array,
-    progress: Float[Array, ""] | float = 0.0,
     counts: PairCounts | None = None,
 ) -> BatchGradient:
     """Run the teacher and differentiate the head's loss; the arguments are `head_loss`'s."""
@@ -189,7 +184,7 @@ def batch_gradient(
     # Outside of what is differentiated: the teacher's activations are no residuals.
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     (loss, positions), gradient = differentiate(
-        config, params, base_params, teacher, batch, key, progress, counts
+        config, params, base_params, teacher, batch, key, counts
     )
     return BatchGradient(loss, positions, gradient)
 
@@ -200,7 +195,6 @@ def accumulated_gradient(
     base_params: Params,
     batch: Batch,
     key: Array,
-    progress: Float[Array, ""] | float = 0.0,
 ) -> BatchGradient:
     """Return the whole batch's loss and gradient, one part of its rows after another.
 
@@ -215,7 +209,7 @@ def accumulated_gradient(
         base, part = jax.lax.optimization_barrier((base_params, part))
         # Its own key, or all parts would draw the same noise.
         part_key = jax.random.fold_in(key, number)
-        return batch_gradient(config, params, base, part, part_key, progress, counts)
+        return batch_gradient(config, params, base, part, part_key, counts)
 
     def add(total: BatchGradient, operands: tuple[Batch, Array]) -> tuple[BatchGradient, None]:
         total = jax.tree.map(jnp.add, total, gradient_of(*operands))
@@ -266,11 +260,8 @@ def train_step(
     """Make one optimiser step; jitted by `make_train_step`."""
     # By the step's number, not split from step to step: a resumed run draws the same.
     key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
-    progress = state.step / config.optimizer.steps
     differentiate = accumulated_gradient if config.accumulation_steps > 1 else batch_gradient
-    loss, positions, gradient = differentiate(
-        config, state.params, base_params, batch, key, progress
-    )
+    loss, positions, gradient = differentiate(config, state.params, base_params, batch, key)
 
     with jax.named_scope("update"):
         optimizer = make_optimizer(config.optimizer)

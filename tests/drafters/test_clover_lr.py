@@ -1,24 +1,20 @@
-"""Clover-LR: its start, its correction, its training on drafted tokens."""
+"""Clover-LR: its start, its correction, its options."""
 
 import dataclasses
 import functools
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.drafters.augmenting import from_last_layer
+from clover_jax.drafters.clover_lr import CloverLRConfig
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
 from tests.tiny_models import TINY, lively_params, random_base, random_head
 from tests.training.training_data import random_batch
-
-KEY = jax.random.key(7)
 
 
 def head_with(**changes):
@@ -67,65 +63,16 @@ def test_the_size_of_states_and_rows_means_nothing_where_inputs_are_scaled(unit_
         assert np.allclose(found, other, atol=1e-3) == unit_inputs
 
 
-@pytest.mark.parametrize("table", [None, tuple(range(3, 96, 2))])
-def test_drafted_tokens_are_the_heads_own_most_probable_ones(table):
-    head, params = head_with(drafted_share=1.0), lively_params(name="clover_lr")
-    if table is not None:
-        head = head_with(drafted_share=1.0, draft_to_target=table)
-        params = params | {"correction_out": params["correction_out"][jnp.array(table)]}
-    batch = random_batch(rows=1, size=12)
-    drafted, frozen = hidden_states(head, params, batch, rng=KEY, progress=1.0)
-    source = 4
-    tokens, chosen = batch.tokens, []
-    for position in range(head.config.num_positions - 1):
-        # A text that says what the head said at `source` gives the same states there.
-        u = drafted[position, :, source]
-        best = head.module.apply({"params": params}, frozen, u, position, method="logits")
-        token = int(best.argmax()) if table is None else table[int(best.argmax())]
-        chosen.append(token)
-        tokens = tokens.at[0, source + 2 + position].set(token)
-    forced, _ = hidden_states(head, params, batch.replace(tokens=tokens))
-    np.testing.assert_allclose(drafted[:, :, source], forced[:, :, source], atol=1e-5)
-    assert chosen != batch.tokens[0, source + 2 : source + 6].tolist()
-
-
-def test_the_share_of_drafted_tokens_grows_with_the_steps():
-    head, params = head_with(drafted_share=0.8), lively_params(name="clover_lr")
-    batch = random_batch(rows=4, size=24)
-    text, _ = hidden_states(head, params, batch)
-    states_at = jax.jit(lambda done: hidden_states(head, params, batch, rng=KEY, progress=done)[0])
-
-    def changed(progress):
-        states = states_at(progress)
-        np.testing.assert_allclose(
-            states[0], text[0], atol=1e-5
-        )  # position 0 reads no drafted token
-        return (jnp.abs(states[1] - text[1]).max(axis=-1) > 1e-3).mean()
-
-    assert changed(0.0) == 0
-    assert 0 < changed(0.25) < changed(0.75) < changed(1.0) < 1
-
-
-def test_every_parameter_learns_from_drafted_tokens_and_the_choice_has_no_gradient():
-    head, params = head_with(drafted_share=1.0), lively_params(name="clover_lr")
-    batch = random_batch()
-    teacher = teach(TINY, random_base(), head.config.features, batch)
-    config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)
-
-    def loss(params):
-        return head_loss(config, params, random_base(), teacher, batch, KEY, 1.0)[0]
-
-    for path, leaf in jax.tree_util.tree_leaves_with_path(jax.jit(jax.grad(loss))(params)):
-        assert jnp.isfinite(leaf).all()
-        assert leaf.any(), f"{jax.tree_util.keystr(path)} gets no gradient"
+def test_a_head_of_an_earlier_version_says_how_it_was_trained():
+    config = random_head(name="clover_lr")[0].config
+    for share in (0.0, 0.5):
+        assert CloverLRConfig.from_dict(config.to_dict() | {"drafted_share": share}) == config
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"rank": 33}, r"rank \(33\) must lie between 0 and hidden_size \(32\)"),
-        ({"drafted_share": 1.5}, r"drafted_share \(1.5\) must lie between 0 and 1"),
-        ({"drafted_share": 0.5, "rank": 0}, "rank 0 feeds no token back"),
         ({"features": ("pre_norm", "layer_1")}, "the last of the features .* must be pre_norm"),
         ({"token_input": "mlp"}, "token_input 'mlp' is not one of attention_decoder, linear"),
         ({"max_depth": 9}, r"max_depth \(9\) must be num_positions \(5\)"),
