@@ -72,7 +72,7 @@ def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
     parents, paths, lengths, seed = case
     params, depth = random_base(), SLOTS - 1
     tree_config = TreeConfig("chain", tuple((0,) * d for d in range(1, SLOTS)))  # fixes A only
-    state = empty_state(TINY, None, tree_config, 2, 64, 1, jnp.float32)
+    state = _empty_state(TINY, None, tree_config, 2, 64, 1, jnp.float32)
     rng = np.random.default_rng(seed)
     text = rng.integers(0, TINY.vocab_size, (2, 64))
     length = jnp.array(lengths)
@@ -122,14 +122,14 @@ def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
 
 def test_a_finished_row_does_not_change():
     tree_config = TreeConfig("chain", ((0,),))
-    state = empty_state(TINY, None, tree_config, 1, 64, 1, jnp.float32)
+    state = _empty_state(TINY, None, tree_config, 1, 64, 1, jnp.float32)
     state = state.replace(
         tokens=jnp.arange(64)[None], length=jnp.array([5]), end=jnp.array([6]), limit=jnp.array([6])
     ).replace(finish=jnp.array([LENGTH]), features=jnp.zeros((1, 2, 0)))
     tree = TokenTree(tokens=jnp.array([[5, 7]]), parent=jnp.array([[-1, 0]]))
     output = _verify(random_base(), tree, 1, state.cache, state.length)
     accepted = Accepted(jnp.array([[0, 1]]), jnp.array([1]), jnp.array([3]))
-    new, record = commit(state, tree, accepted, output.fresh, jnp.zeros((1, 2, 0)))
+    new, record = jax.jit(commit)(state, tree, accepted, output.fresh, jnp.zeros((1, 2, 0)))
     for name in ("tokens", "length", "end", "limit", "finish"):
         np.testing.assert_array_equal(getattr(new, name), getattr(state, name), err_msg=name)
     for layer, old in zip(new.cache, state.cache, strict=True):
@@ -154,3 +154,4 @@ def _verify(params, tree, depth, cache, length):
 
 
 _jit_verify = jax.jit(verify, static_argnums=(0, 3))
+_empty_state = jax.jit(empty_state, static_argnums=tuple(range(7)))
