@@ -12,6 +12,7 @@ all of a text; one record in twenty, chosen by a hash of its content, is held ou
 The folder holds ArrayRecord shards and manifests: train.json, heldout.json and, with --features,
 hidden.json. The same command goes on where it was stopped. Training on the folder gives the very
 batches that the raw files would give; `train --teacher=cached` then reads the activations there.
+Several processes regenerate answers as one where the environment says so (launch/local_processes).
 """
 
 import sys
@@ -38,10 +39,14 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
 
 def main(flags: absl_flags.FlagValues) -> int:
     """Prepare and report."""
-    report = execute(flags)
-    if not flags.preview and flags.shard is None:  # a part has no samples yet
-        print(_summary(report))
-    cli.report(report)
+    from clover_jax.runtime.distributed import joined_processes, primary_speaks
+
+    with joined_processes(), primary_speaks():
+        report = execute(flags)
+        # A part has no samples yet; of several processes one has them.
+        if not flags.preview and "samples" in report:
+            print(_summary(report))
+        cli.report(report)
     return 0
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt, prompts_hash
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
 from clover_jax.errors import UserError
-from clover_jax.generation.output import DecodingClock, decode_with_bar
+from clover_jax.generation.output import DecodingClock, RowSink, decode_with_bar, open_rows
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.run import memory_advice
@@ -21,30 +21,14 @@ from clover_jax.preparation.options import PrepareOptions
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import passing_note, progress_bar
 from clover_jax.storage.jsonl import read_rows
-from clover_jax.storage.row_writer import RowWriter
-
-
-class Regenerated(NamedTuple):
-    """The records with new answers, and the figures of their decoding for the report."""
-
-    records: list[Record]
-    figures: dict[str, Any]
-
-
-def regenerate(records: Sequence[Record], options: PrepareOptions) -> Regenerated:
-    """Answer every conversation anew and return the records with these answers.
-
-    Raises UserError for text, which has no answers, and where no row could be decoded.
-    """
-    figures = answer(records, options)
-    return Regenerated(_read(options.directory / REGENERATED), figures)
 
 
 def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]:
     """Answer a part of the conversations, answer by answer, and return the figures.
 
     The rows are kept in OUTPUT/regenerated.jsonl, or the file of the part, as `generate` writes
-    them; goes on where an earlier run stopped. Raises UserError for text, which has no answers.
+    them; goes on where an earlier run stopped. Several processes do it together, as they do there.
+    Raises UserError for text, which has no answers.
     """
     prompts = [_prompt(index, record) for index, record in enumerate(records)]
     with passing_note(f"loading {options.spec.base}"):
@@ -57,7 +41,7 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
 
     path, figures = options.part.path(options.directory / REGENERATED), RowTotals()
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
-    with RowWriter(
+    with open_rows(
         path,
         settings=depends_on,
         prompts_hash=prompts_hash(prompts),
@@ -76,7 +60,7 @@ def _decode(
     prompts: Sequence[Prompt],
     settings: GenerationSettings,
     options: PrepareOptions,
-    rows: RowWriter,
+    rows: RowSink,
     figures: RowTotals,
 ) -> None:
     # Nothing to decode: an engine would be compiled for nothing.
@@ -101,8 +85,13 @@ def _decode(
         decode_with_bar(stream, rows, figures, bar, DecodingClock(compiling))
 
 
-def _read(path: Path) -> list[Record]:
+def read_answered(directory: Path) -> list[Record]:
+    """Return the records with the answers that were kept in a folder.
+
+    Raises UserError where no row could be decoded.
+    """
     # Rows that failed or were left out have an error and no answer.
+    path = directory / REGENERATED
     answered = (row for row in read_rows(path) if "output_ids" in row)
     records = [
         record for row in answered for record in parse_row(row, f"{path}:{row['index'] + 1}")

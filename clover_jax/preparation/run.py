@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,11 @@ from clover_jax.errors import UserError
 from clover_jax.preparation.features import feature_names, write_features
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.preparation.preview import show_samples
-from clover_jax.preparation.regenerate import answer, regenerate
+from clover_jax.preparation.regenerate import answer, read_answered
 from clover_jax.preparation.samples import Reading, write_samples
 from clover_jax.pretrained.loading import describe_base, load_base
 from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.distributed import is_primary, process_count
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note
 from clover_jax.storage.files import only_process_in
@@ -29,6 +31,10 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
 
     Raises UserError for whatever cannot work.
     """
+    if process_count() > 1 and not options.regenerate:
+        raise UserError(
+            f"{process_count()} processes only --regenerate answers; run the rest of prepare in one"
+        )
     config, directory = describe_base(options.spec.base)
     if options.seq_len > config.max_position_embeddings:
         raise UserError(
@@ -52,8 +58,10 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     if options.shard is not None:
         answered = answer(records.train, options)
         return {"output": str(options.directory), "regenerated": answered}
-    with only_process_in(options.directory, "is preparing", "--output"):
-        if options.overwrite:
+    alone = only_process_in(options.directory, "is preparing", "--output")
+    writes = process_count() == 1 or is_primary()
+    with alone if writes else contextlib.nullcontext():
+        if options.overwrite and writes:
             _remove_prepared(options.directory)
         return _prepare(records, reading, names, options)
 
@@ -64,9 +72,10 @@ def _prepare(
     report: dict[str, Any] = {"output": str(options.directory)}
     if options.regenerate:
         # Held-out records keep their answers: they are measured with, not trained on.
-        regenerated = regenerate(records.train, options)
-        records = records._replace(train=regenerated.records)
-        report["regenerated"] = regenerated.figures
+        report["regenerated"] = answer(records.train, options)
+        if not is_primary():
+            return report  # what is left is the primary's
+        records = records._replace(train=read_answered(options.directory))
 
     # A look at some finds out in a second what reading all would find out in the end.
     samples = reading.samples(records.train, options.seq_len)

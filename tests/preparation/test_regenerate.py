@@ -12,6 +12,7 @@ from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.errors import UserError
 from clover_jax.preparation.regenerate import _prompt
 from clover_jax.tokenizers.tokenizer import load_tokenizer
+from tests.killed_processes import run_through_kills, start
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_tokenizers import CHAT_TEMPLATE
 
@@ -100,6 +101,36 @@ def test_jobs_that_share_conversations_give_the_answers_of_one(folders, plain, t
     assert (ours.counts, ours.made_from) == (theirs.counts, theirs.made_from)
     assert run(folders, tmp_path, shard="0/2", regenerate="false") == 2
     assert "--shard is for --regenerate, which is missing" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count, kills", [(2, 5), (4, 2)])
+def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, count, kills):
+    rows = [{"prompt": "ab" * i, "response": "x"} for i in range(1, 13)]
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert run(folders, tmp_path / "one", data=data) == 0
+
+    ours, plain = tmp_path / "ours", rows_of(tmp_path / "one")
+    flags = {"base": folders[0], "data": data, "output": ours, "seq_len": 96, "max_new_tokens": 9}
+    flags |= {"regenerate": "true", "batch_size": 2}
+    command = ["prepare", *(f"--{name}={value}" for name, value in flags.items())]
+    kept = ours / "regenerated.jsonl"
+    status, said, errors = run_through_kills(kills, kept, len(plain), count, *command)
+    assert status == 0, errors
+    assert said.count("train with --data=") == 1
+    assert [row["output_ids"] for row in rows_of(ours)] == [row["output_ids"] for row in plain]
+    counts = [PreparedSamples(folder).counts for folder in (ours, tmp_path / "one")]
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.slow
+def test_several_processes_prepare_nothing_else(folders, tmp_path):
+    command = ["prepare", f"--base={folders[0]}", f"--data={folders[2]}", f"--output={tmp_path}"]
+    refused = start(2, *command)
+    _, errors = refused.communicate()
+    assert refused.returncode == 2, errors
+    assert "2 processes only --regenerate answers; run the rest of prepare in one" in errors
 
 
 def test_plain_text_has_no_answers():
