@@ -208,3 +208,17 @@ def test_an_environment_that_names_no_processes_is_a_clear_error(train, variable
     )
     assert finished.returncode == 2
     assert message in finished.stderr
+
+
+def test_a_process_that_is_killed_before_the_last_has_started_ends_the_others():
+    command = "[ $JAX_PROCESS_ID = 0 ] && kill -9 $$; exec sleep 60"
+    run = subprocess.run(
+        [str(LAUNCH), "20", "sh", "-c", command],
+        env=os.environ | {"GRACE": "0"},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        timeout=50,
+        check=False,
+    )
+    assert b"process 0 was killed by signal 9; ending the other 19." in run.stderr
+    assert run.returncode == 128 + 9
