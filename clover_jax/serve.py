@@ -2,7 +2,8 @@
 
 Requests share one engine and join it while others decode. Without flags it serves the package's own
 small model and drafts by copying from the text. It answers 503 until the model is ready; SIGTERM
-and Ctrl-C let it answer what it has taken, and end it.
+and Ctrl-C let it answer what it has taken, and end it. Several processes serve as one where the
+environment says so (launch/local_processes); the first one listens.
 """
 
 import importlib.util
@@ -31,10 +32,13 @@ def main(flags) -> None:
             f"serve needs {', '.join(missing)}; install what it needs by "
             "pip install 'clover-jax[serve]', or in a checkout by pip install -e '.[serve]'"
         )
+    from clover_jax.runtime.distributed import joined_processes, primary_speaks
     from clover_jax.serving.run import run
 
     spec = settings_from(flags, ServeSpec)
-    cli.report(run(settings_from(flags, ServeOptions, spec=spec, seed=flags.seed)))
+    options = settings_from(flags, ServeOptions, spec=spec, seed=flags.seed)
+    with joined_processes(), primary_speaks():
+        cli.report(run(options))
 
 
 if __name__ == "__main__":

@@ -133,7 +133,7 @@ class Engine:
             while True:
                 # Fill every free slot before the next steps; a source without a request may have
                 # one later.
-                while slots.has_free and (request := next(source, None)) is not None:
+                while slots.num_free and (request := next(source, None)) is not None:
                     row = Generation(request.index, list(request.prompt_ids))
                     rows[slots.add(request)] = row
                     slots.read_prompts()

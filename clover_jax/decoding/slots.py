@@ -118,9 +118,9 @@ class Slots:
         return self._state
 
     @property
-    def has_free(self) -> bool:
-        """Whether another request may be added."""
-        return None in self._rows
+    def num_free(self) -> int:
+        """How many more requests may be added."""
+        return self._rows.count(None)
 
     @property
     def num_reading(self) -> int:
@@ -156,21 +156,18 @@ class Slots:
         elif self._state is not None:
             self._state = self._engine.states.clear(self._state, slot)
 
-    def read_prompts(self, seconds: float | None = None) -> None:
+    def chunks_within(self, seconds: float) -> int:
+        """Return how many chunks of prompts fit into a time, as the last ones did; at least 1."""
+        return max(1, int(seconds / self._read_seconds))
+
+    def read_prompts(self, num_chunks: int | None = None) -> None:
         """Begin to read prompts that wait, in the order in which they came.
 
-        seconds: begin no chunk but the first that would end later, as long as the last ones took;
-            None reads all of them.
+        num_chunks: at most this many; None reads all of them.
         """
-        if seconds is None:
-            while self._reading:
-                self._read_chunk(self._reading[0])
-            return
-
-        # All chunks that should fit are begun at once, so that the device never waits for the host.
+        # They are begun one behind the other, so that the device never waits for the host.
         started, count = self._now(), 0
-        most = max(1, int(seconds / self._read_seconds))
-        while self._reading and count < most:
+        while self._reading and count != num_chunks:
             last, count = self._read_chunk(self._reading[0]), count + 1
             self._reads = _Reads(started, count, last)
 

@@ -20,6 +20,7 @@ from clover_jax.loading.spec import NO_DRAFT
 from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import quantization_notice
 from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.serving.app import make_app
@@ -38,12 +39,26 @@ _HEAD_BYTES = 2**15  # of a request's line and headers
 def run(options: ServeOptions) -> dict[str, Any]:
     """Serve until SIGTERM or Ctrl-C, answer what was let in, and return the figures to report.
 
-    Raises UserError for a port that cannot be had and for models that cannot be loaded.
+    Of several processes the primary serves, the others run its steps and return nothing. Raises
+    UserError for a port that cannot be had and for models that cannot be loaded.
     """
-    service = Service(options)
-    with open_port(options) as listener, _dying_at_once():
+    service, listeners = Service(options), []
+    from_primary(lambda: listeners.append(open_port(options)))
+    if not listeners:
+        _follow(options)
+        return {}
+    with listeners[0] as listener, _dying_at_once():
         asyncio.run(_serve_until_signal(service, listener))
     return service.metrics.totals()
+
+
+def _follow(options: ServeOptions) -> None:
+    """Run the steps of the primary until it ends."""
+    _, scheduler = _load(options)
+    # The primary hears a signal too, answers what it has taken, and says when to end.
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+    scheduler.follow()
 
 
 def open_port(options: ServeOptions) -> socket.socket:
@@ -70,7 +85,7 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
     server = _server(service)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        models, scheduler, others = await _in_thread(lambda: _load(service.options))
+        models, scheduler, others = await _in_thread(lambda: _start(service.options))
         service.open(models, scheduler, others)
         _tell_ready(service.options, models, listener)
         await stop.wait()
@@ -108,8 +123,22 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _load(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Scheduler]]:
+def _start(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Scheduler]]:
     """Return the models and what decodes with them, and with other drafts by their names."""
+    models, scheduler = _load(options)
+    scheduler.start()
+    with exact_matmuls(str(models.dtype)):
+        others = {
+            draft: Scheduler(other, dataclasses.replace(options, batch_size=1))
+            for draft, other in _to_compare_with(models, options).items()
+        }
+    for other in others.values():
+        other.start()
+    return models, scheduler, others
+
+
+def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
+    """Return the models, and what decodes with them when its programs are compiled."""
     spec = options.spec
     with exact_matmuls(str(resolve_dtype(spec.dtype))):
         with passing_note(f"loading {spec.base}"):
@@ -123,23 +152,16 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Scheduler
         ):
             scheduler = Scheduler(models, options)
             scheduler.compile()
-        scheduler.start()
-
-        others = {
-            draft: Scheduler(other, dataclasses.replace(options, batch_size=1))
-            for draft, other in _to_compare_with(models, options).items()
-        }
-        for other in others.values():
-            other.start()
-    return models, scheduler, others
+    return models, scheduler
 
 
 def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]:
     """Return what the page shows beside the server's own draft, each with one slot.
 
-    Few look at that: programs and caches are made when somebody does.
+    Few look at that: programs and caches are made when somebody does. Several processes run one
+    engine only.
     """
-    if not options.page or models.draft is None:
+    if not options.page or models.draft is None or process_count() > 1:
         return {}
     plain = models.plain()
     compared = {NO_DRAFT: plain}

@@ -1,7 +1,8 @@
 """Who decodes when: a queue that is fair between clients, and the thread that drives the device.
 
 The event loop reads requests and writes answers; tokenizing runs in threads of its own. The thread
-of the engine only calls the device: it takes rows from the queue and hands tokens back.
+of the engine only calls the device: it takes rows from the queue and hands tokens back. Of several
+processes only the primary has a queue; before every turn it tells the others what to do.
 """
 
 from __future__ import annotations
@@ -11,10 +12,12 @@ import collections
 import dataclasses
 import functools
 import itertools
+import signal
 import threading
 import traceback
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from typing import NamedTuple
 
 from clover_jax.decoding.requests import Generation, NewTokens, Request, RowUpdate
 from clover_jax.decoding.sampling_config import SamplingConfig
@@ -24,6 +27,7 @@ from clover_jax.generation.row_state import RowState, TurnProgress
 from clover_jax.loading.models import Models
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
@@ -32,6 +36,7 @@ from clover_jax.serving.options import ServeOptions
 RETRY_SECONDS = 5  # until a full queue may have room
 MOST_STEPS = 8  # between two looks at the queue
 MOST_WAITED = 4  # steps for which rows that decode wait while others are read
+IDLE_SECONDS = 10  # after which other processes that wait for a turn hear from the primary
 # A chunk of steps lasts about this long, so that text flows and who comes or goes is seen soon.
 CHUNK_SECONDS = 0.02
 
@@ -53,6 +58,19 @@ class _Job:
     news: asyncio.Queue[list[NewTokens] | Exception] = dataclasses.field(
         default_factory=asyncio.Queue
     )
+
+
+class _Turn(NamedTuple):
+    """What all processes do next.
+
+    left: slots whose rows go. joined: requests that come. num_chunks: of prompts to read at most.
+    num_steps: to decode at most.
+    """
+
+    left: list[int]
+    joined: list[Request]
+    num_chunks: int
+    num_steps: int
 
 
 class Scheduler:
@@ -87,7 +105,8 @@ class Scheduler:
         self._waiting = FairQueue()
         self._running: dict[int, _Job] = {}  # by slot
         self._begun: dict[int, _Job] = {}  # those of the steps whose tokens come next
-        self._left: set[int] = set()  # slots whose clients went away
+        self._joining: list[_Job] = []  # out of the queue, and not yet in a slot
+        self._left: set[_Job] = set()  # whose clients went away
         self._is_closing = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
@@ -141,17 +160,31 @@ class Scheduler:
             raise Overloaded(RETRY_SECONDS)
 
     async def close(self) -> None:
-        """End the engine's thread; what still runs gets no further tokens."""
+        """End the engine's thread; what still runs gets no further tokens.
+
+        Raises what the engine of several processes has failed with: all of them end.
+        """
         with self._changed:
             self._is_closing = True
             self._changed.notify()
         await asyncio.to_thread(self._thread.join)
+        if self._failure is not None and process_count() > 1:
+            raise self._failure
+
+    def follow(self) -> None:
+        """Do what the primary says, until it ends; for every other process.
+
+        Raises what the engine fails with.
+        """
+        self._drive()
+        if self._failure is not None:
+            raise self._failure
 
     def leave(self, job: _Job) -> None:
         """Let a job go, wherever it is."""
         with self._changed:
             self._waiting.discard(job)
-            self._left |= {slot for slot, other in self._running.items() if other is job}
+            self._left.add(job)
             self._changed.notify()
 
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
@@ -191,51 +224,79 @@ class Scheduler:
         """Decode until the end; the engine's thread."""
         try:
             with self._exactly():
-                while self._take_changes():
-                    self._advance()
+                while turn := from_primary(self._next_turn):
+                    self._run(turn)
         except Exception as error:
-            traceback.print_exc()
+            is_alone = process_count() == 1
+            if is_alone:
+                traceback.print_exc()
             with self._changed:
                 self._failure = error
-                failed = {*self._running.values(), *self._begun.values(), *self._waiting}
+                failed = {*self._running.values(), *self._begun.values()}
+                failed.update(self._joining, self._waiting)
                 self._running.clear()
             for job in failed:
                 self._tell(job, error)
+            if not is_alone:  # the others wait for this process: let all of them end
+                signal.raise_signal(signal.SIGTERM)
 
-    def _take_changes(self) -> bool:
-        """Free the slots of who went away and fill free ones; return False at the end.
-
-        Waits while there is nothing to decode.
-        """
+    def _next_turn(self) -> _Turn | None:
+        """Return what to do next; None at the end. Waits while there is nothing to decode."""
         with self._changed:
+            idle = IDLE_SECONDS if process_count() > 1 else None
             while not (self._running or self._waiting or self._begun or self._is_closing):
-                self._changed.wait()
-            for slot in self._left & self._running.keys():
-                del self._running[slot]
-                self._slots.remove(slot)
-            self._left.clear()
-            while self._waiting and self._slots.has_free:
-                job = self._waiting.pop()
-                self._running[self._slots.add(job.request)] = job
-            return not self._is_closing
+                if not self._changed.wait(idle):
+                    break
+            if self._is_closing:
+                return None
 
-    def _advance(self) -> None:
-        """Read prompts for a while and run a chunk of steps; meanwhile hand out the last one's."""
-        slots = self._slots
-        slots.read_prompts(self._reading_seconds())
+            # The slots of who went away are free for who waits.
+            left = [slot for slot, job in self._running.items() if job in self._left]
+            self._left.clear()
+            num_free = self._slots.num_free + len(left)
+            count = min(num_free, len(self._waiting))
+            self._joining = [self._waiting.pop() for _ in range(count)]
+
+        # A step costs as much for few rows as for many. So where more rows wait to be read than
+        # decode, as after a burst, they are read first; one that joins many costs them a step.
+        reading = self._slots.num_reading + count
+        decoding = max(self._options.batch_size - num_free - self._slots.num_reading, 1)
+        waited = min(max(reading / decoding, 1), MOST_WAITED) * self._step_seconds
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
-        slots.begin(1 if slots.num_reading else max(1, min(num_steps, MOST_STEPS)))
+        return _Turn(
+            left,
+            [job.request for job in self._joining],
+            self._slots.chunks_within(max(CHUNK_SECONDS, waited)),
+            max(1, min(num_steps, MOST_STEPS)),
+        )
+
+    def _run(self, turn: _Turn) -> None:
+        """Let rows go and come, read prompts and run a chunk of steps; hand out the last one's.
+
+        Every process does the same; only the primary has jobs.
+        """
+        slots = self._slots
+        with self._changed:
+            for slot in turn.left:
+                self._running.pop(slot, None)
+                slots.remove(slot)
+            joined = [slots.add(request) for request in turn.joined]
+            self._running.update(zip(joined, self._joining, strict=False))  # none elsewhere
+            self._joining = []
+
+        slots.read_prompts(turn.num_chunks)
+        slots.begin(1 if slots.num_reading else turn.num_steps)
 
         # The device computes now; what the host does costs it nothing.
         for new in slots.take():
-            self._hand_out(self._begun[new.slot], new)
+            if job := self._begun.get(new.slot):
+                self._hand_out(job, new)
         self._begun = dict(self._running)
 
         ended = slots.wait()
         with self._changed:
             for slot in ended:
-                del self._running[slot]
-                self._left.discard(slot)
+                self._running.pop(slot, None)
 
     def _hand_out(self, job: _Job, new: NewTokens) -> None:
         # Each message takes the event loop's time, which is the device's too on a CPU.
@@ -247,15 +308,6 @@ class Scheduler:
     @property
     def _step_seconds(self) -> float:
         return self._slots.step_seconds or CHUNK_SECONDS
-
-    def _reading_seconds(self) -> float:
-        """Return for how long to read prompts before the next steps."""
-        # A step costs as much for few rows as for many. So where more rows wait to be read than
-        # decode, as after a burst, they are read first; one that joins many costs them a step.
-        reading = self._slots.num_reading
-        decoding = max(len(self._running) - reading, 1)
-        steps = min(max(reading / decoding, 1), MOST_WAITED)
-        return max(CHUNK_SECONDS, steps * self._step_seconds)
 
     def _tell(self, job: _Job, news: list[NewTokens] | Exception) -> None:
         try:

@@ -49,7 +49,7 @@ def test_others_decode_while_a_long_prompt_is_read(engine):
     late = slots.add(Request(1, long[:1] * 100, 5))
     steps = []
     while slots.num_reading:
-        slots.read_prompts(seconds=0)
+        slots.read_prompts(1)
         steps.append([new.slot for new in slots.advance(1)])
     assert steps == [[first], [first], [first], [first, late]]  # 100 tokens are 4 chunks
 
@@ -77,10 +77,10 @@ def test_tokens_taken_while_the_next_steps_run_are_the_same(engine):
     rows = [Generation(index, prompt) for index, prompt in enumerate(prompts)]
     waiting, running, begun = list(rows), {}, {}
     while waiting or running or begun:
-        while waiting and slots.has_free:
+        while waiting and slots.num_free:
             row = waiting.pop(0)
             running[slots.add(Request(row.index, row.prompt_ids, 20))] = row
-        slots.read_prompts(seconds=0)
+        slots.read_prompts(1)
         slots.begin(2)
         for new in slots.take():
             begun[new.slot].add(new)

@@ -10,11 +10,14 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 
 import httpx2
 import pytest
 
+from clover_jax.serving.scheduler import IDLE_SECONDS
 from tests.conftest import REPOSITORY, WARNINGS
+from tests.killed_processes import LAUNCH
 from tests.serving.conftest import events_of, text_of
 
 pytestmark = pytest.mark.slow
@@ -30,11 +33,12 @@ def process():
 
 
 @contextlib.contextmanager
-def serving(*flags, **variables):
-    """Yield the command with more flags, and its address."""
+def serving(*flags, count=1, **variables):
+    """Yield the command with more flags, as `count` processes, and its address."""
     flags = ("--port=0", "--batch_size=2", "--max_model_len=256", *flags)
+    launch = [] if count == 1 else [LAUNCH, str(count)]
     started = subprocess.Popen(
-        [sys.executable, *WARNINGS, "-m", "clover_jax.serve", *flags],
+        [*launch, sys.executable, *WARNINGS, "-m", "clover_jax.serve", *flags],
         cwd=REPOSITORY,
         env=os.environ | variables,
         stdout=subprocess.PIPE,
@@ -52,6 +56,9 @@ def serving(*flags, **variables):
             raise AssertionError(said)
         yield started, ready[1]
     finally:
+        for number in re.findall(r"\d+", said.partition("process ids")[2].partition("\n")[0]):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(int(number), signal.SIGKILL)
         started.kill()
         started.communicate()
 
@@ -114,17 +121,58 @@ def test_a_server_that_is_told_to_stop_answers_what_it_has_taken(process):
     assert report["tau"] > 1
 
 
-def test_a_mesh_gives_the_text_of_one_device(process):
-    def texts(url):
-        drawn = LONG | {"temperature": 1, "seed": 3, "n": 3, "max_tokens": 60}
-        biased = LONG | {"logit_bias": {"5": 2}, "max_tokens": 60}
-        with httpx2.Client(base_url=url, timeout=300) as client:
-            answers = [client.post("/v1/completions", json=body) for body in (LONG, drawn, biased)]
-        return [choice["text"] for answer in answers for choice in answer.json()["choices"]]
+def texts(url):
+    """Ask a server for several kinds of texts, at once."""
+    drawn = LONG | {"temperature": 1, "seed": 3, "n": 3, "max_tokens": 60}
+    biased = LONG | {"logit_bias": {"5": 2}, "max_tokens": 60}
+    with concurrent.futures.ThreadPoolExecutor(3) as threads:
+        answers = [
+            threads.submit(httpx2.post, f"{url}/v1/completions", json=body, timeout=300)
+            for body in (LONG, drawn, biased)
+        ]
+    return [choice["text"] for answer in answers for choice in answer.result().json()["choices"]]
 
+
+def test_a_mesh_gives_the_text_of_one_device(process):
     devices = {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
     with serving("--mesh=data=2", **devices) as (_, url):
         assert texts(url) == texts(process[1])
+
+
+@pytest.mark.parametrize("mesh", ["data=2", "tensor=2"])
+def test_two_processes_serve_as_one(process, mesh):
+    with serving(f"--mesh={mesh}", count=2) as (started, url):
+        wanted = texts(process[1])
+        assert texts(url) == wanted
+
+        # A client that goes away leaves its slot; both processes go on, and end together.
+        body = LONG | {"stream": True}
+        with httpx2.stream("POST", f"{url}/v1/completions", json=body, timeout=300) as response:
+            next(response.iter_lines())
+        time.sleep(2.5 * IDLE_SECONDS)  # nothing to do; the other process waits meanwhile
+        assert texts(url) == wanted
+        started.send_signal(signal.SIGTERM)
+        said, errors = started.communicate(timeout=120)
+    assert started.returncode == 0, errors
+    assert said.count('"answers"') == 1
+    assert json.loads(said.splitlines()[-1])["answers"] == 10  # the other one left
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_processes_that_serve_end_when_one_is_killed(killed):
+    with serving("--mesh=data=2", count=2) as (started, url):
+        processes = subprocess.run(
+            ["pgrep", "-P", str(started.pid), "-f", "clover_jax.serve"],
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout.split()
+        assert len(texts(url)) == 5
+        os.kill(int(sorted(processes, key=int)[killed]), signal.SIGKILL)
+        _, errors = started.communicate(timeout=120)
+    assert started.returncode == 128 + signal.SIGKILL, errors
+    assert f"process {killed} was killed by signal 9; ending the other" in errors
+    assert "Traceback" not in errors
 
 
 def test_a_head_is_compared_with_copies_alone_and_with_no_draft():
