@@ -260,7 +260,7 @@ class Scheduler:
         # A step costs as much for few rows as for many. So where more rows wait to be read than
         # decode, as after a burst, they are read first; one that joins many costs them a step.
         reading = self._slots.num_reading + count
-        decoding = max(self._options.batch_size - num_free - self._slots.num_reading, 1)
+        decoding = max(self._engine.batch_size - num_free - self._slots.num_reading, 1)
         waited = min(max(reading / decoding, 1), MOST_WAITED) * self._step_seconds
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
         return _Turn(
