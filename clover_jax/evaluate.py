@@ -11,6 +11,9 @@ rows/NAME.jsonl. The same command goes on where it was stopped.
 --compare=A,B sets two such folders (or their report.json) side by side instead. --replay=FILE tells
 what copying would give on answers that are written already, by the base's tokenizer alone.
 
+Several processes measure as one where the environment says so (launch/local_processes); one of them
+reads prompts and writes the folder.
+
 Status 1: rows failed, or a draft's text is not that of plain decoding although it should be.
 """
 
@@ -40,8 +43,11 @@ def main(flags) -> int:
 
         cli.report(compare_reports(flags.compare, flags.output))
         return cli.STATUS_OK
-    result = execute(flags)
-    cli.report(result)
+    from clover_jax.runtime.distributed import joined_processes, primary_speaks
+
+    with joined_processes(), primary_speaks():
+        result = execute(flags)
+        cli.report(result)
     return cli.STATUS_SOME_FAILED if result["problems"] else cli.STATUS_OK
 
 

@@ -25,16 +25,16 @@ def start(count, command, *flags):
     )
 
 
-def run_through_kills(kills, output, total, count, *command):
+def run_through_kills(kills, outputs, total, count, *command):
     """Kill a process after a number of rows, several times; return what the last run says.
 
-    output: the file of rows, `total` of them in the end.
+    outputs: the files of rows, `total` of them in the end.
     Returns its status, stdout and stderr.
     """
     draw = random.Random(count)
 
     def num_rows():
-        return output.read_bytes().count(b"\n") if output.exists() else 0
+        return sum(path.read_bytes().count(b"\n") for path in outputs if path.exists())
 
     for kill in range(kills):
         # From the start of the processes to the last rows.

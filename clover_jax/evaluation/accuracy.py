@@ -86,9 +86,10 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
             group = numbers[start : start + rows]
             batch, first, end = _pack([texts[number] for number in group], rows, size)
             arguments = (weights.base, weights.draft, batch, first, end, np.zeros(num_targets))
-            with Placement(method.models.mesh).in_use():
+            placement = Placement(method.models.mesh)
+            with placement.in_use():
                 counted = count_hits(base.config, head, *arguments)
-            pairs, hits = jax.device_get(counted)
+            pairs, hits = placement.read(counted)
             for row, number in enumerate(group):
                 yield number, Hits(pairs[row], hits[row])
 

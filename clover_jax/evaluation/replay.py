@@ -31,6 +31,7 @@ from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.models import TREES
 from clover_jax.pretrained.loading import describe_base
 from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.distributed import process_count
 from clover_jax.runtime.progress import passing_note, progress_bar
 from clover_jax.runtime.provenance import git_revision, versions
 from clover_jax.storage.files import write_json, write_text
@@ -50,6 +51,8 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
     flags: every flag's value, for the report.
     Raises UserError for rows that cannot be read, and where none has an answer.
     """
+    if process_count() > 1:
+        raise UserError(f"--replay reads in one process, and here are {process_count()}")
     source = Path(str(options.replay)).expanduser()
     described = describe_base(options.spec.base)
     methods = _methods(options, described.config)

@@ -12,23 +12,24 @@ from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.tally import Tally
-from clover_jax.storage.row_writer import RowWriter
+from clover_jax.generation.output import RowSink, open_rows
+from clover_jax.runtime.distributed import from_primary
 
 
 class RowFile:
-    """One method's rows: kept on disk as they first came, and in memory.
+    """One method's rows: kept on disk as they first came, and in the memory of every process.
 
     A row's "index" is its place when tasks follow one another; "row" is its place in the input.
     """
 
-    def __init__(self, writer: RowWriter, plan: Plan, method: Method):
-        """Take the open writer, and read what an earlier session has left."""
-        self._writer, self._method, self._plan = writer, method, plan
+    def __init__(self, sink: RowSink, plan: Plan, method: Method):
+        """Take the open sink, and read what an earlier session has left."""
+        self._sink, self._method, self._plan = sink, method, plan
         self._place = {prompt.index: place for place, prompt in enumerate(plan.prompts)}
         self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
         self.rows: dict[int, dict[str, Any]] = {}
         self._tallies = {task: Tally(method.depth) for task in plan.tasks}
-        for row in writer.kept():
+        for row in from_primary(lambda: list(sink.kept())):
             self._keep(row)
 
     def add(self, row: dict[str, Any]) -> dict[str, Any] | None:
@@ -39,7 +40,7 @@ class RowFile:
         before = self.rows.get(number)
         if before is None:
             self._keep(placed)
-            self._writer.append(placed)
+            self._sink.append(placed)
             return None
 
         old, new = ([turn.output_ids for turn in turns_of(one)] for one in (before, row))
@@ -65,7 +66,7 @@ class RowFile:
 
 
 @contextlib.contextmanager
-def open_rows(
+def open_row_files(
     options: Options, methods: Sequence[Method], plan: Plan
 ) -> Iterator[dict[str, RowFile]]:
     """Open DIR/rows/NAME.jsonl of every method; only the same settings resume one."""
@@ -75,11 +76,11 @@ def open_rows(
     with contextlib.ExitStack() as stack:
         files = {}
         for method in methods:
-            writer = RowWriter(
+            sink = open_rows(
                 options.rows_path(method.name),
                 settings={"draft": method.source, **common, **method.models.identity()},
                 prompts_hash=prompts_hash(plan.prompts),
                 overwrite=options.overwrite,
             )
-            files[method.name] = RowFile(stack.enter_context(writer), plan, method)
+            files[method.name] = RowFile(stack.enter_context(sink), plan, method)
         yield files

@@ -17,6 +17,7 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     shipped_prompts,
 )
+from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.decoding.requests import Request
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, near_ties, stage_times
@@ -27,15 +28,17 @@ from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.passes import Evaluation
 from clover_jax.evaluation.plan import Plan, group_by_task
 from clover_jax.evaluation.report import Measured, build_report, key_figures, write_report
-from clover_jax.evaluation.row_files import open_rows
+from clover_jax.evaluation.row_files import open_row_files
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.timed_passes import PassJournal
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.runtime.provenance import git_revision
+from clover_jax.tree_search.auto_tree import check_one_process
 
 
 def evaluate(
@@ -44,27 +47,30 @@ def evaluate(
     """Measure what is asked for, write the report and return its key figures.
 
     flags: every flag's value, for the manifest.
+    Several processes decode and measure together; the primary reads and writes the files.
     Raises UserError for what cannot be done; rows that fail are counted instead.
     """
+    if any(choice.tree == AUTO for choice in options.draft_choices):
+        check_one_process()
     source = None if options.prompts is None else Path(options.prompts).expanduser()
     # Before the models, which take longer.
-    prompts = None if source is None else read_prompts_and_mistakes(source)
+    prompts = source and from_primary(lambda: read_prompts_and_mistakes(source))
     with exact_matmuls(str(resolve_dtype(options.spec.dtype))):
         with passing_note(f"loading {options.spec.base}"):
             methods = load_methods(options, settings)
         plain = methods[0].models
         if prompts is None:
             source = shipped_prompts(plain.base.directory, "--prompts=FILE")
-            prompts = read_prompts_and_mistakes(source)
+            prompts = from_primary(lambda: read_prompts_and_mistakes(source))
 
         plan = make_plan(options, settings, plain, prompts, str(source))
         _notice(template_notice(plan.prompts, plain.tokenizer))
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan)
 
-        with open_rows(options, methods, plan) as files:
-            here = conditions(options.spec.mesh)
-            journal = PassJournal(options.directory, here, options.overwrite, git_revision())
+        with open_row_files(options, methods, plan) as files:
+            # Processes that found other passes done would run others.
+            journal = from_primary(lambda: _journal(options))
             evaluation = Evaluation(methods, engines, plan, files, journal)
             _decode(evaluation)
             measured = _measure(evaluation)
@@ -74,9 +80,19 @@ def evaluate(
                 "rows": len(plan.prompts),
                 "limit_prompts": options.limit_prompts,
             }
-            report = build_report(manifest(flags, methods, about), evaluation, measured)
-    write_report(options.directory, report)
-    return key_figures(report, options.directory)
+            about_run = manifest(flags, methods, about)  # all of them hash the params together
+
+        def report() -> dict[str, Any]:
+            values = build_report(about_run, evaluation, measured)
+            write_report(options.directory, values)
+            return key_figures(values, options.directory)
+
+        return from_primary(report)
+
+
+def _journal(options: Options) -> PassJournal:
+    here = conditions(options.spec.mesh)
+    return PassJournal(options.directory, here, options.overwrite, git_revision())
 
 
 def _notice(line: str | None) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from clover_jax.runtime.distributed import is_primary
 from clover_jax.storage.jsonl import append_row, keep_rows, read_rows
 from clover_jax.timing.spread import Spread
 
@@ -118,8 +119,9 @@ class PassJournal:
         return key in self._passes
 
     def add(self, timed: TimedPass) -> None:
-        """Note a pass that has just ended."""
-        append_row(self._path, timed.to_row())
+        """Note a pass that has just ended; of several processes the primary writes it."""
+        if is_primary():
+            append_row(self._path, timed.to_row())
         self._passes[timed.key] = timed
 
     def select(self, **wanted: Any) -> list[TimedPass]:

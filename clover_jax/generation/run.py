@@ -39,13 +39,13 @@ from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import quantization_notice
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
-from clover_jax.runtime.distributed import from_primary, process_count
+from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar
 from clover_jax.storage.jsonl import read_rows
 from clover_jax.storage.row_shards import join_rows
 from clover_jax.tree_search.attention_trial import with_attention
-from clover_jax.tree_search.auto_tree import with_auto_tree
+from clover_jax.tree_search.auto_tree import check_one_process, with_auto_tree
 
 
 def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
@@ -56,11 +56,8 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
     """
     if options.join:
         return from_primary(lambda: _join(options))
-    if options.searches_tree and process_count() > 1:
-        raise UserError(
-            f"--tree=auto measures in one process, and here are {process_count()}; give a "
-            "tree, such as the one that it chose there"
-        )
+    if options.searches_tree:
+        check_one_process()
     prompts = from_primary(lambda: _read(options))  # before the models, which take longer
 
     spec = options.spec

@@ -17,6 +17,7 @@ from clover_jax.decoding.sampling_config import SamplingConfig, Warping
 from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
+from clover_jax.runtime.distributed import process_count
 from clover_jax.runtime.progress import passing_note
 from clover_jax.storage.json_files import read_json_object
 from clover_jax.storage.row_writer import manifest_path
@@ -51,6 +52,15 @@ SHIPPED = (
     '{"name": "Ada", "born": 1815, "field":',
     "Once upon a time there was a",
 )
+
+
+def check_one_process() -> None:
+    """Raise UserError where several processes would measure: each could choose another tree."""
+    if process_count() > 1:
+        raise UserError(
+            f"--tree=auto measures in one process, and here are {process_count()}; give a "
+            "tree, such as the one that it chose there"
+        )
 
 
 def with_auto_tree(

@@ -12,7 +12,7 @@ from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.errors import UserError
 from clover_jax.preparation.regenerate import _prompt
 from clover_jax.tokenizers.tokenizer import load_tokenizer
-from tests.killed_processes import run_through_kills, start
+from tests.killed_processes import run_through_kills
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_tokenizers import CHAT_TEMPLATE
 
@@ -116,21 +116,12 @@ def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, co
     flags |= {"regenerate": "true", "batch_size": 2}
     command = ["prepare", *(f"--{name}={value}" for name, value in flags.items())]
     kept = ours / "regenerated.jsonl"
-    status, said, errors = run_through_kills(kills, kept, len(plain), count, *command)
+    status, said, errors = run_through_kills(kills, [kept], len(plain), count, *command)
     assert status == 0, errors
     assert said.count("train with --data=") == 1
     assert [row["output_ids"] for row in rows_of(ours)] == [row["output_ids"] for row in plain]
     counts = [PreparedSamples(folder).counts for folder in (ours, tmp_path / "one")]
     assert counts[0] == counts[1]
-
-
-@pytest.mark.slow
-def test_several_processes_prepare_nothing_else(folders, tmp_path):
-    command = ["prepare", f"--base={folders[0]}", f"--data={folders[2]}", f"--output={tmp_path}"]
-    refused = start(2, *command)
-    _, errors = refused.communicate()
-    assert refused.returncode == 2, errors
-    assert "2 processes only --regenerate answers; run the rest of prepare in one" in errors
 
 
 def test_plain_text_has_no_answers():
