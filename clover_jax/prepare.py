@@ -12,7 +12,8 @@ all of a text; one record in twenty, chosen by a hash of its content, is held ou
 The folder holds ArrayRecord shards and manifests: train.json, heldout.json and, with --features,
 hidden.json. The same command goes on where it was stopped. Training on the folder gives the very
 batches that the raw files would give; `train --teacher=cached` then reads the activations there.
-Several processes regenerate answers as one where the environment says so (launch/local_processes).
+Several processes regenerate answers and read activations as one where the environment says so
+(launch/local_processes); one of them writes the folder, which all must see for --features.
 """
 
 import sys
@@ -22,7 +23,6 @@ from absl import flags as absl_flags
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.decoding.sampling_config import Warping
-from clover_jax.errors import UserError
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.training.settings import TrainSettings
@@ -52,8 +52,6 @@ def main(flags: absl_flags.FlagValues) -> int:
 
 def execute(flags: absl_flags.FlagValues) -> dict:
     """Prepare what the flags ask for and return the report."""
-    if flags.mesh is not None:
-        raise UserError(f"--mesh={flags.mesh}: prepare uses one device; leave --mesh out")
     from clover_jax.preparation.run import run_prepare
 
     options = settings_from(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import shutil
 import sys
 from collections.abc import Callable, Iterator
@@ -11,17 +10,21 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
 from clover_jax.data.prepared import HIDDEN, PreparedSamples
 from clover_jax.data.shards import ShardWriter, in_shards, pack
+from clover_jax.decoding.placement import Placement
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import fingerprint
+from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.progress import progress_bar
+from clover_jax.sharding.placement import gathered, row_shardings
 from clover_jax.training.teacher import read_base, stored_names
 
 SHARD_BYTES = 256 << 20
@@ -73,10 +76,16 @@ def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
 
 
 def write_features(
-    base: BaseModel, names: tuple[str, ...], num_tokens: int, options: PrepareOptions
-) -> dict[str, Any]:
-    """Write the named activations of every training sample, or what is missing; return a manifest.
+    base: BaseModel,
+    names: tuple[str, ...],
+    num_tokens: int,
+    options: PrepareOptions,
+    mesh: Mesh | None = None,
+) -> int:
+    """Write the named activations of every training sample, or what is missing; return their bytes.
 
+    mesh: that the base's params are split over; rows are split with them. Several processes read
+        the samples, and run the base, together; the primary writes.
     Raises UserError where the disk is too small, or large files were not agreed to.
     """
     # Samples first, then activations: the manifest names the data that they belong to.
@@ -89,21 +98,48 @@ def write_features(
         "dtype": options.feature_dtype,
         "base_dtype": str(base.params["embedding"].dtype),
     }
-    writer = ShardWriter(options.directory, HIDDEN, made_from)
+    writers: list[ShardWriter] = []
 
-    if not writer.is_complete:
+    def begin() -> int:
+        """Open the shards and return how many samples are done."""
+        writers.append(ShardWriter(options.directory, HIDDEN, made_from))
         # Tokens, and so bytes, are known before the first forward.
         width = len(names) * base.config.hidden_size * jnp.dtype(options.feature_dtype).itemsize
-        there = sum(shard["bytes"] for shard in writer.shards)
-        _agree_to_size(num_tokens * width, there, options)
-        read = functools.partial(_read_rows, base.config, names, options.feature_dtype)
-        read = functools.partial(jax.jit(read), base.params)
-        done = writer.num_records
+        there = sum(shard["bytes"] for shard in writers[0].shards)
+        if not writers[0].is_complete:
+            _agree_to_size(num_tokens * width, there, options)
+        return writers[0].num_records
+
+    done = from_primary(begin)
+    if done < len(samples):
+        read = reader(base, names, options.feature_dtype, mesh)
+        batch_size = Placement(mesh).whole_rows(options.batch_size)
         with progress_bar(len(samples), "features", "sample", initial=done) as bar:
-            records = make_records(samples, done, options.batch_size, options.seq_len, read)
+            records = make_records(samples, done, batch_size, options.seq_len, read)
             for shard in in_shards(_counted(records, bar.update), SHARD_BYTES):
-                writer.write(shard)
-    return writer.finish()
+                for writer in writers:
+                    writer.write(shard)
+    return from_primary(lambda: writers[0].finish()["bytes"])
+
+
+def reader(base: BaseModel, names: tuple[str, ...], dtype: str, mesh: Mesh | None) -> Read:
+    """Return the compiled forward; on a mesh each device reads some rows, and has all results."""
+    placement = Placement(mesh)
+
+    def read_rows(params: Params, *rows: Array) -> dict[str, Array]:
+        if mesh is not None:
+            rows = jax.lax.with_sharding_constraint(rows, row_shardings(rows, mesh))
+        # Cast on the device, so that fewer bytes come to the host.
+        hidden = read_base(base.config, gathered(params, mesh), *rows)
+        return placement.whole({name: hidden[name].astype(dtype) for name in names})
+
+    compiled = jax.jit(read_rows)
+
+    def read(*rows: np.ndarray) -> dict[str, Array]:
+        with placement.in_use():
+            return compiled(base.params, *rows)
+
+    return read
 
 
 def _counted(records: Iterator[bytes], count: Callable[[], None]) -> Iterator[bytes]:
@@ -123,21 +159,6 @@ def _agree_to_size(needed: int, there: int, options: PrepareOptions) -> None:
         raise UserError(f"the disk is too small: {say}; give an --output elsewhere, or less data")
     if needed > ASK_FROM and not options.yes:
         raise UserError(f"this takes {say}; add --yes to agree")
-
-
-def _read_rows(
-    base: BaseConfig,
-    names: tuple[str, ...],
-    dtype: str,
-    params: Params,
-    tokens: Array,
-    segment_ids: Array,
-    positions: Array,
-) -> dict[str, Array]:
-    """Return name -> [B, S, D]."""
-    # Cast on the device, so that fewer bytes come to the host.
-    hidden = read_base(base, params, tokens, segment_ids, positions)
-    return {name: hidden[name].astype(dtype) for name in names}
 
 
 def make_records(

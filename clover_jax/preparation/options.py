@@ -56,7 +56,7 @@ class PrepareOptions:
     def __post_init__(self):
         _ = self.part  # a mistake is raised before anything is loaded
         # A flag that would do nothing is a misunderstanding.
-        if self.preview and (self.regenerate or self.features != "none"):
+        if self.preview and self.runs_base:
             raise UserError("--preview shows the data as they are; leave out what it would not do")
         given = {
             "draft": self.spec.draft != NO_DRAFT,
@@ -66,6 +66,13 @@ class PrepareOptions:
         for name, is_given in given.items():
             if is_given and not self.regenerate:
                 raise UserError(f"--{name} is for --regenerate, which is missing")
+        if self.spec.mesh is not None and not self.runs_base:
+            raise UserError(f"--mesh={self.spec.mesh} is for --regenerate and --features")
+
+    @property
+    def runs_base(self) -> bool:
+        """Whether the base is run, and not only its tokenizer."""
+        return self.regenerate or self.features != "none"
 
     @property
     def part(self) -> Shard:

@@ -19,9 +19,11 @@ from clover_jax.preparation.regenerate import answer, read_answered
 from clover_jax.preparation.samples import Reading, write_samples
 from clover_jax.pretrained.loading import describe_base, load_base
 from clover_jax.runtime.device_memory import advise_on_memory
-from clover_jax.runtime.distributed import is_primary, process_count
+from clover_jax.runtime.distributed import from_primary, is_primary, process_count
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note
+from clover_jax.sharding.meshes import mesh_for
+from clover_jax.sharding.placement import place_on
 from clover_jax.storage.files import only_process_in
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 
@@ -31,9 +33,10 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
 
     Raises UserError for whatever cannot work.
     """
-    if process_count() > 1 and not options.regenerate:
+    if process_count() > 1 and not options.runs_base:
         raise UserError(
-            f"{process_count()} processes only --regenerate answers; run the rest of prepare in one"
+            f"{process_count()} processes run a base for --regenerate or --features; without "
+            "these prepare in one"
         )
     config, directory = describe_base(options.spec.base)
     if options.seq_len > config.max_position_embeddings:
@@ -73,31 +76,34 @@ def _prepare(
     if options.regenerate:
         # Held-out records keep their answers: they are measured with, not trained on.
         report["regenerated"] = answer(records.train, options)
-        if not is_primary():
-            return report  # what is left is the primary's
-        records = records._replace(train=read_answered(options.directory))
+    report |= from_primary(lambda: _write_samples(records, reading, options))
 
+    if names:
+        mesh, dtype = mesh_for(options.spec.mesh), resolve_dtype(options.spec.dtype)
+        with passing_note(f"loading {options.spec.base}"):
+            base = load_base(options.spec.base, dtype, place_on(mesh, dtype) if mesh else None)
+        with advise_on_memory(
+            f"read {options.batch_size} rows of {options.seq_len} tokens at once",
+            "give a smaller --batch_size, or --dtype=bfloat16",
+        ):
+            size = write_features(base, names, report["tokens"], options, mesh)
+        report |= {"features": list(names), "feature_bytes": size}
+    return report
+
+
+def _write_samples(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
+    if options.regenerate:
+        records = records._replace(train=read_answered(options.directory))
     # A look at some finds out in a second what reading all would find out in the end.
     samples = reading.samples(records.train, options.seq_len)
     look_at(samples).check(samples, options.max_truncated)
     manifest = write_samples(records, reading, options)
-    report |= {
+    return {
         **manifest["counts"],
         "heldout": len(records.heldout),
         "bytes": manifest["bytes"],
         "data_hash": manifest["made_from"]["data_hash"],
     }
-
-    if names:
-        with passing_note(f"loading {options.spec.base}"):
-            base = load_base(options.spec.base, resolve_dtype(options.spec.dtype))
-        with advise_on_memory(
-            f"read {options.batch_size} rows of {options.seq_len} tokens at once",
-            "give a smaller --batch_size, or --dtype=bfloat16",
-        ):
-            hidden = write_features(base, names, manifest["counts"]["tokens"], options)
-        report |= {"features": list(names), "feature_bytes": hidden["bytes"]}
-    return report
 
 
 def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from tests.preparation.prepared_data import SEQ_LEN
         ({"seq_len": 8, "max_truncated": 0.05}, "would be truncated"),
         ({"data": "/missing.jsonl"}, "no such file"),
         ({"draft": "x"}, "--draft is for --regenerate"),
-        ({"mesh": "data=2"}, "prepare uses one device"),
+        ({"mesh": "data=2"}, "--mesh=data=2 is for --regenerate and --features"),
         ({"chat_template": "alpaca"}, "no such file, and none of"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
