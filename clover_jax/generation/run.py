@@ -20,7 +20,6 @@ from clover_jax.data.prompts import (
     shipped_prompts,
     text_prompt,
 )
-from clover_jax.errors import UserError
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.options import GenerateOptions
 from clover_jax.generation.output import (
