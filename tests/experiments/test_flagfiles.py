@@ -66,14 +66,17 @@ def tiny(tmp_path_factory):
     rows = [{"prompt": f"what {i}", "response": "the hat he had " * 3} for i in range(8)]
     (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     values = {"base": base, "data": folder / "rows.jsonl", "seq_len": 64, "batch_size": 2}
-    values |= {"steps": 2, "warmup_steps": 1, "log_every": 1, "eval_every": 0}
+    values |= {"mesh": "fsdp=1", "steps": 2, "warmup_steps": 1, "log_every": 1, "eval_every": 0}
     return [f"--{name}={value}" for name, value in values.items()]
+
+
+RUN_BY_DEFAULT = "clover2_llama3_8b"  # of the recipes
 
 
 def marked(path):
     """Mark what is like another flagfile as slow: its variations, and recipes but for one."""
     varies = "--flagfile=" in path.read_text().split(path.name, 1)[1]
-    is_alike = varies or (path in RECIPES and path.stem != "clover2_llama3_8b")
+    is_alike = varies or (path in RECIPES and path.stem != RUN_BY_DEFAULT)
     return pytest.param(path, id=path.name, marks=[pytest.mark.slow] if is_alike else [])
 
 
@@ -101,12 +104,21 @@ AT_FULL_SIZE = {
     "clover2_vicuna7b": ("shape:vicuna-7b", "fsdp=4", "gpu-h200"),
     "clover_baichuan7b": ("shape:4096x32x125696", "fsdp=4", "gpu-h200"),
     "clover2_qwen3_0p6b": ("shape:1024x28x151936", "fsdp=1", "gpu-h200"),
+    "clover_lr_llama3_70b": ("shape:llama3-70b", "fsdp=16", "tpu-v5p:2x2x4"),
+    "clover_lr_llama3_405b": ("shape:llama3-405b", "fsdp=16,tensor=4", "tpu-v5p:4x4x4"),
+    "clover_lr_gemma3_27b": ("shape:gemma3-27b", "fsdp=16", "tpu-v6e:4x4"),
+    "clover_lr_mixtral_8x7b": ("shape:mixtral-8x7b", "fsdp=16", "tpu-v6e:4x4"),
+    "clover_lr_qwen3_30b_a3b": ("shape:qwen3-30b-a3b", "fsdp=16", "tpu-v5e:4x4"),
+    "clover_lr_gpt_oss_20b": ("shape:gpt-oss-20b", "fsdp=16", "tpu-v5e:4x4"),
 }
 
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(n, marks=[pytest.mark.slow] if "llama3" not in n else []) for n in AT_FULL_SIZE],
+    [
+        pytest.param(n, marks=[] if n == RUN_BY_DEFAULT else [pytest.mark.slow])
+        for n in AT_FULL_SIZE
+    ],
 )
 def test_every_recipe_fits_its_devices_at_full_size(name, capsys, monkeypatch):
     # Where the target's compiler is installed, compiling would take many minutes.
