@@ -52,9 +52,11 @@ def evaluate(
     """
     if any(choice.tree == AUTO for choice in options.draft_choices):
         check_one_process()
-    source = None if options.prompts is None else Path(options.prompts).expanduser()
+    prompts = None
     # Before the models, which take longer.
-    prompts = source and from_primary(lambda: read_prompts_and_mistakes(source))
+    if options.prompts is not None:
+        source = Path(options.prompts).expanduser()
+        prompts = from_primary(lambda: read_prompts_and_mistakes(source))
     with exact_matmuls(str(resolve_dtype(options.spec.dtype))):
         with passing_note(f"loading {options.spec.base}"):
             methods = load_methods(options, settings)
