@@ -1,4 +1,4 @@
-"""Decoding: trees, the one step and its stages, and the engine that keeps its slots full."""
+"""Decoding: trees, the one step and its stages, and the engine with its continuous batching."""
 
 import lazy_loader
 

@@ -73,9 +73,9 @@ def accept_forced(
 ) -> Accepted:
     """Accept exactly `count` drafted tokens, for timing: the text means nothing.
 
-    following: as for `accept_path`. Of the paths of that length one with the most of the base's own
-    choices is taken, so that these decide what is committed, as they do in earnest. A tree that is
-    less deep gives all of its depth.
+    following: as for `accept_path`. Of the paths of that length it takes one with the most of the
+    base's own choices, so that the choices decide what is committed, as in real decoding. Of a
+    shallower tree the deepest path is accepted.
     """
     level = node_depth(ancestor_mask(tree.parent, depth))
     passes = (level <= count) & (tree.tokens >= 0)

@@ -15,7 +15,7 @@ DEFAULT_DEPTH, DEFAULT_WIDTH = 6, 8
 
 @dataclasses.dataclass(frozen=True)
 class AdaptiveTree(JsonConfig):
-    """The bounds of a tree whose shape is chosen at each step; only these fix the program.
+    """The bounds of a tree whose shape is chosen at each step; the program depends on these only.
 
     rule: "dynamic" or "clover4", see draft_adaptive.py.
     nodes: drafted nodes at most; T - 1.

@@ -1,4 +1,4 @@
-"""Which program reads the committed caches: XLA's own, or the kernel of `attention_kernel.py`."""
+"""Which implementation reads the KV cache: XLA's own, or the kernel of `attention_kernel.py`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clover_jax.sharding.placement import over_rows_and_heads
 
 
 def reading(attention: str) -> contextlib.AbstractContextManager:
-    """Return the context in which programs are traced that read caches by "xla" or "pallas"."""
+    """Return a context: programs traced within it read the KV caches by "xla" or "pallas"."""
     return caches_read_by({"xla": None, "pallas": _read_by_kernel}[attention])
 
 

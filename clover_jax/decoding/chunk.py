@@ -1,4 +1,4 @@
-"""A chunk of steps: what the device does between two looks of the host at the text.
+"""A chunk of steps: what the device does between two reads of its results by the host.
 
 On CPU a chunk is one program, a loop over the step. Elsewhere the step is the program and the host
 calls it again, one call ahead of the device (`decoding.repeated` says why).
@@ -114,7 +114,7 @@ def _call_steps(
     filled: np.ndarray,
     most: int | None = None,
 ) -> tuple[DecodeState, tuple[StepRecord, ...]]:
-    """Do the same by single steps; when a row is seen to have ended, QUEUED - 1 more have begun."""
+    """Do the same by single steps; QUEUED - 1 more have begun when the host sees a row's end."""
     records: list[StepRecord] = []
     running: list[Array] = []
     for index in range(num_steps if most is None else min(most, num_steps)):

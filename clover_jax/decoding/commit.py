@@ -1,4 +1,4 @@
-"""The commit stage: write an accepted path to the caches and the text, and see who is finished."""
+"""The commit stage: write an accepted path to the KV cache and the text; mark finished rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepRecord(struct.PyTreeNode):
     ranks:    [B, A - 1] of each accepted token, how many of its siblings come before it; the first
         accepted[b] are valid.
     copied:   [B] accepted tokens that were copied from the text; None for trees without copies.
-    scores:   of the emitted tokens; None where nobody asked for them.
+    scores:   of the emitted tokens; None where they are not requested.
     """
 
     accepted: Int[Array, " B"]

@@ -1,4 +1,4 @@
-"""What the compiler must be told about decoding, beyond the program itself."""
+"""Options of the compiler for decoding programs."""
 
 from __future__ import annotations
 

@@ -6,9 +6,9 @@ score, the log of the probability that it is accepted, and the best ones get the
 
     score of the i-th copied node of a chain = score of its slot + sum_{i' <= i} log r(m + i')
 
-with m the length of the match and r how often a match of that length is right: as counted in the
-row so far, beside what is usual. A chain's scores fall, so the best nodes always include their
-ancestors.
+with m the length of the match and r how often a match of that length is right: the counts of the
+row so far, averaged with usual ones. Scores fall along a chain, so the best nodes always include
+their ancestors.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def add_copies(
 
 
 def guessed_scores(tree: TreeConfig) -> Float[Array, "1 T"]:
-    """Return the scores of a static tree's slots, which nobody computes, from their ranks."""
+    """Return guessed scores of a static tree's slots, from their ranks alone."""
     # The k-th child is right about half as often as the one before it.
     of_paths = [sum(-1.0 - 0.7 * rank for rank in path) for path in tree.paths]
     return jnp.array([[0.0, *of_paths]])
@@ -186,7 +186,7 @@ def _ways(
     depth: int,
 ) -> _Ways:
     """Return the way down to every slot and on by copies, and the root's other ways."""
-    # After every slot the best match; after the root several, which go on differently.
+    # After every slot the best match; after the root several, with different continuations.
     suffix = _suffixes(tokens, parent, text, end)
     at_root = find_matches(text, end, suffix[:, :1], CONTINUATIONS)
     matches = jax.tree.map(

@@ -123,9 +123,9 @@ def sample_children(
 ) -> ChooseChildren:
     """Return a choice of children drawn without replacement from the warped draft distribution.
 
-    positions: of the nodes of each level. support: q lives on so many of the draft's most probable
-    tokens, renormalised, so that no [B, nodes, V] exists. Greedy rows take the most probable
-    children; any q verifies them rightly.
+    positions: of the nodes of each level. support: number of the draft's most probable tokens that
+    q is restricted to, renormalised, so that no [B, nodes, V] exists. Greedy rows take the most
+    probable children; verification is exact with any q.
     """
     # Greedy rows divide by 1 and draw without noise: their children are the best ones.
     hot = jnp.where(rows.temperature > 0, rows.temperature, 1.0)

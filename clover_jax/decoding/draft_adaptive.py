@@ -123,7 +123,7 @@ def _draft_clover4(
         parents = over_rows(_write, parents, place, above)
         scores = over_rows(_write, scores, place, best.values)
 
-        # Nodes that were not kept go on with a score of -inf, so nothing hangs on them.
+        # Nodes that were not kept have a score of -inf, so they get no children.
         if depth + 1 < num_levels:
             state = grower.advance(state, candidates, best.ids, depth + 1)
         score = jnp.where(kept, best.values, -jnp.inf)

@@ -1,8 +1,8 @@
-"""The host's side of decoding: slots are kept full, steps run in chunks, text comes out in pieces.
+"""The host's side of decoding: continuous batching of requests over compiled programs.
 
-An engine holds the compiled programs; `Slots` says what they are called for, and when. A slot is
-refilled as soon as its row has finished. Nothing recompiles unless a request needs longer buffers
-than any before (lengths come in buckets).
+The engine holds the compiled programs; `Slots` decides which to run and when. A slot is refilled as
+soon as its row has finished. Nothing recompiles unless a request needs longer buffers than any
+before (lengths come in buckets).
 """
 
 from __future__ import annotations
@@ -66,15 +66,15 @@ class Engine:
     ):
         """Prepare the programs; nothing compiles before the first request.
 
-        seed: with a request's index, the key of rows that bring no seed of their own.
+        seed: makes, with a request's index, the key of a row without a seed of its own.
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
         max_eos: EOS tokens that a request may bring; by default 8, or more if the base has more.
         source_size: tokens of other text to copy from that a request may bring; more is left out.
-        adapts: let every chunk of steps run by the cheapest rules of `sampling` that its rows
-            allow, each a program of its own; otherwise all run by `sampling`.
-        mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes,
-            and made more, so that each device has as many.
-        attention: who reads the committed caches, as in `StepConfig`.
+        adapts: run every chunk of steps by the cheapest rules of `sampling` that its rows allow,
+            one program for each set of rules; otherwise all run by `sampling`.
+        mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes;
+            their number is rounded up so that all devices have as many.
+        attention: implementation that reads the KV cache, as in `StepConfig`.
         Raises UserError when the tree does not suit the head (see StepConfig).
         """
         # A CPU computes a chunk slowly, so a small one wastes less on short prompts.
@@ -122,7 +122,7 @@ class Engine:
     ) -> Generator[RowUpdate]:
         """Decode requests as slots become free; yield every row's tokens as they come.
 
-        requests: asked for the next one whenever a slot is free; None means none for now, as when
+        requests: the next one is taken whenever a slot is free. None means none for now, as when
             the next turn of a conversation waits for an answer. The stream ends when every row has
             finished and the source is exhausted or gives None.
         """
@@ -174,7 +174,7 @@ class Engine:
         return slots.state
 
     def buffer_size(self, num_positions: int) -> int:
-        """Return the length of buffers for rows of so many prompt and emitted tokens."""
+        """Return the buffer length for rows of `num_positions` prompt and emitted tokens."""
         depth = self.config.tree.depth
         return bucket(num_positions + depth, self.config.base.max_position_embeddings + depth)
 
@@ -224,7 +224,7 @@ class Engine:
     ) -> DecodeState:
         """Return a batch of one for a request, none of its prompt read.
 
-        batch: the state that it will be inserted into. begun: a row whose caches to go on with.
+        batch: the state that it will be inserted into. begun: a row whose caches it starts from.
         """
         size = batch.tokens.shape[1]
         if size < self._limit(request) + self.config.tree.depth:

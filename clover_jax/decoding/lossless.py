@@ -1,16 +1,16 @@
-"""Lossless acceptance: the text has the distribution that the base alone would give it.
+"""Lossless acceptance by rejection sampling: the text has the distribution of the base alone.
 
 A child that was chosen without a draw has a point mass as q. Testing such children one after
-another accepts child x with probability p(x) in all, and leaves the bonus the rest of p: that is a
-single draw from p (`accept_drawn`). If the drawn token is one of the node's children the walk goes
-on there, else it is the bonus.
+another accepts child x with probability p(x) in all, and the bonus is drawn from the rest of p.
+That is a single draw from p (`accept_drawn`): if the drawn token is one of the node's children the
+walk continues there, else it is the bonus.
 
-Sampled children need recursive rejection (`accept_sampled`). They were drawn without replacement
-from the draft's distribution q. At each node reached, with p the base's warped distribution: accept
-child x with probability min(1, p(x) / q(x)); if rejected, first p <- norm(max(p - q, 0)) with this
-same q, then q(x) = 0 and q renormalised. When all are rejected the bonus token is drawn from what
-remains of p, at a leaf from p itself. (Removing x from q before subtracting, or never renormalising
-q, changes the distribution of the text.)
+Sampled children need recursive rejection sampling (`accept_sampled`). They were drawn without
+replacement from the draft's distribution q. At each node reached, with p the base's distribution
+under the row's sampling parameters: accept child x with probability min(1, p(x) / q(x)); if
+rejected, first p <- norm(max(p - q, 0)) with this same q, then q(x) = 0 and q renormalised. When
+all are rejected the bonus token is drawn from the rest of p, at a leaf from p itself. (Removing x
+from q before subtracting, or never renormalising q, changes the distribution of the text.)
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from clover_jax.sharding.top_k import argmax
 
 
 class _DrawnWalk(struct.PyTreeNode):
-    """Where a row that draws its tokens stands: slot, accepted nodes, whether it still descends."""
+    """State of a row that draws its tokens: slot, accepted nodes, whether it still descends."""
 
     slot: Int[Array, " B"]
     count: Int[Array, " B"]
@@ -74,7 +74,7 @@ def accept_drawn(
 
 
 class _RejectionWalk(struct.PyTreeNode):
-    """Where a row that tests its children stands: slot, path, and whether it still descends.
+    """State of a row that tests its children: slot, path, and whether it still descends.
 
     residual: the distribution of the token after the slot, given what was rejected.
     """

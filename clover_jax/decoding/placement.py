@@ -82,17 +82,17 @@ class Placement:
         return call
 
     def whole(self, arrays: PyTree) -> PyTree:
-        """Within a program: let small arrays lie whole on every device, for each host to read."""
+        """Within a program: replicate small arrays on every device, for each host to read."""
         if self.mesh is None:
             return arrays
         return jax.lax.with_sharding_constraint(arrays, replicated(self.mesh))
 
     def copies(self, arrays: PyTree) -> PyTree:
-        """Copy arrays of a state that the next program consumes, whole for each host to read."""
+        """Copy arrays of a state that the next program consumes, replicated for every host."""
         return _copies(self.mesh)(arrays)
 
     def read(self, arrays: PyTree) -> PyTree:
-        """Bring to this host what may lie on the devices of others."""
+        """Bring arrays to this host, also those on the devices of other hosts."""
         return jax.device_get(self.copies(arrays))
 
 

@@ -1,4 +1,4 @@
-"""Prefill: read a prompt into the caches in chunks and emit the first token."""
+"""Chunked prefill: read a prompt into the KV caches in chunks and emit the first token."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def prefill_chunk(
     state: tokens hold the prompts and `end` their lengths; `length` grows to `end` over the
         chunks. The row whose last prompt token lies in this chunk emits its first token. Rows of
         other lengths share a chunk: what lies past a row's prompt is garbage, overwritten later.
-    Returns the state and, where the config asks for them, the scores of the tokens after each
+    Returns the state and, where `config.sampling.scored`, the scores of the tokens after each
     position, [B, size]: of the prompt and of the first token emitted.
     """
     weights, batch = gathered_in_use(weights), state.tokens.shape[0]
@@ -65,11 +65,11 @@ def _tokens_after(state: DecodeState, start: Array, size: int) -> Int[Array, "B 
 def absorb_prompt(
     config: StepConfig, weights: Weights, state: DecodeState, features: Array, start: Array
 ) -> DecodeState:
-    """Let the head take in a chunk of the prompts, with the base's features of its positions.
+    """Update the draft cache with a chunk of the prompts and the base's features there.
 
     All positions but a prompt's last, whose next token is not known yet.
     """
-    assert config.head is not None  # plain decoding has nothing to take in
+    assert config.head is not None  # plain decoding has no draft cache
     size = features.shape[1]
     next_tokens = _tokens_after(state, start, size)
     starts = jnp.broadcast_to(start, state.end.shape)
@@ -108,7 +108,7 @@ def _emit_first(
         warped = warp(logits, state.sampling, config.sampling.truncate)
         return draw(warped[:, 0], state.sampling, state.end)[:, None]
 
-    # Only a prompt's last chunk asks for a token: the others spare lm_head, and top-p's sort.
+    # Only a prompt's last chunk needs a token: the others skip lm_head, and top-p's sort.
     first = jax.lax.cond(here.any(), choose, lambda: jnp.zeros_like(state.end)[:, None])
     emission = cut(first, jnp.ones_like(state.end), state.limit - state.end, state.eos)
 

@@ -30,7 +30,7 @@ MOST_KEPT = 32  # sets of programs of engines that may be gone: one like them tr
 
 
 class Programs(NamedTuple):
-    """What one set of sampling rules compiles to.
+    """The compiled programs of one set of sampling rules.
 
     prefill: (weights, row, start) -> (row, scores), for a batch of one; it consumes the row.
     decode: a chunk of steps.
@@ -45,7 +45,7 @@ class Programs(NamedTuple):
 
 
 class StatePrograms(NamedTuple):
-    """What makes states and moves rows between them; `decoding.state` has most of them.
+    """Programs that make states and move rows between them; most are of `decoding.state`.
 
     empty: (batch, size, dtype) -> empty slots.
     begin: (size, dtype, fields, settings, seed, numbers) -> a batch of one. fields: of its

@@ -1,4 +1,4 @@
-"""Slow and obviously right: the judge of the fast path. No base cache, no batch, no fused step."""
+"""A slow and obviously right reference for the fast path. No KV cache, no batch, no fused step."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def draft_tokens(
     states: dict[tuple[int, ...], Any] = {(): start}
     tokens: dict[tuple[int, ...], int] = {}
 
-    # Parents come before children, so each path goes on from its parent's state.
+    # Parents come before children, so each path continues from its parent's state.
     for path in tree.paths:
         depth, above = len(path) - 1, states[path[:-1]]
         proposal = apply("propose", frozen, above, static=(depth,))

@@ -1,4 +1,4 @@
-"""A program on its own result again and again: in a loop on the device, or by calls.
+"""Apply a program to its own result repeatedly: in a loop on the device, or by calls.
 
 Only the CPU loops. Other compilers handle the weights and caches of a loop worse than those of a
 program's own arguments: compiled for Llama-3-8B, a TPU's keeps `gate_up` of every layer in another

@@ -1,4 +1,4 @@
-"""What the engine is asked and what it answers: requests, new tokens, generations."""
+"""The engine's input and output: requests, new tokens, generations."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Request:
     turn: number of the answer in its conversation; each has a key of its own, since a later turn
         may draw at positions of an earlier one, whose context was cut or rewritten.
     sources: other texts that the answer may repeat, as token ids; they change no text.
-    min_new_tokens: an EOS token is no choice before so many tokens.
+    min_new_tokens: tokens to emit before an EOS token may be chosen.
     logit_bias: (token id, what is added to the base's logit of it) of some tokens.
     wants_scores: whether each output token's log-probability is wanted, with those of the most
         probable tokens at its place. wants_prompt_scores: the prompt's too.
@@ -61,7 +61,7 @@ class Request:
 
 
 class TokenScore(NamedTuple):
-    """What the base gave a token of the text, before temperature.
+    """The base's log-probability of a token of the text, before temperature.
 
     log_probability: of the token itself.
     top_ids, top_log_probabilities: the most probable tokens at its place, best first.
@@ -74,7 +74,7 @@ class TokenScore(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class NewTokens:
-    """What a look of the host at a slot brought: the tokens of a chunk of steps.
+    """New tokens of a slot: those of a chunk of steps.
 
     ids: the tokens. seconds: from the start of the row's prefill until now.
     accepted, proposed, ranks, copied: of each forward, as in `Generation`.
@@ -161,9 +161,9 @@ class RowUpdate:
     done: bool
 
     def stop(self) -> None:
-        """Ask for no more tokens of this row, before the next progress is taken.
+        """End this row early; call it before the next update is taken from the stream.
 
-        Its slot is free for the next request; the row gets no further progress.
+        Its slot is free for the next request; the row gets no further update.
         """
         self.row.finish_reason = self.row.finish_reason or "stop"
 
@@ -171,7 +171,7 @@ class RowUpdate:
 def least_sampling(most: SamplingConfig, requests: Iterable[Request]) -> SamplingConfig:
     """Return the cheapest rules, within `most`, that these requests can be decoded by."""
     requests = list(requests)
-    # Few ask for scores or a bias, so those who do share one program.
+    # Scores and biases are rare, so all rows with either share one program.
     biased = any(request.is_biased for request in requests)
     if biased or any(request.is_scored for request in requests):
         return dataclasses.replace(most, scored=True, biased=biased)

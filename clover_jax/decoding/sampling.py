@@ -1,4 +1,4 @@
-"""Drawing tokens: warped distributions, and randomness that depends on the text position only.
+"""Sampling: temperature, top-k and top-p, and randomness that depends on the text position only.
 
 A draw at absolute position s of a row depends on the row's key, on s and on what the draw is for,
 never on the slot, the batch or the step that makes it. So the same key gives the same text whether
@@ -82,7 +82,7 @@ def add_bias(
     eos: Int[Array, "B E"],
     positions: Int[Array, "#B T"],
 ) -> Float[Array, "B T V"]:
-    """Return the logits that rows asked for: their biases added, EOS at -inf where it is too early.
+    """Return logits with the rows' biases added, and EOS at -inf where it is too early.
 
     eos: padded with negative ids. positions: where the tokens that the logits predict would stand.
     A bias depends on nothing but the position, so it defines the distribution that plain decoding

@@ -1,4 +1,4 @@
-"""The static side of sampling: the rules of a step, how a row is warped, and what is refused.
+"""The static side of sampling: rules of a step, sampling parameters of a row, and their checks.
 
 Nothing here imports JAX: the flags of the commands are made from it.
 """
@@ -70,7 +70,7 @@ class SamplingConfig(JsonConfig):
 
     @property
     def needs_choices_only(self) -> bool:
-        """Whether the base's most probable tokens decide, and no other logits are looked at."""
+        """Whether the rule reads the base's most probable tokens only, and no other logits."""
         return self.verify == "greedy" and not self.biased
 
 

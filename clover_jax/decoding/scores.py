@@ -1,4 +1,4 @@
-"""Log-probabilities of emitted tokens, for those who ask for them."""
+"""Log-probabilities of emitted tokens, computed for requests that want them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MOST_ALTERNATIVES = 20  # tokens whose log-probabilities are given beside the te
 
 
 class Scores(struct.PyTreeNode):
-    """What the base gave tokens of the text, before temperature; N alternatives each.
+    """The base's log-probabilities of the text's tokens, before temperature; N alternatives each.
 
     log_probability: [B, T] of the tokens themselves.
     top_ids, top_log_probabilities: [B, T, N] the most probable tokens, best first.

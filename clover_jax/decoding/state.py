@@ -1,4 +1,4 @@
-"""What flows from one decode step to the next, and how a slot of the batch is refilled."""
+"""The state of a batch between decode steps, and how a slot of it is refilled."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class DecodeState(struct.PyTreeNode):
     limit:    [B] `end` at which the row stops.
     eos:      [B, E] tokens that end the row, padded with -1.
     finish:   [B] RUNNING, or why the row stopped.
-    cache:    the base's keys and values, per layer [B, K, S, H].
-    draft_cache: what the head keeps of the text, or ().
+    cache:    the base's KV cache, per layer [B, K, S, H].
+    draft_cache: the head's own KV cache, or whatever it keeps of the text, or ().
     features: [B, A, F] base features of the positions accepted last, which the head has not
-        taken in yet; the first count[b] are valid.
+        absorbed yet; the first count[b] are valid.
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k, top-p and bias.
@@ -123,7 +123,7 @@ def insert(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> Decode
 def extract(state: DecodeState, slot: Int[Array, ""], beginning: DraftCache) -> DecodeState:
     """Return a copy of one slot as a batch of one.
 
-    beginning: the first positions of its head's cache as they were when the row was inserted. While
+    beginning: the first positions of its draft cache as they were when the row was inserted. After
         a row has ended the step writes garbage there (`step.absorb_pending`).
     """
     row = jax.tree.map(lambda x: jax.lax.dynamic_slice_in_dim(x, slot, 1, axis=0), state)

@@ -72,7 +72,7 @@ class StepConfig:
     """Everything static of a step: equal configs share one compiled program.
 
     head: None for plain decoding, with the tree that has no nodes.
-    attention: who reads the committed caches, "xla" or "pallas".
+    attention: implementation that reads the KV cache, "xla" or "pallas".
     """
 
     base: BaseConfig
@@ -151,10 +151,10 @@ class Weights(struct.PyTreeNode):
 
 
 class Absorbed(struct.PyTreeNode):
-    """What the head knows after it has taken in what was accepted last.
+    """What the head's `absorb` returns for the positions accepted last.
 
-    state: its own at the last accepted position, that of a single branch.
-    cache: its own, with these positions.
+    state: the head's state at the last of them, that of a single branch.
+    cache: the draft cache, with these positions.
     """
 
     state: Any
@@ -162,9 +162,9 @@ class Absorbed(struct.PyTreeNode):
 
 
 class Verified(struct.PyTreeNode):
-    """What one base forward says of every slot.
+    """What one base forward gives for every slot.
 
-    choices: [B, T] the most probable token after each slot, where the rule asks for no more.
+    choices: [B, T] the most probable token after each slot, where the rule needs no more.
     logits: [B, T, V] of the token after each slot, where it does.
     fresh: keys and values of the slots.
     features: [B, T, F] what the head will read of them.
@@ -179,7 +179,7 @@ class Verified(struct.PyTreeNode):
 def weights_for(
     head: DraftHead | None, base_params: Params, draft_params: Params | None
 ) -> Weights:
-    """Return what the steps of a head are handed, the rows of its vocabulary gathered."""
+    """Return the weights for the steps of a head, the rows of its vocabulary gathered."""
     if head is not None and getattr(head.module, "reads_lm_head", True):
         base_params = with_draft_rows(base_params, head.config)
     return Weights(base_params, draft_params if draft_params is not None else {})
@@ -212,7 +212,7 @@ def speculate_and_verify(
     with jax.named_scope("accept"):
         accepted = accept(config, state, drafted, verified)
 
-    # The head learns from every slot; then only the accepted path enters the cache.
+    # The head may observe every slot; only the accepted path enters the KV cache.
     with jax.named_scope("commit"):
         state = observe_verified(config, weights, state, drafted.tree, verified)
         state, record = commit(state, drafted.tree, accepted, verified.fresh, verified.features)
@@ -225,14 +225,14 @@ def speculate_and_verify(
 
 
 def roots(state: DecodeState) -> Int[Array, " B"]:
-    """Return each row's token that was emitted last and that the base has not read yet."""
+    """Return each row's root: the token that was emitted last and is not in the KV cache yet."""
     return jnp.take_along_axis(state.tokens, state.length[:, None], axis=1)[:, 0]
 
 
 def absorb_and_draft(
     config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
 ) -> tuple[DecodeState, Drafted]:
-    """Let the head take in what the last step accepted, and draft a tree under `root`."""
+    """Update the draft cache with what the last step accepted, and draft a tree under `root`."""
     weights = gathered_in_use(weights)
     with jax.named_scope("absorb"):
         absorbed = absorb_pending(config, weights, state)
@@ -243,10 +243,10 @@ def absorb_and_draft(
 
 @reads_caches
 def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
-    """Let the head take in the positions that the last step accepted."""
+    """Update the draft cache with the positions that the last step accepted."""
     assert config.head is not None  # plain decoding drafts nothing
-    # As in `verify_tree` an ended row must not make the others read as far as it got. Meanwhile it
-    # loses the first positions of the head's cache, which `state.extract` puts back.
+    # As in `verify_tree` an ended row must not make the others read as far as its text. It
+    # overwrites the first positions of its draft cache instead, which `state.extract` restores.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     head_state, cache = config.head.module.apply(
         {"params": weights.draft},
@@ -276,7 +276,7 @@ def draft_tree(
         copied = functools.partial(_with_copies, tree=tree, state=state)
         own = tree.drafted
         if isinstance(own, AdaptiveTree):
-            # Where nothing is worth copying its nodes take all slots.
+            # Where the text has no match, drafted nodes take all slots.
             wide = dataclasses.replace(own, nodes=min(tree.num_nodes, own.pool_size))
             return copied(*draft_adaptive(*arguments, wide))
         if own.num_nodes:
@@ -295,7 +295,7 @@ def draft_tree(
 def _with_copies(
     drafted: TokenTree, score: Float[Array, "#B T"], tree: CopyTree, state: DecodeState
 ) -> Drafted:
-    """Let copies of the text fill what a tree has left, or compete with what was drafted."""
+    """Fill free slots with copies of the text, or let copies compete with the drafted nodes."""
     score = jnp.broadcast_to(score, drafted.tokens.shape)
     keeps = isinstance(tree.drafted, TreeConfig)
     assert state.copies is not None  # as for every tree with copies
@@ -311,7 +311,7 @@ def verify_tree(
 ) -> Verified:
     """Run the base over every slot of the tree."""
     weights = gathered_in_use(weights)
-    # A row that has ended must not make the others read as far as it got.
+    # A row that has ended must not make the others read as far as its text.
     length = jnp.where(state.finish == RUNNING, state.length, 0)
     output = verify(config.base, weights.base, tree, config.tree.depth, state.cache, length)
     features = tree_features(config, output.hidden)
@@ -323,7 +323,7 @@ def verify_tree(
 def observe_verified(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree, verified: Verified
 ) -> DecodeState:
-    """Show a head that learns from it what the base puts after every slot of running rows."""
+    """Give the base's choices after the slots of running rows to a head that has `observe`."""
     if config.head is None or not getattr(config.head.module, "observes", False):
         return state
     choices = verified.choices
@@ -371,7 +371,7 @@ def path_scores(verified: Verified, accepted: Accepted, emitted: Int[Array, "B A
 
 
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
-    """Return what the head reads of the base's activations: [B, T, F], F = 0 without a head."""
+    """Return the base's activations that the head reads: [B, T, F], F = 0 without a head."""
     if not config.features:
         return hidden["post_norm"][..., :0]
     return by_rows(select_features(hidden, config.features))

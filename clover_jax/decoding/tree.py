@@ -1,6 +1,6 @@
 """Token trees: which nodes a draft proposes, as data.
 
-Slot 0 of a tree is the root, the last emitted token, which the base has not read yet. The other
+Slot 0 of a tree is the root, the last emitted token, which is not in the KV cache yet. The other
 slots are drafted nodes, parents before children, levels one after another. A static tree is given
 by paths of child ranks: (0, 1) is the second most probable child of the root's most probable one.
 """
@@ -181,7 +181,7 @@ Tree = TreeConfig | AdaptiveTree | CopyTree
 
 
 def with_copies(tree: Tree, copies: int) -> CopyTree:
-    """Return the tree with room for so many copies beside what is drafted."""
+    """Return the tree with room for `copies` copied nodes beside the drafted ones."""
     drafted = tree.drafted if isinstance(tree, CopyTree) else tree
     name = f"{drafted.name}+copy:{copies}" if drafted.num_nodes else f"copy:{copies}"
     return CopyTree(name, drafted, copies)
@@ -231,7 +231,7 @@ def parse_tree(name: str) -> Tree:
 
 
 def portable_name(tree: Tree) -> str:
-    """Return a name by which `parse_tree` finds the same tree anywhere: its paths, where need be.
+    """Return a name by which `parse_tree` finds the same tree on any machine.
 
     Example: "file:a.json" with [[0], [0, 2]] in it gives "paths:0/0.2".
     """

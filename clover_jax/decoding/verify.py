@@ -1,4 +1,4 @@
-"""The verify stage: one base forward over all slots of every row's tree."""
+"""The verify stage: one base forward over all slots of every row's tree (tree attention)."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from clover_jax.models.decoder import Decoder, DecoderOutput, project
 from clover_jax.models.int8 import Int8Matrix, Matrix
 from clover_jax.sharding.top_k import argmax
 
-MOST_LOGITS = 2**23  # of which a GPU holds so many at a time: 32 MiB, which its cache can keep
+MOST_LOGITS = 2**23  # logits that a GPU holds at a time: 32 MiB, which its cache can keep
 
 
 def verify(
@@ -67,7 +67,7 @@ def largest(matrix: Matrix, hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
 
 
 def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
-    """Return the same from one part of the vocabulary after the other.
+    """Return the same as `largest`, computed for one part of the vocabulary at a time.
 
     A GPU writes logits to memory before it compares them: for 16 rows of 26 slots and a vocabulary
     of 128k they are 203 MiB. Slices with constant bounds are read in place, those of a loop copied.
