@@ -1,4 +1,4 @@
-"""The server: OpenAI's API over HTTP, and what keeps one engine full for many clients."""
+"""The server: OpenAI's API over HTTP, with many clients on one engine."""
 
 import lazy_loader
 

@@ -1,4 +1,4 @@
-"""From a checked call to its answer: whole, or as a stream of events; nothing for who went away."""
+"""From a checked call to its answer, whole or as a stream; a disconnected client ends it."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Answering(Response):
 
     @contextlib.asynccontextmanager
     async def _decoding(self) -> AsyncIterator[Sequence[AsyncIterator[TurnProgress]]]:
-        """Yield the updates of every ask; however it ends, none of them keeps a slot."""
+        """Yield the updates of every ask; at the end, also after an error, all slots are freed."""
         async with contextlib.AsyncExitStack() as stack:
             updates = []
             for ask in self._call.asks:
@@ -87,7 +87,7 @@ class Answering(Response):
     async def _follow_all(
         self, updates: Sequence[AsyncIterator[TurnProgress]], take: Take | None = None
     ) -> list[TurnProgress]:
-        """Return how every ask ended; `take` is told of all that comes before."""
+        """Return the last update of every ask; `take` gets those before it."""
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = [
@@ -114,7 +114,7 @@ class Answering(Response):
                     metrics.later_tokens(count, now - last_tokens)
                 last_tokens = now if count else last_tokens
 
-                # The last figures before the last bytes: whoever has an answer finds it counted.
+                # Before the last bytes: a client that has its answer finds it in the metrics.
                 if progress.ended:
                     metrics.ended(progress, now - started, self._call.draft is None)
                 if take is not None:
@@ -143,7 +143,7 @@ class _EventWriter:
         await self._write(b"".join(map(event, values)), True)
 
     async def end(self, values: list[dict[str, Any]]) -> None:
-        """Write the last events, and the word that ends a stream."""
+        """Write the last events, and the line that ends a stream."""
         await self._write(b"".join(map(event, values)) + DONE, False)
 
     async def _write(self, body: bytes, more: bool) -> None:
@@ -161,7 +161,7 @@ class _EventWriter:
 
 
 class _Gone(Exception):
-    """The client does not read what it asked for."""
+    """The client has disconnected, or does not read its answer."""
 
 
 async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> None:
@@ -185,7 +185,7 @@ async def _until_gone(receive: Receive) -> None:
 
 
 def as_api_error(error: Exception) -> ApiError:
-    """Return the refusal that tells a client of an error of ours."""
+    """Return the refusal that a client gets for an error of the server."""
     if isinstance(error, ApiError):
         return error
     if isinstance(error, Overloaded):

@@ -1,4 +1,4 @@
-"""What the scheduler is asked, and how it refuses; nothing here imports JAX."""
+"""Requests to the scheduler (asks), and its refusals; nothing here imports JAX."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from clover_jax.serving.errors import ApiError
 
 @dataclasses.dataclass(frozen=True)
 class Ask:
-    """One choice of one request.
+    """One choice of one API request: what takes one slot.
 
-    client: whose turn it is in the queue, which is fair between clients.
-    choice: number of the choice of `n`; each draws by a key of its own.
-    watched_by: the parts in which text is wanted as it comes, as in `RowState`.
+    client: the queue is round-robin over clients.
+    choice: number of the choice of `n`; each has its own random key.
+    watched_by: the parts in which text is streamed, as in `RowState`.
     top_logprobs: alternatives to each token of the answer; None for no log-probabilities at all.
     prompt_logprobs: whether the prompt's tokens are scored too.
     must_fit: whether the context must have room for all tokens of the settings; else for one.
@@ -49,7 +49,7 @@ class Ask:
 
 
 class Overloaded(Exception):
-    """The queue is full; another try makes sense after `retry_after` seconds."""
+    """The queue is full; retry after `retry_after` seconds."""
 
     def __init__(self, retry_after: int = 1):
         super().__init__("the queue is full")

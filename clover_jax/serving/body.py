@@ -15,7 +15,7 @@ from clover_jax.serving.errors import ApiError
 
 BODY_SECONDS = 30.0  # for a whole body to arrive
 _PATIENCE = 8  # times the limit that are read of a body that is refused
-_CLOSE = {"Connection": "close"}  # what still comes of a refused body is nobody's next request
+_CLOSE = {"Connection": "close"}  # the rest of a refused body must not be read as a request
 
 
 async def read_object(
@@ -32,7 +32,7 @@ async def read_object(
             f"the Content-Type must be application/json, not {shown(kind)}", param="Content-Type"
         )
 
-    # Whoever sends slowly, or never ends, costs no more than these seconds and bytes.
+    # A slow or endless body costs no more than these seconds and bytes.
     try:
         async with asyncio.timeout(seconds):
             body = await _read(request, max_bytes)

@@ -24,7 +24,7 @@ class Protocol(H11Protocol):
         self._watch_head()
 
     def data_received(self, data: bytes) -> None:
-        """Take in what a client sent, a part of a request perhaps."""
+        """Receive bytes of a client, perhaps a part of a request."""
         super().data_received(data)
         self._watch_head()
 
@@ -46,7 +46,7 @@ class Protocol(H11Protocol):
             self._head_timer = None
 
     def send_400_response(self, msg: str) -> None:
-        """Refuse what is no HTTP in the form of all other refusals."""
+        """Refuse bytes that are not HTTP, in the form of all other refusals."""
         # After the beginning of another answer there is no place for this one.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             body = json.dumps(ApiError(msg).body()).encode()

@@ -19,7 +19,7 @@ class ApiError(Exception):
 
     message: what is wrong and what would be right; shown to the client.
     status: of HTTP. param: the field that is wrong. code: a word for programs.
-    retry_after: seconds after which another try makes sense.
+    retry_after: seconds after which to retry.
     """
 
     def __init__(

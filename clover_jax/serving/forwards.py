@@ -1,4 +1,4 @@
-"""What each forward of the base gave an answer, once EOS, limits and stop strings have cut it."""
+"""The tokens of each forward of the base in an answer, after EOS, limits and stop strings."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 class Forward(NamedTuple):
     """One forward after prefill.
 
-    num_tokens: that it gave. num_drafted: that it verified. num_copied: of its tokens, how many
-    were copies of the text.
+    num_tokens: tokens that it emitted. num_drafted: drafted tokens that it verified. num_copied:
+        how many of its tokens were copies of the text.
     """
 
     num_tokens: int

@@ -102,11 +102,11 @@ class Metrics:
             self._accepted_at.labels(self._model, str(position)).inc(reached)
 
     def aborted(self) -> None:
-        """Count an answer that nobody waits for any more."""
+        """Count an answer whose client has disconnected."""
         self._ended.labels(self._model, "abort").inc()
 
     def totals(self) -> dict[str, Any]:
-        """Return the sums that a run reports in the end; tau is None where nothing was drafted."""
+        """Return the sums for the end of a run; tau is None where nothing was drafted."""
         name = {"model_name": self._model}
         tokens, new, drafts, accepted = (
             self._registry.get_sample_value(f"{_OURS}{figure}_total", name) or 0

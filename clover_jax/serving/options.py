@@ -21,7 +21,7 @@ _limit = functools.partial(setting, group="limits")
 
 @dataclasses.dataclass(frozen=True)
 class ServeSpec(ModelSpec):
-    """What to decode with; copies of the text where no draft is named, since they cost no file."""
+    """What to decode with; without a draft it copies from the text, which needs no file."""
 
     draft: str = dataclasses.field(
         default="lookup", metadata={"setting": declared_settings(ModelSpec)["draft"]}
@@ -32,7 +32,7 @@ class ServeSpec(ModelSpec):
 class ServeOptions:
     """The flags of `serve` beside those of `ServeSpec`.
 
-    seed: of the requests that bring none.
+    seed: for requests without one.
     """
 
     spec: ModelSpec
@@ -98,7 +98,7 @@ class ServeOptions:
         return self.max_model_len
 
     def api_keys(self, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
-        """Return all keys that a client may send; none where everybody is let in.
+        """Return all keys that a client may send; none where no key is needed.
 
         Raises UserError for an empty key, and a file that is missing or holds none.
         """

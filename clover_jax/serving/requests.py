@@ -1,4 +1,4 @@
-"""What clients ask for: bodies of OpenAI's API, turned into asks of the scheduler."""
+"""Bodies of OpenAI's API, checked and turned into requests to the scheduler (asks)."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Served(NamedTuple):
     """What a request is checked against.
 
     model: the name that it may ask for. max_model_len: tokens of a prompt and its answer.
-    max_asks: texts that one request may ask for at once.
+    max_asks: choices that one request may have, over all of its prompts.
     """
 
     model: str
@@ -40,12 +40,12 @@ class Served(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A checked request: what to decode, and what of it the client wants to see.
+    """A checked request: what to decode, and what the answer shows.
 
     asks: the choices of the first prompt, then those of the next, `n` each.
     echo: whether the prompt stands before its answer.
     no_output: the answer's only token is left out (max_tokens 0).
-    tells_forwards: whether streamed pieces say which forward of the base gave them.
+    tells_forwards: whether a streamed piece has the number of its forward.
     draft: what to draft with, to compare; None is the server's own.
     """
 

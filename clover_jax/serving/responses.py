@@ -1,4 +1,4 @@
-"""What clients get: bodies and chunks in OpenAI's shapes."""
+"""Response bodies and streamed chunks in OpenAI's shapes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Scored(NamedTuple):
 
 
 class Answers(abc.ABC):
-    """Forms the bodies of one call; an answer that streams is told piece by piece."""
+    """Forms the bodies of one call; a streamed answer piece by piece."""
 
     kind: str
     chunk_kind: str
@@ -49,7 +49,7 @@ class Answers(abc.ABC):
             "created": int(time.time()),
             "model": model,
         }
-        # Of each choice that streams, how many tokens and characters have been told.
+        # Tokens and characters already sent of each streamed choice.
         self._num_told = [0] * len(call.asks)
         self._offsets = [0] * len(call.asks)
 
@@ -75,7 +75,7 @@ class Answers(abc.ABC):
         """Return the chunks of what is new of a choice, its end included."""
         chunks = []
         pieces = [] if self.call.no_output else progress.pieces
-        # One piece is of one forward; whoever does not ask gets them in one.
+        # One piece is of one forward; without `forwards` all of them are joined.
         for piece in pieces if self.call.tells_forwards else _joined(pieces):
             scored = self._scored(progress, self._num_told[index], piece.ids)
             self._num_told[index] += len(piece.ids)
@@ -195,7 +195,7 @@ class Answers(abc.ABC):
 
     @abc.abstractmethod
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
-        """Return the log-probabilities of tokens of a choice, after those told before."""
+        """Return the log-probabilities of a choice's tokens after those sent before."""
 
 
 class CompletionAnswers(Answers):
@@ -241,7 +241,7 @@ class ChatAnswers(Answers):
     prefix = "chatcmpl"
 
     def first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
-        """Return the chunk that says who speaks."""
+        """Return the chunk with the role of the speaker."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk(choice)]

@@ -1,4 +1,4 @@
-"""One server's state: what it serves, whom it lets in, and how it comes to an end."""
+"""One server's state: models, admission of requests, and the way it ends."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ _RETRY_SECONDS = 5  # until a server that loads, or another in its place, may be
 
 
 class Ready(NamedTuple):
-    """What answers, once it is loaded.
+    """The loaded models and their schedulers.
 
-    others: decode with other drafts, by their names, to compare with.
+    others: schedulers with other drafts, by name, to compare with.
     """
 
     scheduler: Scheduler
@@ -46,7 +46,7 @@ class Ready(NamedTuple):
         return self.models.base.config
 
     def scheduler_with(self, draft: str | None) -> Scheduler:
-        """Return what decodes with a draft, the server's own where None is named.
+        """Return the scheduler of a draft; None is the server's own.
 
         Raises ApiError for one that is not offered.
         """
@@ -61,7 +61,7 @@ class Ready(NamedTuple):
 
 
 class Service:
-    """What all requests share; it lets them in, counts them, and drains.
+    """State shared by all requests; it admits them, counts them, and drains.
 
     created: when it began, in seconds since 1970. opened: set when requests are let in.
     """
@@ -79,7 +79,7 @@ class Service:
     def open(
         self, models: Models, scheduler: Scheduler, others: Mapping[str, Scheduler] | None = None
     ) -> None:
-        """Let requests in: all programs of `scheduler` are compiled."""
+        """Admit requests from now on: all programs of `scheduler` are compiled."""
         others = others or {}
         length = self.options.model_len(models.base.config.max_position_embeddings)
         served = Served(self.options.model_name, length, self.options.max_waiting)
@@ -92,13 +92,13 @@ class Service:
         self.opened.set()
 
     def admit(self, request: Request) -> Ready:
-        """Let a request in; raises ApiError for one without a key, and where nothing can answer."""
+        """Admit a request; raises ApiError for one without a key, and where nothing can answer."""
         self._check_host(request)
         self._check_key(request)
         return self.ready()
 
     def ready(self) -> Ready:
-        """Return what answers; raises ApiError before it is there, and once it ends."""
+        """Return what is loaded; raises ApiError while it loads, and once the server ends."""
         if self._ready is None or self._is_draining:
             raise ApiError(
                 "the server is stopping" if self._is_draining else "the model is being loaded",
@@ -109,7 +109,7 @@ class Service:
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:
-        """Count a request that will be answered, even if the server is told to stop meanwhile."""
+        """Count a request that will be answered, even if the server is stopped meanwhile."""
         self._num_open += 1
         try:
             yield
@@ -118,7 +118,7 @@ class Service:
             self._tell_answered()
 
     async def drain(self) -> None:
-        """Refuse what comes from now on, and wait until all that was let in is answered."""
+        """Refuse new requests, and wait until all admitted ones are answered."""
         self._is_draining = True
         self._tell_answered()
         await self._all_answered.wait()

@@ -1,7 +1,7 @@
-"""The shapes of OpenAI's bodies, and what is wrong with one that has another.
+"""The shapes of OpenAI's bodies, and messages for bodies that do not fit.
 
 Fields that change nothing are ignored, as other servers do. A field that would change the text and
-is not done here is refused by its name, unless its value is the one that changes nothing.
+is not supported is refused by its name, unless its value is the neutral one.
 """
 
 from __future__ import annotations
@@ -199,7 +199,7 @@ class Message(_Shape):
 class ChatRequest(CommonRequest):
     """The body of /v1/chat/completions."""
 
-    # One mistake is told; a list of thousands of them would only take time.
+    # One mistake is reported; a list of thousands of them would only take time.
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_tokens: int | None = Field(None, ge=1)
     max_completion_tokens: int | None = Field(None, ge=1)
@@ -262,7 +262,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
-    """Return what is wrong first, in words of ours."""
+    """Return a message for the first thing that is wrong."""
     first = error.errors(include_url=False)[0]
     name = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
     name = name.removeprefix(".")
@@ -271,7 +271,7 @@ def _refusal(error: pydantic.ValidationError) -> ApiError:
 
     words = re.sub("^(Input|List|String|Value) should", "must", first["msg"])
     words = words.removeprefix("Value error, ").replace(" after validation", "")
-    # A part of a content goes on with its number; lengths are told with what they were.
+    # A part of a content is named by its number; lengths are reported with their value.
     space = "" if words.startswith("[") else " "
     value = "" if ", not " in words else f", not {shown(first['input'])}"
     return ApiError(f"{name}{space}{words}{value}", param=name)

@@ -35,13 +35,13 @@ class TokenTexts:
     def _text(self, id_: int) -> str:
         if self._tokenizer is None:
             return f"token_id:{id_}"
-        # Special tokens have no text, but whoever asks for tokens wants to see them.
+        # Special tokens have no text, but they must be visible where tokens are listed.
         if id_ in self._special:
             return self.written(id_)
         return decode_text(self._tokenizer, [id_], self._before)
 
     def _spelled(self, id_: int) -> list[int] | None:
-        """Return a token's bytes; None where nobody knows them."""
+        """Return a token's bytes; None where they are not known."""
         text = self.text(id_)
         if self._tokenizer is None:
             return None
