@@ -24,7 +24,7 @@ class Pieces(Protocol):
     """Turns tokens into text that no later token changes, as `TextStream` does."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """Return what more tokens settle."""
+        """Return the text that becomes final with more tokens."""
 
     def held(self) -> str:
         """Return the rest, as it reads if nothing follows."""
@@ -36,7 +36,7 @@ class Pieces(Protocol):
 class AnswerText:
     """The text of one answer, detokenized once as its tokens come.
 
-    `take` looks for stop strings and finds what `find_stop` does; `settled` hands out the text.
+    `take` looks for stop strings as `find_stop` does; `settled` returns the new text.
     """
 
     def __init__(self, stops: Sequence[str], open_pieces: Callable[[], Pieces]):
@@ -63,11 +63,11 @@ class AnswerText:
         return None
 
     def settled(self) -> str:
-        """Return what is new of the text that neither tokens nor stop strings can still change."""
+        """Return new text that neither later tokens nor stop strings can change."""
         return self._hand_out(self._text[: settled_length(self._text, self._stops)])
 
     def rest(self, text: str) -> str:
-        """Return what was not handed out yet of the whole text, which ends where a stop cut it."""
+        """Return the text not returned yet; the whole ends where a stop string cut it."""
         return self._hand_out(text)
 
     def whole(self) -> str:

@@ -1,4 +1,4 @@
-"""Text on a terminal while it is decoded, so that one sees several tokens come at a step."""
+"""Text on a terminal while it is decoded; the tokens of one forward have one shade."""
 
 from __future__ import annotations
 

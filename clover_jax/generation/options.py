@@ -84,12 +84,12 @@ class GenerateOptions:
 
     @property
     def begun(self) -> Path | None:
-        """The row file that is gone on with, if it is there; None where nothing is."""
+        """The row file that this run resumes; None where there is nothing to resume."""
         return None if self.overwrite else self.path
 
     @property
     def is_live(self) -> bool:
-        """Whether one row is watched as it comes."""
+        """Whether one row is streamed."""
         return self.prompts is None
 
 

@@ -32,14 +32,14 @@ class RowSink(AbstractContextManager, Protocol):
         """Take a row."""
 
     def note_seconds(self, seconds: float) -> None:
-        """Keep for how long this run has decoded."""
+        """Record for how long this run has decoded."""
 
 
 class RowPrinter:
-    """Prints rows on stdout, in input order; or nothing where only their figures are wanted."""
+    """Prints rows on stdout, in input order; or nothing where only the figures are printed."""
 
     def __init__(self, quiet: bool = False, finished: int = 0):
-        """Start with row 0, or go on after the rows that another process has."""
+        """Start with row 0, or resume after the rows that another process has."""
         self.finished, self.earlier_seconds = finished, 0.0
         self._quiet = quiet
         self._waiting: dict[int, dict[str, Any]] = {}
@@ -58,7 +58,7 @@ class RowPrinter:
             self.finished += 1
 
     def note_seconds(self, seconds: float) -> None:
-        """Do nothing: no later run goes on from here."""
+        """Do nothing: printed rows cannot be resumed."""
 
     def __enter__(self) -> RowPrinter:
         return self
@@ -70,7 +70,7 @@ class RowPrinter:
 def open_rows(path: Path, **manifest: Any) -> RowSink:
     """Return a RowWriter in the primary process, and in the others a sink that drops rows.
 
-    All of them call it, and all go on after the rows that are there.
+    All processes call it, and all resume after the rows that are there.
     """
     writers: list[RowWriter] = []
 

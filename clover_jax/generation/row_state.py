@@ -1,4 +1,4 @@
-"""One prompt row on its way through the engine, its turns played one after the other."""
+"""One prompt row in the engine, its turns decoded one after the other."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ class Turn:
 
 
 class Piece(NamedTuple):
-    """What one forward of the base added to an answer, or more or less, as the row is watched.
+    """A piece of an answer: the tokens of one forward, or more or less, by `watched_by`.
 
     forward: its number, 0 for prefill; of several the last. ids: its tokens.
     text: what is settled now, by tokens and stop strings; "" without a tokenizer.
-    is_copied: whether the tokens were copied from the text; False where copies are not told apart.
+    is_copied: whether the tokens were copied from the text; False where that is not tracked.
     """
 
     forward: int
@@ -51,10 +51,10 @@ class Piece(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class TurnProgress:
-    """What is new of a row's current turn.
+    """The news of a row's current turn.
 
     turn: the answer so far, or all of it when `ended`; a stop string has cut it then.
-    generation: the engine's own account, with what was drafted and beyond a cut.
+    generation: the engine's result, with what was drafted, and tokens beyond a cut.
     pieces: of a row that is watched, its new tokens and text, in parts.
     num_cut: tokens of the turn's prompt that the context had no room for.
     """
@@ -76,11 +76,11 @@ class RowState:
         models: Models,
         watched_by: Grain | None = None,
     ):
-        """Take the row; raises UserError for what it asks for and cannot have.
+        """Take the row; raises UserError for settings that it cannot have.
 
-        watched_by: what is a piece of its own where the text is wanted as it comes: all that a
-            chunk of steps gave, what each forward gave, or the copies among that too. Each costs
-            the host more than the one before. None where the text is wanted in the end.
+        watched_by: the unit of a piece of streamed text: a chunk of steps, a forward, or the
+            copies within a forward. Each costs the host more than the one before. None where the
+            text is needed only at the end.
         """
         self.prompt = prompt
         self._settings = settings.for_row(prompt)
@@ -99,7 +99,7 @@ class RowState:
 
     @property
     def is_followed(self) -> bool:
-        """Whether its text matters before it ends: somebody watches it, or it may be cut."""
+        """Whether its text is needed before its end: it is streamed, or may be cut."""
         return bool(self._watched_by or self._settings.stop)
 
     def next_request(self) -> Request:
@@ -149,7 +149,7 @@ class RowState:
         """Take in new tokens of the current turn; stop it at a stop string."""
         row = progress.row
         pieces, cut = self._watch(row) if self._watched_by else ([], None)
-        # Text that nobody needs before the end is detokenized at once, in the end.
+        # Text that is not needed before the end is detokenized at once, in the end.
         if self._answer and not self._watched_by and (self._settings.stop or progress.done):
             cut = self._answer.take(row.output_ids)
         ended = progress.done or cut is not None
@@ -172,7 +172,7 @@ class RowState:
         for forward, ids, is_copied in self._parts(row):
             self._num_seen += len(ids)
             cut = self._answer.take(row.output_ids[: self._num_seen]) if self._answer else None
-            # Later groups came in the same chunk; nobody should see them.
+            # Later groups came in the same chunk; they must not be shown.
             if cut is not None:
                 kept = max(cut.num_kept - self._num_seen + len(ids), 0)
                 return [*pieces, Piece(forward, ids[:kept], "", is_copied)], cut
@@ -257,9 +257,9 @@ def _turn(row: Generation, text: str | None) -> Turn:
 
 
 def _before(cut: StopCut, row: Generation) -> Generation:
-    """Return what the engine gave before a stop string.
+    """Return the part of a generation before a stop string.
 
-    Forwards beyond it are cut like the tokens they gave, so that tau is 1 for plain decoding.
+    Forwards beyond it are cut like their tokens, so that tau is 1 for plain decoding.
     """
     return dataclasses.replace(
         row,

@@ -1,4 +1,4 @@
-"""Prompt rows through an engine: every turn a request, every bad row reported and passed over."""
+"""Prompt rows through an engine: every turn is a request; a bad row is reported and skipped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class RowEvent:
     """Something happened to a row.
 
     prompt: the row that was read.
-    progress: what its current turn got; None where the row failed or was skipped.
+    progress: news of its current turn; None where the row failed or was skipped.
     row: the output row once there is one: {"index", ...}, {"index", "error"} or
         {"index", "skipped"}.
     """
@@ -49,9 +49,9 @@ def open_stream(
 ) -> RowStream:
     """Return the events of decoding rows; commands and the library decode by this.
 
-    batch_size: rows at once, if there are so many.
-    part: the rows to decode, where earlier runs or other jobs have the others. Those still count in
-        what the engine must be able to do, so that these come out as they would have.
+    batch_size: rows decoded at once, or all of them if there are fewer.
+    part: the rows to decode, where earlier runs or other jobs have the others. The engine is made
+        for all rows, so that these come out as in a run of all.
     strict: a row that fails raises its UserError, once those before it are out.
     is_watched: whether events bring text as it settles.
     Raises UserError for less than one row at once.
@@ -101,9 +101,9 @@ class RowStream:
         strict: bool = False,
         is_watched: bool = False,
     ):
-        """Take the rows; with `strict` the first that fails raises its UserError in the end.
+        """Take the rows; with `strict` the first that fails raises its UserError at the end.
 
-        No row begins after it; those that had begun go on to theirs.
+        No row begins after it; rows that had begun are finished.
         """
         self.batch_size = engine.batch_size
         self._engine, self._models = engine, models
@@ -164,7 +164,7 @@ class RowStream:
     def _make_requests(self, prompts: Iterator[Prompt | BadPrompt]) -> Iterator[Request | None]:
         """Yield requests without end; None while there is none.
 
-        A conversation's next turn goes first: it has waited for its answer only.
+        The next turn of a conversation comes before new rows.
         """
         while True:
             if self._next_turns:

@@ -48,7 +48,7 @@ from clover_jax.tree_search.auto_tree import check_one_process, with_auto_tree
 
 
 def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
-    """Decode what is asked for and return the figures to report.
+    """Decode the prompts and return the figures to report.
 
     Raises UserError for what cannot be done; with a file of prompts and without `strict`, rows
     that fail are counted instead.
@@ -112,7 +112,7 @@ def _read(options: GenerateOptions) -> Sequence[Prompt | BadPrompt] | None:
 
 
 def _notice_predictions(models: Models, prompts: Sequence[Prompt | BadPrompt]) -> None:
-    """Say once that predictions are of no use where nothing is copied."""
+    """Say once that predictions have no effect where nothing is copied."""
     given = [row for row in prompts if isinstance(row, Prompt) and row.prediction is not None]
     if given and not models.copies:
         how = "--copy=16" if models.draft else "--draft=lookup"
@@ -128,7 +128,7 @@ def _open_sink(
 ) -> RowSink:
     if options.path is None:
         return RowPrinter(quiet=options.is_live)
-    # Not the batch size: it changes no row, and a run may have to go on with a smaller one.
+    # Not the batch size: it changes no row, and a run may have to resume with a smaller one.
     depends_on = {
         "base": options.spec.base,
         "draft": options.spec.draft,
@@ -184,7 +184,7 @@ def _decode(
             with _bar(options, len(rows), sink.finished, compiling) as bar:
                 decode_with_bar(stream, sink, totals, bar, clock)
         seconds = clock.seconds
-        sink.note_seconds(seconds)  # a run that goes on counts what came after the last row too
+        sink.note_seconds(seconds)  # a resumed run counts what came after the last row too
 
     new_tokens = totals.tokens - tokens_before
     speed = round(new_tokens / seconds, 2) if new_tokens else None

@@ -1,4 +1,4 @@
-"""How rows are decoded: what the command says, and what a row says for itself."""
+"""How rows are decoded: settings of the command, and those of a single row."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _ROW_OPTIONS = (
     "stop",
 )
 
-# The parts in which a text is handed out as it comes: `RowState`.
+# The units in which text is streamed: `RowState`.
 Grain = Literal["chunk", "forward", "copy"]
 
 _text = functools.partial(setting, group="text")
@@ -36,7 +36,7 @@ class GenerationSettings(Warping):
 
     seed: of a row's own randomness; None derives it from the run's seed and the row's index.
     stop: a single string may be given as such, and None for none.
-    min_new_tokens: an end-of-sequence token is no choice before so many; stop strings still are.
+    min_new_tokens: tokens to emit before an end-of-sequence token may come; stop strings may.
     logit_bias: (token id, what is added to the base's logit of it) of some tokens.
     """
 
@@ -97,9 +97,9 @@ class GenerationSettings(Warping):
         return Warping(self.temperature, self.top_k, self.top_p)
 
     def for_row(self, prompt: Prompt) -> GenerationSettings:
-        """Return the settings with the row's own in their place.
+        """Return the settings, the row's own taking precedence.
 
-        Raises UserError, naming the row, for what cannot be had.
+        Raises UserError, naming the row, for invalid ones.
         """
         own = {name: getattr(prompt, name) for name in _ROW_OPTIONS}
         given = {name: value for name, value in own.items() if value is not None}
@@ -112,7 +112,7 @@ class GenerationSettings(Warping):
 def sampling_for(
     settings: GenerationSettings, prompts: Iterable[Prompt | BadPrompt]
 ) -> SamplingConfig:
-    """Return what the engine must be able to do for these rows, and no more.
+    """Return the cheapest sampling rules that all of these rows can be decoded by.
 
     An engine whose rows are all greedy reduces logits to their argmax; top-k and top-p cost a sort.
     Raises UserError for rules that exclude each other.
