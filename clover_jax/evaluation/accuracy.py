@@ -1,7 +1,7 @@
 """Top-k accuracy by position: teacher forced, on the text that plain decoding emitted.
 
 Position i of the head at text position t proposes x_{t+2+i}. A pair (t, i) counts when decoding
-could have made it: x_{t+1} is an emitted token, and so is x_{t+2+i}. It is a top-k hit when the
+could have made it: both x_{t+1} and x_{t+2+i} are emitted tokens. It is a top-k hit when the
 base's own argmax there is among the head's k most probable tokens.
 """
 

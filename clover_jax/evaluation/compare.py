@@ -1,4 +1,4 @@
-"""Two reports side by side: a table, a plot, and what makes them incomparable."""
+"""Two reports side by side: tables, a plot, and differences of their conditions."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ _TEXT_FLAGS = (
 
 
 def differences(one: Values, other: Values) -> dict[str, list[str]]:
-    """Return what two reports do not share: "texts" spoils every comparison, "times" speeds."""
+    """Return differences of conditions: "texts" invalidate all comparisons, "times" only speeds."""
     differing = {}
     for kind, conditions in (("texts", _text_conditions), ("times", _time_conditions)):
         pairs = zip(conditions(one).items(), conditions(other).values(), strict=True)

@@ -117,7 +117,7 @@ def draw_bars(
 def draw_spreads(
     axes: Axes, groups: Sequence[str], spreads: Mapping[str, Sequence[Mapping[str, Any] | None]]
 ) -> None:
-    """Draw bars of medians that reach from the least to the most; no bar where there is none."""
+    """Draw a bar for each median, with its range from least to most; none for None."""
     none = {"median": 0.0, "least": 0.0, "most": 0.0}
     filled = {name: [one or none for one in values] for name, values in spreads.items()}
     draw_bars(
@@ -148,7 +148,7 @@ def draw_lines(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]]) -
 
 
 def mark_plain_decoding(axes: Axes) -> None:
-    """Mark a speed-up of 1, and say beside the axes what it is."""
+    """Mark a speed-up of 1, labelled beside the axes."""
     axes.axhline(1, color="black", linewidth=1, linestyle=":")
     axes.annotate(
         "plain\ndecoding",
@@ -185,6 +185,6 @@ def legend(figure: Figure, axes: Axes) -> None:
 
 
 def _folded(text: str) -> str:
-    """Put the words of a task's name on lines of their own, and break the longest ones."""
+    """Put each word of a task's name on its own line, and break the longest ones."""
     lines = (textwrap.wrap(word, 14) for word in re.split("[-_ ]", text))
     return "\n".join(itertools.chain.from_iterable(lines))

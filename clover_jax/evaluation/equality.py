@@ -1,7 +1,7 @@
-"""Whether a method's text is that of plain decoding, and where it first is not.
+"""Whether a method's text equals plain decoding's, and the first difference.
 
-A row is judged by the worst of its texts: the first pass gives one, and so does each later pass, at
-this batch size or another, that gave a different one.
+A row is judged by the worst of its texts: that of the first pass, and those of later passes, at
+this batch size or another, that differ from it.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class Divergence:
     index: of the row in its file. turn: number of the answer. position: of the token in it.
     expected, found: plain decoding's token and the other; None where the text had ended.
     batch_size, repeat: of the later pass that gave this text; None for the row's first.
-    gap: by how much plain decoding preferred its token. threshold: how much such preferences of
-        plain decoding itself move by rounding. kind: NEAR_TIE or MISMATCH.
+    gap: plain decoding's score of its token less that of the other. threshold: how far rounding
+        moves such differences in plain decoding itself. kind: NEAR_TIE or MISMATCH.
     """
 
     index: int
@@ -46,7 +46,7 @@ class Divergence:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A row beside plain decoding's: equal, or where they part; neither where one has no text."""
+    """A row against plain decoding's: equal, or the divergence; neither where one has no text."""
 
     is_compared: bool
     divergence: Divergence | None = None
@@ -72,7 +72,7 @@ def compare_passes(
     passes: Iterable[TimedPass],
     plain: Mapping[int, Mapping[str, Any]],
 ) -> Comparisons:
-    """Return row -> its first pass beside plain decoding's, then each later one that differs."""
+    """Return row -> comparisons of its first pass, then of each later one that differs from it."""
     compared = {number: [compare_rows(row, plain[number])] for number, row in rows.items()}
     for one in passes:
         for row in one.changed:

@@ -43,12 +43,12 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
 
 
 def conditions(mesh: str | None) -> dict[str, Any]:
-    """Return what times depend on beside the models: times of other conditions say nothing here."""
+    """Return what times depend on beside the models; other conditions are not comparable."""
     return {"hardware": hardware(), "versions": versions(), "mesh": mesh}
 
 
 def hardware() -> dict[str, Any]:
-    """Return what the run used."""
+    """Return the hardware of the run."""
     device = jax.devices()[0]
     return {
         "backend": jax.default_backend(),
@@ -76,7 +76,7 @@ def _draft(method: Method) -> dict[str, Any]:
 
 
 def _processor() -> str:
-    """Return the processor's name where the system says it (Linux)."""
+    """Return the processor's name where the system has it (Linux)."""
     # JAX knows a CPU as "cpu", which says nothing of its speed.
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()

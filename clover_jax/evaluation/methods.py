@@ -1,4 +1,4 @@
-"""The methods that are measured: plain decoding, every draft, baselines; on one loaded base."""
+"""The methods that are measured, on one loaded base: plain decoding, drafts, baselines."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from clover_jax.tree_search.auto_tree import with_auto_tree
 
 @dataclasses.dataclass(frozen=True)
 class Method:
-    """Plain decoding or a draft; a baseline is a draft that nobody trained.
+    """Plain decoding, or a draft with its tree; a baseline is a draft without training.
 
     name: VANILLA or the draft's. source: where the draft was found; None for plain decoding.
     """
@@ -50,8 +50,8 @@ class Method:
 def load_methods(options: Options, settings: GenerationSettings) -> list[Method]:
     """Load the base once, then every draft and every baseline; plain decoding comes first.
 
-    A draft with the tree "auto" gets the one that pays at `batch_size`, or that its rows were begun
-    with. Raises UserError for what is missing, broken or does not fit the base.
+    A draft with the tree "auto" gets the fastest one at `batch_size`, or the one that its rows were
+    begun with. Raises UserError for what is missing, broken or does not fit the base.
     """
     trees = [None if choice.tree == AUTO else choice.tree for choice in options.draft_choices]
     specs = [
@@ -96,7 +96,7 @@ def choose_baselines(options: Options, settings: GenerationSettings) -> list[Dra
                 f"{', '.join(TRAINING_FREE)}, or {NO_DRAFT} alone"
             )
 
-    # Nothing of them is drawn, which is no mistake where nobody asked for them.
+    # They have no distribution to sample, which is no mistake unless they were named.
     if options.baselines is None and settings.draft_sampling != "sampled":
         names = list(TRAINING_FREE)
     # A draft of the user stands for the baseline that it is.
@@ -119,7 +119,7 @@ def _with_tree_that_pays(
 
 
 def sizes_on(mesh: Mesh | None, batch_sizes: Sequence[int]) -> list[int]:
-    """Return the batch sizes that engines really have, each once: all devices get as many rows.
+    """Return the batch sizes that engines have, each once: rounded up to equal rows per device.
 
     Example: 1, 2 and 3 rows on two devices that split rows are 2, 2 and 4: [2, 4].
     """

@@ -1,10 +1,10 @@
-"""Telling a near-tie from a mismatch where a draft's text leaves that of plain decoding.
+"""Tell a near-tie from a mismatch where a draft's text leaves that of plain decoding.
 
 In low precision the same tokens round differently in another batch or tree, and two tokens of
-almost the same score can change places. How much that is, plain decoding itself shows: it is fed
-the same text alone, in a batch, and several tokens at once, as a tree is read, and the largest
-change of a top-two margin is the threshold. A divergence at a smaller gap is a near-tie; at a
-larger one the text is not plain decoding's.
+almost the same score can change places. Plain decoding itself shows how far scores move: it is
+teacher-forced with the same text alone, in a batch, and several tokens at once, as a tree is read.
+The largest change of a top-two margin is the threshold. A divergence at a smaller gap is a
+near-tie; at a larger one the text is not plain decoding's.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ _AT_ONCE = 16
 class Case(NamedTuple):
     """A turn of plain decoding, and where a draft left it.
 
-    request: of the turn. output_ids: what plain decoding emitted. divergence: None for a turn that
-    only tells how much margins depend on the batch.
+    request: of the turn. output_ids: tokens that plain decoding emitted. divergence: None for a
+    turn that only measures how far margins depend on the batch.
     """
 
     request: Request
@@ -59,10 +59,10 @@ class Case(NamedTuple):
 
 
 class Margins(NamedTuple):
-    """Of plain decoding at every emitted token.
+    """Margins of plain decoding at every emitted token.
 
     margin: [B, n] best score less second best. gap: [B, n] how far differences of scores must move
-        for another token to be the choice.
+        for the rival, the draft's token, to be chosen.
     """
 
     margin: Array
@@ -74,8 +74,8 @@ def judge(
 ) -> dict[int, Divergence]:
     """Return row -> its worst divergence with its kind, for the rows that have one.
 
-    plain: plain decoding's rows. vanilla: plain decoding, to feed it their texts again.
-    Where no equality is expected, nothing is judged, and every one counts as a mismatch.
+    plain: plain decoding's rows. vanilla: plain decoding, to be teacher-forced with them.
+    Where no equality is expected nothing is judged, and every divergence counts as a mismatch.
     """
     divergences = [
         (number, divergence)
@@ -107,7 +107,7 @@ def judge(
 
 
 def _different(divergences: Iterable[Divergence]) -> list[Divergence]:
-    """Return the first of those that are at the same token, as those of all repeats may be."""
+    """Return the divergences without repeats of the same turn, position and token."""
     first: dict[tuple, Divergence] = {}
     for one in divergences:
         first.setdefault((one.turn, one.position, one.found), one)
@@ -158,7 +158,7 @@ def classify(
 def _largest_change(one: np.ndarray, other: np.ndarray) -> float:
     """Return the largest difference of two rows of margins.
 
-    A temperature next to nothing makes margins infinite, which says nothing of rounding.
+    Infinite margins, of a temperature next to 0, are left out: they do not measure rounding.
     """
     is_known = np.isfinite(one) & np.isfinite(other)
     return float(np.abs(one[is_known] - other[is_known]).max(initial=0.0))
@@ -174,7 +174,7 @@ def _classified(divergence: Divergence, gaps: np.ndarray, threshold: float) -> D
 
 
 def margins(cases: Sequence[Case], vanilla: Method, engine: Engine, at_once: int = 1) -> Margins:
-    """Feed plain decoding its own text; [B, n], and 0 beyond the longest.
+    """Teacher-force plain decoding with its own text; [B, n], and 0 beyond the longest.
 
     at_once: tokens that each step reads, the last of the text so far; the newest one counts.
     """
@@ -210,10 +210,10 @@ def _program(config: StepConfig, at_once: int) -> Callable[..., tuple[Cache, Mar
 
 
 class Forced(NamedTuple):
-    """The text that plain decoding is fed.
+    """The text that plain decoding is teacher-forced with.
 
-    state: after prefill, without its cache. text: prompts and emitted tokens. other: the token of
-    each step whose gap to the best is wanted.
+    state: after prefill, without its KV cache. text: prompts and emitted tokens. other: the rival
+    of each step: the draft's token, whose gap to the best is computed.
     """
 
     weights: Weights
@@ -229,7 +229,7 @@ def add_margin(
     carry: tuple[Cache, Margins],
     number: Int[Array, ""],
 ) -> tuple[Cache, Margins]:
-    """Decode plainly for one step, with the given token in the place of its own."""
+    """Do one step of plain decoding, teacher-forced, and add its margins."""
     (weights, state, text, other), (cache, margins_so_far) = given, carry
     weights = gathered_in_use(weights)
     rival = other[:, number]
@@ -256,9 +256,9 @@ def add_margin(
 
 
 class Scores(NamedTuple):
-    """What the next token is the argmax of.
+    """Scores whose argmax is the next token.
 
-    noisy: tempered logits with the position's noise, none cut off; the logits at temperature 0.
+    noisy: logits / temperature + the position's noise, none cut; the logits at temperature 0.
     room: see `room_to_cut`.
     """
 
@@ -285,7 +285,7 @@ def _scores(
 
 
 def _gap(scores: Scores, rival: Int[Array, "B 1"]) -> Float[Array, " B"]:
-    """Return how far differences of scores must move for `rival` to be the choice."""
+    """Return how far differences of scores must move for `rival` to be chosen."""
     score, room = (jnp.take_along_axis(each, rival, axis=-1) for each in scores)
     # Each better token must be overtaken or cut off, and the rival itself must be kept.
     lead = jnp.where(scores.noisy > score, jnp.minimum(scores.noisy - score, scores.room), 0)
@@ -293,10 +293,10 @@ def _gap(scores: Scores, rival: Int[Array, "B 1"]) -> Float[Array, " B"]:
 
 
 def room_to_cut(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, "B V"]:
-    """Return how far differences of tempered logits must move for top-k and top-p to cut a token.
+    """Return each token's signed distance to the cut of top-k and top-p.
 
-    Negative for a token that is cut: how far for it to be kept. Infinite where nothing is cut.
-
+    In logits / temperature: positive if the token is kept, negative if it is cut, infinite where
+    nothing is cut.
     A token changes sides where it meets the last that is kept or the first that is cut, or where
     the mass before it meets top_p: the log odds of a mass move no further than such differences.
 

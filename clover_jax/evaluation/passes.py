@@ -1,4 +1,4 @@
-"""Decoding every task with every method, in turns, into row files and timed passes."""
+"""Decode every task with every method, alternating, into row files and timed passes."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from clover_jax.storage.jsonl import plain_values
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A run of `evaluate`: what it decodes, with what, and where it keeps rows and times.
+    """A run of `evaluate`: its plan and methods, and where it keeps rows and times.
 
     methods: plain decoding first. engines: batch size -> method's name -> engine.
     files: of rows, by the method's name. journal: of timed passes.
@@ -54,7 +54,7 @@ class Evaluation:
         return sum(len(self.plan.tasks[key.task]) for key in keys)
 
     def run_passes(self) -> None:
-        """Run what is to do, under a bar for each batch size; a line for every finished task."""
+        """Run the passes left, with a bar for each batch size; a line for every finished task."""
         todo = self.todo  # found before the first pass changes it
         with CompileClock() as compiling:
             for batch_size in self.plan.batch_sizes:
@@ -69,7 +69,7 @@ class Evaluation:
                             bar.write(self._task_line(batch_size, key.task))
 
     def _warm_up(self, batch_size: int) -> None:
-        """Compile all programs, before the bar begins to reckon how long the rest takes."""
+        """Compile all programs, before the bar starts to estimate the time left."""
         for method in self.methods:
             note = f"compiling for {display_name(method.name)}, batch size {batch_size}"
             with passing_note(note), memory_advice(batch_size):
@@ -102,7 +102,7 @@ class Evaluation:
                 if another_text is not None:
                     changed.append(another_text)
 
-                # A row that fails in every pass is told of once.
+                # A row that fails in every pass is reported once.
                 reason = row.get("error") or row.get("skipped")
                 if reason and (is_new or another_text):
                     what = "failed" if "error" in row else "skipped"
@@ -132,7 +132,7 @@ class Evaluation:
         return f"{key.task} {display_name(key.method)} #{key.repeat + 1}, {known}"
 
     def _task_line(self, batch_size: int, task: str) -> str:
-        """Return what is known of a task that every method has finished."""
+        """Return the figures of a task that every method has finished, in a line."""
         plain = self.journal.select(batch_size=batch_size, task=task, method=VANILLA)
         parts = []
         for name, file in self.files.items():

@@ -1,4 +1,4 @@
-"""The plan of a run: which prompts it decodes, by task, and which methods, in turns."""
+"""The plan of a run: its prompts by task, and the order of its passes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Plan:
     """A run that decodes all tasks `repeats` times at every batch size.
 
     longest: positions that the longest row may need.
-    batch_sizes: rows that are really decoded at once, which on a mesh may be more than was asked.
+    batch_sizes: rows that are decoded at once; on a mesh this may be more than the flag says.
     """
 
     tasks: Tasks
@@ -67,7 +67,7 @@ class Plan:
     def passes(self, methods: Iterable[str]) -> Iterator[PassKey]:
         """Yield the keys of all timed passes of the methods named, in the order in which they run.
 
-        Who begins changes from round to round.
+        The first method changes from round to round.
         """
         # A method that always begins would always meet a cold cache.
         names, round_number = list(methods), 0

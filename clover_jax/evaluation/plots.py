@@ -30,7 +30,7 @@ def draw_plots(report: Mapping[str, Any], folder: Path) -> list[Path]:
 
 
 def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
-    """Return name -> what draws a plot; a plot in which a line would be one point is left out."""
+    """Return name -> function that draws a plot; plots with lines of one point are left out."""
     overall = {
         name: cells["overall"] for name, cells in report["methods"].items() if name != VANILLA
     }

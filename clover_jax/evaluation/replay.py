@@ -1,7 +1,7 @@
-"""What copying alone would give on texts that somebody else wrote; no base decodes them.
+"""The accepted lengths of drafts without training on texts that are written already.
 
-Drafts without training read nothing but tokens, so a written answer says what every step of theirs
-would have accepted (`replayed.py`).
+Such drafts read nothing but tokens, so a written answer determines what each of their steps would
+have accepted, without a base (`replayed.py`).
 """
 
 from __future__ import annotations
@@ -103,7 +103,7 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
 
 
 def _methods(options: Options, base: BaseConfig) -> dict[str, StepConfig]:
-    """Return what every draft's steps are; raises UserError for what only decoding can measure."""
+    """Return the step of every draft; raises UserError for one that only decoding can measure."""
     others = {
         "drafts": options.drafts,
         "copy": options.spec.copy,

@@ -1,11 +1,11 @@
-"""Decoding without a base: an answer that is written already says what every forward would accept.
+"""Decoding without a base: a written answer determines what every forward would accept.
 
-The stages are the engine's own but for verification: the text goes on with one token after every
-slot, and that is taken for the base's choice. So accepted lengths are those of a base that writes
-this very answer, for drafts that read nothing but tokens.
+The stages are the engine's own but for verification: the text's next token is taken for the base's
+choice after every slot. So accepted lengths are those of a base that writes this very answer, for
+drafts that read nothing but tokens.
 
-What a base would put after a refused node nobody knows. A draft that learns from it, as recycle
-does, learns here from the text alone and does somewhat worse than it would in decoding.
+The base's choice after a refused node is not known. A draft that learns from it, as recycle does,
+learns here from the text alone and does somewhat worse than it would in decoding.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from clover_jax.decoding.tree import ancestor_mask, node_depth
 from clover_jax.runtime.progress import Progress
 
 _POSITIONS_AT_ONCE = 16384  # rows of a batch x their length
-_PROMPT_CHUNK = 64  # positions of prompts that the draft takes in at once
+_PROMPT_CHUNK = 64  # positions of prompts that the draft absorbs at once
 _NO_TOKEN = -2  # after the end of a text; PAD_TOKEN stands in a tree's empty slots
 
 
 class Written(NamedTuple):
-    """An answer that somebody wrote, with all that stands before it."""
+    """A written answer, with all the text before it."""
 
     kind: str
     prompt_ids: Sequence[int]
@@ -106,7 +106,7 @@ def _replay(
     """Return what every step did, with a leading [S]; rows without an answer have first = end.
 
     first: index of each answer's first token, which prefill gives. end: of the text. The buffers
-    go tree.depth + 1 positions beyond it, with tokens that nothing equals.
+    are tree.depth + 1 positions longer, filled with tokens that equal no other.
     """
     state = _begin(config, text, first, end)
     _, record = jax.eval_shape(functools.partial(_step, config, text), state)
@@ -180,5 +180,5 @@ def _step(
 
 
 def _no_weights() -> Weights:
-    """Return a base's matrices of no size, which the stages hand on and nobody reads."""
+    """Return a base's matrices of size 0: the stages pass them on, and nothing reads them."""
     return Weights({"embedding": jnp.zeros((0, 0)), "final_norm": {"scale": jnp.zeros(0)}}, {})

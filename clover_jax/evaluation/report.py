@@ -86,8 +86,8 @@ def build_report(
 
 
 def problems(report: Mapping[str, Any]) -> list[str]:
-    """Return what makes the run fail, a line each."""
-    # A failed row is a problem whoever failed it; a differing text only where equality is due.
+    """Return the reasons why the run fails, a line each."""
+    # A failed row is a problem for any method; a differing text only where equality is expected.
     lines = []
     for name, cells in report["methods"].items():
         shown, failed = display_name(name), cells["overall"]["failed"]

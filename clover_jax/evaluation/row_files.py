@@ -1,4 +1,4 @@
-"""The row file of every method: what it decoded, kept as it comes, and summed."""
+"""The row file of every method, and the sums over its rows."""
 
 from __future__ import annotations
 

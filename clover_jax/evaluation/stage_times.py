@@ -1,4 +1,4 @@
-"""How a step's time divides: its parts compiled and timed alone, at the shapes of the run.
+"""The parts of a step's time, each compiled and timed alone, at the shapes of the run.
 
 A part runs as in the engine's chunks, in a loop on the device or by itself (`timing.loops`).
 What the whole step takes beyond drafting and verifying is accepting, committing, and what overlaps
@@ -62,7 +62,7 @@ class StageTimes:
 def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> StageTimes:
     """Time a step of the engine and its parts, with its slots full.
 
-    The programs take turns with one state, as a second one may not fit into memory.
+    The programs alternate on one state, as a second one may not fit into memory.
     """
     models, placement = method.models, Placement(method.models.mesh)
     weights = weights_for(engine.config.head, models.base.params, models.draft_params)

@@ -52,7 +52,7 @@ class Tally:
         if turn.copied:
             self._copied = (self._copied or 0) + sum(turn.copied)
 
-        # Copies are worth most where a text goes round in circles, so such answers are told apart.
+        # Copies gain most where a text repeats itself, so such answers are counted apart.
         repeated, ngrams = count_repeats(turn.prompt_ids, turn.output_ids)
         is_looping = 0 < ngrams <= 2 * repeated
         self._repeated += repeated

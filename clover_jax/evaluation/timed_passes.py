@@ -1,6 +1,6 @@
-"""Times: a timed pass is one method decoding one task once; DIR/legs.jsonl keeps them.
+"""Timed passes: one method decoding one task once; DIR/legs.jsonl keeps them.
 
-Within a repeat the methods take turns, so that what slows the machine down meets all of them. A
+Within a repeat the methods alternate, so that a slow phase of the machine affects all of them. A
 throughput is tokens / wall seconds, prefill and the host's work included, the same count for all.
 """
 
@@ -162,7 +162,7 @@ def speed(passes: Sequence[TimedPass], plain: Sequence[TimedPass]) -> dict[str, 
 
 
 def split_rounds(passes: Iterable[TimedPass]) -> list[dict[str, Any]]:
-    """Return which rounds of the methods are of several sessions, so not measured side by side."""
+    """Return the rounds whose passes are of several sessions, so not measured side by side."""
     sessions: dict[tuple[int, str, int], set[int]] = {}
     for one in passes:
         size, task, repeat, _ = one.key
