@@ -45,12 +45,12 @@ class Interrupted(Exception):
 class DecodingReport:
     """Greedy decoding of the prompts with the head, against the base alone.
 
-    tau: emitted tokens per target forward, bonus included, prefill's own token and forward not.
+    tau: emitted tokens per target forward, bonus included, without prefill's token and forward.
     hit_rate: joint by position: share of forwards whose positions 0..i were all accepted.
     equal, prompts: outputs equal to plain decoding token for token, of how many.
     tokens, forwards: the sums behind tau.
-    measured_with: the tree, the prompts' hash and the tokens decoded for each; a tau compares with
-        others of the same only.
+    measured_with: the tree, the prompts' hash and the tokens decoded for each; only taus with equal
+        values compare.
     """
 
     tau: float
@@ -67,7 +67,7 @@ class DecodingReport:
 
 
 class DecodingEvaluator:
-    """Decodes the same prompts again and again; the plain outputs are computed once."""
+    """Decodes the same prompts at every measurement; the plain outputs are computed once."""
 
     def __init__(
         self,

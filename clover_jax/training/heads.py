@@ -63,7 +63,7 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
 
 
 def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
-    """Return the method's loss with what was given, by --loss or by a flag of its own.
+    """Return the method's loss, changed by --loss and by the flags for single parts.
 
     Raises UserError for a part that there is not, a bad value, or one that is given twice.
     """
@@ -97,7 +97,7 @@ def parse_drafter_options(text: str, kind: str) -> dict[str, Any]:
 
 
 def _parse_options(flag: str, text: str, known: dict[str, type], unknown: str) -> dict[str, Any]:
-    """Return what "name=value,..." says, each of its type; `unknown` begins what is said of others.
+    """Return the options in "name=value,...", each of its type; `unknown` begins the refusal.
 
     Raises UserError as `parse_drafter_options` does.
     """
@@ -142,11 +142,11 @@ def reduce_vocabulary(
     tokenizer: PreTrainedTokenizerBase | None,
     samples: Samples,
 ) -> ReducedHead:
-    """Return the head over the `size` most frequent tokens, and say how much they cover.
+    """Return the head over the `size` most frequent tokens, and print their coverage.
 
     Special tokens and those that end a text are always among them: they are rare, and a text that
     cannot be drafted to its end costs a forward more.
-    Raises UserError for a size that cannot be.
+    Raises UserError for an impossible size.
     """
     vocab_size = base.config.vocab_size
     with passing_note("counting the tokens of the training data"):

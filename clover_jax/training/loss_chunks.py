@@ -1,8 +1,8 @@
 """The targets of a loss, chunk by chunk: what a chunk reads, and where its gradient goes.
 
 A chunk takes its targets from every group of rows side by side, the compacted ones in order, and
-gathers the P states that aim at each. A head that trains at few anchors has a chunk of these
-instead, and each of its P positions targets of its own: those i behind the anchors.
+gathers the P states that predict each. For a head that trains at few anchors a chunk holds anchors
+instead, and position i has its own targets: those i behind the anchors.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from clover_jax.training.pairs import CompactTargets
 
 
 class Terms(NamedTuple):
-    """Something of each of the terms; where it is of all positions, [P] each."""
+    """One value for each term of the loss; [P] each where it is for all positions."""
 
     regression: Array
     soft_ce: Array
@@ -35,12 +35,12 @@ class Terms(NamedTuple):
 
     @classmethod
     def alike(cls, value: Array) -> Terms:
-        """Return the same for each of them."""
+        """Return `value` for each of them."""
         return cls(*[value] * len(cls._fields))
 
 
 class Operands(struct.PyTreeNode):
-    """What the loss reads and never differentiates.
+    """Inputs of the loss that get no gradient.
 
     params:      the head's other params (its `logits` may set up all of them).
     states:      [r, n, D] the base's g.
@@ -137,7 +137,7 @@ def take_chunks(
 def _take_targets(
     config: DrafterConfig, operands: Operands, index: Int[Array, "r c"]
 ) -> dict[str, Array]:
-    """Return what a chunk holds of its targets; an index beyond the last gives some target."""
+    """Return a chunk's fields for its targets; an index beyond the last gives some target."""
     index = jnp.minimum(index, operands.states.shape[1] - 1)
     states = _take_rows(operands.states, index)
 

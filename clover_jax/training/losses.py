@@ -10,7 +10,7 @@ the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
     V_i = 1 - A_i                             total_variation
     N_i = - log A_i                           neg_log_acceptance
     L_i = c KL(p || q) + (1 - c) V_i          lk, with c = exp(-lk_eta A_i), no gradient through c
-    C_i = - log q'(x_{t+2+i})                 candidate_ce, q' the few tokens that are scored anew
+    C_i = - log q'(x_{t+2+i})                 candidate_ce, q' over the few rescored candidates
     loss = sum_i w_i (regression R_i + soft_ce S_i + hard_ce H_i + total_variation V_i
                       + neg_log_acceptance N_i + lk L_i + candidate_ce C_i)
 
@@ -24,23 +24,22 @@ overlap its gradient vanishes; S beside it leads there, and weighs less as they 
 the same optimum and a gradient 1 / A times as large. L (LK, arXiv 2602.23881) goes from KL to V,
 pair by pair, as A grows.
 
-C is 0 where the true token is none of the candidates, and counts the weights of the others only:
-its divisor is also multiplied by their share of the batch, or of the part of it that is gone
-through at a time, which is found by computing all logits once before. For a head that scores
-nothing anew C is H.
+C averages over pairs whose true token is one of the candidates; it is 0 for the others. Its divisor
+is multiplied by the weighted share of such pairs in the batch (or in a part of it, with gradient
+accumulation), which an extra pass over all logits computes. For a head that does not rescore, C is
+H.
 
-w_i is decay^i, or with `dpace` what the position is worth for the accepted length (D-PACE):
+w_i is decay^i, or with `dpace` the effect of the position on the accepted length (D-PACE):
 w_i = sum_{m >= i} prod_{j <= m} ((1 - a) q_j + a) over the pairs (t, j) that count, q_j the head's
-probability of x_{t+2+j}, a = `dpace`, no gradient through w. It depends on all positions of a t,
-so that every logit is computed once before the loss, and once more in it.
+probability of x_{t+2+j}, a = `dpace`, no gradient through w. w needs all positions of t, so logits
+are computed twice: once for w, once for the loss.
 
 A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
 most probable token of the base lies outside has S_i = V_i = N_i = L_i = 0 but stays in the divisor,
-as in EAGLE-3: whatever the head proposes there will be refused. H_i and q_i are 0 where the true
-token lies outside. R_i counts everywhere, and accuracy is that of the whole vocabulary: outside is
-a miss.
+as in EAGLE-3: any proposal is refused there. H_i and q_i are 0 where the true token lies outside.
+R_i counts everywhere. Accuracy is that of the whole vocabulary: outside is a miss.
 
-P x B x S x V never exists: targets go through in chunks, the teacher's softmax of a chunk is
+No [P, B, S, V] array exists: targets are processed in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
 outlive it. Targets that no pair needs are left out: the number of chunks follows the masks.
 
@@ -95,7 +94,7 @@ class LossMetrics(struct.PyTreeNode):
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
 
-    All may be summed over the parts of a batch whose `counts` were the whole batch's.
+    They sum up over the parts of a batch where `counts` was the whole batch's.
     """
 
     regression: Float[Array, " P"]
@@ -128,7 +127,7 @@ class _Sums(NamedTuple):
 class _Carry(NamedTuple):
     """What the loop over chunks builds up, for each group by itself.
 
-    Summed over the groups within the loop, every chunk would wait for all devices of a mesh, and
+    A sum over the groups within the loop would make every chunk wait for all devices of a mesh and
     send them whole matrices.
 
     d_hidden: [P, r, slots, D] gradient by compact slot.
@@ -264,7 +263,7 @@ def _chunked_loss(
     static: _Static, owned: Params, hidden: Array, operands: Operands
 ) -> tuple[Array, _Sums]:
     """Return the loss and its sums over all groups; the gradient comes from the same pass."""
-    # Where nobody asks for the gradient, the compiler leaves out of the loop what makes it.
+    # Without a use of the gradient the compiler leaves its computation out of the loop.
     return _value_and_gradient(static, owned, hidden, operands)[0]
 
 
@@ -359,7 +358,7 @@ def _of_pairs(
     hidden: Array,
     operands: Operands,
 ) -> Float[Array, "P r s"]:
-    """Return something of every pair, by compact slot, in a pass of its own over all chunks."""
+    """Return `function` of every pair, by compact slot, in an extra pass over all chunks."""
     head, size = static
 
     def body(number: Array, by_slot: Array) -> Array:
@@ -472,7 +471,7 @@ def _pair_terms(
 def _logits_and_scores(
     head: DraftHead, position: int, operands: Operands, owned: Params, u: Array
 ) -> tuple[Float[Array, "c Vd"], Float[Array, "c Vd"]]:
-    """Return a head's logits, and what it makes of those of its candidates, -inf for others."""
+    """Return a head's logits, and its candidates' scores after `rescore`, -inf for others."""
     params = {"params": {**operands.params, **owned}}
     logits = head.module.apply(params, operands.frozen, u, position, method="logits")
     if not _rescores(head):
@@ -497,7 +496,7 @@ def _is_told(chunk: Chunk) -> Bool[Array, " c"]:
 
 
 def _regression(u: Float[Array, "*b D+"], states: Float[Array, "*b D"]) -> Float[Array, "*b"]:
-    """Return R of each pair: of u, only what stands for a state of the base."""
+    """Return R of each pair, of the columns of u that predict a state of the base."""
     return smooth_l1(u[..., : states.shape[-1]], states).mean(axis=-1)
 
 

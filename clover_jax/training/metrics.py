@@ -1,4 +1,4 @@
-"""What a run writes down: metrics.jsonl, eval.jsonl, and the same for TensorBoard."""
+"""The metrics of a run: metrics.jsonl, eval.jsonl, and the same for TensorBoard."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class MetricsLog:
     """
 
     def __init__(self, workdir: Path, step: int):
-        """Open the files; rows after `step`, from which the run goes on, are cut."""
+        """Open the files; rows after `step`, from which the run resumes, are cut."""
         self._paths = {"train": workdir / METRICS, "eval": workdir / EVAL}
         self._board = None
         # One process writes; all read afterwards, since they decide alike what is the best head.
@@ -86,7 +86,7 @@ class TensorBoard:
     """
 
     def __init__(self, directory: Path, step: int):
-        """Open a new file; TensorBoard forgets what older files say of the steps after `step`."""
+        """Open a new file; TensorBoard drops the steps after `step` of older files."""
         # Imported here: it costs half a second, which `--help` should not pay.
         from tensorboardX.event_file_writer import EventsWriter
         from tensorboardX.proto.event_pb2 import Event, SessionLog

@@ -1,4 +1,4 @@
-"""What a run leaves for others: WORKDIR/draft, the last step, and WORKDIR/best, by tau."""
+"""The drafts of a run: WORKDIR/draft, the last step, and WORKDIR/best, by tau."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ class Measurement:
         """Take what it works with; without an evaluator nothing is ever measured.
 
         best: the row that the head in WORKDIR/best was measured with, if there is one. It may be
-        of a later step than the rows of eval.jsonl, which end where the run goes on.
+        of a later step than the rows of eval.jsonl, which end where the run resumes.
         """
         self._evaluator, self._log, self._writer = evaluator, log, writer
         self._progress, self._stop = progress, stop
@@ -115,7 +115,7 @@ class Measurement:
         try:
             row = self._evaluator.measure(state.params, self._stop).to_row(step)
         except Interrupted:
-            return  # the step is measured when the run goes on
+            return  # the step is measured when the run resumes
 
         # Other prompts or another tree give other taus: the first with them is the best so far.
         best = self.best or {}

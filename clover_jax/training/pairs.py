@@ -54,7 +54,7 @@ def pair_mask(
     for i in range(num_positions):
         source = shift_right(segment_ids, i + 1)[:, :size]
         if likely is not None:
-            # Position i asks for one more than position i - 1, further back.
+            # Position i needs one more than position i - 1, further back.
             reached = reached & shift_right(likely, i + 1)
         masks.append(counted & (source == segment_ids) & (segment_ids > 0) & reached)
     return jnp.stack(masks)
@@ -63,8 +63,8 @@ def pair_mask(
 def sample_anchors(key: Array, batch: Batch, count: int) -> Int[Array, "B M"]:
     """Return places of x_{t+1}, drawn anew at each step, for heads that train at few positions.
 
-    They are supervised tokens that one of their own document follows. A row with fewer than `count`
-    of them has its last place in their stead, at which no pair counts.
+    They are supervised tokens that are followed by another of their document. A row with fewer than
+    `count` of them is filled up with its last place, at which no pair counts.
     """
     size = batch.tokens.shape[1]
     is_possible = batch.loss_mask & labelled_targets(batch.segment_ids)
@@ -81,8 +81,8 @@ def anchored_mask(
 ) -> Bool[Array, "P B M"]:
     """Return [i, b, m] True where position i of the block at an anchor counts.
 
-    It does when what it should say, x_{t+2+i}, is supervised and of the anchor's document.
-    likely: as of `pair_mask`.
+    It does when its target token, x_{t+2+i}, is supervised and of the anchor's document.
+    likely: as in `pair_mask`.
 
     Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and anchors [[0, 1]] give, for P = 2,
     [[T, T]] and [[T, F]].
@@ -105,7 +105,7 @@ def anchored_mask(
 
 
 def labelled_targets(segment_ids: Int[Array, "B S"]) -> Bool[Array, "B S"]:
-    """Return [b, s] True where x_{s+1}, what a head should say at s, is of the same document.
+    """Return [b, s] True where x_{s+1}, the label at s, is of the same document.
 
     Example: segment_ids [[1, 1, 2, 0]] give [[T, F, F, F]].
     """
@@ -127,7 +127,7 @@ def likely_next(
     groups: int = 1,
     cap: float | None = None,
 ) -> Bool[Array, "B S"]:
-    """Return [b, s] True where x_{s+1} lies in A_s; what the last column says means nothing.
+    """Return [b, s] True where x_{s+1} lies in A_s; the last column is meaningless.
 
     cap: the base's soft cap of logits.
     states: the base's g. chunk: positions of a group whose logits exist at a time. groups: of
@@ -162,7 +162,7 @@ def among_likely(logits: Float[Array, " V"], token: Int[Array, ""]) -> Bool[Arra
 
 
 class PairCounts(NamedTuple):
-    """How many pairs count; a batch that is taken in parts has the sums of theirs.
+    """Numbers of counted pairs; those of a batch are the sums over its parts.
 
     pairs:     [P] by draft position.
     labelled:  [P] those whose target has a next token in its own document.

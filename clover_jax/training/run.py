@@ -1,4 +1,4 @@
-"""One run of `train`: everything is loaded, checked and put together, then the loop runs."""
+"""One run of `train`: load, check and assemble everything, then run the loop."""
 
 from __future__ import annotations
 
@@ -42,12 +42,12 @@ CHECKPOINTS, RESULT = "checkpoints", "result.json"
 def run_training(
     settings: TrainSettings, workdir: Path, stop: threading.Event, mesh: Mesh | None = None
 ) -> dict[str, Any]:
-    """Train a head in `workdir`, or go on where an earlier run stopped; return the report.
+    """Train a head in `workdir`, or resume an earlier run there; return the report.
 
     stop: when set (by SIGTERM, Ctrl-C), the run saves a checkpoint after its current step and
         returns.
-    mesh: the devices to train on, None for one; a run may go on with another mesh.
-    Raises UserError for whatever cannot work, before anything is trained.
+    mesh: the devices to train on, None for one; a run may resume on another mesh.
+    Raises UserError for settings that cannot work, before anything is trained.
     """
     alone = only_process_in(workdir, "is training", "--workdir")
     with alone if is_primary() else contextlib.nullcontext():
@@ -92,7 +92,7 @@ def _train(
     workdir: Path,
     stop: threading.Event,
 ) -> dict[str, Any]:
-    """Restore or begin, run the loop, report; whatever was opened is closed again.
+    """Restore or begin, run the loop, report; everything opened is closed again.
 
     before: the settings that the run had when it was stopped, if it was begun.
     """
@@ -112,9 +112,9 @@ def _train(
                 "least as many, or another --workdir"
             )
         if is_primary():
-            # Only now is it certain that the run goes on with these settings.
+            # Only now is it certain that the run continues with these settings.
             record_settings(workdir, settings, inputs.identity)
-            # It tells of a run that had finished; this one has more to do.
+            # It is the result of a run that had finished; this one has more to do.
             (workdir / RESULT).unlink(missing_ok=True)
             for name in (DRAFT, BEST):
                 recover_directory(workdir / name)
@@ -160,7 +160,7 @@ def restore_or_init(
 
 
 def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> str:
-    """Say what becomes of the learning rate where a run goes on with another number of steps."""
+    """Say what becomes of the learning rate where a run resumes with another number of steps."""
     then, following = (make_schedule(optimizer_config(one)) for one in (before, now))
     return (
         f"--steps={now.steps} instead of {before.steps} is another schedule: the learning rate was "
@@ -171,7 +171,7 @@ def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> st
 
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:
     """Return the report of a run that has done all its steps."""
-    # A finished run with more steps than are asked for has done these too.
+    # A finished run of more steps than `settings.steps` has done these too.
     path = workdir / RESULT
     report = read_json_object(path) if path.exists() else None
     if report is None or report["steps"] < settings.steps:

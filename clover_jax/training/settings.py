@@ -1,4 +1,4 @@
-"""What a training run depends on, and which of it may change when the run is taken up again."""
+"""The settings of a training run, and which of them may change when it is resumed."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from clover_jax.storage.json_files import read_json_object
 
 SETTINGS = "settings.json"
 
-# One for each heading of `--help`. What is measured may change when a run goes on.
+# One for each heading of `--help`. What is measured may change when a run resumes.
 _data = functools.partial(setting, group="data")
 _head = functools.partial(setting, group="head")
 _optimiser = functools.partial(setting, group="optimiser")
@@ -32,8 +32,8 @@ _measuring = functools.partial(setting, group="measuring", may_change=True)
 class TrainSettings(ChatSettings, CommonSettings):
     """The flags of `train`; None takes the method's own. Raises UserError for a bad value.
 
-    What may change when a run goes on decides what is reported and when, how a batch is gone
-    through, or where the schedule ends, and nothing about what was learnt so far.
+    Settings that may change in a resumed run decide what is reported and when, how a batch is
+    divided, or where the schedule ends, and nothing about what was learnt so far.
     """
 
     drafter: str = _head("clover2", "the kind of draft head")
@@ -129,7 +129,7 @@ def recorded_settings(workdir: Path) -> TrainSettings | None:
 def check_resumable(
     workdir: Path, settings: TrainSettings, identity: dict[str, str | None], learnt: bool
 ) -> None:
-    """Refuse to go on with what was learnt with other settings.
+    """Refuse to resume a run that was trained with other settings.
 
     identity: name -> hash of what the run depends on: a folder may have moved, and a file may have
         other contents under the old name. Earlier versions recorded some of them only.
@@ -169,5 +169,5 @@ def check_resumable(
 def record_settings(
     workdir: Path, settings: TrainSettings, identity: dict[str, str | None]
 ) -> None:
-    """Write down what the run in a workdir depends on, for `check_resumable`."""
+    """Record the settings of the run in a workdir, for `check_resumable`."""
     write_json(workdir / SETTINGS, {"settings": settings.to_dict(), "identity": identity})

@@ -67,11 +67,11 @@ class TrainInputs(NamedTuple):
 
 
 def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInputs:
-    """Load and check everything; what loads slowest comes last.
+    """Load and check everything; the slowest comes last.
 
     mesh: the base is read straight into its shards; None puts it on one device.
 
-    Raises UserError for whatever cannot work.
+    Raises UserError for settings that cannot work.
     """
     # What the flags alone tell, before anything large is read.
     tree = parse_tree(settings.tree) if settings.tree else None
@@ -184,7 +184,7 @@ def step_config(
 
 
 def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
-    """Return the optimiser's settings; a warm-up longer than the run is shortened to it.
+    """Return the optimiser's settings; a warm-up longer than the run is shortened to its length.
 
     Raises UserError for impossible values.
     """
@@ -203,7 +203,7 @@ def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
 
 
 def check_rows(settings: TrainSettings, mesh: AnyMesh | None) -> None:
-    """Raise UserError where a batch does not give every device rows for every part of it."""
+    """Raise UserError where a part of a batch has no row for some device."""
     parts = settings.gradient_accumulation_steps
     shards = shape_of(mesh).num_row_shards if mesh else 1
     if settings.batch_size % (parts * shards):

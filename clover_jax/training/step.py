@@ -36,7 +36,7 @@ from clover_jax.training.pairs import (
 )
 from clover_jax.training.teacher import TeacherOutput, teach
 
-# With `remat`: products with weights are kept, those of attention, which grow with S^2, are not.
+# With `remat` residuals are products with weights, not those of attention, which grow with S^2.
 KEPT = jax.checkpoint_policies.dots_with_no_batch_dims_saveable
 
 
@@ -75,8 +75,8 @@ class TrainStepConfig:
     loss_chunk: targets per chunk of the loss, on each device.
     mesh: the devices that the arguments are split over; None: a single one.
     accumulation_steps: parts of a batch, whose gradients are summed before the update.
-    remat: whether the head's forward pass keeps only its products with weights, and the way back
-        computes the rest again, the attention's scores above all.
+    remat: gradient checkpointing: whether only the head's products with weights are saved as
+        residuals, and the backward pass computes the rest again, above all attention scores.
     """
 
     base: BaseConfig
@@ -157,7 +157,7 @@ def head_loss(
 
 
 def _anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Int[Array, "B M"] | None:
-    """Draw where a head trains; None where it trains at all positions."""
+    """Draw the places where a head trains; None where it trains at all positions."""
     count = getattr(config.head.module, "num_anchors", 0)
     return sample_anchors(key, batch, count) if count else None
 
@@ -181,7 +181,7 @@ def batch_gradient(
     """Run the teacher and differentiate the head's loss; the arguments are `head_loss`'s."""
     base_params = gathered(base_params, config.mesh)
     teacher = teach(config.base, base_params, config.head.config.features, batch)
-    # Outside of what is differentiated: the teacher's activations are no residuals.
+    # Outside of the gradient, so that the teacher's activations are no residuals.
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     (loss, positions), gradient = differentiate(
         config, params, base_params, teacher, batch, key, counts
@@ -198,8 +198,8 @@ def accumulated_gradient(
 ) -> BatchGradient:
     """Return the whole batch's loss and gradient, one part of its rows after another.
 
-    Divided by the whole batch's pairs, the parts sum up to it. Where a method draws noise, each
-    part draws its own.
+    The parts are divided by the whole batch's pairs, so they sum up to its loss. Where a method
+    draws noise, each part draws its own.
     """
     parts = parts_of_rows(batch, config.accumulation_steps, config.mesh)
 
@@ -230,7 +230,7 @@ def accumulated_gradient(
 def _counts_of_all(
     config: TrainStepConfig, base_params: Params, parts: Batch, key: Array
 ) -> PairCounts:
-    """Count the pairs of all parts; a head with `label_mask` asks the base for that."""
+    """Count the pairs of all parts; a head with `label_mask` needs a forward of the base."""
 
     def of_part(operands: tuple[Batch, Array]) -> PairCounts:
         part, number = operands
@@ -281,7 +281,7 @@ def make_train_step(config: TrainStepConfig) -> jax.stages.Wrapped:
         new_state, metrics = train_step(config, state, base_params, batch)
         if config.mesh is None:
             return new_state, metrics
-        # Said outright: the donated buffers can only be used again where the layouts agree.
+        # Constrained, because donated buffers can only be reused where the layouts agree.
         keep = jax.lax.with_sharding_constraint
         placed = keep(new_state, param_shardings(new_state, config.mesh))
         return placed, keep(metrics, replicated(config.mesh))

@@ -16,7 +16,7 @@ from clover_jax.models.layers import RMSNorm
 
 
 class TeacherOutput(struct.PyTreeNode):
-    """What the base says about a batch; no gradient flows into it.
+    """The base's activations for a batch; no gradient flows into them.
 
     features: [B, S, F] the activations that the head reads.
     states:   [B, S, D] g, the states after the final norm, whose logits are the base's.
@@ -29,7 +29,7 @@ class TeacherOutput(struct.PyTreeNode):
 def teach(
     base: BaseConfig, base_params: Params, features: tuple[str, ...], batch: Batch
 ) -> TeacherOutput:
-    """Return what the base says: as the batch brings it along, else by running the base.
+    """Return the base's activations: those stored in the batch, else by running the base.
 
     features: names of the activations, as in `DrafterConfig.features`.
     """

@@ -1,4 +1,4 @@
-"""The training loop: batches in, a trained state out; what happens every so often on the way."""
+"""The training loop, with its logging, checkpoints and measurements."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from clover_jax.training.step import StepMetrics, TrainState, make_train_step
 
 @dataclasses.dataclass
 class Trainer:
-    """The loop, and what it works with."""
+    """The loop, and everything that it uses."""
 
     settings: TrainSettings
     inputs: TrainInputs
@@ -42,7 +42,7 @@ class Trainer:
     stop: threading.Event
 
     def run(self, state: TrainState, done: int) -> int:
-        """Train from `done` steps to the last, or until asked to stop; return the steps done.
+        """Train from step `done` to the last, or until `stop` is set; return the steps done.
 
         Raises UserError where loss or gradient is not finite, naming the step.
         """
@@ -58,7 +58,7 @@ class Trainer:
 
         watch = FiniteWatch(self.checkpoints)
         with Clock() as clock:
-            # Asked once a step: a stop that came between two questions would end an unsaved run.
+            # Read once a step: a stop between two reads would end an unsaved run.
             is_stopping = self.stop.is_set()
             while done < steps and not is_stopping:
                 # The step is dispatched and not waited for: the next batch is made meanwhile.
@@ -92,7 +92,7 @@ class Trainer:
     def save(self, done: int, state: TrainState) -> None:
         """Write the draft and the checkpoint of this step.
 
-        In this order: a run that goes on from a checkpoint finds the draft of its step.
+        In this order, so that a run that resumes from a checkpoint finds the draft of its step.
         """
         self.checkpoints.require_space(state)
         self.measurement.export(done, state)
