@@ -24,13 +24,13 @@ PARAMS = "params"
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """What draft.json says.
+    """The content of draft.json.
 
     base: the fingerprint of the base that the head was trained for.
     tree: the name of the tree that it was measured with.
     provenance: how it was made, as its writer recorded it.
     files: SHA-256 of each file of params/, as the writer left them.
-    chat_template: the text of the one in use in training.
+    chat_template: text of the template used in training.
     """
 
     config: DrafterConfig
@@ -41,7 +41,7 @@ class Card:
     chat_template: str | None = None
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what draft.json holds."""
+        """Return the content of draft.json."""
         return {
             "format_version": FORMAT_VERSION,
             "drafter": self.config.to_dict(),

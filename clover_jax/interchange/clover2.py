@@ -31,7 +31,7 @@ COPIES = ("lm_head.weight", "clover_embed_tokens.weight")
 def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Clover2Config:
     """Read the head's config.
 
-    Raises UserError for what is missing or cannot be.
+    Raises UserError for missing or impossible fields.
     """
     path = directory / "config.json"
     values = read_json_object(path)
@@ -71,7 +71,7 @@ def _number(clover: dict[str, Any], name: str, default: float, path: Path) -> fl
 
 
 def config_fields(config: Clover2Config, base: BaseModel) -> dict[str, Any]:
-    """Return what config.json holds for a head of a base."""
+    """Return the content of config.json for a head of a base."""
     clover = {
         "num_heads": config.num_positions,
         "num_layers": config.num_augmenting_layers,

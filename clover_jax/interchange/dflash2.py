@@ -32,7 +32,7 @@ _ADDED = {"selector_rank": 0, "selector_top_k": 16, "conv_kernel_size": 0, "conv
 def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> DFlash2Config:
     """Read the head's config.
 
-    Raises UserError for what is missing, not known or cannot be.
+    Raises UserError for missing, unknown or impossible fields.
     """
     path = directory / "config.json"
     values = read_json_object(path)
@@ -95,7 +95,7 @@ def _features(ids: Any, base: BaseConfig, path: Path) -> tuple[str, ...]:
 
 
 def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
-    """Return what config.json holds for a head of a base."""
+    """Return the content of config.json for a head of a base."""
     added = (config.rank, config.candidates, config.conv_taps, config.conv_group)
     is_plain = not config.rank and not config.conv_taps
 

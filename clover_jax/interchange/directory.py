@@ -27,9 +27,8 @@ class Draft:
     params: the head's params.
     tree: the name of the tree it was measured with, or None.
     provenance: how it was made, as its writer recorded it.
-    source: what the user asked for.
-    chat_template: the text of the one it was trained with; None where there was none, or it is not
-        known.
+    source: the name that the user gave.
+    chat_template: text of the template that it was trained with; None for none or an unknown one.
     """
 
     head: registry.DraftHead
@@ -52,7 +51,7 @@ def save_draft(
     """Write a native draft directory; the old one stays until the new one is whole.
 
     provenance: anything JSON can hold: flags, versions, git revision, data hash, steps, tau.
-    chat_template: the text of the one it was trained with.
+    chat_template: text of the template that it was trained with.
     """
     # The card comes last: it has the hashes of all that is there by then.
     with atomic_directory(directory) as unfinished:
@@ -73,8 +72,8 @@ def load_draft(
     source: a native draft directory, a training workdir (its best/, else its draft/), or a folder
         or hub id in an official layout, recognised by its config.json and tensor names.
     allow_base_mismatch: use it even if it was trained for another base of the same widths.
-    rope_theta: rotary base for a foreign layout that does not say it.
-    Raises UserError naming whatever is missing, broken or does not fit.
+    rope_theta: rotary base for a foreign layout that does not have it.
+    Raises UserError naming what is missing, broken or does not fit.
     """
     head = open_head(
         str(source), base, rope_theta=rope_theta, allow_base_mismatch=allow_base_mismatch

@@ -4,10 +4,10 @@ Sources: EAGLE's repository; llama_eagle.py of vLLM (for the method "eagle") and
 rotate with the config's `rope_theta`, 10 000 where there is none. `embed_tokens` is a copy of the
 base's input embedding; output matrix and final norm are the base's own and not stored.
 
-EAGLE's readers build `fc` with a bias unless the config says `"bias": false`. vLLM builds it
-without one and stops at one. SGLang always builds it with a bias and does not initialise one that
-is missing. It knows the class by its own name, and takes a field `bias` for biases of q, k, v and
-o, which it has together or not at all. Either folder is read back as an EAGLE head.
+EAGLE's readers build `fc` with a bias unless the config has `"bias": false`. vLLM builds it without
+a bias and fails on a stored one. SGLang always builds it with a bias and does not initialise a
+missing one. SGLang has its own name for the class, and its field `bias` means biases of q, k, v and
+o, all of them or none. Either folder is read back as an EAGLE head.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
 def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
     """Read the head's config.
 
-    Raises UserError for what is missing or cannot be.
+    Raises UserError for missing or impossible fields.
     """
     path = directory / "config.json"
     return parse_config(read_json_object(path), path, rope_theta)
@@ -51,7 +51,7 @@ def parse_config(values: dict[str, Any], path: Path, rope_theta: float | None) -
 
 
 def config_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
-    """Return what config.json holds for a head of a base."""
+    """Return the content of config.json for a head of a base."""
     # Servers pick their reader by this class and the method that they are told.
     fields = {"architectures": ["LlamaForCausalLM"], **eagle_fields(config, base.config)}
     return fields | {"bias": config.fc_bias}

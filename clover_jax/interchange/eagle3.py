@@ -30,7 +30,7 @@ OFFSETS, KEPT = "d2t", "t2d"
 def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Eagle3Config:
     """Read the head's config and its vocabulary.
 
-    Raises UserError for what is missing or cannot be.
+    Raises UserError for missing or impossible fields.
     """
     path = directory / "config.json"
     # Not in the config: every reader takes the method's states.
@@ -73,7 +73,7 @@ def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
 
 
 def config_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
-    """Return what config.json holds for a head of a base."""
+    """Return the content of config.json for a head of a base."""
     fields = {"architectures": ["LlamaForCausalLMEagle3"], **eagle_fields(config, base.config)}
     return fields | {"draft_vocab_size": config.draft_vocab_size}
 

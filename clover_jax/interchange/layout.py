@@ -1,4 +1,4 @@
-"""A layout in which others keep heads, as data: enough to read it, to write it, to convert it."""
+"""Another project's layout of draft heads, as data: enough to read it and to write it."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ class Layout:
     read_config: from the folder, a rotary base (None for the layout's own) and the base's config,
         the head's config.
     leaves: where the stored tensors lie in the head's params.
-    config_fields: what config.json holds for a head of a base.
+    config_fields: the content of config.json for a head of a base.
     check_exportable: raises UserError for a head that readers of the layout would run differently.
     copies: stored names of frozen copies of base matrices -> "lm_head" or "embedding".
     more_tensors: stored tensors that follow from the config.
-    optional: names of stored tensors that may be there although they say nothing new.
+    optional: names of redundant tensors that may be stored.
     file: the name of the weights' file.
-    warning: what a user should know who writes this layout.
+    warning: printed when this layout is written.
     """
 
     name: str

@@ -51,7 +51,7 @@ def layout_for(to: str, kind: str) -> Layout:
 def recognise(directory: Path) -> Layout:
     """Return the layout of a folder of draft weights.
 
-    Raises UserError that says what the folder is otherwise.
+    Raises UserError for another folder, saying what it is.
     """
     # Some layouts say in config.json what they are.
     values = read_json_object(directory / "config.json")

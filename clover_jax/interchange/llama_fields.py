@@ -14,7 +14,7 @@ from clover_jax.pretrained.llama_config import parse_llama_config
 def read_eagle_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> LayerConfig:
     """Return an EAGLE head's layer; a rotary base that is given takes the place of the config's.
 
-    Raises UserError for what is missing or cannot be.
+    Raises UserError for missing or impossible fields.
     """
     llama = parse_llama_config(values, path)
     layers = values["num_hidden_layers"]
@@ -28,7 +28,7 @@ def read_eagle_layer(values: dict[str, Any], path: Path, rope_theta: float | Non
 
 
 def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
-    """Return what config.json says of the layer of a head."""
+    """Return the fields of config.json for the layer of a head."""
     layer = config.layer
     # The ids of special tokens and the context are the base's: the head has the same text.
     return {
@@ -87,7 +87,7 @@ _BEYOND_LLAMA = {
 
 
 def beyond_llama(layer: LayerConfig) -> str | None:
-    """Return in words what a layer has that Llama's have not; None where that is nothing."""
+    """Return in words what a layer has beyond Llama's; None for a Llama layer."""
     if layer.rope.kind == "longrope" or layer.rope.share != 1:
         return "a rotation of Phi's kind"
     llama = layer.as_llama()

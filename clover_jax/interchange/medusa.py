@@ -54,7 +54,7 @@ def read_vllm(directory: Path, rope_theta: float | None, base: BaseConfig) -> Me
 
 
 def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
-    """Return what the original's config.json holds."""
+    """Return the content of the original's config.json."""
     return {
         "medusa_num_heads": config.num_positions,
         "medusa_num_layers": 1,
@@ -63,7 +63,7 @@ def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
 
 
 def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
-    """Return what vLLM's config.json holds."""
+    """Return the content of vLLM's config.json."""
     # num_hidden_layers counts the residual blocks of a head.
     return {
         "model_type": "medusa",

@@ -1,4 +1,4 @@
-"""The params of a draft in a folder of orbax's, read leaf by leaf: at most one is in memory."""
+"""The params of a draft in an orbax folder, read leaf by leaf: at most one is in memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class LazyLeaf:
     dtype: np.dtype
     make: Callable[[], np.ndarray]
 
-    # orbax asks for the following as it would of an array.
+    # orbax reads the following as it would of an array.
     @property
     def ndim(self) -> int:
         """Number of axes."""
@@ -51,7 +51,7 @@ class LazyLeaf:
 
 
 def save_params(folder: Path, params: Params) -> dict[str, str]:
-    """Write params to a new folder; return relative file name -> SHA-256 of all that was written.
+    """Write params to a new folder; return relative file name -> SHA-256 of each file.
 
     The hashes matter: the storage below notices lost files, but not every altered byte.
     """
@@ -157,7 +157,7 @@ class _LazyHandler(ocp.type_handlers.NumpyHandler):
         super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(self, values, infos, args=None):
-        """Make and write one leaf, and let go of it before the next is made."""
+        """Make and write one leaf, and free it before the next is made."""
         for index, (leaf, info) in enumerate(zip(values, infos, strict=True)):
             # Waited for at once, so that one array is in memory at a time.
             array = leaf.make()

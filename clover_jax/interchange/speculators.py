@@ -3,9 +3,9 @@
 Sources: the speculators library's schema and vLLM's reader. EAGLE-3's layer is called `layers.0.`
 here, not `midlayer.`, and the base's embedding is stored with it. `norm_before_residual` is always
 written: without it vLLM takes true and the schema false. Our heads, like the method's own, add to
-the state as it was before its norm. The states that a head reads go by the ids of the layers that
-they enter; vLLM 0.32.0 hands out the state after the last layer as well, under the id `num_layers`,
-which short bases need. EAGLE-1 heads were in the library's first version only; the
+the state as it was before its norm. A state that a head reads has the id of the layer that it
+enters; vLLM 0.32.0 offers the state after the last layer as well, under the id `num_layers`, which
+short bases need. EAGLE-1 heads were in the library's first version only; the
 layout that vLLM reads today is in eagle.py.
 """
 
@@ -29,7 +29,7 @@ from clover_jax.storage.json_files import read_json_object
 TARGET = "speculators"
 VERSION = "0.1.0"
 LAYER = "layers.0."
-DRAFTED_TOKENS = 5  # what a server drafts with an EAGLE-1 head unless it is told otherwise
+DRAFTED_TOKENS = 5  # a server's default of tokens to draft with an EAGLE-1 head
 _ALGORITHM, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
 _STATES, _NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
 
@@ -86,7 +86,7 @@ def _features(values: dict[str, Any], path: Path, base: BaseConfig) -> tuple[str
 
 
 def _are_states(ids: Any) -> bool:
-    # vLLM hands out states while it runs the layers: each once, in their order.
+    # vLLM returns states while it runs the layers: each once, in their order.
     if not isinstance(ids, list) or not all(type(index) is int for index in ids):
         return False
     return len(ids) == NUM_FEATURES and ids == sorted(set(ids))

@@ -1,4 +1,4 @@
-"""Open a draft head on disk, native or in a layout of others: all is checked but its values."""
+"""Open a draft head on disk, native or foreign: everything is checked but its values."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
 
 @dataclasses.dataclass(frozen=True)
 class StoredHead:
-    """A head that was checked by everything but its values.
+    """A head of which everything was checked but its values.
 
-    source: what the user asked for. place: the folder that holds the tensors.
-    card: its draft.json; for a foreign layout what that would say.
+    source: the name that the user gave. place: the folder that holds the tensors.
+    card: its draft.json; for a foreign layout an equivalent one.
     layout: "orbax", or the name of the layout that it was found in.
     shapes: path of a leaf -> its shape.
     dtypes: name of a stored tensor -> its type.
@@ -88,7 +88,7 @@ class FoundHead(NamedTuple):
 def find_head(source: str, rope_theta: float | None = None) -> FoundHead:
     """Find a head by its name and tell its layout; the arguments are those of `load_draft`.
 
-    Raises UserError where there is no head, or one that says its own rotary base.
+    Raises UserError if there is no head, or if `rope_theta` is given for a native head.
     """
     directory = find_directory(source)
     native = native_directory(directory)
@@ -118,10 +118,10 @@ def open_head(
     allow_base_mismatch: bool = False,
     cut_vocab: bool = False,
 ) -> StoredHead:
-    """Find a head and check all of it but the values; the arguments are those of `load_draft`.
+    """Find a head and check everything but its values; the arguments are those of `load_draft`.
 
     cut_vocab: leave out the rows by which a foreign head's vocabulary is longer than the base's.
-    Raises UserError naming whatever is missing, broken or does not fit.
+    Raises UserError naming what is missing, broken or does not fit.
     """
     directory, layout = find_head(source, rope_theta)
     if layout is None:

@@ -1,4 +1,4 @@
-"""Write a stored head in another form, with a bar: leaf by leaf, whole or not at all."""
+"""Write a stored head in another format, with a bar: leaf by leaf, all or nothing."""
 
 from __future__ import annotations
 
