@@ -1,4 +1,4 @@
-"""Base, head and tree together, as an engine takes them, loaded or as shapes alone."""
+"""Base, head and tree together, the input of an engine, loaded or as shapes alone."""
 
 import lazy_loader
 

@@ -15,7 +15,7 @@ MOST_CONTEXT = 1024  # that is taken where none is given
 
 
 def fitting_context(models: Models, room: int) -> int:
-    """Return the committed positions to measure at where the user gives none.
+    """Return the default number of committed positions to measure at.
 
     Example: of a base of 1024 positions 112 where the room is 912; at most MOST_CONTEXT.
     """
@@ -25,7 +25,7 @@ def fitting_context(models: Models, room: int) -> int:
 def cache_size(models: Models, context: int, room: int) -> int:
     """Return the buffer length for `context` committed positions and `room` more.
 
-    room: positions that the rounds of a measurement take, 0 where all are at one place.
+    room: positions that a measurement advances by, 0 where it stays in place.
     Raises UserError where the base's context is shorter.
     """
     longest = models.base.config.max_position_embeddings
@@ -48,8 +48,8 @@ def state_shapes(models: Models, batch: int, size: int) -> DecodeState:
 def running_state(models: Models, batch: int, size: int, context: int) -> DecodeState:
     """Return a state whose rows have `context` committed positions and run without end.
 
-    Caches are zero, since their values cost nothing. Tokens and features are random, and all
-    positions that a step may have accepted wait for the head.
+    KV caches are zero, since their values do not change the cost. Tokens and features are random,
+    and the largest number of accepted positions waits for `absorb`.
     """
     state = jax.jit(lambda: _empty(models, batch, size))()
     tokens, features = jax.random.split(jax.random.key(2))

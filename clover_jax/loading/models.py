@@ -1,4 +1,4 @@
-"""What decodes: a base, a draft head and a tree, loaded once for the commands and the library."""
+"""Models: a base, a draft head and a tree, loaded once for the commands and the library."""
 
 from __future__ import annotations
 
@@ -56,14 +56,14 @@ TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """What one engine decodes with.
+    """The models that one engine decodes with.
 
-    tokenizer: the base's; None where its folder has none, or none was asked for.
+    tokenizer: the base's; None where its folder has none, or `spec.tokenizer` is False.
     draft: None for plain decoding, with the tree that has no nodes.
     mesh: the devices that the params are split over; None: a single one.
     int8: whose matrices are quantized, as `--int8` names them.
     copy_from: token ids of a text that every row may copy from.
-    attention: who reads the committed caches, as in `StepConfig`.
+    attention: implementation that reads the KV cache, as in `StepConfig`.
     Params are arrays, or ShapeDtypeStructs where `load_shapes` made them.
     """
 
@@ -99,12 +99,12 @@ class Models:
 
     @functools.cached_property
     def weights(self) -> Weights:
-        """What a step is handed: all params, with the rows of a reduced vocabulary gathered."""
+        """The weights of a step: all params, with the rows of a reduced vocabulary gathered."""
         return weights_for(self.head, self.base.params, self.draft_params)
 
     @property
     def levels(self) -> int:
-        """How many levels a step drafts: those of the tree that the head goes down to.
+        """Levels of the tree that a step drafts with this head.
 
         1 where all nodes are copies, which are made at once.
         """
@@ -173,7 +173,7 @@ class Models:
             "draft_config": _config_hash(self.head.config) if self.head else None,
             "tree": tree.name,
             "tree_hash": _config_hash(tree),
-            # Only where they are asked for, so that older outputs resume.
+            # Only where they are used, so that older outputs resume.
             **({"copy_from": self._copy_from_hash()} if self.copy_from else {}),
             **({"attention": self.attention} if self.attention != "xla" else {}),
         }
@@ -188,7 +188,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     plain: models whose base, tokenizer, mesh and int8 to share; None loads those of the spec.
     Raises UserError for what is missing, broken or does not fit together.
     """
-    # A mistake in a name should not cost the minutes that a base takes.
+    # A mistake in a name should not cost the minutes of loading a base.
     check_names(spec)
     if plain is None:
         parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
@@ -202,7 +202,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     if spec.draft == NO_DRAFT:
         return plain
 
-    # Which base a head was trained for, its own reader checks.
+    # `load_draft` checks which base a head was trained for.
     if _needs_no_file(spec.draft):
         draft = _fresh_draft(spec.draft, plain)
         draft = dataclasses.replace(draft, params=random_params(draft.params, seed=1))
@@ -254,9 +254,10 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
 
 
 def resolve_attention(name: str, platform: str | None = None) -> str:
-    """Return what reads caches where `--attention` has this name; auto is XLA's program.
+    """Map `--attention` to "xla" or "pallas".
 
-    platform: that of the programs; None is this process's. Raises UserError for a GPU's kernel.
+    "auto" is "xla" here; `tree_search/attention_trial.py` may change it on a TPU.
+    platform: that of the programs; None is this process's. Raises UserError for pallas on a GPU.
     """
     if name == "pallas" and (platform or jax.default_backend()) not in ("cpu", "tpu"):
         raise UserError("--attention=pallas is a kernel for TPU; a GPU takes --attention=xla")
@@ -330,7 +331,7 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
             "draft to decode plainly"
         )
 
-    # Only now: reading the text needs the tokenizer, and a wrong tree should be heard of first.
+    # After the tree: reading the text takes time, and a wrong tree should be reported first.
     source = _read_source(spec.copy_from, plain.tokenizer)
     models = dataclasses.replace(plain, draft=draft, tree=chosen, copy_from=source)
     if source and not models.copies:
@@ -361,7 +362,7 @@ def _check_template(draft: Draft, tokenizer: PreTrainedTokenizerBase | None) -> 
 
 
 def _config_hash(config: Any) -> str:
-    """Return SHA-256 over what a config says."""
+    """Return SHA-256 over a config's values."""
     return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
