@@ -1,4 +1,4 @@
-"""Files that are whole or absent, rows that a stopped run goes on with, checkpoints."""
+"""Atomic files, row files that resume, checkpoints."""
 
 import lazy_loader as lazy
 

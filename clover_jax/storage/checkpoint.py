@@ -1,8 +1,8 @@
-"""Training checkpoints: everything that the next step depends on, written beside the training.
+"""Training checkpoints: everything that the next step depends on, written in the background.
 
-Orbax writes a step's folder under a temporary name and renames it when it is whole; a killed run
-leaves the checkpoint before untouched. Just before the renaming, hashes of its files are written
-down, since the storage notices lost files but not every altered byte.
+Orbax writes a step's folder under a temporary name and renames it when it is complete, so a killed
+run leaves the checkpoint before untouched. Just before the renaming the hashes of its files are
+written, since orbax notices lost files but not every altered byte.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Checkpoints:
         """Open `directory`, making it where needed."""
         self.directory = directory.absolute()
         (self.directory / HASHES).mkdir(parents=True, exist_ok=True)
-        # Every error is raised to us as well; these would add pages of traceback to one line.
+        # Every error is raised as well; these logs would add pages of traceback to one line.
         logging.getLogger("absl").addFilter(_is_not_orbax)
         self._unraisable_hook = sys.unraisablehook
         sys.unraisablehook = self._skip_late_writes
@@ -89,8 +89,8 @@ class Checkpoints:
                 step,
                 args=ocp.args.Composite(
                     state=ocp.args.StandardSave(state),
-                    # Not grain's own handler: its files are one for each process, so that no other
-                    # number of processes could go on.
+                    # Not grain's own handler, which writes a file for each process: another number
+                    # of processes could not resume.
                     data=ocp.args.JsonSave(batches.get_state()),
                     meta=ocp.args.JsonSave({"step": step}),
                 ),
@@ -129,8 +129,8 @@ class Checkpoints:
 
         like: arrays, or ShapeDtypeStructs with shardings, of the state to restore.
         A damaged one is set aside with a warning and the one before is taken; None where there
-        never was one. What goes wrong with files that are as they were written, a lack of memory
-        for one, is raised: they stay. Raises UserError where every one is damaged.
+        never was one. An error with files whose hashes match, such as a lack of memory, is raised:
+        they stay. Raises UserError where every one is damaged.
         """
         for step in sorted(self._manager.all_steps(), reverse=True):
             hashes = self._hashes(step)
@@ -162,7 +162,7 @@ class Checkpoints:
             sys.unraisablehook = self._unraisable_hook
 
     def _skip_late_writes(self, unraisable: Any) -> None:
-        """Pass on what could not be raised, but for writes that end after another has failed.
+        """Pass on unraisable errors, but for those of writes after another one has failed.
 
         Orbax closes its event loop with the first failure; every other write of the same checkpoint
         then fails to report to it.
@@ -180,7 +180,7 @@ class Checkpoints:
                 meta=ocp.args.JsonRestore(),
             ),
         )
-        # A folder that somebody renamed would give another step's data position.
+        # A renamed folder would give another step's data position.
         if restored.meta["step"] != step:
             raise ValueError(f"it says that it is of step {restored.meta['step']}")
         batches.set_state(restored.data)
@@ -238,7 +238,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def _explained(self) -> Iterator[None]:
-        """Turn what the storage says about a full or closed disk into a user's message."""
+        """Turn errors of a full or closed disk into a UserError."""
         try:
             yield
         except Exception as error:
@@ -267,7 +267,7 @@ def _is_not_orbax(record: logging.LogRecord) -> bool:
 
 
 def disk_reason(error: BaseException | None) -> str | None:
-    """Return what a chain of exceptions says about a full or closed disk; None for all else."""
+    """Return the reason where a chain of exceptions is of a full or closed disk; else None."""
     # Orbax wraps what its threads met several times over.
     while error is not None:
         number = getattr(error, "errno", None)

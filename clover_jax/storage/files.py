@@ -1,4 +1,4 @@
-"""Files and folders that are whole or absent: written under another name, synced, then renamed."""
+"""Atomic files and folders: written under another name, synced, then renamed."""
 
 import contextlib
 import ctypes
@@ -52,8 +52,8 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     """Yield an empty temporary folder beside `path`; on success it takes the place of `path`.
 
-    What was at `path` is deleted afterwards. One process at a time may write one `path`: the
-    temporary name is fixed, so that what a killed run left behind is cleared by the next.
+    The old content of `path` is deleted afterwards. One process at a time may write one `path`: the
+    temporary name is fixed, so that the next run clears the rest of a killed one.
     """
     path = Path(path)
     recover_directory(path)
@@ -72,9 +72,9 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def recover_directory(path: str | os.PathLike) -> None:
-    """Undo what a process left that was killed while it wrote the folder `path`.
+    """Clean up after a process that was killed while it wrote the folder `path`.
 
-    A folder that it had moved away is back, and what lies beside it is deleted.
+    A folder that it had moved away is restored, and its temporary folders are deleted.
     """
     path = Path(path)
     if not os.path.lexists(path) and os.path.lexists(_replaced(path)):
@@ -103,9 +103,9 @@ def put_in_place(new: Path, path: Path) -> None:
 
 
 def place_for(path: str | os.PathLike, flag: str) -> Path:
-    """Return the path of a file that will be written once long work is done.
+    """Return the path of a file that will be written after long work.
 
-    Raises UserError, naming the flag, where no file can be.
+    Raises UserError, naming the flag, where no file can be written.
     """
     # Found out before the work: afterwards the result would be lost.
     place = Path(path).expanduser()
@@ -139,10 +139,9 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None]:
-    """Keep a second process of the same work out of `folder`, which is made where it is missing.
+    """Lock `folder` against a second process of the same work; make it where it is missing.
 
-    Work that leaves nothing in a folder that was made for it, since it failed at once, leaves no
-    folder either.
+    A folder that was made here and is still empty at the end is removed.
     Raises UserError, "another run `what_it_does` in FOLDER; ... give another `flag`".
     """
     made = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -158,7 +157,7 @@ def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None
         finally:
             if made and os.listdir(folder) == [place.name]:
                 place.unlink()
-                # A folder in which somebody else has begun something meanwhile is not empty: stay.
+                # Another process may have written there meanwhile: such a folder is not empty.
                 with contextlib.suppress(OSError):
                     for path in made:
                         path.rmdir()
@@ -167,7 +166,7 @@ def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None
 def lock(file: IO) -> bool:
     """Lock an open file until it is closed; return False where another process holds the lock.
 
-    A file system without locks says yes to everyone: nothing tells two writers apart there.
+    A file system without locks always grants them, so two writers are not detected there.
     """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -44,10 +44,10 @@ def append_row(path: str | os.PathLike, row: dict[str, Any]) -> None:
 
 
 def keep_rows(path: str | os.PathLike, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file atomically with the rows that `wanted` accepts; a torn line goes.
+    """Rewrite a JSONL file atomically with the rows that `wanted` accepts; drop a torn line.
 
     Example: `keep_rows(metrics, lambda row: row["step"] <= step)` after resuming from `step`.
-    A file that does not exist stays away.
+    A missing file is not made.
     """
     if not Path(path).exists():
         return

@@ -1,7 +1,7 @@
-"""Row files of jobs that share the rows of one input, and the one file that they make together.
+"""Row files of jobs that share the rows of one input, and the one file that they join to.
 
-Job I of N writes the rows of its part, one after the other, to a file of its own: of out.jsonl it
-is out.I-of-N.jsonl. Its manifest is that of the whole, and says beside which part it is.
+Job I of N writes the rows of its part in order to its own file: for out.jsonl it is
+out.I-of-N.jsonl. Its manifest is that of the whole, with an entry for the part.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Shard:
 
     @classmethod
     def parse(cls, text: str | None) -> Shard:
-        """Return what `--shard` says, as in 0/4 to 3/4; None is the whole.
+        """Return the shard of `--shard`, as in 0/4 to 3/4; None is the whole.
 
         Raises UserError for anything else.
         """
@@ -51,7 +51,7 @@ class Shard:
         return whole.with_name(f"{whole.stem}.{self.index}-of-{self.count}{whole.suffix}")
 
     def entry(self, total: int) -> dict[str, int] | None:
-        """Return what a part's manifest says of it; None for the whole."""
+        """Return the manifest's entry for a part; None for the whole."""
         part = {"index": self.index, "count": self.count, "total": total}
         return None if self.count == 1 else part
 
@@ -59,7 +59,7 @@ class Shard:
 def join_rows(whole: Path, overwrite: bool = False) -> None:
     """Write `whole` and its manifest, of the files of all its shards.
 
-    What is written is what one job would have written, so its command goes on from there.
+    It writes the same as a single job, so that job's command resumes from there.
     Raises UserError, before anything is written, for a shard or rows that are missing, a shard that
     is being written, shards of different settings or prompts, and where `whole` exists already.
     """
@@ -86,7 +86,7 @@ def join_rows(whole: Path, overwrite: bool = False) -> None:
     for shard in shards:
         _check_rows(shard, whole, total)
 
-    # The manifest first: rows without one could not be gone on with.
+    # The manifest first: rows without one could not be resumed.
     write_json(manifest_path(whole), {**(manifest or {}), "seconds": seconds})
     with atomic_file(whole) as unfinished, unfinished.open("wb") as file:
         for shard in shards:

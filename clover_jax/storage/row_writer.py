@@ -1,8 +1,8 @@
-"""A file of output rows that a stopped run can go on with.
+"""A file of output rows that a stopped run can resume.
 
 `OUTPUT` has one row a line, in input order, each flushed when written; a torn last line is dropped.
-`OUTPUT.manifest.json` says which settings and which prompts the rows come from, so that the same
-command resumes and any other is refused.
+`OUTPUT.manifest.json` has the settings and the prompts of the rows, so that the same command
+resumes and any other is refused.
 """
 
 import json
@@ -24,7 +24,7 @@ _SECONDS_BETWEEN_NOTES = 1.0
 class RowWriter:
     """Append rows in input order to a file that the same command can resume.
 
-    Rows may come in any order: one that is early waits in memory until those before it are there.
+    Rows may come in any order: an early one is held in memory until those before it are written.
     Use it as a context manager; `finished` rows of earlier runs need not be made again.
     """
 
@@ -87,7 +87,7 @@ class RowWriter:
         return manifest_path(self.path)
 
     def kept(self) -> Iterator[dict[str, Any]]:
-        """Yield the rows of earlier runs that this one goes on with."""
+        """Yield the rows of earlier runs that this one resumes."""
         if not self._replaces:
             yield from read_rows(self.path)
 
@@ -109,7 +109,7 @@ class RowWriter:
             self.finished += 1
 
     def note_seconds(self, seconds: float) -> None:
-        """Keep for how long this run has worked, so that one that goes on can count it too.
+        """Record for how long this run has worked, so that a resumed run can count it too.
 
         Writes once a second at most, and at the end: a killed run loses no more than that.
         """
@@ -135,7 +135,7 @@ class RowWriter:
             )
 
     def _replace(self) -> None:
-        """Empty the file that is to be overwritten: not before there is something to write."""
+        """Empty the file that is to be overwritten, once there is a row to write."""
         if self._replaces:
             self._file.truncate(0)
             write_json(self.manifest_path, self._manifest)
@@ -213,7 +213,7 @@ def check_index(line: bytes, expected: int, path: Path, number: int) -> None:
 
 
 def first_difference(there: dict[str, Any], wanted: dict[str, Any]) -> str | None:
-    """Say where two manifests differ, as "seed 0, not 1"; None where they agree."""
+    """Return the first difference of two manifests, as "seed 0, not 1"; None where they agree."""
     # Another format may mean anything, so nothing else of it is read.
     if there.get("format") != wanted["format"]:
         return f"manifest format {there.get('format')}, not {wanted['format']}"
