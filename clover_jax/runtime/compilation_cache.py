@@ -10,7 +10,7 @@ from pathlib import Path
 
 
 def use_compilation_cache(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Let JAX keep every compiled program under the user's cache folder, unless it is told where.
+    """Let JAX keep compiled programs under the user's cache folder, unless it has a folder set.
 
     A folder a host: programs for a CPU use the instructions that it has. Where JAX was given a
     folder, nothing is changed; JAX_ENABLE_COMPILATION_CACHE=false turns the cache off.

@@ -1,4 +1,4 @@
-"""How long JAX spent on tracing and compiling, so that it can be told apart from the work."""
+"""A clock of JAX's tracing and compiling, to subtract it from measured times."""
 
 from __future__ import annotations
 

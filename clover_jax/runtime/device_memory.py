@@ -1,4 +1,4 @@
-"""A device's lack of memory, in words that say what to do about it."""
+"""A device's lack of memory as a UserError with advice."""
 
 import contextlib
 from collections.abc import Iterator

@@ -1,10 +1,10 @@
 """Several processes, on one machine or many, that work as one run.
 
-Each process starts the same command. Where they find each other stands in the environment, which
-`launch/local_processes` or a cluster's starter sets: JAX_COORDINATOR_ADDRESS (HOST:PORT of process
+Each process starts the same command. The environment says where they find each other; it is set by
+`launch/local_processes` or a cluster's launcher: JAX_COORDINATOR_ADDRESS (HOST:PORT of process
 0), JAX_NUM_PROCESSES and JAX_PROCESS_ID; a coordinator "auto" asks the cluster (SLURM, Cloud TPU,
-GKE) for all three. All processes run the same programs in the same order; files and output are
-process 0's, the primary's, affair.
+GKE) for all three. All processes run the same programs in the same order; only process 0, the
+primary, writes files and output.
 """
 
 from __future__ import annotations
@@ -40,9 +40,8 @@ T = TypeVar("T")
 def joined_processes() -> Iterator[None]:
     """Join the other processes that the environment names; alone where it names none.
 
-    Where another process ends before this one, says so and ends with STATUS_LOST. Where this one
-    fails and the others do not, ends it soon, so that they see it go. Raises UserError for an
-    incomplete environment.
+    When another process is lost, this one reports it and ends with STATUS_LOST. When this one alone
+    fails, it ends soon, so that the others notice. Raises UserError for an incomplete environment.
     """
     # Without it this is one process, whatever else the environment says.
     coordinator = os.environ.get(COORDINATOR)
@@ -68,7 +67,7 @@ def joined_processes() -> Iterator[None]:
         if not 0 <= number < count:
             raise UserError(f"{NUMBER}={number} must lie between 0 and {COUNT} - 1 = {count - 1}")
         join(coordinator, count, number)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX has made it a note that nobody reads
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # JAX only records it, and nothing reads that
 
     try:
         yield
@@ -120,10 +119,10 @@ def is_primary() -> bool:
 
 
 def from_primary(make: Callable[[], T]) -> T:
-    """Return what `make` gives in the primary, in every process; all of them call this.
+    """Return the primary's result of `make` in every process; all of them call this.
 
-    For what depends on a clock, a terminal, or a file that the others may not see. What the user
-    got wrong there (UserError, OSError) is raised in every process.
+    For results that depend on a clock, a terminal, or a file that the others may not see. A user's
+    mistake there (UserError, OSError) is raised in every process.
     """
     if process_count() == 1:
         return make()
@@ -147,7 +146,7 @@ def from_primary(make: Callable[[], T]) -> T:
 
 @contextlib.contextmanager
 def primary_speaks() -> Iterator[None]:
-    """Drop what the other processes print; within it exceptions pass as they are."""
+    """Suppress the output of all processes but the primary; exceptions pass."""
     if process_count() == 1 or is_primary():
         yield
         return
@@ -186,7 +185,7 @@ def to_host(values: PyTree) -> PyTree:
 class AgreedEvent(threading.Event):
     """An event that is set in all processes at the same step, once it is set in one.
 
-    Asking the others means waiting for the device, so that is done once in `every` questions.
+    To ask the others means to wait for the device, so only every `every`-th `is_set` asks.
     """
 
     def __init__(self, event: threading.Event, every: int = 8):
@@ -208,5 +207,5 @@ class AgreedEvent(threading.Event):
 
 
 def agreed(event: threading.Event) -> threading.Event:
-    """Return an event that all processes see at once; alone, the very event."""
+    """Return an event that all processes see at the same step; alone, the event itself."""
     return AgreedEvent(event) if jax.process_count() > 1 else event

@@ -1,4 +1,4 @@
-"""The dtype that a command computes in, and that float32 means float32."""
+"""The dtype that a command computes in, and exact float32 matmuls."""
 
 import contextlib
 
@@ -23,7 +23,7 @@ def resolve_dtype(name: str) -> jnp.dtype:
 
 def exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
     """Return a context in which float32 means float32, on accelerators too."""
-    # Accelerators multiply float32 in fewer bits unless they are told otherwise.
+    # By default accelerators multiply float32 in fewer bits.
     if dtype == "float32":
         return jax.default_matmul_precision("highest")
     return contextlib.nullcontext()

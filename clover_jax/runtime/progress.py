@@ -67,8 +67,8 @@ def progress_bar(
     """Return a progress display with rate, time left and the figures given to `show`.
 
     Args:
-      total: units in all, or None where nobody knows.
-      desc: what is going on, in a word or two.
+      total: units in all, or None where it is not known.
+      desc: the work, in a word or two.
       unit: what is counted, in the singular.
       initial: units that an earlier run has done; they count for the position, not for the rate.
       file: where it goes, stderr by default. Not a terminal: a plain line every ten seconds.
@@ -136,7 +136,7 @@ class _Lines(Progress):
             self._print()
 
     def __exit__(self, *exception: object) -> None:
-        if not isinstance(exception[1], UserError | OSError):  # told in one line, and that alone
+        if not isinstance(exception[1], UserError | OSError):  # reported in a single line
             self.close()
 
     def _print(self) -> None:
@@ -157,7 +157,7 @@ def say(line: str | None) -> None:
 
 @contextlib.contextmanager
 def passing_note(text: str, file: TextIO | None = None) -> Iterator[None]:
-    """Show `text` while something takes its time; on a terminal only, and gone afterwards."""
+    """Show `text` during long work; on a terminal only, and cleared afterwards."""
     file = sys.stderr if file is None else file
     if not file.isatty():
         yield

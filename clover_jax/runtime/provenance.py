@@ -1,4 +1,4 @@
-"""How a draft or a measurement came about: versions, and the revision of this program."""
+"""Provenance of a draft or a measurement: versions, and the revision of this program."""
 
 from __future__ import annotations
 
