@@ -1,4 +1,4 @@
-"""The search of `--tree=auto`: time the parts of a step, choose trees, try them, keep the best."""
+"""The search of `--tree=auto`: time the parts of a step, choose trees, time them, keep the best."""
 
 import lazy_loader
 

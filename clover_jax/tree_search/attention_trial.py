@@ -28,9 +28,9 @@ APART = {"float32": 1e-4, "bfloat16": 3e-2}  # what rounding may make of values 
 def with_attention(
     models: Models, name: str, batch_size: int, platform: str | None = None
 ) -> Models:
-    """Return models that read caches by what `--attention` names; auto is measured on a TPU.
+    """Return models with the implementation of `--attention`; auto is measured on a TPU.
 
-    platform: that of the programs; None is this process's. Several processes measure nothing: their
+    platform: that of the programs; None is this process's. Several processes do not measure: their
         clocks could choose differently.
     """
     on_tpu = (platform or jax.default_backend()) == "tpu"
@@ -57,7 +57,7 @@ def with_attention(
 
 
 def compare(models: Models, batch: int, context: int) -> dict[str, str]:
-    """Return the name of the faster way, and a line that says why."""
+    """Return the faster of the two, and a line with the reason."""
     by_xla = {"attention": "xla", "line": "attention auto: xla; the kernel "}
     try:
         apart = _disagreement(models, batch, context)
@@ -99,7 +99,7 @@ def _disagreement(models: Models, batch: int, context: int) -> float:
 
 
 def _step_seconds(models: Models, batch: int, context: int) -> dict[str, float]:
-    """Return the median seconds of a step by each way, timed in turns."""
+    """Return the median seconds of a step by each, alternating."""
     placement, size = Placement(models.mesh), cache_size(models, context, room=0)
     runs = {}
     for name in ("xla", "pallas"):

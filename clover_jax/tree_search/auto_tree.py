@@ -1,4 +1,4 @@
-"""`--tree=auto`: measure this machine and this head, and decode with the tree that pays."""
+"""`--tree=auto`: measure this machine and this head, and decode with the fastest tree."""
 
 from __future__ import annotations
 
@@ -71,10 +71,10 @@ def with_auto_tree(
     calibration: str | None,
     rows: Path | None = None,
 ) -> Models:
-    """Return the models with the tree that gives most tokens a second, or without the draft.
+    """Return the models with the tree of most tokens a second, or without the draft.
 
     calibration: a file of prompt rows; None takes the base's own, else the shipped ones.
-    rows: a row file to go on with, if it was begun: the tree is then its own.
+    rows: a row file to resume, if it was begun: the tree is then its own.
     Measurements are kept on disk; the choice is explained on stderr.
     Raises UserError for prompts that cannot be used.
     """
@@ -184,10 +184,9 @@ def _costs(models: Models, batch_size: int) -> CostTable:
 
 
 def ranked_depth(head: DrafterConfig) -> int:
-    """Return how deep the trees may be that are looked at.
+    """Return the largest depth of the trees that are considered.
 
-    A head that drafts on by itself goes deeper than it was trained; EAGLE-1 is trained for one
-    position.
+    A recurrent head drafts deeper than it was trained; EAGLE-1 is trained for one position.
     """
     return head.max_depth or max(head.num_positions, DEFAULT_DEPTH)
 
@@ -218,7 +217,7 @@ def _trials(
     warping: Warping,
     batch_size: int,
 ) -> list[Trial]:
-    """Decode each round's prompts in every way, in turns, or remember what that gave."""
+    """Time each round's prompts in every way, alternating, or read the cached result."""
     key = machine(ways[-1].mesh) | {
         "models": ways[-1].identity(),
         "trees": [models.tree.to_dict() for models in ways],
@@ -236,7 +235,7 @@ def _trials(
 
 
 def rows_a_round(num_prompts: int, batch_size: int, plain_seconds: float) -> int:
-    """Return how many prompts a round of a trial decodes, so that all rounds share them out.
+    """Return how many prompts each round of a trial decodes.
 
     plain_seconds: of a step of plain decoding. Where that is slow a round has fewer prompts, but
     at least LEAST_A_ROUND; a large batch decodes prompts more than once, so no slot stays empty.

@@ -1,8 +1,8 @@
-"""How often a head is right: the ranks that it gives to the base's own text.
+"""The acceptance rate of a head by rank: the ranks that it gives to the base's own tokens.
 
-The base decodes prompts plainly. Then the same positions are walked once more: at each, the head
-takes in what came before and proposes level by level, fed the true tokens; the rank of each true
-token is what an ideal tree would have needed. This uses the contract of drafters only.
+The base decodes prompts plainly. Then, at each position of that text, the head absorbs what came
+before and proposes level by level, teacher-forced with the true tokens. The rank of each true token
+is the one that a tree needs to accept it. This uses the contract of drafters only.
 """
 
 from __future__ import annotations

@@ -33,10 +33,10 @@ def measure_costs(
     rounds: int = ROUNDS,
     depth: int = 2,
 ) -> CostTable:
-    """Time the parts of steps with trees of several sizes in turns, as `loops` runs them.
+    """Time the parts of steps with trees of several sizes, alternating, as `loops` runs them.
 
     slots: sizes of trees to verify; that of the tree whose whole step is timed is added.
-    depth: of that tree, a chain. The head takes in depth + 1 positions, as after a full accept, so
+    depth: of that tree, a chain. The head absorbs depth + 1 positions, as after a full accept, so
         costs of deeper trees come out a little low.
     Raises UserError where the context is longer than the base's.
     """

@@ -1,4 +1,4 @@
-"""Measurements kept on disk under everything that they depend on."""
+"""Measurements cached on disk; the key is everything that they depend on."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
 
 
 def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
-    """Return what every measurement depends on: the device, the mesh and the compilers."""
+    """Return the part of every key: the device, the mesh and the compilers."""
     device = jax.devices()[0]
     return {
         "device": device.device_kind,
@@ -41,10 +41,10 @@ def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
 def remembered(
     name: str, key: Mapping[str, Any], measure: Callable[[], dict[str, Any]], folder: Path
 ) -> dict[str, Any]:
-    """Return what was measured under this key, or measure it now and keep it.
+    """Return the cached measurement of this key, or measure it now and keep it.
 
-    key: JSON values; whatever changes the result must be in it. An unreadable file is measured
-        anew.
+    key: JSON values; everything that changes the result must be in it. An unreadable file is
+        measured anew.
     """
     text = json.dumps(key, sort_keys=True)
     path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"

@@ -1,9 +1,9 @@
-"""Which trees may pay: from a table of costs and from how often drafted tokens are right.
+"""Choose trees that may be faster, from a table of costs and samples of acceptance.
 
-`choose_tree` is a pure function of both. A sample of acceptance is the text itself: at a position,
-the rank that the head gave to each of the next tokens, having been fed the ones before it. A static
-tree accepts as far as these ranks are a path of it, so samples give the accepted length of any tree
-without assuming that levels are independent.
+`choose_tree` is a pure function of both. A sample is a position of the text: the rank that the head
+gave to each of the next tokens, teacher-forced with the ones before it. A static tree accepts as
+far as these ranks are a path of it, so samples give the accepted length of any tree without
+assuming that levels are independent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class CostTable(JsonConfig):
 
     plain: a step of plain decoding, everything included.
     verify: (tree slots, seconds) of the base's forward.
-    first: taking in what was accepted and proposing the root's children.
+    first: absorbing the accepted tokens and proposing the root's children.
     level: (expanded nodes, seconds) of going one level down and proposing there.
     rest: accepting and committing.
     """
@@ -77,7 +77,7 @@ def choose_tree(
     gaps: whether a node may lack the sibling of the rank before its own; sampled children must not.
     For every depth, the best tree of n nodes holds the n paths that occur most often: a path is
     never more frequent than its beginning, so every path's beginning is in it too. Without gaps a
-    path brings its earlier siblings with it, however rare these are.
+    path needs its earlier siblings, however rare these are.
     """
     depths = range(1, ranks.shape[1] + 1) if len(ranks) else ()
     best = [_best_of_depth(costs, ranks, depth, most_nodes, gaps) for depth in depths]
@@ -146,13 +146,12 @@ def _between(points: Points, size: float) -> float:
 
 
 def finalists(choice: Choice, *, by_rank: bool, only_copies: bool = False) -> list[Tree]:
-    """Return the trees that are worth a trial, the one with the best prospects first.
+    """Return the trees to time in a trial, the most promising first.
 
-    by_rank: whether the children are chosen by probability, not drawn. A tree as large as the best
-        static one, which follows the draft's probabilities, costs about as much and is tried too,
-        and so are copies beside either: samples of ranks do not say how many tokens these would
-        have accepted.
-    only_copies: whether the head itself does nothing but copy.
+    by_rank: whether the children are chosen by probability, not drawn. A dynamic tree as large as
+        the best static one costs about as much and is tried too, and so are copies beside either:
+        samples of ranks do not tell how many tokens these would have accepted.
+    only_copies: whether the head only copies.
     """
     worth = [other for other in choice.considered if other.speed_up > WORTH_A_TRIAL]
     best = sorted(worth, key=lambda other: -other.speed_up)[:MOST_FINALISTS]
@@ -179,7 +178,7 @@ def dynamic_like(tree: TreeConfig) -> AdaptiveTree:
 
 
 def describe_prospects(choice: Choice, costs: CostTable) -> list[str]:
-    """Return a table of what was considered, as far as parts of steps can tell."""
+    """Return a table of the considered trees, by the times of parts of steps."""
     lines = [f"by the parts of a step, timed apart; a plain step takes {1e3 * costs.plain:.2f} ms"]
     lines.append(f"{'depth':>5}{'nodes':>7}{'accepted':>10}{'step ms':>9}{'speed-up':>10}")
     for other in choice.considered:

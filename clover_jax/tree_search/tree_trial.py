@@ -1,7 +1,7 @@
-"""Which tree pays, by trial: whole runs in turns with plain decoding, not a sum of parts.
+"""Choose a tree by a trial: whole runs that alternate with plain decoding, not a sum of parts.
 
-Parts of a step choose the trees to try. Only a run shows what the engine's loop costs with its host
-and prefill, and what drafts are worth where steps really begin.
+The parts of a step choose the trees to try. Only a run includes the cost of the host and of
+prefill, and the acceptance at the positions where steps really begin.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Prompts = Sequence[Sequence[int]]
 
 
 class Decoded(NamedTuple):
-    """What one timed pass emitted, in how many forwards of the base; prefill is not counted."""
+    """Tokens and forwards of the base in one timed pass; prefill is not counted."""
 
     tokens: int
     forwards: int
@@ -35,7 +35,7 @@ class Decoded(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Trial(JsonConfig):
-    """What a way of decoding gave.
+    """The rates of one way of decoding.
 
     rates: tokens a second, round by round.
     tau: emitted tokens a forward, over all rounds.
@@ -79,7 +79,7 @@ def measure_trials(
     warping: Warping,
     batch_size: int,
 ) -> list[Trial]:
-    """Decode each round's prompts in every way, in turns; every row emits `new_tokens`."""
+    """Decode each round's prompts in every way, alternating; every row emits `new_tokens`."""
     requests = [
         [
             Request(index, prompt, new_tokens, **warping.to_dict())
@@ -111,7 +111,7 @@ def run_in_turns(
     """Run every pass of round 0 once to compile it, and then all of them in every round.
 
     passes: each is called with the number of its round.
-    Who begins rotates, so that a slow moment does not always hit the same.
+    The first pass rotates, so that a slow moment does not always hit the same one.
     """
     for run in passes:
         run(0)
@@ -129,7 +129,7 @@ def run_in_turns(
 
 
 def speed_up(trial: Trial, plain: Trial) -> SpeedUp:
-    """Compare round by round, so that what slows a whole round down slows both.
+    """Compare round by round, so that a slow round is slow for both.
 
     Example: 30 and 12 tokens a second where plain decoding had 20 and 10: 1.35, 1.2 to 1.5.
     """
@@ -140,7 +140,7 @@ def speed_up(trial: Trial, plain: Trial) -> SpeedUp:
 
 
 def fastest(speed_ups: Sequence[SpeedUp]) -> int | None:
-    """Return which of those that pay has the largest median; None where none pays."""
+    """Return the one with the largest median of those that pay; None where none does."""
     paying = [index for index, gain in enumerate(speed_ups) if gain.pays]
     return max(paying, key=lambda index: speed_ups[index].median, default=None)
 
@@ -148,7 +148,7 @@ def fastest(speed_ups: Sequence[SpeedUp]) -> int | None:
 def describe(
     names: Sequence[str], trials: Sequence[Trial], plain: Trial, num_prompts: int
 ) -> list[str]:
-    """Return what was tried, line by line, and what follows from it.
+    """Return the trials, line by line, and the choice.
 
     num_prompts: different prompts over all rounds.
     """
