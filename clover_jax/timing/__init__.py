@@ -1,4 +1,4 @@
-"""Time the parts of a step as the engine runs them, in turns."""
+"""Time the parts of a step as the engine runs them, alternating."""
 
 import lazy_loader as lazy
 

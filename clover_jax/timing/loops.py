@@ -1,8 +1,9 @@
 """Run parts of a step as the engine runs them: in a loop on the device, or each by itself.
 
-Where the engine's chunk is a loop on the device, a part is timed in one, each time on the result of
-the last, so that the compiler cannot hoist it out. A step of a millisecond would otherwise take
-less time than starting its parts from the host. Elsewhere a program runs its part once.
+Where the engine's chunk is a loop on the device, a part is timed in one. Each iteration uses the
+result of the last, so that the compiler cannot hoist the part out of the loop. Without a loop, to
+start the parts of a step of a millisecond from the host would take longer than the step. Elsewhere
+a program runs its part once.
 """
 
 from __future__ import annotations
@@ -56,9 +57,9 @@ def draft_loop(
 ) -> tuple[DecodeState, Int[Array, " B"]]:
     """Absorb and draft, with the token drafted last as the next root.
 
-    Everything that the head reads depends on everything that it drafted in the turn before. A head
-    that takes in no token (Medusa) and copies of the text would otherwise be computed once, before
-    the loop, and of a head only the levels that give the next root.
+    Everything that the head reads depends on everything that it drafted in the iteration before.
+    Otherwise the compiler would compute a head that reads no token (Medusa), and copies of the
+    text, once before the loop, and of other heads only the levels that give the next root.
     """
 
     def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
@@ -81,13 +82,13 @@ def draft_loop(
 def verify_loop(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> Int[Array, "B T"]:
-    """Verify a tree, its slots filled with the base's most probable tokens of the turn before."""
+    """Verify a tree, its slots filled with the base's choices of the iteration before."""
     # What is sampled is no part of verification, and greedy choices need no random keys.
     config = dataclasses.replace(config, sampling=GREEDY)
 
     def body(tokens: Array) -> Array:
         choices = verify_tree(config, weights, state, tree.replace(tokens=tokens)).choices
-        assert choices is not None  # GREEDY asks for nothing else
+        assert choices is not None  # GREEDY needs nothing else
         return choices
 
     return _repeat(body, tree.tokens)

@@ -1,8 +1,8 @@
 """Jit the functions that a step calls one by one, to be timed as its parts.
 
-All parts work on one state, at one length: a part hands back its changes of small arrays, and they
-are dropped, so it costs the same at every call. Buffers that a part writes to are donated, as in
-the engine.
+All parts work on one state, at one length: a part returns its changes of small arrays, which are
+dropped, so it costs the same at every call. Buffers that a part writes to are donated, as in the
+engine.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Part:
 
 
 class Bench:
-    """A state and its weights, which parts take turns to use."""
+    """A state and its weights, which the parts use in turn."""
 
     def __init__(self, models: Models, state: DecodeState, context: int):
         """Take arrays; the state's buffers are donated by the parts and given back."""
@@ -86,7 +86,7 @@ class Bench:
 
         program = jax.jit(apply, donate_argnums=1, compiler_options=options_here())
 
-        # The buffers that are handed in are gone afterwards; the next run takes those handed back.
+        # The buffers passed in are consumed; the next run takes the returned ones.
         def run() -> Any:
             self._buffers, rest = program(self.models.weights, self._buffers, self._small, *more)
             return rest
@@ -112,7 +112,7 @@ def step_part(bench: Bench, sampling: SamplingConfig = GREEDY) -> Part:
 
 
 def chunk_run(bench: Bench, sampling: SamplingConfig) -> Run:
-    """Return STEPS steps as the engine runs them, without its looks at the text."""
+    """Return STEPS steps as the engine runs them, without the host's reads of the text."""
     part = bench.updating(functools.partial(step_loop, bench.models.step(sampling)))
 
     def run() -> Any:

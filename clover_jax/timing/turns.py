@@ -1,4 +1,4 @@
-"""Time several functions in turns in one process, so that a slow moment hits all of them alike."""
+"""Time several functions, alternating in one process, so that a slow moment affects all of them."""
 
 from __future__ import annotations
 
