@@ -36,7 +36,7 @@ GIGA = 1e9
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """What the compiler says of one step; bytes and seconds are those of one device.
+    """The compiler's figures of one step; bytes and seconds are those of one device.
 
     rows: of the batch, all devices together; as many on each, as in the engine.
     temporary_bytes: allocated by the compiler; temporary_value_bytes: of that, covered by values
@@ -131,7 +131,7 @@ class CompiledStep:
         ]
 
     def _kernel_lines(self) -> list[str]:
-        """Return what the estimate lacks, where there are kernels."""
+        """Return lines for the kernels, which the estimate lacks."""
         kernels = self.kernel_seconds_by_part
         if not kernels:
             return []

@@ -26,7 +26,7 @@ _FULL = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w) hbm")
 
 @dataclasses.dataclass(frozen=True)
 class CompiledTraining:
-    """What the compiler says of a training step; bytes and seconds are those of one device.
+    """The compiler's figures of a training step; bytes and seconds are those of one device.
 
     arguments: bytes that lie there between steps, by kind. temporaries: more, during a step.
     resident: the most at one time; the new state takes the place of the old one.

@@ -43,10 +43,10 @@ AT_REST = ("base", "draft", "optimiser")  # on a device between steps
 
 @dataclasses.dataclass(frozen=True)
 class DryRun:
-    """The figures of a run that was not made.
+    """The figures of a dry run.
 
-    bytes_per_device: by kind; gathered: weights in the dtype of the step, as far as that or fsdp
-        asks for copies: at one time the base's vocabulary and two layers, and the whole draft.
+    bytes_per_device: by kind; gathered: copies of weights, where the dtype of the step or fsdp
+        needs them: at one time the base's vocabulary and two layers, and the whole draft.
     device_memory: of each device; None where it is not known.
     seconds: at UTILISATION of the device's matrix rate; None where that is not known.
     """

@@ -12,7 +12,7 @@ from clover_jax.timing.turns import WARM_UP, Run
 
 
 class EngineRun:
-    """An engine with full slots, whose rows go on from call to call."""
+    """An engine with full slots, whose rows continue from call to call."""
 
     def __init__(self, models: Models, sampling: SamplingConfig, batch: int, steps: int):
         """Prepare an engine of `batch` slots that runs `steps` steps a call."""

@@ -1,4 +1,4 @@
-"""`bench`: time a plain and a speculative step, and all parts of the latter, in turns."""
+"""`bench`: time a plain and a speculative step, and all parts of the latter, alternating."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class TimedStep:
     """The times of one batch size, context and tree.
 
     parts: by name; "plain step", "step" and "draft" among them.
-    engine_step: seconds a step in the engine. chunk_step: the same without its looks at the text.
+    engine_step: seconds a step in the engine. chunk_step: the same without the host's reads.
     """
 
     ceilings: Ceilings
@@ -157,7 +157,7 @@ def measure_and_describe(
             f"{models.levels} nodes"
         )
 
-    # The engine's rows go on while they are timed, so they need room behind the context.
+    # The engine's rows grow while they are timed, so they need room behind the context.
     context = context or fitting_context(models, room_for(models, rounds, force_accept))
     models = with_attention(models, spec.attention, batch)
     with (
@@ -230,7 +230,7 @@ def measure(
     runs["chunk"] = chunk_run(speculative, sampling)
     engine = EngineRun(models, sampling, batch, STEPS)
     runs["engine"] = engine.chunks(context, context + room, rounds, pace)
-    seconds = time_in_turns(runs, rounds, single=["engine"])  # its calls go on in the text
+    seconds = time_in_turns(runs, rounds, single=["engine"])  # its calls advance in the text
 
     ceilings = measure_ceilings(models.dtype)
     timed = {name: _timed(part, seconds[name], ceilings) for name, part in parts.items()}

@@ -47,9 +47,9 @@ class StepShapes(NamedTuple):
     def activation_bytes(self, mesh: MeshShape) -> int:
         """Estimate the bytes of a device's activations at their largest.
 
-        Where the compilers for TPU were asked, a dry run of an 8B base said 1 to 1.3 times their
-        total. The one for CPU took 1.5 times these activations for Clover-2 (1.76 GB, snakes5m,
-        16 x 512), 1.6 times on builtin:tiny (8 x 512), 0.9 times for Medusa (snakes5m).
+        For an 8B base a dry run gave 1 to 1.3 times the total of the compilers for TPU. The one for
+        CPU took 1.5 times these activations for Clover-2 (1.76 GB, snakes5m, 16 x 512), 1.6 times
+        on builtin:tiny (8 x 512), 0.9 times for Medusa (snakes5m).
         """
         config, layer = self.config, self.config.base
         size = jax.tree.leaves(self.base)[0].dtype.itemsize
