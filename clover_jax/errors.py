@@ -1,4 +1,4 @@
-"""What a user can get wrong, told apart from what a programmer can get wrong."""
+"""A user's mistake as an exception of its own, apart from bugs."""
 
 
 class UserError(ValueError):

@@ -44,7 +44,7 @@ class Setting:
     least, most: of a number; `least` does not concern None.
     choices: of a text; () allows any.
     repeated: several texts come from a repeated flag, not from one with commas.
-    may_change: a run that goes on may be given another value.
+    may_change: a resumed run may have another value.
     """
 
     help: str

@@ -132,8 +132,8 @@ def report(result: dict[str, Any]) -> None:
 def _interrupts_kept(interrupted: threading.Event) -> Iterator[None]:
     """Note a Ctrl-C in an event, and raise KeyboardInterrupt again where Python has dropped it.
 
-    Python drops what is raised within a callback, such as JAX's of the garbage collector. Where
-    Ctrl-C is ignored or somebody else handles it, nothing changes.
+    Python drops exceptions within a callback, such as JAX's of the garbage collector. Where Ctrl-C
+    is ignored or has another handler, nothing changes.
     """
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:

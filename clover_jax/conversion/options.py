@@ -31,7 +31,7 @@ class ConvertOptions:
     """The flags of `convert` beside those of `ModelSpec`, whose base the head is of."""
 
     spec: ModelSpec
-    # Both are refused where they are missing, so whoever reads them finds text.
+    # Both are refused where they are missing, so readers find text.
     input: str = setting(None, "the head to convert")
     output: str = setting(None, "folder to write")
     to: str = setting("orbax", "layout to write", choices=TARGETS)

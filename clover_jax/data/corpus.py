@@ -20,7 +20,7 @@ Split = Literal["train", "heldout"]
 
 HELDOUT_FRACTION = 0.05
 
-# Directories whose files are generated, are data for tests, or belong to somebody else.
+# Directories whose files are generated, are data for tests, or belong to other projects.
 _SKIPPED_DIRECTORIES = frozenset(
     {
         "__pycache__",

@@ -254,7 +254,7 @@ def _whole(attribute: str, least: int, remark: str = "") -> RowField:
 
 ROW_FIELDS = {
     "prompt": RowField("text", is_text, "a string", str),
-    # A question is put to somebody: a conversation of one turn.
+    # A question is a conversation of one turn.
     "question": RowField("turns", is_text, "a string", lambda value: (value,)),
     "prompt_ids": RowField(
         "prompt_ids",

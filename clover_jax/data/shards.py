@@ -1,8 +1,8 @@
-"""Records in numbered ArrayRecord files with a manifest: written so that a killed run goes on.
+"""Records in numbered ArrayRecord files with a manifest, so that a killed run can resume.
 
 A shard is written under another name, synced and renamed; then it is listed in the manifest, whose
 "complete" turns true after the last one. The manifest's "made_from" determines every shard, so the
-same command goes on behind the last listed shard, and another command is refused.
+same command resumes after the last listed shard, and another command is refused.
 
 Each record is one safetensors blob, which says names, dtypes and shapes by itself. ArrayRecord
 keeps a hash of every record, and checks it when the record is read.

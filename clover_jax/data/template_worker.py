@@ -27,7 +27,7 @@ def main() -> None:
     refusals = (jinja2.TemplateError, jinja2.UndefinedError)
     _limit_memory()
     for line in sys.stdin:
-        # Nobody handles the signal, so it ends the process, whatever C function it is in.
+        # The signal has no handler, so it ends the process, whatever C function it is in.
         signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
         try:
             reply: dict[str, str | bool]

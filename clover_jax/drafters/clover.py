@@ -205,14 +205,14 @@ class Clover(nn.Module):
         return head_logits(self.config, frozen, hidden)
 
     def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
-        assert self.regressive is not None  # who has none does not ask
+        assert self.regressive is not None  # the caller has checked
         return self.regressive.mix(state, self._read(frozen, token))
 
     def _read(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Array:
-        # A row's length says how frequent its token is, which the state need not be told.
+        # A row's length follows its token's frequency, which is no use to the state.
         rows = embed(frozen, tokens)
         direction = unit(rows.astype(jnp.float32), self.config.layer.rms_norm_eps)
-        assert self.regressive is not None  # who has none does not ask
+        assert self.regressive is not None  # the caller has checked
         return self.regressive.read(direction.astype(rows.dtype))
 
     def _output(self, frozen: Frozen, state: Array, position: int) -> Array:

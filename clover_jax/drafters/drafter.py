@@ -1,8 +1,9 @@
-"""The contract of a drafter: all that the engine and the trainer know of a draft head.
+"""The contract of a drafter: the interface through which engine and trainer use a draft head.
 
-A drafter is a linen module with these methods, beside a frozen config (`DrafterConfig`). The base's
-matrices are passed in as `Frozen`, never copied into the head's params. Indexing: the base has read
-x_0 .. x_t; its features at t, paired with x_{t+1}, let position i of the head propose x_{t+2+i}.
+The base is the target model. A drafter is a linen module with these methods, beside a frozen
+config (`DrafterConfig`). The base's matrices are passed in as `Frozen`, never copied into the
+head's params. Indexing: the base has read x_0 .. x_t; its features at t, paired with x_{t+1}, let
+position i of the head propose x_{t+2+i}.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Frozen(struct.PyTreeNode):
     lm_head:    [V, D] output matrix; its rows also serve Clover as token embeddings.
     embedding:  [V, D] input embedding (the same array as lm_head when they are tied).
     final_norm: [D]    scale of the base's final RMSNorm.
-    draft_lm_head: [Vd, D] what heads propose from in its place: a quantized copy (`--int8=draft`),
-        or the rows of a reduced vocabulary, gathered once by `with_draft_rows`; else None.
+    draft_lm_head: [Vd, D] lm_head for heads: a quantized copy (`--int8=draft`), or the rows of a
+        reduced vocabulary, gathered once by `with_draft_rows`; None where heads use lm_head.
     """
 
     lm_head: Matrix
@@ -62,7 +63,7 @@ class AcceptedPositions(struct.PyTreeNode):
 
 
 class FewTokens(struct.PyTreeNode):
-    """What a head proposes that knows few tokens: all others have probability 0.
+    """A sparse proposal: top-k ids and log probabilities; all other tokens have probability 0.
 
     ids:             [B, W, k] the most probable first; PAD_TOKEN where there are fewer.
     log_probability: [B, W, k] -inf where there is none; their sum may be below 1.
@@ -88,13 +89,13 @@ class Drafter(Protocol):
     apply: Callable[..., Any]
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
-        """Return what the head keeps of a text, as before its prompt: keys and values, or ()."""
+        """Return an empty draft cache: the head's KV cache, other state of the text, or ()."""
         ...
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: DraftCache
     ) -> tuple[State, DraftCache]:
-        """Read the accepted positions and return the state at the last one of each row.
+        """Update the draft cache with accepted positions; return the state at each row's last one.
 
         cache: holds start[b] committed positions; the result holds start[b] + count[b].
         Returns the root state, that of a single branch, and the cache.
@@ -104,7 +105,7 @@ class Drafter(Protocol):
     def propose(self, frozen: Frozen, state: State, depth: int) -> Proposal:
         """Return the logits of the tokens that may follow each state, `depth` levels down.
 
-        [B, 1, Vd] where they are the same for all branches; or the few tokens that it knows.
+        [B, 1, Vd] where they are the same for all branches; or `FewTokens`.
         """
         ...
 
@@ -180,8 +181,8 @@ def frozen_from_base(base_params: Params) -> Frozen:
 def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
     """Return the base's params and, for a reduced vocabulary, its rows of lm_head beside them.
 
-    Steps are handed these: within a step the rows would be gathered again each time, which costs
-    more than the smaller matrix saves.
+    Steps get these: within a step the rows would be gathered again each time, which costs more
+    than the smaller matrix saves.
     """
     # A quantized copy of the whole lm_head may lie there already; the rows are then its own.
     frozen = frozen_from_base(base_params)
@@ -203,9 +204,9 @@ def base_logits(
 def output_matrix(config: DrafterConfig, frozen: Frozen) -> Matrix:
     """Return the frozen matrix, [Vd, D], that a head's outputs are multiplied with.
 
-    Raises ValueError for a reduced vocabulary whose rows nobody gathered.
+    Raises ValueError for a reduced vocabulary whose rows were not gathered.
     """
-    # Without a reduced vocabulary a copy that lies there is the quantized lm_head.
+    # Without a reduced vocabulary a copy there is the quantized lm_head.
     rows = frozen.draft_lm_head
     if config.draft_to_target is None:
         return frozen.lm_head if rows is None else rows
@@ -220,7 +221,7 @@ def output_matrix(config: DrafterConfig, frozen: Frozen) -> Matrix:
 def head_logits(
     config: DrafterConfig, frozen: Frozen, hidden: Float[Array, "*b D"]
 ) -> Float[Array, "*b Vd"]:
-    """Return what the frozen matrix makes of a head's outputs, within the base's soft cap."""
+    """Return the logits of a head's outputs by the frozen matrix, within the base's soft cap."""
     return project(output_matrix(config, frozen), hidden, config.logit_cap)
 
 

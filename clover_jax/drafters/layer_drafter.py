@@ -1,4 +1,4 @@
-"""Heads that are one decoder layer fed with its own output: EAGLE's kind.
+"""Heads of EAGLE's kind: one decoder layer that reads its own output.
 
 The layer reads the embedding of x_{t+1} beside a state at t. For committed positions that state
 comes from the base; below the root of a tree it is the layer's own output at the parent. Every
@@ -129,7 +129,7 @@ class LayerDrafter(nn.Module, abc.ABC):
         depth: int,
     ) -> BranchState:
         """Feed a drafted token and its parent's output to the layer."""
-        # Each branch goes on from its own parent: state, path and length.
+        # Each branch continues from its own parent: state, path and length.
         above = jax.tree.map(functools.partial(_take_branches, index=parent), state)
         hidden, fresh = self.run(
             embed(self.config, frozen, token),
@@ -216,7 +216,7 @@ def attend_path(
     )
     softmax = RunningSoftmax(peak, weight.sum(axis=-1), mixed)
 
-    # What all branches share goes on from there: the text in training, the cache in drafting.
+    # Then what all branches share: the text in training, the KV cache in drafting.
     if prefix is not None:
         mask = prefix.mask[:, None, None]
         softmax = absorb_rows(query, prefix.rows, mask, softmax, rules, prefix.positions)

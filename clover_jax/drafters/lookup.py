@@ -24,7 +24,7 @@ from clover_jax.drafters.drafter import AcceptedPositions, FewTokens, Frozen
 from clover_jax.drafters.text_matches import find_matches, last_tokens
 from clover_jax.models.cache import Cache
 
-CONTINUATIONS = 4  # different tokens that a branch may go on with
+CONTINUATIONS = 4  # different next tokens of a branch
 # How often what followed a match of 0, 1 .. 8 tokens follows again.
 REPEATS = (0.0, 0.2, 0.35, 0.5, 0.6, 0.68, 0.74, 0.8, 0.9)
 
@@ -39,7 +39,7 @@ class LookupConfig(DrafterConfig):
 
 
 class LookupState(struct.PyTreeNode):
-    """The ways in which a text may go on.
+    """The possible continuations of a text.
 
     suffix: [B, W, l] last tokens of each branch, newest first.
     text:   [B, S] what is searched, the same for all branches.

@@ -44,7 +44,7 @@ class RecycleConfig(DrafterConfig):
 
 
 class RecycleState(struct.PyTreeNode):
-    """Where W branches may go on. successors: [B, W, k] of the last token, PAD_TOKEN for none."""
+    """Continuations of W branches. successors: [B, W, k] of the last token, PAD_TOKEN for none."""
 
     successors: Int[Array, "B W k"]
 
@@ -111,7 +111,7 @@ def remember(
 ) -> Int[Array, "B k V"]:
     """Move each following token to the front of its token's list, as if one after another.
 
-    Pairs that are not valid change nothing. All n are taken in at once, and the result is the same
+    Pairs that are not valid change nothing. All n are stored at once, and the result is the same
     on every device: no two of them write to one place.
 
     Example: the list of 5 is 7 8. After the pairs (5, 9) and (5, 8) it is 8 9 7.

@@ -1,4 +1,4 @@
-"""Names of the drafters and the file that holds each; imported only when asked for."""
+"""Names of the drafters and the file that holds each; imported only when used."""
 
 from __future__ import annotations
 

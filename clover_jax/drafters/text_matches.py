@@ -72,7 +72,7 @@ def find_matches(
 
     text: PAD_TOKEN where there is none. end: where the row's own text ends; of what lies beyond
         the oldest match goes first, which leaves most to copy.
-    suffix: the last tokens of W ways in which the text may go on, newest first.
+    suffix: the last tokens of W branches of the text, newest first.
 
     Example: after "a b c a b d a b" the best is d, then c, both with a match of 2.
     """

@@ -48,7 +48,7 @@ class CacheReadPolicy:
     rows_scores: int | None = None
 
     def rows_at_once(self, batch: int, scores_of_row: int) -> int:
-        """Return how many of `batch` rows, of so many scores each, are read together."""
+        """Return how many of `batch` rows, of this many scores each, are read together."""
         if self.rows_scores is None:
             return batch
         return min(max(self.rows_scores // (4 * scores_of_row), 1), batch)

@@ -1,4 +1,4 @@
-"""Keys and values of committed positions: one array pair per layer, never stacked.
+"""The KV cache: keys and values of committed positions, one array pair per layer, never stacked.
 
 A stacked [L, ...] cache is copied whole at every iteration of a compiled loop; separate arrays
 are updated in place. Rows of a batch advance independently, so each row writes at its own length.
@@ -87,7 +87,7 @@ def _by_index(fresh: Cache, index: Array) -> Cache:
 def _by_product(fresh: Cache, index: Array) -> Cache:
     def select(rows: Array) -> Array:
         chosen = jax.nn.one_hot(index, rows.shape[2], dtype=rows.dtype)
-        # A slot that is not asked for must not matter, and 0 times its NaN or infinity would.
+        # A slot that is not gathered must not matter, and 0 times its NaN or infinity would.
         rows = jnp.where(chosen.any(axis=1)[:, None, :, None], rows, 0)
         exact = jax.lax.Precision.HIGHEST  # or float32 would be rounded to bfloat16
         return jnp.einsum("bat,bkth->bkah", chosen, rows, precision=exact)

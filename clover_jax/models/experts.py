@@ -95,7 +95,7 @@ class ExpertMLP(nn.Module):
 
 
 def _way_for(pairs: int, tokens: int, number: int) -> Callable[..., Array]:
-    """Return the function for so many pairs of token and expert."""
+    """Return the function for this number of pairs of token and expert."""
     if pairs <= min(MOST_PAIRS, number // 4):
         return _chosen
     return _all if tokens <= MOST_TOKENS else _grouped

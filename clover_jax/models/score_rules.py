@@ -63,12 +63,12 @@ class ScoreRules:
 
     def mask(self, key_positions: Int[Array, "*b S"]) -> Bool[Array, "B 1 1 T S"]:
         """Return True where a key lies within the window."""
-        assert self.window is not None  # who has none does not ask
+        assert self.window is not None  # the caller has checked
         return self._back(key_positions) < self.window
 
     def bias(self, key_positions: Int[Array, "*b S"]) -> Float[Array, "B K G T S"]:
         """Return what the slopes add to the scores."""
-        assert self.slopes is not None  # who has none does not ask
+        assert self.slopes is not None  # the caller has checked
         distance = self._back(key_positions).astype(jnp.float32)
         return jnp.multiply(-self.slopes[:, :, None, None], distance)
 

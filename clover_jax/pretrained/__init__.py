@@ -1,4 +1,4 @@
-"""Base models as others store them: found, read, checked, told apart by a fingerprint."""
+"""Base models in others' formats: found, read, checked, identified by a fingerprint."""
 
 import lazy_loader
 

@@ -78,7 +78,7 @@ def matrix_hash(matrix: Float[Array, "V D"]) -> str:
 def checksum(params: Params) -> str:
     """Return a short hash of the values of all params, computed on their devices.
 
-    It tells weights that were changed, not weights that somebody has forged.
+    It detects weights that were changed, not forged ones.
     """
     # Whole numbers are summed, so it is the same however arrays are split over devices.
     sums = [(jax.tree_util.keystr(path), _sum(x)) for path, x in jax.tree.leaves_with_path(params)]

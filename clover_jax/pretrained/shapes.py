@@ -1,7 +1,7 @@
 """Well-known shapes as bases without a checkpoint: `shape:NAME`, random weights or none at all.
 
-A program's cost depends on shapes and not on values, so these measure models that nobody has
-downloaded. Their text means nothing.
+A program's cost depends on shapes and not on values, so these measure models without a
+download of their weights. Their text is meaningless.
 """
 
 from __future__ import annotations
