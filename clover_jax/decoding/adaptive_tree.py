@@ -31,14 +31,14 @@ class AdaptiveTree(JsonConfig):
 
     def __post_init__(self):
         if self.rule not in ("dynamic", "clover4"):
-            raise ValueError(f"tree {self.name!r}: rule {self.rule!r} is not dynamic or clover4")
+            raise UserError(f"tree {self.name!r}: rule {self.rule!r} is not dynamic or clover4")
         if min(self.nodes, self.depth, self.width) < 1:
-            raise ValueError(
+            raise UserError(
                 f"tree {self.name!r}: nodes ({self.nodes}), depth ({self.depth}) and width "
                 f"({self.width}) must be at least 1"
             )
         if self.rule == "dynamic" and self.nodes > self.pool_size:
-            raise ValueError(
+            raise UserError(
                 f"tree {self.name!r}: {self.depth} levels of width {self.width} draft "
                 f"{self.pool_size} nodes, fewer than the {self.nodes} wanted"
             )
@@ -86,7 +86,4 @@ def parse_adaptive(name: str) -> AdaptiveTree:
     # before it, which score no less: beyond N levels, children or expanded nodes nothing is kept.
     defaults = [max(1, min(most, nodes)) for most in (DEFAULT_DEPTH, DEFAULT_WIDTH)]
     depth, width = given + defaults[len(given) :]
-    try:
-        return AdaptiveTree(name, "dynamic", nodes, depth, width)
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return AdaptiveTree(name, "dynamic", nodes, depth, width)

@@ -82,10 +82,7 @@ class Engine:
         # Buffers are whole cache chunks long: prefill must end exactly where they do.
         if CACHE_CHUNK % prefill_size:
             raise ValueError(f"prefill_size ({prefill_size}) must divide {CACHE_CHUNK}")
-        try:
-            self.config = StepConfig(base, head, tree, sampling, attention)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        self.config = StepConfig(base, head, tree, sampling, attention)
 
         # A mesh splits rows over devices, so the batch grows until all have as many.
         self._placement = Placement(mesh)

@@ -48,22 +48,22 @@ class SamplingConfig(JsonConfig):
 
     def __post_init__(self):
         if self.verify not in VERIFICATIONS:
-            raise ValueError(f"verify {self.verify!r} is not one of {', '.join(VERIFICATIONS)}")
+            raise UserError(f"verify {self.verify!r} is not one of {', '.join(VERIFICATIONS)}")
         if self.draft_sampling not in DRAFT_SAMPLINGS:
-            raise ValueError(
+            raise UserError(
                 f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
             )
 
         # What only some rules of verification can do.
         if self.scored and self.verify != "lossless":
-            raise ValueError(f"scored steps need verify 'lossless', not {self.verify!r}")
+            raise UserError(f"scored steps need verify 'lossless', not {self.verify!r}")
         if self.force_accept is not None and not self.needs_choices_only:
-            raise ValueError(
+            raise UserError(
                 f"force_accept times greedy verification of the base's own logits, not "
                 f"{self.verify!r}{' with biased rows' if self.biased else ''}"
             )
         if self.draft_sampling == "sampled" and self.verify != "lossless":
-            raise ValueError(
+            raise UserError(
                 f"draft_sampling 'sampled' needs verify 'lossless', not {self.verify!r}: the other "
                 "rules take children as given"
             )

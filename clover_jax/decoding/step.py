@@ -83,7 +83,7 @@ class StepConfig:
 
     def __post_init__(self):
         if (self.head is None) != (self.tree.num_nodes == 0):
-            raise ValueError(
+            raise UserError(
                 f"tree {self.tree.name!r} has {self.tree.num_nodes} nodes and there is "
                 f"{'no' if self.head is None else 'a'} draft head: nodes need a head"
             )
@@ -94,23 +94,23 @@ class StepConfig:
 
     def _check_draws(self) -> None:
         if isinstance(self.tree, CopyTree):
-            raise ValueError(
+            raise UserError(
                 f"tree {self.tree.name!r} has copies, which are no draws from the draft: use "
                 "draft_sampling topk, or a tree without copies"
             )
         if self.head is not None and self.head.config.kind in TRAINING_FREE:
-            raise ValueError(
+            raise UserError(
                 f"{self.head.config.kind} has no distribution to draw children from: use "
                 "draft_sampling topk, whose text has the base's distribution too"
             )
         if isinstance(self.tree, AdaptiveTree):
-            raise ValueError(
+            raise UserError(
                 f"tree {self.tree.name!r} is chosen by probability, so its children are no draws: "
                 "use draft_sampling topk, or a static tree with sampled"
             )
         if self.tree.has_rank_gaps:
             # The second draw verified as if it were the first is not lossless.
-            raise ValueError(
+            raise UserError(
                 f"tree {self.tree.name!r} leaves out some node's earlier siblings: with "
                 "draft_sampling sampled a rank is a draw, and no draw may be passed over"
             )

@@ -126,12 +126,9 @@ def sampling_for(
 
     # Greedy verification reads no distribution, so one row that draws decides for all.
     draws = settings.draft_sampling == "sampled" or any(row.temperature > 0 for row in rows)
-    try:
-        return SamplingConfig(
-            verify=settings.verify or ("lossless" if draws else "greedy"),
-            draft_sampling=settings.draft_sampling,
-            truncate=any(row.top_k > 0 or row.top_p < 1 for row in rows),
-            biased=any(row.min_new_tokens > 0 or row.logit_bias for row in rows),
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return SamplingConfig(
+        verify=settings.verify or ("lossless" if draws else "greedy"),
+        draft_sampling=settings.draft_sampling,
+        truncate=any(row.top_k > 0 or row.top_p < 1 for row in rows),
+        biased=any(row.min_new_tokens > 0 or row.logit_bias for row in rows),
+    )

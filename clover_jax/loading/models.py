@@ -117,10 +117,7 @@ class Models:
 
     def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
         """Return the speculative step; raises UserError where the tree does not suit the head."""
-        try:
-            return StepConfig(self.base.config, self.head, self.tree, sampling, self.attention)
-        except ValueError as error:
-            raise UserError(str(error)) from error
+        return StepConfig(self.base.config, self.head, self.tree, sampling, self.attention)
 
     def plain(self) -> Models:
         """Return the base alone."""

@@ -7,6 +7,7 @@ import dataclasses
 import optax
 
 from clover_jax.config import JsonConfig
+from clover_jax.errors import UserError
 
 # name -> (peak, steps) -> a fall from the peak to 0.
 SCHEDULES = {
@@ -36,17 +37,17 @@ class OptimizerConfig(JsonConfig):
 
     def __post_init__(self):
         if self.steps < 1 or not 0 <= self.warmup_steps <= self.steps:
-            raise ValueError(
+            raise UserError(
                 f"warmup_steps ({self.warmup_steps}) must lie between 0 and steps ({self.steps}), "
                 "which must be at least 1"
             )
         if self.learning_rate <= 0:
-            raise ValueError(f"learning_rate ({self.learning_rate}) must be positive")
+            raise UserError(f"learning_rate ({self.learning_rate}) must be positive")
         # At 1 the mean of squared gradients never leaves 0, and the update divides by it.
         if not 0 <= self.b2 < 1:
-            raise ValueError(f"adam_b2 ({self.b2}) must be at least 0 and less than 1")
+            raise UserError(f"adam_b2 ({self.b2}) must be at least 0 and less than 1")
         if self.schedule not in SCHEDULES:
-            raise ValueError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
+            raise UserError(f"schedule {self.schedule!r} is not one of {', '.join(SCHEDULES)}")
 
 
 def make_schedule(config: OptimizerConfig) -> optax.Schedule:

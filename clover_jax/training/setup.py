@@ -188,18 +188,15 @@ def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
 
     Raises UserError for impossible values.
     """
-    try:
-        return OptimizerConfig(
-            steps=settings.steps,
-            learning_rate=settings.learning_rate,
-            warmup_steps=min(settings.warmup_steps, settings.steps),
-            schedule=settings.schedule,
-            b2=settings.adam_b2,
-            weight_decay=settings.weight_decay,
-            clip_value=settings.clip_value,
-        )
-    except ValueError as error:
-        raise UserError(str(error)) from error
+    return OptimizerConfig(
+        steps=settings.steps,
+        learning_rate=settings.learning_rate,
+        warmup_steps=min(settings.warmup_steps, settings.steps),
+        schedule=settings.schedule,
+        b2=settings.adam_b2,
+        weight_decay=settings.weight_decay,
+        clip_value=settings.clip_value,
+    )
 
 
 def check_rows(settings: TrainSettings, mesh: AnyMesh | None) -> None:
