@@ -69,7 +69,7 @@ class Checkpoints:
             max_to_keep=KEPT,
             async_options=ocp.AsyncOptions(post_finalization_callback=self._write_hashes),
         )
-        with self._explained():
+        with disk_errors(self._refusal):
             self._manager = ocp.CheckpointManager(self.directory, options=options)
 
     def latest_step(self) -> int | None:
@@ -84,7 +84,7 @@ class Checkpoints:
         # A run that is stopped at a step which was due anyway asks twice.
         if step in self._manager.all_steps():
             return
-        with self._explained():
+        with disk_errors(self._refusal):
             self._manager.save(
                 step,
                 args=ocp.args.Composite(
@@ -105,26 +105,19 @@ class Checkpoints:
         needed = SPACE_FACTOR * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self.directory).free
         if free < needed:
-            # As the disk itself would say it, so that both get the same explanation.
-            with self._explained():
-                shown = f"{os.strerror(errno.ENOSPC)}: {free} bytes free, {needed:.0f} needed"
-                raise OSError(errno.ENOSPC, shown)
+            reason = f"{_DISK_ERRORS[errno.ENOSPC]}: {free} bytes free, {needed:.0f} needed"
+            raise UserError(self._refusal(reason))
 
     def wait(self) -> None:
         """Return when the last save is on disk.
 
         Raises UserError where the disk refused it.
         """
-        with self._explained():
+        with disk_errors(self._refusal):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
 
-    def restore(
-        self,
-        like: PyTree,
-        batches: grain.DatasetIterator,
-        warn: Callable[[str], None] = lambda line: print(line, file=sys.stderr),
-    ) -> Restored | None:
+    def restore(self, like: PyTree, batches: grain.DatasetIterator) -> Restored | None:
         """Restore the newest checkpoint that is whole, and set `batches` to its position.
 
         like: arrays, or ShapeDtypeStructs with shardings, of the state to restore.
@@ -139,12 +132,13 @@ class Checkpoints:
             if damage is None:
                 try:
                     return Restored(self._restore_step(step, like, batches), step)
-                except Exception as error:  # the storage raises whatever it meets
+                except Exception as error:  # orbax raises many types
                     if hashes:
                         raise
                     damage = f"{type(error).__name__}: {error}".splitlines()[0]
             aside = self._set_aside(step)
-            warn(f"checkpoint {step} is damaged ({damage}); it was moved to {aside}")
+            line = f"checkpoint {step} is damaged ({damage}); it was moved to {aside}"
+            print(line, file=sys.stderr)
 
         # Starting anew here would throw away what may still be repaired.
         if self._damaged.is_dir():
@@ -156,10 +150,11 @@ class Checkpoints:
     def close(self) -> None:
         """Finish the last save and stop the background threads."""
         try:
-            with self._explained():
+            with disk_errors(self._refusal):
                 self._manager.close()
         finally:
             sys.unraisablehook = self._unraisable_hook
+            logging.getLogger("absl").removeFilter(_is_not_orbax)
 
     def _skip_late_writes(self, unraisable: Any) -> None:
         """Pass on unraisable errors, but for those of writes after another one has failed.
@@ -212,7 +207,7 @@ class Checkpoints:
         try:
             return json.loads(self._hash_file(step).read_text(encoding="utf-8"))
         except (FileNotFoundError, ValueError):
-            return {}  # restoring will tell
+            return {}  # restoring will show whether the files are whole
 
     def _damage(self, step: int, wanted: dict[str, str]) -> str | None:
         """Say which file of a checkpoint has not the wanted hash; None for none."""
@@ -236,37 +231,37 @@ class Checkpoints:
         self._manager.reload()
         return aside
 
-    @contextlib.contextmanager
-    def _explained(self) -> Iterator[None]:
-        """Turn errors of a full or closed disk into a UserError."""
-        try:
-            yield
-        except Exception as error:
-            reason = disk_reason(error)
-            if reason is None:
-                raise
-            # By names on disk: the manager counts a checkpoint whose writing has just failed.
-            usable = self._newest_on_disk()
-            rest = (
-                "no checkpoint was saved yet"
-                if usable is None
-                else (f"checkpoint {usable} is whole, the same command goes on from it")
-            )
-            raise UserError(
-                f"cannot save a checkpoint in {self.directory}: {reason}; free some space or give "
-                f"another --workdir ({rest})"
-            ) from error
-
-    def _newest_on_disk(self) -> int | None:
+    def _refusal(self, reason: str) -> str:
+        """Return the message for a disk that takes no checkpoint, and which one is left."""
+        # By names on disk: the manager counts a checkpoint whose writing has just failed.
         steps = [int(name) for name in os.listdir(self.directory) if name.isdecimal()]
-        return max(steps, default=None)
+        rest = "no checkpoint was saved yet"
+        if steps:
+            rest = f"checkpoint {max(steps)} is whole, the same command resumes from it"
+        return (
+            f"cannot save a checkpoint in {self.directory}: {reason}; free some space or give "
+            f"another --workdir ({rest})"
+        )
 
 
 def _is_not_orbax(record: logging.LogRecord) -> bool:
     return "orbax" not in record.pathname
 
 
-def disk_reason(error: BaseException | None) -> str | None:
+@contextlib.contextmanager
+def disk_errors(explain: Callable[[str], str]) -> Iterator[None]:
+    """Turn errors of a full or closed disk into a UserError; `explain` makes its message."""
+    try:
+        yield
+    except Exception as error:
+        # The storage raises its own types, which only quote the system's words.
+        reason = _disk_reason(error)
+        if reason is None:
+            raise
+        raise UserError(explain(reason)) from error
+
+
+def _disk_reason(error: BaseException | None) -> str | None:
     """Return the reason where a chain of exceptions is of a full or closed disk; else None."""
     # Orbax wraps what its threads met several times over.
     while error is not None:

@@ -8,13 +8,12 @@ from typing import Any
 
 from clover_jax.array_types import Params
 from clover_jax.decoding.tree import portable_name
-from clover_jax.errors import UserError
 from clover_jax.interchange.card import read_card
 from clover_jax.interchange.directory import save_draft
 from clover_jax.runtime.distributed import is_primary, to_host
 from clover_jax.runtime.progress import Progress
 from clover_jax.runtime.provenance import git_revision, versions
-from clover_jax.storage.checkpoint import disk_reason
+from clover_jax.storage.checkpoint import disk_errors
 from clover_jax.tokenizers.tokenizer import template_text
 from clover_jax.training.decoding_eval import DecodingEvaluator, Interrupted
 from clover_jax.training.metrics import MetricsLog
@@ -60,7 +59,13 @@ class DraftWriter:
         if not is_primary():
             return
 
-        try:
+        def refusal(reason: str) -> str:
+            return (
+                f"cannot write {directory}: {reason}; free some space, the same command then "
+                "resumes from the last checkpoint"
+            )
+
+        with disk_errors(refusal):
             save_draft(
                 directory,
                 self._inputs.head.config,
@@ -70,15 +75,6 @@ class DraftWriter:
                 provenance,
                 template_text(self._inputs.tokenizer),
             )
-        except Exception as error:
-            # The storage raises its own types, which only quote the system's words.
-            reason = disk_reason(error)
-            if reason is None:
-                raise
-            raise UserError(
-                f"cannot write {directory}: {reason}; free some space, the same command then goes "
-                "on from the last checkpoint"
-            ) from error
 
 
 def best_measured(workdir: Path) -> dict[str, Any] | None:

@@ -52,7 +52,7 @@ def test_a_run_whose_checkpoints_were_all_damaged_is_never_begun_anew(tmp_path):
             opened(tmp_path) as (checkpoints, batches),
             pytest.raises(UserError, match="every checkpoint under .* is damaged"),
         ):
-            checkpoints.restore(STATE, batches, warn=lambda line: None)
+            checkpoints.restore(STATE, batches)
     assert (tmp_path / "damaged" / "1").is_dir()
 
 
