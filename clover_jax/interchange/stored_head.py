@@ -86,7 +86,7 @@ class FoundHead(NamedTuple):
 
 
 def find_head(source: str, rope_theta: float | None = None) -> FoundHead:
-    """Find a head by its name and tell its layout; the arguments are those of `load_draft`.
+    """Find a head by its name and recognise its layout; the arguments are `load_draft`'s.
 
     Raises UserError if there is no head, or if `rope_theta` is given for a native head.
     """
@@ -127,19 +127,42 @@ def open_head(
     if layout is None:
         return _open_native(directory, source, base, allow_base_mismatch)
 
-    # The config says which tensors to expect; the copies of the base's say whose head it is.
+    # The config says which tensors to expect, by the vocabulary as it is stored.
     stored = layout.read_config(directory, rope_theta, base.config)
     config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
-    _check_widths(config, base, directory)
-    copies = {} if allow_base_mismatch else layout.copies
-    return _open_foreign(directory, source, layout, stored, config, base, copies)
+    _check_widths(config, base, str(directory))
+    files = _open_tensors(directory, layout, stored)
+    dtypes = {name: files.dtype(name) for name in stored_shapes(layout.leaves(stored))}
+
+    # The copies of the base's matrices show whose head it is.
+    if not allow_base_mismatch:
+        for name, which in layout.copies.items():
+            _check_copy(files, name, which, base)
+
+    # Only the rows of the base's vocabulary are read: padding is left where it is.
+    leaves = {leaf.path: leaf for leaf in layout.leaves(config)}
+    kept = stored_shapes(leaves.values())
+
+    def read(path: LeafPath) -> np.ndarray:
+        leaf = leaves[path]
+        params = fuse(leaf, lambda name: files.view(name)[: kept[name][0]])
+        files.check_part([piece.name for piece in leaf.pieces], params)
+        return params
+
+    # The layout does not name the base, so it is taken for the one that the user gives.
+    card = Card(config, fingerprint(base), None, {"layout": layout.name})
+    shapes = {path: leaf.shape for path, leaf in leaves.items()}
+    return StoredHead(source, directory, card, layout.name, shapes, dtypes, read)
 
 
 def _open_native(
     directory: Path, source: str, base: BaseModel, allow_base_mismatch: bool
 ) -> StoredHead:
     card = read_card(directory)
-    _check_base(card, base, source, allow_base_mismatch)
+    # Another width cannot be decoded with, even with --allow_base_mismatch.
+    _check_widths(card.config, base, f"draft {source}")
+    if not allow_base_mismatch:
+        _check_base(card, base, source)
     expected = _expected_params(card, directory, base)
     _check_layers(card.config.features, base, source)
 
@@ -173,21 +196,7 @@ def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
         ) from error
 
 
-def _check_base(card: Card, base: BaseModel, source: str, allow_base_mismatch: bool) -> None:
-    # Another width cannot be decoded with, whatever a user allows.
-    widths = {
-        "vocabulary": (card.config.vocab_size, base.config.vocab_size),
-        "width": (card.config.layer.hidden_size, base.config.hidden_size),
-    }
-    for name, (ours, theirs) in widths.items():
-        if ours != theirs:
-            raise UserError(
-                f"draft {source} has {name} {ours}, but base {base.source} has {theirs}; "
-                "give the base that it was trained for"
-            )
-    if allow_base_mismatch:
-        return
-
+def _check_base(card: Card, base: BaseModel, source: str) -> None:
     differing = differences(card.base, fingerprint(base))
     if differing:
         # The beginning of a hash is enough to tell it from another.
@@ -210,91 +219,61 @@ def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> No
         )
 
 
-def _open_foreign(
-    directory: Path,
-    source: str,
-    layout: Layout,
-    stored: DrafterConfig,
-    config: DrafterConfig,
-    base: BaseModel,
-    copies: Mapping[str, str],
-) -> StoredHead:
-    """Open a head in a layout of others.
-
-    stored: its config as the folder says it. config: the same with the base's vocabulary.
-    copies: the copies of base matrices to compare with the base's own.
-    """
-    # Every tensor is accounted for, by the vocabulary as it is stored.
-    files, own = TensorFiles(directory), stored_shapes(layout.leaves(stored))
-    matrix = (stored.vocab_size, stored.layer.hidden_size)
-    further = {name: array.shape for name, array in layout.more_tensors(stored).items()}
+def _open_tensors(directory: Path, layout: Layout, config: DrafterConfig) -> TensorFiles:
+    """Open the files of a foreign head; every tensor must be accounted for."""
+    files, own = TensorFiles(directory), stored_shapes(layout.leaves(config))
+    matrix = (config.vocab_size, config.layer.hidden_size)
+    further = {name: array.shape for name, array in layout.more_tensors(config).items()}
     expected = own | dict.fromkeys(layout.copies, matrix) | further
     files.check(expected, harmless=layout.optional.__contains__)
-    dtypes = {name: files.dtype(name) for name in own}
-    for name, which in copies.items():
-        _check_copy(files, name, which, base)
-
-    # Read are the rows of the base's vocabulary: padding is left where it is.
-    leaves = {leaf.path: leaf for leaf in layout.leaves(config)}
-    kept = stored_shapes(leaves.values())
-
-    def read(path: LeafPath) -> np.ndarray:
-        leaf = leaves[path]
-        params = fuse(leaf, lambda name: files.view(name)[: kept[name][0]])
-        files.check_part([piece.name for piece in leaf.pieces], params)
-        return params
-
-    # The layout says nothing of the base, so it is taken for the one that the user gives.
-    card = Card(config, fingerprint(base), None, {"layout": layout.name})
-    shapes = {path: leaf.shape for path, leaf in leaves.items()}
-    return StoredHead(source, directory, card, layout.name, shapes, dtypes, read)
+    return files
 
 
 def _fit_vocabulary(
     config: DrafterConfig, base: BaseModel, directory: Path, cut_vocab: bool
 ) -> DrafterConfig:
-    ours, wanted = config.vocab_size, base.config.vocab_size
-    if ours <= wanted:
+    own, wanted = config.vocab_size, base.config.vocab_size
+    if own <= wanted:
         return config
     # Rows are cut only when asked: a longer vocabulary may be another base's.
     if not cut_vocab:
         raise UserError(
-            f"{directory}: the head's vocab_size is {ours}, that of the base {base.source} is "
+            f"{directory}: the head's vocab_size is {own}, that of the base {base.source} is "
             f"{wanted}; give the base that the head was trained for or, where the last "
-            f"{ours - wanted} rows are padding, --cut_vocab of clover_jax.convert"
+            f"{own - wanted} rows are padding, --cut_vocab of clover_jax.convert"
         )
 
     try:
         return dataclasses.replace(config, vocab_size=wanted)
     except ValueError as error:  # ids of its draft vocabulary lie in what would be cut
-        raise UserError(f"{directory}, without its last {ours - wanted} rows: {error}") from error
+        raise UserError(f"{directory}, without its last {own - wanted} rows: {error}") from error
 
 
-def _check_widths(config: DrafterConfig, base: BaseModel, directory: Path) -> None:
+def _check_widths(config: DrafterConfig, base: BaseModel, where: str) -> None:
     pairs = {
         "vocab_size": (config.vocab_size, base.config.vocab_size),
         "hidden_size": (config.layer.hidden_size, base.config.hidden_size),
     }
-    for name, (ours, wanted) in pairs.items():
-        if ours != wanted:
+    for name, (own, wanted) in pairs.items():
+        if own != wanted:
             raise UserError(
-                f"{directory}: the head's {name} is {ours}, that of the base {base.source} is "
+                f"{where}: the head's {name} is {own}, that of the base {base.source} is "
                 f"{wanted}; give the base that the head was trained for"
             )
 
 
 def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> None:
     # A part of the rows at a time: the matrix may be the largest of the base.
-    ours = base.lm_head if which == "lm_head" else base.params["embedding"]
-    for start in range(0, ours.shape[0], _CHECKED_ROWS):
-        rows = ours[start : start + _CHECKED_ROWS]
-        mine = np.asarray(widen(rows, jnp.float32)).astype(np.float32)
-        theirs = files.read(name, slice(start, start + len(mine))).astype(np.float32)
+    matrix = base.lm_head if which == "lm_head" else base.params["embedding"]
+    for start in range(0, matrix.shape[0], _CHECKED_ROWS):
+        rows = matrix[start : start + _CHECKED_ROWS]
+        expected = np.asarray(widen(rows, jnp.float32)).astype(np.float32)
+        stored = files.read(name, slice(start, start + len(expected))).astype(np.float32)
 
         # To a bfloat16 rounding, as the head may be stored in another dtype than the base, and to
         # half a step where the base is quantized.
         half = 0.5 * np.asarray(rows.step) if isinstance(rows, Int8Matrix) else 0.0
-        differs = np.abs(theirs - mine) > 2.0**-7 * np.abs(mine) + half + 1e-6
+        differs = np.abs(stored - expected) > 2.0**-7 * np.abs(expected) + half + 1e-6
         if differs.any():
             row = start + int(np.argmax(differs.any(axis=1)))
             raise UserError(

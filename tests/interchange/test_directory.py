@@ -109,8 +109,11 @@ def test_another_base_is_refused_unless_allowed(written, base, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"vocab_size": 50}, "has vocabulary 96, but base random has 50; give the base"),
-        ({"hidden_size": 16, "head_dim": 4}, "has width 32, but base random has 16; give the base"),
+        ({"vocab_size": 50}, "the head's vocab_size is 96, that of the base random is 50; give"),
+        (
+            {"hidden_size": 16, "head_dim": 4},
+            "the head's hidden_size is 32, that of the base random is 16; give",
+        ),
     ],
 )
 def test_another_width_is_refused_even_if_a_mismatch_is_allowed(
