@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -17,7 +17,7 @@ from clover_jax.evaluation.drawing import (
     new_figure,
     save,
 )
-from clover_jax.evaluation.markdown import EQUAL, equal, number, spread, table
+from clover_jax.evaluation.markdown import EQUAL, FIGURES, cell_of, groups, speed_of, table
 from clover_jax.evaluation.options import VANILLA
 from clover_jax.evaluation.report import FORMAT, JSON
 from clover_jax.storage.files import write_json, write_text
@@ -48,16 +48,11 @@ class Column(NamedTuple):
 
     def cell(self, task: str | None) -> Mapping[str, Any]:
         """Return its figures on a task, or overall; empty where its report has no such task."""
-        cells = self.report.values["methods"][self.method]
-        return cells["overall"] if task is None else cells["tasks"].get(task, {})
+        return cell_of(self.report.values, self.method, task)
 
     def speed(self, task: str | None) -> Mapping[str, Any]:
         """Return its speed on a task, or overall, at the report's first batch size."""
-        values = self.report.values
-        speeds = values["speed"][str(values["batch_sizes"][0])][self.method]
-        # Reports may be of other tasks.
-        empty = {"speedup": None, "tokens_per_second": None}
-        return speeds["overall"] if task is None else speeds["tasks"].get(task, empty)
+        return speed_of(self.report.values, self.method, task)
 
 
 def compare_reports(names: str, output: str | None) -> dict[str, Any]:
@@ -192,24 +187,14 @@ def _page(
     if differing["times"]:
         parts.append(f"Not the same conditions for times: {'; '.join(differing['times'])}.")
 
-    figures: dict[str, Callable[[Column, str | None], str]] = {
-        "tau": lambda column, task: number(column.cell(task).get("tau")),
-        "speed-up": lambda column, task: spread(column.speed(task)["speedup"], 2, "x"),
-        "tokens/s": lambda column, task: spread(column.speed(task)["tokens_per_second"], 0),
-        EQUAL: lambda column, task: equal(column.cell(task)),
-    }
-    for title, figure in figures.items():
+    for title in ("tau", "speed-up", "tokens/s", EQUAL):
+        text = FIGURES[title]
         rows = [
-            [task or "overall", *(figure(column, task) for column in columns)]
-            for task in _groups(tasks)
+            [task or "overall", *(text(each.cell(task), each.speed(task)) for each in columns)]
+            for task in groups(tasks)
         ]
         parts += [f"## {title}", table(["task", *(column.name for column in columns)], rows)]
     return "\n\n".join(parts)
-
-
-def _groups(tasks: Sequence[str]) -> list[str | None]:
-    """Return None for all tasks together, then each; a single task would be that again."""
-    return [None, *tasks] if len(tasks) > 1 else [None]
 
 
 def _write(
@@ -228,14 +213,14 @@ def _write(
 
 def _plot(columns: Sequence[Column], tasks: Sequence[str]) -> Figure:
     # Tasks side by side: tau above, speed-up below.
-    groups = _groups(tasks)
-    figure, (upper, lower) = new_figure(rows=2, width=max(WIDTH, 1.25 * len(groups)))
-    labels = [task or "overall" for task in groups]
+    places = groups(tasks)
+    figure, (upper, lower) = new_figure(rows=2, width=max(WIDTH, 1.25 * len(places)))
+    labels = [task or "overall" for task in places]
     taus = {
-        column.name: [column.cell(task).get("tau") or 0.0 for task in groups] for column in columns
+        column.name: [column.cell(task).get("tau") or 0.0 for task in places] for column in columns
     }
     speedups = {
-        column.name: [column.speed(task)["speedup"] for task in groups] for column in columns
+        column.name: [column.speed(task)["speedup"] for task in places] for column in columns
     }
     draw_bars(upper, labels, taus)
     draw_spreads(lower, labels, speedups)

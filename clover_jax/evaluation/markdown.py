@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -66,6 +66,40 @@ def equal(cell: Mapping[str, Any] | None) -> str:
     return NONE if counts is None else f"{counts['equal']} of {counts['compared']}"
 
 
+def cell_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping[str, Any]:
+    """Return a method's figures on a task, or overall; empty where the report has no such task."""
+    cells = report["methods"][method]
+    return cells["overall"] if task is None else cells["tasks"].get(task, {})
+
+
+def speed_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping[str, Any]:
+    """Return a method's speed on a task, or overall, at the report's first batch size."""
+    speeds = report["speed"][str(report["batch_sizes"][0])][method]
+    empty = {"speedup": None, "tokens_per_second": None}
+    return speeds["overall"] if task is None else speeds["tasks"].get(task, empty)
+
+
+def groups(tasks: Sequence[str]) -> list[str | None]:
+    """Return None for all tasks together, then each; a single task would be that again."""
+    return [None, *tasks] if len(tasks) > 1 else [None]
+
+
+# Column -> its text, from a method's `cell_of` and `speed_of`.
+FIGURES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
+    "tau": lambda cell, _: number(cell.get("tau")),
+    "extra tokens a step": lambda cell, _: number(cell.get("extra_tokens")),
+    "tokens/s": lambda _, speed: spread(speed["tokens_per_second"], 0),
+    "speed-up": lambda _, speed: spread(speed["speedup"], 2, "x"),
+    EQUAL: lambda cell, _: equal(cell),
+}
+
+
+def _figures(report: Mapping[str, Any], method: str, task: str | None) -> list[str]:
+    """Return the columns FIGURES of a method on one task or on all."""
+    cell, speed = cell_of(report, method, task), speed_of(report, method, task)
+    return [text(cell, speed) for text in FIGURES.values()]
+
+
 def _summary(report: Mapping[str, Any]) -> str:
     plain, manifest = report["methods"][VANILLA]["overall"], report["manifest"]
     lines = [
@@ -89,42 +123,26 @@ def _summary(report: Mapping[str, Any]) -> str:
     return "\n\n".join(lines)
 
 
-_FIGURES = ("tau", "extra tokens a step", "tokens/s", "speed-up", EQUAL)
-
-
-def _figures(cell: Mapping[str, Any], measured: Mapping[str, Any]) -> list[str]:
-    """Return the columns _FIGURES of a method on one task or on all."""
-    return [
-        number(cell["tau"]),
-        number(cell["extra_tokens"]),
-        spread(measured["tokens_per_second"], 0),
-        spread(measured["speedup"], 2, "x"),
-        equal(cell),
-    ]
-
-
 def _overall(report: Mapping[str, Any]) -> str:
-    speeds = report["speed"][str(report["batch_sizes"][0])]
     rows = []
-    for name, cells in report["methods"].items():
+    for name in report["methods"]:
         draft = report["manifest"]["drafts"].get(name, {})
         tree = draft.get("tree", "none")
         tree = tree if len(tree) <= 32 else tree[:29] + "..."
-        figures = _figures(cells["overall"], speeds[name]["overall"])
+        figures = _figures(report, name, None)
         rows.append([display_name(name), f"{tree} ({draft.get('nodes', 0)})", *figures])
-    return table(["method", "tree (nodes)", *_FIGURES], rows)
+    return table(["method", "tree (nodes)", *FIGURES], rows)
 
 
 def _by_task(report: Mapping[str, Any]) -> Iterable[str]:
-    speeds = report["speed"][str(report["batch_sizes"][0])]
     counted = ("rows", "failed", "skipped", "truncated")
-    for name, cells in report["methods"].items():
+    for name in report["methods"]:
         yield f"### {display_name(name)}"
         rows = []
         for task in report["tasks"]:
-            cell, measured = cells["tasks"][task], speeds[name]["tasks"][task]
-            rows.append([task, *(cell[key] for key in counted), *_figures(cell, measured)])
-        yield table(["task", *counted, *_FIGURES], rows)
+            counts = [cell_of(report, name, task)[key] for key in counted]
+            rows.append([task, *counts, *_figures(report, name, task)])
+        yield table(["task", *counted, *FIGURES], rows)
 
 
 def _positions(name: str, report: Mapping[str, Any]) -> str:
@@ -177,38 +195,29 @@ def _acceptance(name: str, report: Mapping[str, Any]) -> str:
 
 def _repeats(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     """Yield the tables of how much the text repeats, and of what was copied from it."""
-    # A single task would be the line over all again.
-    tasks = [None, *report["tasks"]] if len(report["tasks"]) > 1 else [None]
-
-    def cell(name: str, task: str | None) -> Mapping[str, Any]:
-        cells = report["methods"][name]
-        return cells["overall"] if task is None else cells["tasks"][task]
-
     rows = []
-    for task in tasks:
-        plain = cell(VANILLA, task)
+    for task in groups(report["tasks"]):
+        plain = cell_of(report, VANILLA, task)
         repeats = plain["repeats"]
         repeated = share(repeats["repeated"], repeats["ngrams"])
         row = [task or "overall", repeated, f"{repeats['looping_turns']} of {plain['turns']}"]
         for name in drafts:
-            mine = cell(name, task)["repeats"]
-            row += [number(mine["tau_looping"]), number(mine["tau_not_looping"])]
+            of_draft = cell_of(report, name, task)["repeats"]
+            row += [number(of_draft["tau_looping"]), number(of_draft["tau_not_looping"])]
         rows.append(row)
     header = [f"{name}: tau where answers {loop}" for name in drafts for loop in ("loop", "do not")]
     yield table(["task", "repeated 8-grams", "answers that loop", *header], rows)
 
     rows = []
     for name in drafts:
-        for task in tasks:
-            accepted, copied = (cell(name, task)[key] for key in _ACCEPTED_AND_COPIED)
+        for task in groups(report["tasks"]):
+            cell = cell_of(report, name, task)
+            accepted, copied = cell["num_accepted_tokens"], cell["copied_tokens"]
             if copied is not None:
                 figures = (accepted, accepted - copied, copied, share(copied, accepted))
                 rows.append([name, task or "overall", *figures])
     if rows:
         yield table(["draft", "task", "accepted", "drafted", "copied", "share copied"], rows)
-
-
-_ACCEPTED_AND_COPIED = ("num_accepted_tokens", "copied_tokens")
 
 
 def share(part: int, whole: int) -> str:

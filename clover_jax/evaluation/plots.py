@@ -18,6 +18,7 @@ from clover_jax.evaluation.drawing import (
     new_figure,
     save,
 )
+from clover_jax.evaluation.markdown import groups, speed_of
 from clover_jax.evaluation.options import VANILLA
 
 if TYPE_CHECKING:
@@ -115,20 +116,17 @@ def _accepted_by_context(overall: Mapping[str, Any]) -> Figure:
 
 
 def _speedup_by_task(report: Mapping[str, Any], overall: Mapping[str, Any]) -> Figure:
-    size, tasks = report["batch_sizes"][0], list(report["tasks"])
-    speeds = report["speed"][str(size)]
-    spreads = {name: [speeds[name]["tasks"][task]["speedup"] for task in tasks] for name in overall}
-    groups = tasks
-    if len(tasks) > 1:  # or all tasks are that one
-        groups = ["overall", *tasks]
-        spreads = {
-            name: [speeds[name]["overall"]["speedup"], *values] for name, values in spreads.items()
-        }
-    figure, (axes,) = new_figure(width=max(WIDTH, 1.25 * len(groups)))
-    draw_spreads(
-        axes, groups, {_with_tau(name, overall[name]): values for name, values in spreads.items()}
-    )
+    # A single task is all of them, and keeps its name.
+    tasks = groups(report["tasks"])
+    labels = [task or "overall" for task in tasks] if len(tasks) > 1 else list(report["tasks"])
+    spreads = {
+        _with_tau(name, cell): [speed_of(report, name, task)["speedup"] for task in tasks]
+        for name, cell in overall.items()
+    }
+    figure, (axes,) = new_figure(width=max(WIDTH, 1.25 * len(tasks)))
+    draw_spreads(axes, labels, spreads)
     mark_plain_decoding(axes)
+    size = report["batch_sizes"][0]
     axes.set_ylabel(f"speed-up over plain decoding, x\n(batch size {size})")
     legend(figure, axes)
     return figure

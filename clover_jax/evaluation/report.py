@@ -9,7 +9,7 @@ from typing import Any
 
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
-from clover_jax.evaluation.markdown import report_text
+from clover_jax.evaluation.markdown import report_text, speed_of
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.passes import Evaluation
@@ -80,7 +80,7 @@ def build_report(
             for name, by_row in measured.divergences.items()
         },
     }
-    # Found from the figures themselves, so that the report cannot say otherwise.
+    # From the figures themselves, so that the report cannot contradict them.
     report["problems"] = problems(report)
     return plain_values(report)
 
@@ -116,7 +116,6 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
     """Return the last line of the command's output."""
     # One line for scripts: overall figures, at the first batch size.
     overall = {name: cells["overall"] for name, cells in report["methods"].items()}
-    speeds = report["speed"][str(report["batch_sizes"][0])]
     drafts = [name for name in overall if name != VANILLA]
     plain = overall[VANILLA]
     equality = {name: overall[name]["equality"] for name in drafts}
@@ -129,7 +128,7 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
         "truncated": plain["truncated"],
         "tau": {name: overall[name]["tau"] for name in drafts},
         "speedup": {
-            name: (speeds[name]["overall"]["speedup"] or {}).get("median") for name in drafts
+            name: (speed_of(report, name, None)["speedup"] or {}).get("median") for name in drafts
         },
         **{
             key: {name: counts[key] for name, counts in equality.items()}
@@ -143,7 +142,7 @@ def _cell(
     method: Method, evaluation: Evaluation, measured: Measured, task: str | None
 ) -> dict[str, Any]:
     """Return a method's figures on one task, or on all."""
-    # What rows alone say, then what needs plain decoding's text beside them.
+    # First the figures of rows alone, then those that need plain decoding's text.
     cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell
