@@ -259,7 +259,7 @@ def compile_step(
     floor_bytes = work.weight_bytes / shape.tensor + of_base + of_draft
     draft_weight_bytes = _draft_weight_bytes(models, weights, states) / shape.tensor
 
-    # A program does not say how often it goes through the live part of a cache.
+    # A program's text does not show how often it reads the live part of a cache.
     text: Any = compiled.program.as_text()
     program = Program(text)
     trips = functools.partial(program_costs.cache_turns, program, context)

@@ -216,6 +216,6 @@ def _dtype(settings: TrainSettings, target: Target | None) -> jnp.dtype:
 
 
 def _memory_here() -> float | None:
-    """Return the memory of this process's devices, where they say it; CPUs do not."""
+    """Return the memory of this process's devices; None on CPU, where it is not known."""
     statistics = jax.local_devices()[0].memory_stats() or {}
     return statistics.get("bytes_limit")

@@ -25,7 +25,7 @@ def _read_by_kernel(
 ) -> RunningSoftmax | None:
     if rules is not None and rules.slopes is not None:
         return None  # ALiBi is left to XLA
-    # Imported where it is asked for, since Pallas takes half a second.
+    # Imported on first use, since Pallas takes half a second.
     from clover_jax.models.attention_kernel import read_cache
 
     # On a CPU the kernel is interpreted: slow, and good for tests.

@@ -26,7 +26,7 @@ from clover_jax.decoding.state import (
 )
 from clover_jax.decoding.step import StepConfig, Weights
 
-MOST_KEPT = 32  # sets of programs of engines that may be gone: one like them traces nothing anew
+MOST_KEPT = 32  # cached sets of programs: an engine equal to an earlier one traces nothing
 
 
 class Programs(NamedTuple):

@@ -79,7 +79,7 @@ GREEDY = SamplingConfig()
 
 @dataclasses.dataclass(frozen=True)
 class Warping(JsonConfig):
-    """How a row's distribution is warped; `check_warping` says which values make one."""
+    """Sampling parameters of a row; `check_warping` has the valid values."""
 
     temperature: float = _warping(0.0, "0 takes the most probable token")
     top_k: int = _warping(0, "draw from this many tokens at most; 0: from all")

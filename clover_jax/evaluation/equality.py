@@ -57,7 +57,7 @@ Comparisons = Mapping[int, Sequence[Comparison]]  # row -> its texts, the first 
 
 def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> Comparison:
     """Compare the texts of two output rows, turn by turn up to the first difference."""
-    # Text after a difference has another context, so it says nothing more.
+    # Text after a difference has another context, so it cannot be compared.
     pairs = list(zip(turns_of(row), turns_of(vanilla), strict=False))
     for number, (mine, plain) in enumerate(pairs):
         position = first_difference(mine.output_ids, plain.output_ids)

@@ -77,7 +77,7 @@ def _draft(method: Method) -> dict[str, Any]:
 
 def _processor() -> str:
     """Return the processor's name where the system has it (Linux)."""
-    # JAX knows a CPU as "cpu", which says nothing of its speed.
+    # JAX calls every CPU "cpu", whatever its speed.
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:

@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 JSON, MARKDOWN = "replay.json", "replay.md"
-_KINDS = ("category", "kind")  # fields of a row that say of what kind it is
+_KINDS = ("category", "kind")  # fields of a row with its kind
 
 
 def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
@@ -210,7 +210,7 @@ def report_text(report: Mapping[str, Any]) -> str:
     """Return the page: a table by kind of text, and what its figures are."""
     methods = report["methods"]
     kinds = list(next(iter(methods.values()))["kinds"])
-    # One kind is the whole: it needs no line of its own for that.
+    # A single kind is the whole, which has a line already.
     lines = ["overall", *kinds] if len(kinds) > 1 else kinds
 
     rows = []

@@ -108,7 +108,7 @@ def find_stop(
 
 
 def settled_length(text: str, stops: Sequence[str]) -> int:
-    """Return how much of a text no stop string can cut any more, whatever follows.
+    """Return the length of a text that no stop string can cut any more.
 
     Example: for "so\\n" and the stop "\\n\\n" it is 2: another newline would take this one away. So
     it is for "so\\n\\nbe".

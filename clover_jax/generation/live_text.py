@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _RESET, _PROMPT = "\033[0m", "\033[2m"
-# Shades of the text, in turns: the tokens of one forward of the base have one shade.
+# Alternating shades of the text: the tokens of one forward of the base have one shade.
 _FORWARDS = ("\033[32m", "\033[96m")
 
 
@@ -49,7 +49,7 @@ class LiveText:
         self._file.flush()
 
     def _prompt_text(self, prompt: Prompt, turn: Turn) -> str:
-        """Return what to show of a prompt: for a conversation only what the user says now."""
+        """Return the text of a prompt; for a conversation only the user's newest turn."""
         # The template's own text around a question is noise to a reader.
         if prompt.turns is not None:
             return f"{prompt.turns[self._turn_number]}\n"

@@ -45,7 +45,7 @@ class RowPrinter:
         self._waiting: dict[int, dict[str, Any]] = {}
 
     def kept(self) -> Iterable[dict[str, Any]]:
-        """Return none: what was printed is gone."""
+        """Return none: printed rows are not kept."""
         return ()
 
     def append(self, row: dict[str, Any]) -> None:
@@ -99,7 +99,7 @@ class DecodingClock:
 def decode_with_bar(
     stream: RowStream, sink: RowSink, totals: RowTotals, bar: Progress, clock: DecodingClock
 ) -> None:
-    """Decode all rows into `sink`; a row that fails gets a line of its own above the bar."""
+    """Decode all rows into `sink`; a row that fails gets a line above the bar."""
     before = totals.tokens
     for event in stream:
         if event.row is None:

@@ -1,4 +1,4 @@
-"""What becomes of a prompt that does not fit the base's context."""
+"""Prompts that do not fit the base's context: failed, cut or skipped."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def parse_config(values: dict[str, Any], path: Path, rope_theta: float | None) -
 
 def config_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
     """Return the content of config.json for a head of a base."""
-    # Servers pick their reader by this class and the method that they are told.
+    # Servers pick their reader by this class and by their own setting of the method.
     fields = {"architectures": ["LlamaForCausalLM"], **eagle_fields(config, base.config)}
     return fields | {"bias": config.fc_bias}
 

@@ -82,7 +82,7 @@ def check_exportable(config: Eagle3Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     check_llama_layer(config.layer)
 
-    # The layout does not say which states a head reads, so they must be the method's.
+    # The layout does not name the states that a head reads, so they must be the method's.
     count = base.num_layers
     states = tuple(f"layer_{i}" for i in (2, count // 2, count - 3))
     if config.features != states:
@@ -125,7 +125,7 @@ def _read_vocabulary(files: TensorFiles, size: int, vocab_size: int) -> tuple[in
                 f"found {files.shapes.get(name, 'none')}"
             )
 
-    # The two say the same in two ways; where they disagree, no reader can be right.
+    # Both hold the same ids; where they disagree, no reader can be right.
     offsets, kept = (files.read(name, types=(kind,)) for name, (_, kind) in wanted.items())
     ids = np.arange(size) + offsets
     if not np.array_equal(ids, np.flatnonzero(kept)):

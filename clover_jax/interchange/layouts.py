@@ -1,4 +1,4 @@
-"""The table of layouts that heads can be converted from and to, and how to tell them apart."""
+"""The table of layouts that heads can be converted from and to, and their recognition."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def recognise(directory: Path) -> Layout:
 
     Raises UserError for another folder, saying what it is.
     """
-    # Some layouts say in config.json what they are.
+    # Some layouts are named in config.json.
     values = read_json_object(directory / "config.json")
     if "clover" in values:
         return clover2.LAYOUT
@@ -67,7 +67,7 @@ def recognise(directory: Path) -> Layout:
     if values.get("model_type") == "medusa":
         return medusa.VLLM
 
-    # The others have a Llama config, so the names of their tensors must tell.
+    # The others have a Llama config, so they are recognised by the names of their tensors.
     names = TensorFiles(directory).shapes
     if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:
         return eagle3.LAYOUT

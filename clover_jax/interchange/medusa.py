@@ -1,7 +1,7 @@
 """Medusa's heads in the original layout and in vLLM's: a residual block and a matrix each.
 
 Sources: Medusa's repository and vLLM's reader. Both may stack several residual blocks; the method
-has one, and only such heads are read. The original's config says neither widths nor vocabulary, so
+has one, and only such heads are read. The original's config has neither widths nor vocabulary, so
 these are the base's.
 """
 

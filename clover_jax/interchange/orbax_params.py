@@ -70,7 +70,7 @@ def save_params(folder: Path, params: Params) -> dict[str, str]:
 
 def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, str]:
     """Write leaves one after the other to a new folder; return hashes as `save_params` does."""
-    # A registry of its own: orbax's handlers for arrays would ask for all values at once.
+    # A separate registry: orbax's handlers for arrays would read all values at once.
     registry = ocp.type_handlers.create_type_handler_registry(
         (LazyLeaf, _LazyHandler()),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # without it orbax complains

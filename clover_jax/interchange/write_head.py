@@ -109,7 +109,7 @@ def write_safetensors(path: Path, tensors: Sequence[StreamedTensor]) -> Iterator
             begin = file.tell()
             for part in tensor.parts:
                 file.write(np.ascontiguousarray(part).view(np.uint8).data)
-            # A part too few would shift all tensors behind it, and readers could not tell.
+            # A missing part would shift all tensors after it, and readers would not notice.
             written = file.tell() - begin
             wanted = math.prod(tensor.shape) * tensor.dtype.itemsize
             if written != wanted:

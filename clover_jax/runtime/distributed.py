@@ -26,11 +26,11 @@ from clover_jax.array_types import Array, PyTree
 from clover_jax.errors import UserError, reason_of
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-STATUS_LOST = 3  # another process has gone away: start all again
+STATUS_LOST = 3  # another process is lost: start all again
 # Seconds: of silence, after which a process counts as gone; that one that is done waits for the
 # others, as the primary may have more to do; that one that fails waits for them.
 _SILENCE, _PATIENCE, _FAREWELL = 30, 7 * 24 * 3600, 20
-# What the backends say when another process has gone away.
+# Messages of the backends when another process is lost.
 _LOST = ("gloo", "connection closed", "connection reset", "coordination service", "heartbeat")
 
 T = TypeVar("T")
@@ -202,7 +202,7 @@ class AgreedEvent(threading.Event):
             if np.any(multihost_utils.process_allgather(np.array(self._event.is_set()))):
                 self.set()
         self._asked += 1
-        # Our own event says nothing here: the others may not know of it yet.
+        # Not this process's own event: the others may not know of it yet.
         return super().is_set()
 
 

@@ -21,7 +21,7 @@ from clover_jax.serving.requests import Call
 from clover_jax.serving.responses import DONE, Answers, answers_for, event
 from clover_jax.serving.service import Ready, Service
 
-WRITE_SECONDS = 60.0  # for a client to take what is written; slower ones are gone
+WRITE_SECONDS = 60.0  # for a client to take what is written; slower ones are cut off
 _EVENT_HEADERS = {
     "Content-Type": "text/event-stream; charset=utf-8",
     "Cache-Control": "no-store",
@@ -63,7 +63,7 @@ class Answering(Response):
             told.add(index)
             await writer.write([*chunks, *answers.next(index, progress)])
 
-        # What is refused before anything is decoded still has a status of its own.
+        # A refusal before anything is decoded still gets its own HTTP status.
         async with self._decoding() as updates:
             await writer.start()
             try:

@@ -34,7 +34,7 @@ class Protocol(H11Protocol):
         self._forget_head()
 
     def _watch_head(self) -> None:
-        # Between two requests uvicorn has a limit of its own, which the first byte ends.
+        # Between two requests uvicorn has its own limit, which the first byte ends.
         if self.cycle is not None and not self.cycle.response_complete:
             self._forget_head()
         elif self._head_timer is None:

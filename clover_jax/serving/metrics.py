@@ -1,4 +1,4 @@
-"""Figures for Prometheus: under names of ours, and under those that vLLM's dashboards know."""
+"""Figures for Prometheus, each under our own name and under vLLM's, for its dashboards."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ class Metrics:
         self._waiting.set_function(waiting)
 
     def first_tokens(self, seconds: float) -> None:
-        """Count the first tokens of a stream, `seconds` after it was asked for."""
+        """Count the first tokens of a stream, `seconds` after its request."""
         self._first.observe(seconds)
 
     def later_tokens(self, count: int, seconds: float) -> None:
@@ -80,7 +80,7 @@ class Metrics:
             self._between.observe(seconds / count)
 
     def ended(self, progress: TurnProgress, seconds: float, is_own: bool = True) -> None:
-        """Count an answer that has ended, `seconds` after it was asked for.
+        """Count an answer that has ended, `seconds` after its request.
 
         is_own: whether the server's own draft was used, not another to compare with.
         """

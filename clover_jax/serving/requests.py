@@ -20,8 +20,8 @@ from clover_jax.serving.shapes import (
     validated,
 )
 
-_SEEDS = 2**32  # keys have so many bits; OpenAI's seeds have 64
-_COMPLETION_TOKENS = 16  # at most, where the client does not say
+_SEEDS = 2**32  # keys have 32 bits; OpenAI's seeds have 64
+_COMPLETION_TOKENS = 16  # at most, by default
 
 R = TypeVar("R", bound=CommonRequest)
 

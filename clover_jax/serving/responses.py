@@ -126,7 +126,7 @@ class Answers(abc.ABC):
             if ask.prompt.prediction is None:
                 continue
             length = len(self._texts.encode(ask.prompt.prediction, add_special_tokens=False))
-            # Copies come from the prompt and the answer too, and no record tells them apart.
+            # Copies come from the prompt and the answer too; their source is not recorded.
             copied = min(sum(forward.num_copied for forward in forwards_of(progress)), length)
             accepted, rejected = accepted + copied, rejected + length - copied
         return accepted, rejected

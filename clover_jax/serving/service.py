@@ -129,7 +129,7 @@ class Service:
 
     def _check_key(self, request: Request) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
-        # Digests have one length, and all are compared: time tells nothing of a key.
+        # Digests have one length, and all are compared, so the time does not depend on the key.
         digest = _digest(key.strip().encode())
         is_known = [hmac.compare_digest(digest, known) for known in self._keys]
         if self._keys and not (kind.lower() == "bearer" and any(is_known)):
@@ -142,7 +142,7 @@ class Service:
 
     def _check_host(self, request: Request) -> None:
         """Raise ApiError for a page elsewhere that has pointed its own name at this machine."""
-        # A browser always says which name it asked for.
+        # A browser always sends the host name that it used.
         name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
         is_open = self._keys or not is_loopback(self.options.host)
         if not is_open and not is_loopback(name.strip("[]")):

@@ -47,7 +47,7 @@ class TokenTexts:
             return None
         if _INCOMPLETE not in text:
             return list(text.encode())
-        # A part of a character: what it is in bytes, its name says.
+        # A part of a character: its bytes follow from its name.
         name = self.written(id_)
         byte, alphabet = _BYTE_TOKEN.fullmatch(name), _byte_alphabet()
         if byte:

@@ -85,7 +85,7 @@ def recover_directory(path: str | os.PathLike) -> None:
 
 @contextlib.contextmanager
 def scratch_directory(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield an empty folder beside `path`, on the same disk; it is gone afterwards."""
+    """Yield an empty folder beside `path`, on the same disk; it is deleted afterwards."""
     folder = _unfinished(Path(path), "scratch.")
     _remove(folder)
     folder.mkdir(parents=True)

@@ -32,7 +32,7 @@ from clover_jax.storage.jsonl import to_json
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Of a held-out record without a prompt of its own worth the name, where no prompts are given.
+# First tokens taken of a held-out record with too short a prompt, where no prompts are given.
 OPENING_TOKENS = 32
 SHORTEST_PROMPT = 8
 

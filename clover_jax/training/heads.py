@@ -52,7 +52,7 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
     if settings.draft_rope_theta is not None:
         options["rope"] = RopeConfig(theta=settings.draft_rope_theta)
 
-    # A wrong value is found by the config, which knows no flags: say which one it belongs to.
+    # The config finds a wrong value but knows no flags, so its message gets the flag here.
     try:
         config = registry.config_for_base(settings.drafter, base.config, **options)
     except UserError as error:

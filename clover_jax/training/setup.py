@@ -73,7 +73,7 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
 
     Raises UserError for settings that cannot work.
     """
-    # What the flags alone tell, before anything large is read.
+    # First the checks of flags alone, before anything large is read.
     tree = parse_tree(settings.tree) if settings.tree else None
     check_rows(settings, mesh)
     optimizer_config(settings)
@@ -107,7 +107,7 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
         prompts = evaluation_prompts(
             settings.eval_prompts, data.heldout, base, tokenizer, settings.eval_num_prompts
         )
-        # Few prompts say little of tau, by which the best head is chosen.
+        # tau of few prompts is noisy, and the best head is chosen by it.
         if len(prompts) < settings.eval_num_prompts:
             say(
                 f"tau is measured on {len(prompts)} prompts: no more of those at hand fit; "

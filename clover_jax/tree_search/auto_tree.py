@@ -84,7 +84,7 @@ def with_auto_tree(
         _explain([f"{rows} was begun with the tree {begun.name}"])
         return models.with_tree(begun) if begun.num_nodes else models.plain()
 
-    # Parts of a step and the head's ranks say which trees are worth a trial.
+    # Parts of a step and the head's ranks select the trees for a trial.
     prompts = _prompts(models, calibration)
     with passing_note("measuring which trees may pay"):
         costs = _costs(models, batch_size)
@@ -99,7 +99,7 @@ def with_auto_tree(
         _explain(["no tree comes near paying: plain decoding"])
         return models.plain()
 
-    # Whole runs say which of them pays: parts leave out the host and where steps really begin.
+    # Whole runs decide between them: parts leave out the host, and the places where steps begin.
     ways = [models.plain(), *(models.with_tree(tree) for tree in trees)]
     rounds = share_out(prompts, rows_a_round(len(prompts), batch_size, costs.plain))
     with passing_note(f"trying {len(trees)} trees"):
@@ -117,7 +117,7 @@ def _tree_of(rows: Path) -> Tree | None:
     try:
         return parse_tree(read_json_object(manifest_path(rows))["settings"]["tree"])
     except (UserError, KeyError, TypeError, AttributeError):
-        return None  # `RowWriter` says what is wrong with the manifest
+        return None  # `RowWriter` reports what is wrong with the manifest
 
 
 def _explain(lines: Sequence[str]) -> None:

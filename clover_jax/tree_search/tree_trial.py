@@ -21,7 +21,7 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.timing.spread import Spread
 
 ROUNDS = 5
-LEAST_PROMPTS = 5  # fewer different ones say little about others
+LEAST_PROMPTS = 5  # with fewer different ones the result does not carry over to others
 
 Prompts = Sequence[Sequence[int]]
 
