@@ -76,7 +76,7 @@ class StepShapes(NamedTuple):
         positions = config.head.config.num_positions
         with_scores = min(num_layers, 1) if config.remat else num_layers
         # Blocks at few anchors have their slots beside the text, and are all that is trained.
-        anchors = min(getattr(config.head.module, "num_anchors", 0), seq_len)
+        anchors = min(config.head.module.num_anchors, seq_len)
         slots = anchors * (positions + 1) / seq_len
         scores, trained = (scores * slots, anchors / seq_len) if anchors else (scores, 1)
         of_layers = num_layers * (1 + slots) * (inner + 6 * state)

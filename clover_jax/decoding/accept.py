@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, typed
-from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
+from clover_jax.decoding.tree import TokenTree, node_depth
 from clover_jax.sharding.top_k import argmax
 
 
@@ -25,7 +25,7 @@ class Accepted(struct.PyTreeNode):
 
 
 @typed
-def accept_path(tree: TokenTree, following: Int[Array, "B T"], depth: int) -> Accepted:
+def accept_path(tree: TokenTree, following: Int[Array, "B T"]) -> Accepted:
     """Accept the longest root path whose every token is the base's own choice at its parent.
 
     following: the token that the base puts after every slot, its argmax.
@@ -35,7 +35,7 @@ def accept_path(tree: TokenTree, following: Int[Array, "B T"], depth: int) -> Ac
     0, 1, 2 with bonus 4.
     """
     passes = _is_chosen(tree, following)
-    return _longest(tree, passes, jnp.zeros(tree.tokens.shape), following, depth)
+    return _longest(tree, passes, jnp.zeros(tree.tokens.shape), following)
 
 
 def accept_typical(
@@ -43,7 +43,6 @@ def accept_typical(
     log_probability: Float[Array, "B T V"],
     epsilon: float,
     delta: float,
-    depth: int,
 ) -> Accepted:
     """Accept the longest path of typical tokens. NOT lossless: the text's distribution changes.
 
@@ -64,23 +63,20 @@ def accept_typical(
     own = log_probability[row, parent, jnp.maximum(tree.tokens, 0)]
     passes = jnp.exp(own) > threshold[row, parent]
     passes &= tree.tokens >= 0
-    return _longest(tree, passes, own, argmax(log_probability), depth)
+    return _longest(tree, passes, own, argmax(log_probability))
 
 
 @typed
-def accept_forced(
-    tree: TokenTree, following: Int[Array, "B T"], count: int, depth: int
-) -> Accepted:
+def accept_forced(tree: TokenTree, following: Int[Array, "B T"], count: int) -> Accepted:
     """Accept exactly `count` drafted tokens, for timing: the text means nothing.
 
     following: as for `accept_path`. Of the paths of that length it takes one with the most of the
     base's own choices, so that the choices decide what is committed, as in real decoding. Of a
     shallower tree the deepest path is accepted.
     """
-    level = node_depth(ancestor_mask(tree.parent, depth))
-    passes = (level <= count) & (tree.tokens >= 0)
+    passes = (tree.level() <= count) & (tree.tokens >= 0)
     score = _is_chosen(tree, following).astype(jnp.float32)
-    return _longest(tree, passes, score, following, depth)
+    return _longest(tree, passes, score, following)
 
 
 def _is_chosen(tree: TokenTree, following: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -93,11 +89,10 @@ def _longest(
     passes: Bool[Array, "B T"],
     score: Float[Array, "B T"],
     following: Int[Array, "B T"],
-    depth: int,
 ) -> Accepted:
     """Accept the longest path of passing slots, the largest sum of scores among equals."""
     # A slot is kept if it and all its ancestors pass.
-    mask = ancestor_mask(tree.parent, depth)
+    mask = tree.mask()
     is_root = tree.parent < 0
     kept = jnp.all((passes | is_root)[:, None, :] | ~mask, axis=-1)
 
@@ -110,7 +105,7 @@ def _longest(
 
     # Its slots from the root down: the ancestor at each depth.
     on_path = jnp.take_along_axis(mask, end[..., None], axis=1)  # [B, 1, T]
-    at_depth = on_path & (level[:, None, :] == jnp.arange(depth + 1)[:, None])
+    at_depth = on_path & (level[:, None, :] == jnp.arange(tree.depth + 1)[:, None])
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
     return Accepted(path, count, jnp.take_along_axis(following, end, axis=1)[:, 0])
 

@@ -79,18 +79,30 @@ def decode_chunk(
 
     most = num_steps if most is None else most
 
-    def goes_on(carry: Carry) -> Bool[Array, ""]:
-        done, state, _ = carry
+    def goes_on(done: Array, state: DecodeState) -> Bool[Array, ""]:
         return (done < most) & ((state.finish == RUNNING) | ~filled).all()
+
+    records = _no_records(num_steps, filled.shape[0], config)
+    step = functools.partial(speculate_and_verify, config, weights)
+    return recorded_steps(step, goes_on, state, records)
+
+
+def recorded_steps(
+    step: Callable[[DecodeState], tuple[DecodeState, StepRecord]],
+    goes_on: Callable[[Array, DecodeState], Bool[Array, ""]],
+    state: DecodeState,
+    records: StepRecord,
+) -> tuple[DecodeState, StepRecord]:
+    """Run steps while goes_on(steps done, state); write each one's record at its number."""
 
     def body(carry: Carry) -> Carry:
         done, state, records = carry
-        state, record = speculate_and_verify(config, weights, state)
+        state, record = step(state)
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 
-    records = _no_records(num_steps, filled.shape[0], config)
-    return jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, records))[1:]
+    start: Carry = (jnp.int32(0), state, records)
+    return jax.lax.while_loop(lambda carry: goes_on(*carry[:2]), body, start)[1:]
 
 
 def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:

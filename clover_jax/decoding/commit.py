@@ -85,13 +85,12 @@ def commit(
     candidates = append_bonus(path_tokens[:, 1:], accepted.count, accepted.bonus)
     emission = cut(candidates, accepted.count + 1, state.limit - state.end, state.eos)
     emitted = jnp.where(running, emission.count, 0)
-    # Plain decoding always accepts slot 0: where it writes does not say that it has read.
+    # The write must wait for the read. In plain decoding the path is constant, the bonus is not.
     write_at = ordered_after(state.length, accepted.bonus)
 
-    write = jax.vmap(lambda row, new, start: jax.lax.dynamic_update_slice(row, new, (start,)))
     new = state.replace(
         # Beyond the emitted tokens this leaves garbage, which later steps overwrite.
-        tokens=write(state.tokens, candidates, state.length + 1),
+        tokens=write_tokens(state.tokens, candidates, state.length + 1),
         length=state.length + emitted,
         end=state.end + emitted,
         finish=jnp.where(running, emission.finish, state.finish),
@@ -115,6 +114,14 @@ def commit(
         ranks=sibling_ranks(tree.parent, accepted.path[:, 1:]),
         copied=copied,
     )
+
+
+def write_tokens(
+    tokens: Int[Array, "B S"], new: Int[Array, "B n"], start: Int[Array, " B"]
+) -> Int[Array, "B S"]:
+    """Write new tokens into each row, from its own `start` on."""
+    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    return write(tokens, new, start)
 
 
 @typed

@@ -1,8 +1,8 @@
 """Copies in a tree: what followed the last tokens earlier in the text, beside what a head drafted.
 
 A chain of copies begins at the root, and at every drafted node after which the text has a match.
-Chains that say the same, or what the head has drafted already, share their nodes. Every node has a
-score, the log of the probability that it is accepted, and the best ones get the slots.
+Chains with the same tokens, or tokens that the head has drafted already, share nodes. Each node has
+a score, the log of the probability that it is accepted, and the best ones get the slots.
 
     score of the i-th copied node of a chain = score of its slot + sum_{i' <= i} log r(m + i')
 
@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
-from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
+from clover_jax.decoding.tree import TokenTree, TreeConfig
 from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
 from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
@@ -110,10 +110,11 @@ def add_copies(
     keep_drafted: whether drafted nodes keep their slots, however good the copies are.
     """
     num_slots = drafted.tokens.shape[1]
+    # From here on rows have different shapes.
     parent = jnp.broadcast_to(drafted.parent, drafted.tokens.shape)
-    mask = ancestor_mask(parent, depth)
-    level = node_depth(mask)
-    ways = _ways(drafted.tokens, parent, mask, level, score, text, end, _repeats(counts), depth)
+    drafted = drafted.replace(parent=parent)
+    level = drafted.level()
+    ways = _ways(drafted, score, text, end, _repeats(counts), depth)
 
     # same[n, m, d]: the ways n and m are one down to depth d + 1. at_slot[n, t, d]: slot t is the
     # node of way n there.
@@ -121,7 +122,7 @@ def add_copies(
     same &= (ways.tokens != PAD_TOKEN)[:, :, None]
     at_slot = same[:, :, :num_slots] & (level[:, None, :, None] == jnp.arange(1, depth + 1))
 
-    # A node of several ways belongs to the first of them and is worth what the best says.
+    # A node of several ways belongs to the first of them and has the best one's score.
     copies = same & ways.is_copy[:, None]
     first = jnp.argmax(copies, axis=2)
     is_own = ways.is_copy & ~at_slot.any(axis=2) & (first == jnp.arange(first.shape[1])[:, None])
@@ -144,6 +145,7 @@ def add_copies(
     tree = TokenTree(
         tokens=jnp.concatenate([drafted.tokens[:, :1], chosen], axis=1),
         parent=jnp.pad(jnp.where(is_node & (parents >= 0), slot, 0), before, constant_values=-1),
+        depth=depth,
         copied=jnp.pad(is_node & (kept >= num_slots - 1), before),
     )
     return tree, ways.best
@@ -175,10 +177,7 @@ def _parents(
 
 
 def _ways(
-    tokens: Int[Array, "B T"],
-    parent: Int[Array, "B T"],
-    mask: Bool[Array, "B T T"],
-    level: Int[Array, "B T"],
+    tree: TokenTree,
     score: Float[Array, "B T"],
     text: Int[Array, "B S"],
     end: Int[Array, " B"],
@@ -187,7 +186,8 @@ def _ways(
 ) -> _Ways:
     """Return the way down to every slot and on by copies, and the root's other ways."""
     # After every slot the best match; after the root several, with different continuations.
-    suffix = _suffixes(tokens, parent, text, end)
+    tokens, level = tree.tokens, tree.level()
+    suffix = _suffixes(tree, text, end)
     at_root = find_matches(text, end, suffix[:, :1], CONTINUATIONS)
     matches = jax.tree.map(
         lambda slots, root: jnp.concatenate([slots[..., 0], root[:, 0, 1:]], axis=1),
@@ -199,7 +199,7 @@ def _ways(
     begin = jnp.pad(level, more)
 
     # The drafted part of a way: the ancestor at each depth.
-    on_way = mask[:, :, None] & (level[:, None, None] == jnp.arange(1, depth + 1)[:, None])
+    on_way = tree.mask()[:, :, None] & (level[:, None, None] == jnp.arange(1, depth + 1)[:, None])
     drafted = jnp.sum(jnp.where(on_way, tokens[:, None, None], 0), axis=-1)
     drafted = jnp.pad(drafted, (*more, (0, 0)))
 
@@ -236,17 +236,15 @@ def _ways(
     )
 
 
-def _suffixes(
-    tokens: Int[Array, "B T"], parent: Int[Array, "B T"], text: Int[Array, "B S"], end: Array
-) -> Int[Array, "B T l"]:
+def _suffixes(tree: TokenTree, text: Int[Array, "B S"], end: Array) -> Int[Array, "B T l"]:
     """Return the last tokens at each slot, newest first: of its ancestors, then of the text."""
     before = last_tokens(text, end)  # the root is the first of them
-    # Climb one node at a time; beyond the root the text goes on backwards.
-    at = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    # Climb one node at a time; beyond the root come the text's tokens, backwards.
+    at = jnp.broadcast_to(jnp.arange(tree.tokens.shape[1]), tree.tokens.shape)
     suffix, back = [], jnp.zeros_like(at)
     for _ in range(MOST_MATCHED):
-        below = jnp.take_along_axis(tokens, at, axis=1)
+        below = jnp.take_along_axis(tree.tokens, at, axis=1)
         suffix.append(jnp.where(at > 0, below, jnp.take_along_axis(before, back, axis=1)))
         back += at == 0
-        at = jnp.where(at > 0, jnp.maximum(jnp.take_along_axis(parent, at, axis=1), 0), 0)
+        at = jnp.where(at > 0, jnp.maximum(jnp.take_along_axis(tree.parent, at, axis=1), 0), 0)
     return jnp.stack(suffix, axis=-1)

@@ -73,10 +73,13 @@ def draft(
     root: the token in slot 0. state: the head's root state. Only nodes that have children are
     advanced, so level d costs W_d recurrent steps, not one per node.
     """
+    if not tree.num_nodes:
+        return Drafted(TokenTree.root_only(root))
+
     batch, width = root.shape[0], 1
     tokens, drafts = [root[:, None]], []
     for depth, level in enumerate(tree.levels()):
-        proposal = apply_head(head, params, "propose", frozen, state, depth)
+        proposal = head.apply(params, "propose", frozen, state, depth)
         candidates = _to_target(head, choose(proposal, int(level.rank.max()) + 1, depth))
         # A head whose proposal is the same for every branch returns a single one.
         candidates = _for_branches(candidates, width)
@@ -89,15 +92,14 @@ def draft(
         if width:
             parent = jnp.broadcast_to(level.parent[level.expanded], (batch, width))
             token = tokens[-1][:, level.expanded]
-            arguments = (frozen, state, cache, parent, token, depth + 1)
-            state = apply_head(head, params, "advance", *arguments)
+            state = head.apply(params, "advance", frozen, state, cache, parent, token, depth + 1)
 
     # Slots lie level by level, as `TreeConfig.parents` numbers them.
     slots = jnp.concatenate(tokens, axis=1)
     parents = jnp.asarray(tree.parents())[None]  # one for all rows: what follows is folded
     # Levels without a distribution are None, which is an empty pytree: the result is then None.
     joined = jax.tree.map(lambda *levels: jnp.concatenate(levels, axis=1), *drafts)
-    return Drafted(TokenTree(tokens=slots, parent=parents), joined)
+    return Drafted(TokenTree(slots, parents, tree.depth), joined)
 
 
 def top_children(proposal: Proposal, k: int, depth: int) -> Children:
@@ -152,11 +154,6 @@ def sample_children(
 def _for_branches(children: Children, width: int) -> Children:
     """Give every leaf [B, W or 1, ...] its W."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x, (x.shape[0], width, *x.shape[2:])), children)
-
-
-def apply_head(head: DraftHead, params: Params, method: str, *arguments: Any) -> Any:
-    """Call a method of the drafter's contract."""
-    return head.module.apply({"params": params}, *arguments, method=method)
 
 
 def _to_target(head: DraftHead, children: Children) -> Children:

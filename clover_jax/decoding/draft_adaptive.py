@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.draft import apply_head, best_tokens, target_ids
+from clover_jax.decoding.draft import best_tokens, target_ids
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache, FewTokens, Frozen
 from clover_jax.drafters.registry import DraftHead
@@ -85,7 +85,7 @@ def _draft_dynamic(
     kept_tokens, kept_scores = (
         jnp.take_along_axis(x, kept, axis=1) for x in (pool_tokens, pool_scores)
     )
-    grown = _with_root(root, kept_tokens, jnp.where(parent < 0, 0, slot))
+    grown = _with_root(root, kept_tokens, jnp.where(parent < 0, 0, slot), tree.depth)
     return grown, _with_root_score(kept_scores)
 
 
@@ -129,7 +129,7 @@ def _draft_clover4(
         score = jnp.where(kept, best.values, -jnp.inf)
         slots = place + 1
         used += kept.sum(axis=1, keepdims=True)
-    return _with_root(root, tokens, parents), _with_root_score(scores)
+    return _with_root(root, tokens, parents, tree.depth), _with_root_score(scores)
 
 
 def _write(nodes: Array, place: Int[Array, "B W"], new: Array) -> Array:
@@ -149,7 +149,7 @@ class _Grower(NamedTuple):
     def children(self, state: Any, score: Float[Array, "B W"], depth: int) -> _Candidates:
         """Return the most probable children of every expanded node."""
         # A child's score is its parent's plus its own log probability.
-        proposal = apply_head(self.head, self.params, "propose", self.frozen, state, depth)
+        proposal = self.head.apply(self.params, "propose", self.frozen, state, depth)
         best = best_tokens(proposal, self.num_children)
         log_share = best.values
         if not isinstance(proposal, FewTokens):
@@ -172,15 +172,19 @@ class _Grower(NamedTuple):
         """Go one level down to the chosen children."""
         parent = jnp.take_along_axis(candidates.parent, chosen, axis=1)
         token = jnp.take_along_axis(candidates.token, chosen, axis=1)
-        arguments = (self.frozen, state, self.cache, parent, token, depth)
-        return apply_head(self.head, self.params, "advance", *arguments)
+        return self.head.apply(
+            self.params, "advance", self.frozen, state, self.cache, parent, token, depth
+        )
 
 
-def _with_root(root: Array, tokens: Int[Array, "B n"], parent: Int[Array, "B n"]) -> TokenTree:
+def _with_root(
+    root: Array, tokens: Int[Array, "B n"], parent: Int[Array, "B n"], depth: int
+) -> TokenTree:
     """Put the root in slot 0, before the drafted nodes."""
     return TokenTree(
         tokens=jnp.concatenate([root[:, None], tokens], axis=1),
         parent=jnp.pad(parent, ((0, 0), (1, 0)), constant_values=-1),
+        depth=depth,
     )
 
 

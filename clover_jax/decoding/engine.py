@@ -30,7 +30,7 @@ from clover_jax.decoding.sampling import NO_TOKEN
 from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, check_seed
 from clover_jax.decoding.scores import Scores
 from clover_jax.decoding.slots import Slots
-from clover_jax.decoding.state import DecodeState, Text
+from clover_jax.decoding.state import EOS_ROOM, DecodeState, Text, bucket
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree import Tree
 from clover_jax.drafters.drafter import PAD_TOKEN
@@ -58,7 +58,6 @@ class Engine:
         batch_size: int = 1,
         steps_per_chunk: int = 8,
         prefill_size: int | None = None,
-        max_eos: int | None = None,
         source_size: int = 0,
         adapts: bool = False,
         mesh: Mesh | None = None,
@@ -66,9 +65,8 @@ class Engine:
     ):
         """Prepare the programs; nothing compiles before the first request.
 
-        seed: makes, with a request's index, the key of a row without a seed of its own.
+        seed: with a request's index, makes the key of a row whose request has no seed.
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
-        max_eos: EOS tokens that a request may bring; by default 8, or more if the base has more.
         source_size: tokens of other text to copy from that a request may bring; more is left out.
         adapts: run every chunk of steps by the cheapest rules of `sampling` that its rows allow,
             one program for each set of rules; otherwise all run by `sampling`.
@@ -85,16 +83,16 @@ class Engine:
         self.config = StepConfig(base, head, tree, sampling, attention)
 
         # A mesh splits rows over devices, so the batch grows until all have as many.
-        self._placement = Placement(mesh)
-        self.batch_size = self._placement.whole_rows(batch_size)
-        self.max_eos = max_eos or max(8, len(base.eos_token_ids))
+        self.placement = Placement(mesh)
+        self.batch_size = self.placement.whole_rows(batch_size)
+        self.max_eos = max(EOS_ROOM, len(base.eos_token_ids))
         check_seed(seed)
         self._seed = seed
         self.prefill_size, self._source_size = prefill_size, source_size
 
         # Rules of sampling that change no state share the programs of states.
         alike = dataclasses.replace(self.config, sampling=SamplingConfig(biased=sampling.biased))
-        self.states = compile_state_programs(alike, source_size, self.max_eos, self._placement)
+        self.states = compile_state_programs(alike, source_size, self.max_eos, self.placement)
         self._programs: dict[SamplingConfig, Programs] = {}
         self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
 
@@ -154,8 +152,8 @@ class Engine:
         compiling: CompileClock,
         size: int | None = None,
     ) -> Slots:
-        """Return empty slots for these weights; `Slots` says what the other arguments are."""
-        weights = self._placement.weights(weights_for(self.config.head, base_params, draft_params))
+        """Return empty slots for these weights; the other arguments are those of `Slots`."""
+        weights = self.placement.weights(weights_for(self.config.head, base_params, draft_params))
         return Slots(self, weights, compiling, size)
 
     def prefilled(
@@ -189,7 +187,7 @@ class Engine:
         if sampling not in self._programs:
             config = dataclasses.replace(self.config, sampling=sampling)
             programs = compile_programs(
-                config, self.prefill_size, self._steps_per_chunk, self._placement
+                config, self.prefill_size, self._steps_per_chunk, self.placement
             )
             # Only the states of this engine have room for biases then.
             if self.config.sampling.biased and not sampling.biased:
@@ -252,7 +250,7 @@ class Engine:
 
     def text(self, state: DecodeState) -> Text:
         """Return what the host reads of a state, in copies."""
-        return self._placement.copies(Text(state.tokens, state.end, state.finish))
+        return self.placement.copies(Text(state.tokens, state.end, state.finish))
 
     def _limit(self, request: Request) -> int:
         context = self.config.base.max_position_embeddings
@@ -293,20 +291,3 @@ class Engine:
         # No token stands beyond the limit.
         eos_from = min(len(request.prompt_ids) + request.min_new_tokens, self._limit(request))
         return ids, values, np.array([eos_from], np.int32)
-
-
-def bucket(size: int, longest: int | None = None) -> int:
-    """Return the buffer length for `size` positions: a power of two times the cache chunk.
-
-    longest: positions that a buffer needs at most. The last power of two is cut to the quarter that
-        holds them: contexts are powers of two, and a tree's depth more would double every cache.
-
-    Example: of 8197 positions at most, 4097 have 8192 and 8193 have 10240, not 16384.
-    """
-    length = CACHE_CHUNK
-    while length < size:
-        length *= 2
-    quarter = length // 8  # of what the power of two below leaves to it
-    if longest is None or longest > length or quarter % CACHE_CHUNK:
-        return length
-    return -(-longest // quarter) * quarter

@@ -47,12 +47,11 @@ def accept_drawn(
     rows: RowSampling,
     length: Int[Array, " B"],
     truncate: bool,
-    depth: int,
 ) -> Accepted:
     """Walk from the root, drawing the next token at each node that is reached.
 
     logits: the base's, at every slot; only the depth + 1 visited ones of a row are warped, since
-        top-p sorts a vocabulary. length: position of the root. depth: bound of the tree's height.
+        top-p sorts a vocabulary. length: position of the root.
     """
     batch = length.shape[0]
     each, zeros = jnp.arange(batch), jnp.zeros(batch, jnp.int32)
@@ -68,7 +67,7 @@ def accept_drawn(
         return new, jnp.where(descends, slot, 0)
 
     start = _DrawnWalk(slot=zeros, count=zeros, descends=jnp.ones(batch, bool), bonus=zeros)
-    end, below = jax.lax.scan(visit, start, jnp.arange(depth + 1))
+    end, below = jax.lax.scan(visit, start, jnp.arange(tree.depth + 1))
     path = jnp.concatenate([zeros[:, None], below[:-1].T], axis=1)
     return Accepted(path=path, count=end.count, bonus=end.bonus)
 

@@ -8,14 +8,14 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
-from clover_jax.decoding.commit import cut, keep_rows
+from clover_jax.decoding.commit import cut, keep_rows, write_tokens
 from clover_jax.decoding.sampling import add_bias, draw, warp
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
 from clover_jax.decoding.step import StepConfig, Weights, reads_caches, tree_features
-from clover_jax.drafters.drafter import AcceptedPositions, base_logits, frozen_from_base
+from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.cache import ordered_after, write_rows
-from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.models.decoder import Decoder, base_logits, causal_mask
 from clover_jax.sharding.placement import gathered_in_use
 from clover_jax.sharding.top_k import argmax
 
@@ -74,13 +74,10 @@ def absorb_prompt(
     next_tokens = _tokens_after(state, start, size)
     starts = jnp.broadcast_to(start, state.end.shape)
     count = jnp.clip(state.end - 1 - start, 0, size)
-    _, draft_cache = config.head.module.apply(
-        {"params": weights.draft},
-        frozen_from_base(weights.base),
-        AcceptedPositions(features, next_tokens, starts, count, searched(state, starts + count)),
-        state.draft_cache,
-        method="absorb",
-    )
+    text = searched(state, starts + count)
+    accepted = AcceptedPositions(features, next_tokens, starts, count, text)
+    frozen = frozen_from_base(weights.base)
+    _, draft_cache = config.head.apply(weights.draft, "absorb", frozen, accepted, state.draft_cache)
     return state.replace(draft_cache=draft_cache)
 
 
@@ -113,13 +110,12 @@ def _emit_first(
     emission = cut(first, jnp.ones_like(state.end), state.limit - state.end, state.eos)
 
     # The new token becomes the root; its features wait for the head.
-    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
     pending = jnp.pad(
         jnp.take_along_axis(features, index, axis=1),
         ((0, 0), (0, state.features.shape[1] - 1), (0, 0)),
     )
     emitted = state.replace(
-        tokens=write(state.tokens, first, state.end),
+        tokens=write_tokens(state.tokens, first, state.end),
         length=state.end,
         end=state.end + 1,
         finish=emission.finish,

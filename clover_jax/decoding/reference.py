@@ -17,14 +17,13 @@ from clover_jax.drafters.drafter import (
     PAD_TOKEN,
     AcceptedPositions,
     FewTokens,
-    base_logits,
     frozen_from_base,
     select_features,
     with_draft_rows,
 )
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.attention import CACHE_CHUNK
-from clover_jax.models.decoder import Decoder, DecoderOutput, causal_mask
+from clover_jax.models.decoder import Decoder, DecoderOutput, base_logits, causal_mask
 
 PADDING = 64
 _NONE = (PAD_TOKEN,) * 64  # what a head that knows few tokens proposes beyond them

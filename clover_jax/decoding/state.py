@@ -16,9 +16,11 @@ from clover_jax.decoding.tree import CopyTree, Tree
 from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.text_matches import known_text
+from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.models.cache import Cache, init_cache, key_values, map_key_values
 
 RUNNING, EOS, LENGTH, EMPTY = 0, 1, 2, 3  # values of DecodeState.finish
+EOS_ROOM = 8  # EOS tokens that a row may have, or as many as the base has if these are more
 
 
 class DecodeState(struct.PyTreeNode):
@@ -32,7 +34,7 @@ class DecodeState(struct.PyTreeNode):
     eos:      [B, E] tokens that end the row, padded with -1.
     finish:   [B] RUNNING, or why the row stopped.
     cache:    the base's KV cache, per layer [B, K, S, H].
-    draft_cache: the head's own KV cache, or whatever it keeps of the text, or ().
+    draft_cache: the head's KV cache, other state of the text, or ().
     features: [B, A, F] base features of the positions accepted last, which the head has not
         absorbed yet; the first count[b] are valid.
     next_tokens: [B, A] the token that follows each of them.
@@ -86,7 +88,7 @@ def empty_state(
     num_features = len(head.config.features) if head else 0
     draft_cache = head.module.init_cache(batch, size, dtype) if head else ()
 
-    def zeros(*shape: int) -> Array:  # a buffer of its own each time, so that all can be donated
+    def zeros(*shape: int) -> Array:  # a new buffer each time, so that all can be donated
         return jnp.zeros((batch, *shape), jnp.int32)
 
     # The batch leads every leaf, so that a slot is one index.
@@ -162,3 +164,20 @@ def grow(state: DecodeState, size: int) -> DecodeState:
         cache=longer(state.cache),
         draft_cache=longer(state.draft_cache),
     )
+
+
+def bucket(size: int, longest: int | None = None) -> int:
+    """Return the buffer length for `size` positions: a power of two times the cache chunk.
+
+    longest: positions that a buffer needs at most. The last power of two is cut to the quarter that
+        holds them: contexts are powers of two, and a tree's depth more would double every cache.
+
+    Example: of 8197 positions at most, 4097 have 8192 and 8193 have 10240, not 16384.
+    """
+    length = CACHE_CHUNK
+    while length < size:
+        length *= 2
+    quarter = length // 8  # of what the power of two below leaves to it
+    if longest is None or longest > length or quarter % CACHE_CHUNK:
+        return length
+    return -(-longest // quarter) * quarter

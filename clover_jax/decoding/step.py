@@ -1,6 +1,6 @@
 """The one step: absorb accepted tokens, draft a tree, verify it, accept a path, commit it.
 
-Nothing leaves the device within a step; `chunk.py` says what the host reads in between.
+Nothing leaves the device within a step; `chunk.py` has what the host reads between steps.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.copies import add_copies, count_copies, guessed_scores
 from clover_jax.decoding.draft import (
     SUPPORT,
+    ChooseChildren,
     Drafted,
-    apply_head,
     draft,
     sample_children,
     top_children,
@@ -41,14 +41,7 @@ from clover_jax.decoding.sampling import add_bias, warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.scores import Scores, score
 from clover_jax.decoding.state import RUNNING, DecodeState, searched
-from clover_jax.decoding.tree import (
-    CopyTree,
-    TokenTree,
-    Tree,
-    TreeConfig,
-    ancestor_mask,
-    node_depth,
-)
+from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
 from clover_jax.decoding.verify import tree_choices, tree_logits, verify
 from clover_jax.drafters.drafter import (
     PAD_TOKEN,
@@ -127,8 +120,8 @@ def check_tree(head: DraftHead, tree: Tree) -> None:
     if isinstance(tree, CopyTree):
         tree = tree.drafted  # copies go as deep as they like
 
-    # An adaptive tree stops where the head does; its width must fit all the same.
-    depth = tree.levels_within(config.max_depth) if isinstance(tree, AdaptiveTree) else tree.depth
+    # Clover's rule stops where the head does; its width must fit all the same.
+    depth = tree.levels_within(config.max_depth)
     if config.max_depth is not None and depth > config.max_depth:
         raise UserError(
             f"tree {tree.name!r} is {depth} deep; this {config.kind} head drafts at most "
@@ -150,17 +143,6 @@ class Weights(struct.PyTreeNode):
     draft: Params
 
 
-class Absorbed(struct.PyTreeNode):
-    """What the head's `absorb` returns for the positions accepted last.
-
-    state: the head's state at the last of them, that of a single branch.
-    cache: the draft cache, with these positions.
-    """
-
-    state: Any
-    cache: DraftCache
-
-
 class Verified(struct.PyTreeNode):
     """What one base forward gives for every slot.
 
@@ -180,13 +162,13 @@ def weights_for(
     head: DraftHead | None, base_params: Params, draft_params: Params | None
 ) -> Weights:
     """Return the weights for the steps of a head, the rows of its vocabulary gathered."""
-    if head is not None and getattr(head.module, "reads_lm_head", True):
+    if head is not None and head.module.reads_lm_head:
         base_params = with_draft_rows(base_params, head.config)
     return Weights(base_params, draft_params if draft_params is not None else {})
 
 
 def reads_caches(stage: Callable[..., Result]) -> Callable[..., Result]:
-    """Let a stage, whose first argument is the config, read caches as that says."""
+    """Trace a stage so that it reads KV caches by the `attention` of its config."""
 
     @functools.wraps(stage)
     def run(config: StepConfig, *arguments: Any) -> Result:
@@ -202,7 +184,7 @@ def speculate_and_verify(
     """Advance every running row by its accepted path and one bonus token."""
     root = roots(state)
     if config.head is None:
-        drafted = Drafted(TokenTree(root[:, None], jnp.full((1, 1), -1)))
+        drafted = Drafted(TokenTree.root_only(root))
     else:
         state, drafted = absorb_and_draft(config, weights, state, root)
 
@@ -235,29 +217,26 @@ def absorb_and_draft(
     """Update the draft cache with what the last step accepted, and draft a tree under `root`."""
     weights = gathered_in_use(weights)
     with jax.named_scope("absorb"):
-        absorbed = absorb_pending(config, weights, state)
-    state = state.replace(draft_cache=absorbed.cache)
+        head_state, cache = absorb_pending(config, weights, state)
+    state = state.replace(draft_cache=cache)
     with jax.named_scope("draft"):
-        return state, draft_tree(config, weights, state, root, absorbed.state)
+        return state, draft_tree(config, weights, state, root, head_state)
 
 
 @reads_caches
-def absorb_pending(config: StepConfig, weights: Weights, state: DecodeState) -> Absorbed:
-    """Update the draft cache with the positions that the last step accepted."""
+def absorb_pending(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[Any, DraftCache]:
+    """Return the head's root state and the draft cache after the positions accepted last."""
     assert config.head is not None  # plain decoding drafts nothing
     # As in `verify_tree` an ended row must not make the others read as far as its text. It
     # overwrites the first positions of its draft cache instead, which `state.extract` restores.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
-    head_state, cache = config.head.module.apply(
-        {"params": weights.draft},
-        frozen_from_base(weights.base),
-        AcceptedPositions(
-            state.features, state.next_tokens, start, state.count, searched(state, state.length)
-        ),
-        state.draft_cache,
-        method="absorb",
+    accepted = AcceptedPositions(
+        state.features, state.next_tokens, start, state.count, searched(state, state.length)
     )
-    return Absorbed(head_state, cache)
+    frozen = frozen_from_base(weights.base)
+    return config.head.apply(weights.draft, "absorb", frozen, accepted, state.draft_cache)
 
 
 @reads_caches
@@ -268,41 +247,45 @@ def draft_tree(
     root: Int[Array, " B"],
     head_state: Any,
 ) -> Drafted:
-    """Grow the tree from the head's state at the root; `state` has the cache of `Absorbed`."""
+    """Grow the tree from the head's state at the root; `state` has its draft cache updated."""
     assert config.head is not None  # plain decoding drafts nothing
-    frozen, sampling, tree = frozen_from_base(weights.base), config.sampling, config.tree
-    arguments = (config.head, weights.draft, frozen, root, head_state, state.draft_cache)
-    if isinstance(tree, CopyTree):
-        copied = functools.partial(_with_copies, tree=tree, state=state)
-        own = tree.drafted
-        if isinstance(own, AdaptiveTree):
-            # Where the text has no match, drafted nodes take all slots.
-            wide = dataclasses.replace(own, nodes=min(tree.num_nodes, own.pool_size))
-            return copied(*draft_adaptive(*arguments, wide))
-        if own.num_nodes:
-            return copied(draft(*arguments, own, top_children).tree, guessed_scores(own))
-        return copied(TokenTree(root[:, None], jnp.full((1, 1), -1)), guessed_scores(own))
-    if isinstance(tree, AdaptiveTree):
-        return Drafted(draft_adaptive(*arguments, tree)[0])
-    if sampling.draft_sampling == "sampled":
-        support = min(max(SUPPORT, tree.num_ranks), config.head.config.draft_vocab_size)
-        rows, positions = state.sampling, state.length[:, None] + 1 + jnp.arange(tree.depth)
-        choose = sample_children(rows, positions, sampling.truncate, support)
-        return draft(*arguments, tree, choose)
-    return draft(*arguments, tree, top_children)
+    frozen, own = frozen_from_base(weights.base), config.tree
+    if isinstance(own, CopyTree):
+        own = own.candidates
 
+    # What the head drafts itself, with the log of each node's probability to be accepted.
+    head = (config.head, weights.draft, frozen, root, head_state, state.draft_cache)
+    if isinstance(own, AdaptiveTree):
+        tree, score = draft_adaptive(*head, own)
+        drafted = Drafted(tree)
+    else:
+        drafted = draft(*head, own, _children(config, own, state))
+        score = guessed_scores(own)
+    if not isinstance(config.tree, CopyTree):
+        return drafted
 
-def _with_copies(
-    drafted: TokenTree, score: Float[Array, "#B T"], tree: CopyTree, state: DecodeState
-) -> Drafted:
-    """Fill free slots with copies of the text, or let copies compete with the drafted nodes."""
-    score = jnp.broadcast_to(score, drafted.tokens.shape)
-    keeps = isinstance(tree.drafted, TreeConfig)
     assert state.copies is not None  # as for every tree with copies
-    text = (searched(state, state.length), state.length, state.copies)
-    sizes = (tree.num_nodes, tree.depth)
-    copied, best = add_copies(drafted, score, *text, *sizes, keep_drafted=keeps)
+    copied, best = add_copies(
+        drafted.tree,
+        jnp.broadcast_to(score, drafted.tree.tokens.shape),
+        searched(state, state.length),
+        state.length,
+        state.copies,
+        nodes=config.tree.num_nodes,
+        depth=config.tree.depth,
+        keep_drafted=isinstance(own, TreeConfig),
+    )
     return Drafted(copied, copy=best)
+
+
+def _children(config: StepConfig, tree: TreeConfig, state: DecodeState) -> ChooseChildren:
+    """Return the choice of children that the config names: by probability, or drawn."""
+    assert config.head is not None  # as in `draft_tree`
+    if config.sampling.draft_sampling != "sampled":
+        return top_children
+    support = min(max(SUPPORT, tree.num_ranks), config.head.config.draft_vocab_size)
+    positions = state.length[:, None] + 1 + jnp.arange(tree.depth)
+    return sample_children(state.sampling, positions, config.sampling.truncate, support)
 
 
 @reads_caches
@@ -313,7 +296,7 @@ def verify_tree(
     weights = gathered_in_use(weights)
     # A row that has ended must not make the others read as far as its text.
     length = jnp.where(state.finish == RUNNING, state.length, 0)
-    output = verify(config.base, weights.base, tree, config.tree.depth, state.cache, length)
+    output = verify(config.base, weights.base, tree, state.cache, length)
     features = tree_features(config, output.hidden)
     if config.sampling.needs_choices_only:
         return Verified(tree_choices(weights.base, output), None, output.fresh, features)
@@ -324,15 +307,16 @@ def observe_verified(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree, verified: Verified
 ) -> DecodeState:
     """Give the base's choices after the slots of running rows to a head that has `observe`."""
-    if config.head is None or not getattr(config.head.module, "observes", False):
+    if config.head is None or not config.head.module.observes:
         return state
     choices = verified.choices
     if choices is None:
         assert verified.logits is not None  # one of the two is there
         choices = argmax(verified.logits)
     valid = (tree.tokens != PAD_TOKEN) & (state.finish == RUNNING)[:, None]
-    arguments = (state.draft_cache, tree.tokens, choices, valid)
-    cache = apply_head(config.head, weights.draft, "observe", *arguments)
+    cache = config.head.apply(
+        weights.draft, "observe", state.draft_cache, tree.tokens, choices, valid
+    )
     return state.replace(draft_cache=cache)
 
 
@@ -340,26 +324,27 @@ def accept(
     config: StepConfig, state: DecodeState, drafted: Drafted, verified: Verified
 ) -> Accepted:
     """Apply the verification rule that the config names."""
-    sampling, tree, depth = config.sampling, drafted.tree, config.tree.depth
+    sampling, tree = config.sampling, drafted.tree
     if sampling.force_accept is not None:
-        return accept_forced(tree, verified.choices, sampling.force_accept, depth)
+        return accept_forced(tree, verified.choices, sampling.force_accept)
     if sampling.needs_choices_only:
-        return accept_path(tree, verified.choices, depth)
+        return accept_path(tree, verified.choices)
     logits = verified.logits
     assert logits is not None  # `verify_tree` gives them to all further rules
     if sampling.biased:
-        positions = state.length[:, None] + 1 + node_depth(ancestor_mask(tree.parent, depth))
+        positions = state.length[:, None] + 1 + tree.level()
         logits = add_bias(logits, state.sampling, state.eos, positions)
     if sampling.verify == "greedy":
-        return accept_path(tree, argmax(logits), depth)
+        return accept_path(tree, argmax(logits))
     # It judges drafted tokens: without any, plain decoding draws as ever.
     if sampling.verify == "typical" and config.head is not None:
         log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))
-        thresholds = (sampling.typical_epsilon, sampling.typical_delta)
-        return accept_typical(tree, log_probability, *thresholds, depth)
+        return accept_typical(
+            tree, log_probability, sampling.typical_epsilon, sampling.typical_delta
+        )
     rows, truncate, length = state.sampling, sampling.truncate, state.length
     if drafted.drafts is None:
-        return accept_drawn(tree, logits, rows, length, truncate, depth)
+        return accept_drawn(tree, logits, rows, length, truncate)
     assert isinstance(config.tree, TreeConfig)  # StepConfig refuses draws of others
     return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
 

@@ -97,6 +97,10 @@ class TreeConfig(JsonConfig):
         """Drafted tokens on the longest path; an accepted path has A = depth + 1 slots."""
         return max(map(len, self.paths), default=0)
 
+    def levels_within(self, max_depth: int | None) -> int:
+        """Return how many levels a head drafts; a static tree is drafted as a whole."""
+        return self.depth
+
     def levels(self) -> list[Level]:
         """Return the levels below the root, nearest first."""
         # Only nodes with children cost a recurrent step, so levels index those.
@@ -131,12 +135,27 @@ class TokenTree(struct.PyTreeNode):
 
     tokens: [B, T] the root and the drafted tokens; PAD_TOKEN in unused slots.
     parent: [B, T] slot of the parent, -1 at the root; [1, T] where all rows share one shape.
+    depth: bound of its height; an accepted path has A = depth + 1 slots.
     copied: [B, T] whether a node was copied from the text; None where nothing is copied.
     """
 
     tokens: Int[Array, "B T"]
     parent: Int[Array, "B T"]
+    depth: int = struct.field(pytree_node=False)
     copied: Bool[Array, "B T"] | None = None
+
+    @classmethod
+    def root_only(cls, root: Int[Array, " B"]) -> TokenTree:
+        """Return the tree of one slot for each row."""
+        return cls(root[:, None], jnp.full((1, 1), -1), depth=0)
+
+    def mask(self) -> Bool[Array, "B T T"]:
+        """Return [b, t, s] True where slot t may attend to slot s: itself or an ancestor."""
+        return ancestor_mask(self.parent, self.depth)
+
+    def level(self) -> Int[Array, "B T"]:
+        """Return the distance of each slot from the root."""
+        return node_depth(self.mask())
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,6 +176,15 @@ class CopyTree(JsonConfig):
             raise ValueError(f"tree {self.name!r}: copies ({self.copies}) must be at least 1")
 
     @property
+    def candidates(self) -> TreeConfig | AdaptiveTree:
+        """The tree to draft before copies are added; an adaptive one fills all slots."""
+        own = self.drafted
+        if isinstance(own, TreeConfig):
+            return own
+        # Where the text has no match, drafted nodes take the slots of copies.
+        return dataclasses.replace(own, nodes=min(self.num_nodes, own.pool_size))
+
+    @property
     def num_nodes(self) -> int:
         """Drafted and copied nodes, the root not counted."""
         return self.drafted.num_nodes + self.copies
@@ -175,6 +203,10 @@ class CopyTree(JsonConfig):
     def depth(self) -> int:
         """Tokens on the longest path at most: all copies may be one chain."""
         return max(self.drafted.depth, self.copies)
+
+    def levels_within(self, max_depth: int | None) -> int:
+        """Return how many levels a head drafts: copies may go deeper."""
+        return self.drafted.levels_within(max_depth)
 
 
 Tree = TreeConfig | AdaptiveTree | CopyTree

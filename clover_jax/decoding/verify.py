@@ -9,10 +9,10 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
-from clover_jax.drafters.drafter import base_logits, frozen_from_base
+from clover_jax.decoding.tree import TokenTree, node_depth
+from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.cache import Cache
-from clover_jax.models.decoder import Decoder, DecoderOutput, project
+from clover_jax.models.decoder import Decoder, DecoderOutput, base_logits, project
 from clover_jax.models.int8 import Int8Matrix, Matrix
 from clover_jax.sharding.top_k import argmax
 
@@ -23,19 +23,18 @@ def verify(
     config: BaseConfig,
     params: Params,
     tree: TokenTree,
-    depth: int,
     cache: Cache,
     length: Int[Array, " B"],
 ) -> DecoderOutput:
     """Run the base over each row's tree after length[b] positions, each slot seeing its ancestors.
 
-    depth: bound of the tree's height; a slot's position is length + its depth.
+    A slot's position is length + its level.
     """
-    # A slot's ancestors are its context, so their number is its distance from the root.
-    mask = ancestor_mask(tree.parent, depth)
+    mask = tree.mask()
     positions = length[:, None] + node_depth(mask)
-    given = (tree.tokens, positions, mask, cache, length)
-    output: Any = Decoder(config).apply({"params": params}, *given)
+    output: Any = Decoder(config).apply(
+        {"params": params}, tree.tokens, positions, mask, cache, length
+    )
     # Without the barrier XLA keeps each layer's whole product with qkv until the commit.
     hold = jax.lax.optimization_barrier
     fresh = jax.lax.platform_dependent(output.fresh, cpu=lambda x: x, default=hold)

@@ -35,7 +35,7 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Frozen, head_logits
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, head_logits
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
 from clover_jax.models.batch import Batch
@@ -118,7 +118,7 @@ class RegressiveMLP(nn.Module):
         return x + jax.nn.silu(self.norm(x) @ self.inward[0] + token + self.inward_bias)
 
 
-class Clover(nn.Module):
+class Clover(Drafter):
     """The Clover head; see the module's docstring for the equations."""
 
     config: CloverConfig

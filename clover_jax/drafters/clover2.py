@@ -29,7 +29,7 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Frozen, head_logits
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, head_logits
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
@@ -74,7 +74,7 @@ class Clover2State(struct.PyTreeNode):
     embedded: Float[Array, "B W D"]
 
 
-class Clover2(nn.Module):
+class Clover2(Drafter):
     """The Clover-2 head; see the module's docstring for the equations."""
 
     config: Clover2Config
@@ -141,7 +141,8 @@ class Clover2(nn.Module):
         following = shift_left(tokens, 1)
         z, _ = self._trunk(frozen, features, following, batch.positions, mask, None, None)
         # One position trains no regressive connection, but a deeper tree needs its params.
-        count = max(self.num_positions, 2) if self.is_initializing() else self.num_positions
+        trained = self.config.num_positions
+        count = max(trained, 2) if self.is_initializing() else trained
         # What depends on the token alone is computed once; every position shifts it further.
         embedded = embed(frozen, extend(tokens, count))
         key_value = self.attention_decoder_2.read(embedded)
@@ -153,18 +154,13 @@ class Clover2(nn.Module):
             shifted = functools.partial(window, start=depth + 1, size=tokens.shape[1])
             state = self.attention_decoder_2.mix(state, shifted(key_value))
             outputs.append(self._later_output(state, shifted(projected)))
-        return jnp.stack(outputs[: self.num_positions])
+        return jnp.stack(outputs[:trained])
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
         """Return lm_head u; the same frozen matrix at every position."""
         return head_logits(self.config, frozen, hidden)
-
-    @property
-    def num_positions(self) -> int:
-        """Draft positions that are trained."""
-        return self.config.num_positions
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
         """Return s^0 and the Augmenting Block's fresh keys and values."""
@@ -183,8 +179,11 @@ class Clover2(nn.Module):
             state = state @ self.projector_0 + self.projector_0_bias
         return self.head_norm(state)
 
+    # u^i = head_norm(W_1 [s ; e] + b_1) is computed in two ways. Drafting takes one product with
+    # all of W_1, since a GPU would copy half of it first (`_joint_output`). Training splits it into
+    # W_1s s + W_1e e, because the token's part is shared among positions (`_project_token`).
     def _joint_output(self, branch: Clover2State) -> Float[Array, "B W D"]:
-        """Return u^i by one product with all of W_1: a GPU would copy half of it first."""
+        """Return u^i of drafted branches."""
         x = branch.state
         if self.config.output_projector:
             both = jnp.stack([x, branch.embedded], axis=-2)  # not along D, which a mesh may split
@@ -193,7 +192,7 @@ class Clover2(nn.Module):
         return self.head_norm(x)
 
     def _project_token(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Return the token's part of W_1 [s ; e], which training shares among positions."""
+        """Return W_1e e."""
         if not self.config.output_projector:
             return jnp.zeros_like(embedded)
         return embedded @ self.projector_1[1]

@@ -51,6 +51,7 @@ from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads,
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
+    Drafter,
     Frozen,
     frozen_from_base,
     output_matrix,
@@ -133,7 +134,7 @@ class CloverLRState(struct.PyTreeNode):
     state: Float[Array, "B W r"]
 
 
-class CloverLR(nn.Module):
+class CloverLR(Drafter):
     """The Clover-LR head; see the module's docstring for the equations."""
 
     config: CloverLRConfig

@@ -46,7 +46,13 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.augmenting import take_last
-from clover_jax.drafters.drafter import AcceptedPositions, FewTokens, Frozen, head_logits
+from clover_jax.drafters.drafter import (
+    AcceptedPositions,
+    Drafter,
+    FewTokens,
+    Frozen,
+    head_logits,
+)
 from clover_jax.drafters.layer_drafter import embed, layer_for
 from clover_jax.models.attention import RunningSoftmax, absorb_rows, attend, finish
 from clover_jax.models.batch import Batch
@@ -225,7 +231,7 @@ class BlockLayer(nn.Module):
         return hidden + after(self.mlp(before(x))), fresh
 
 
-class DFlash2(nn.Module):
+class DFlash2(Drafter):
     """The DFlash 2 head; see the module's docstring for the equations."""
 
     config: DFlash2Config

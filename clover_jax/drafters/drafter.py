@@ -8,14 +8,14 @@ position i of the head propose x_{t+2+i}.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
+import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.config import DrafterConfig
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 from clover_jax.models.int8 import Matrix, take_rows
@@ -76,21 +76,44 @@ class FewTokens(struct.PyTreeNode):
 Proposal = Float[Array, "B W Vd"] | FewTokens
 
 
-class Drafter(Protocol):
-    """What a draft head's linen module implements; called through `apply(..., method=name)`.
+class Drafter(nn.Module):
+    """The base class of draft heads; `DraftHead.apply` calls its methods.
 
-    A module that sets `observes` also has `observe(cache, tokens, choices, valid) -> cache`, which
-    is shown each verified tree: [B, T] of its tokens, the base's most probable token after each
-    slot, and whether there is one in a running row. What is not valid must change nothing.
+    A head defines the methods, but for `observe` and `rescore`, and overrides properties below
+    where their values differ. A head without weights is never trained: it needs neither
+    `train_forward` nor `logits`.
     """
 
     config: DrafterConfig
-    init: Callable[..., Any]  # linen's own, as every module has them
-    apply: Callable[..., Any]
+
+    @property
+    def output_params(self) -> tuple[str, ...]:
+        """Names of the params that `logits` or `rescore` reads, one leaf a position."""
+        return ()
+
+    @property
+    def reads_lm_head(self) -> bool:
+        """Whether decoding needs the rows of lm_head for this head."""
+        return True
+
+    @property
+    def num_anchors(self) -> int:
+        """Places of a row, at most, at which a training step trains; 0 for all positions."""
+        return 0
+
+    @property
+    def observes(self) -> bool:
+        """Whether the head has `observe`, and so learns while it decodes."""
+        return False
+
+    @property
+    def rescores(self) -> bool:
+        """Whether the head has `rescore`, and so proposes a few of its logits' tokens."""
+        return False
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
         """Return an empty draft cache: the head's KV cache, other state of the text, or ()."""
-        ...
+        raise NotImplementedError
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: DraftCache
@@ -100,14 +123,14 @@ class Drafter(Protocol):
         cache: holds start[b] committed positions; the result holds start[b] + count[b].
         Returns the root state, that of a single branch, and the cache.
         """
-        ...
+        raise NotImplementedError
 
     def propose(self, frozen: Frozen, state: State, depth: int) -> Proposal:
         """Return the logits of the tokens that may follow each state, `depth` levels down.
 
         [B, 1, Vd] where they are the same for all branches; or `FewTokens`.
         """
-        ...
+        raise NotImplementedError
 
     def advance(
         self,
@@ -123,44 +146,43 @@ class Drafter(Protocol):
         depth: level of the new states, 1 for the root's children. The committed cache is
             read-only here; a head with attention keeps its tree's keys and values in the state.
         """
-        ...
+        raise NotImplementedError
+
+    def observe(
+        self,
+        cache: DraftCache,
+        tokens: Int[Array, "B T"],
+        choices: Int[Array, "B T"],
+        valid: Bool[Array, "B T"],
+    ) -> DraftCache:
+        """Update the draft cache with a verified tree, whether it was accepted or not.
+
+        choices: the base's most probable token after each slot. valid: slots that hold a token, of
+            rows that run; the others must change nothing.
+        """
+        raise NotImplementedError
 
     def train_forward(
         self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
         """Return hidden[i, b, t], from which position i proposes x_{t+2+i}, teacher forced.
 
-        A module that sets `num_anchors` is given `anchors`, [B, M] places of x_{t+1}, so many of a
-        row at most, and returns [P, B, M, D] for these alone; without them it does so for all t.
+        A head with `num_anchors` returns [P, B, M, D] for the places `batch.anchors` alone; without
+        them it returns all t.
         """
-        ...
+        raise NotImplementedError
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
-        """Map `train_forward`'s hidden states of one position to logits.
+        """Map `train_forward`'s hidden states of one position to logits."""
+        raise NotImplementedError
 
-        A module that sets `rescores` proposes few tokens, by other scores than these: it also has
-        `rescore(hidden, logits)`, which returns those scores, -inf for all other tokens.
-        """
-        ...
-
-
-class DrafterKind(Protocol):
-    """What a drafter's file offers to the registry."""
-
-    def make_config(self, base: BaseConfig, **options: Any) -> DrafterConfig:
-        """Return the head's config for a base, with the method's defaults.
-
-        A parameter annotated str, int, float or bool can be set with `train --drafter_options`.
-        """
-        ...
-
-    def init_from_base(
-        self, config: DrafterConfig, params: Params, base_params: Params, rng: Array
-    ) -> Params:
-        """Apply the method's initialisation to freshly made params."""
-        ...
+    def rescore(
+        self, hidden: Float[Array, "*b D"], logits: Float[Array, "*b Vd"]
+    ) -> Float[Array, "*b Vd"]:
+        """Return the scores by which the head proposes its few tokens, -inf for all others."""
+        raise NotImplementedError
 
 
 def frozen_from_base(base_params: Params) -> Frozen:
@@ -192,13 +214,6 @@ def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
         return base_params
     matrix = frozen.lm_head if given is None else given
     return {**base_params, DRAFT_ROWS: take_rows(matrix, jnp.asarray(config.draft_to_target))}
-
-
-def base_logits(
-    config: BaseConfig, params: Params, hidden: Float[Array, "*b D"]
-) -> Float[Array, "*b V"]:
-    """Return the base's logits of its states after the final norm."""
-    return project(frozen_from_base(params).lm_head, hidden, config.logit_cap)
 
 
 def output_matrix(config: DrafterConfig, frozen: Frozen) -> Matrix:

@@ -98,7 +98,7 @@ class Eagle3(LayerDrafter):
         path = empty_path(self.config.layer, len(tokens), tokens.shape[1], hidden.dtype)
 
         # Later steps read their own output, and attend along their own path only.
-        for step in range(1, self.num_positions):
+        for step in range(1, self.config.num_positions):
             embedded = embed(self.config, frozen, shift_left(tokens, step + 1))
             own = functools.partial(attend_path, path=path, prefix=prefix)
             hidden, fresh = self.run(embedded, hidden, positions + step, None, attend=own)

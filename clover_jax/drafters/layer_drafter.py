@@ -13,7 +13,6 @@ import dataclasses
 import functools
 from typing import NamedTuple
 
-import flax.linen as nn
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -21,7 +20,7 @@ from flax import struct
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
 from clover_jax.drafters.augmenting import absorb_positions
-from clover_jax.drafters.drafter import AcceptedPositions, Frozen
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, init_cache
 from clover_jax.models.decoder import Attend, attend, scale_rows
@@ -87,7 +86,7 @@ class Prefix(NamedTuple):
     positions: Int[Array, "B S"]
 
 
-class LayerDrafter(nn.Module, abc.ABC):
+class LayerDrafter(Drafter, abc.ABC):
     """What these heads share; a subclass says what the layer reads and what it proposes.
 
     It defines `fuse(features)`, the state of a committed position; `run(embedded, state, positions,
@@ -141,11 +140,6 @@ class LayerDrafter(nn.Module, abc.ABC):
             functools.partial(attend_path, path=above.path),
         )
         return BranchState(hidden, above.path.extended(fresh), above.length)
-
-    @property
-    def num_positions(self) -> int:
-        """Draft positions that are trained."""
-        return self.config.num_positions
 
     @abc.abstractmethod
     def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:

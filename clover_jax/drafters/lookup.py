@@ -14,13 +14,12 @@ from __future__ import annotations
 
 import dataclasses
 
-import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Int
 from clover_jax.config import BaseConfig, DrafterConfig
-from clover_jax.drafters.drafter import AcceptedPositions, FewTokens, Frozen
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, FewTokens, Frozen
 from clover_jax.drafters.text_matches import find_matches, last_tokens
 from clover_jax.models.cache import Cache
 
@@ -51,7 +50,7 @@ class LookupState(struct.PyTreeNode):
     end: Int[Array, " B"]
 
 
-class Lookup(nn.Module):
+class Lookup(Drafter):
     """Prompt lookup; see the module's docstring."""
 
     config: LookupConfig

@@ -23,6 +23,7 @@ from clover_jax.config import BaseConfig, DrafterConfig, LossSpec
 from clover_jax.drafters.augmenting import take_last
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
+    Drafter,
     Frozen,
     frozen_from_base,
     head_logits,
@@ -61,7 +62,7 @@ class MedusaState(struct.PyTreeNode):
     state: Float[Array, "B 1 D"]
 
 
-class Medusa(nn.Module):
+class Medusa(Drafter):
     """The heads; see the module's docstring for the equations."""
 
     config: MedusaConfig

@@ -19,13 +19,12 @@ from __future__ import annotations
 import dataclasses
 import math
 
-import flax.linen as nn
 import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Int
 from clover_jax.config import BaseConfig, DrafterConfig
-from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, FewTokens, Frozen
+from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, Drafter, FewTokens, Frozen
 from clover_jax.sharding.placement import over_rows
 
 # How often the token seen last after another follows again, then the one before it, and so on:
@@ -49,7 +48,7 @@ class RecycleState(struct.PyTreeNode):
     successors: Int[Array, "B W k"]
 
 
-class Recycle(nn.Module):
+class Recycle(Drafter):
     """Token Recycling; see the module's docstring. Its cache is the table, [B, k, V]."""
 
     config: RecycleConfig

@@ -43,6 +43,14 @@ class DraftHead:
     config: DrafterConfig
     module: Drafter
 
+    def apply(self, params: Params, method: str, *arguments: Any) -> Any:
+        """Call a method of the contract."""
+        return self.module.apply({"params": params}, *arguments, method=method)
+
+    def rescored(self, params: Params, hidden: Array, logits: Array) -> Array:
+        """Return the scores by which the head proposes: those of `rescore`, or its logits."""
+        return self.apply(params, "rescore", hidden, logits) if self.module.rescores else logits
+
 
 def _entry(kind: str) -> tuple[str, str, str]:
     known = DRAFTERS | TRAINING_FREE
@@ -51,7 +59,7 @@ def _entry(kind: str) -> tuple[str, str, str]:
     return known[kind]
 
 
-def _module_of(kind: str) -> Any:  # a `DrafterKind`, and the classes that _entry names
+def _module_of(kind: str) -> Any:
     return importlib.import_module(f"clover_jax.drafters.{_entry(kind)[0]}")
 
 

@@ -17,9 +17,9 @@ import numpy as np
 
 from clover_jax.array_types import Array, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.draft import apply_head, target_ids
-from clover_jax.decoding.engine import bucket
+from clover_jax.decoding.draft import target_ids
 from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.state import bucket
 from clover_jax.decoding.step import weights_for
 from clover_jax.drafters.drafter import Frozen, frozen_from_base
 from clover_jax.drafters.registry import DraftHead
@@ -134,8 +134,7 @@ def count_hits(
     base_params, params = gathered_in_use((base_params, params))
     frozen = frozen_from_base(base_params)
     teacher = teach(base, base_params, head.config.features, batch)
-    arguments = (frozen, teacher.features, batch, None)
-    hidden = apply_head(head, params, "train_forward", *arguments)
+    hidden = head.apply(params, "train_forward", frozen, teacher.features, batch, None)
 
     # Target index s = t + 1 + i: the base's state there gives the token at s + 1.
     target = first[:, None] + jnp.arange(slots.shape[0])
@@ -159,10 +158,8 @@ def count_hits(
 
 def _best_ids(head: DraftHead, params: Params, frozen: Frozen, u: Array, i: int) -> Array:
     """Return the ids of the most probable tokens of position i, in the base's vocabulary."""
-    logits = apply_head(head, params, "logits", frozen, u, i)
-    if getattr(head.module, "rescores", False):
-        logits = apply_head(head, params, "rescore", u, logits)
-    return target_ids(head, top_k(logits, max(TOP)).ids)
+    scores = head.rescored(params, u, head.apply(params, "logits", frozen, u, i))
+    return target_ids(head, top_k(scores, max(TOP)).ids)
 
 
 def _rows(x: Array, index: Int[Array, "B n"]) -> Array:

@@ -18,22 +18,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Array, Float, Int
+from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.decoding.compiler_options import options_here
-from clover_jax.decoding.engine import Engine, bucket
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.repeated import repeated
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
-from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.state import DecodeState, bucket
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.drafters.drafter import base_logits
 from clover_jax.evaluation.equality import MISMATCH, NEAR_TIE, Comparisons, Divergence
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
-from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.models.decoder import Decoder, base_logits, causal_mask
 from clover_jax.sharding.placement import gathered_in_use
 from clover_jax.sharding.top_k import top_k
 
@@ -95,7 +93,7 @@ def judge(
         cases = [_case(plain[number], one, plan) for number, one in [*divergences, *others]]
         sizes = (1, max(*plan.batch_sizes, _LEAST_BATCH))
         engines = (vanilla.models.engine(size, plan.sampling, plan.seed) for size in sizes)
-        judged = classify(cases, vanilla, *engines)
+        judged = classify(cases, vanilla.models.base.params, *engines)
         divergences = [(number, one) for (number, _), one in zip(divergences, judged, strict=True)]
 
     # One mismatch makes a row a mismatch, however many near-ties it has beside.
@@ -123,24 +121,27 @@ def _case(row: Mapping[str, Any], divergence: Divergence | None, plan: Plan) -> 
 
 
 def classify(
-    cases: Sequence[Case], vanilla: Method, alone: Engine, batched: Engine
+    cases: Sequence[Case], params: Params, alone: Engine, batched: Engine
 ) -> list[Divergence]:
     """Return the divergences of the cases with gap, threshold and kind.
 
-    alone, batched: engines of plain decoding with one slot and with many, as the run has.
+    params: the base's. alone, batched: engines of plain decoding with one slot and with many, as
+        the run has.
     """
-    if not cases:
-        return []
-    # The same texts with other neighbours: whatever moves now is rounding.
+    # The same texts beside other rows: any change is rounding.
     size = batched.batch_size
     groups = [list(cases[start : start + size]) for start in range(0, len(cases), size)]
-    together = [margins(group, vanilla, batched) for group in groups]
-    single = [margins([case], vanilla, alone) for case in cases]
-    wide = [margins(group, vanilla, batched, _AT_ONCE) for group in groups]
+    together = [margins(group, params, batched) for group in groups]
+    single = [margins([case], params, alone) for case in cases]
+    wide = [margins(group, params, batched, _AT_ONCE) for group in groups]
+
     # Slots that the last group left empty hold nothing.
-    margin = np.concatenate([m.margin[: len(g)] for m, g in zip(together, groups, strict=True)])
-    gap = np.concatenate([m.gap[: len(g)] for m, g in zip(together, groups, strict=True)])
-    at_once = np.concatenate([m.margin[: len(g)] for m, g in zip(wide, groups, strict=True)])
+    def joined(parts: list[Margins], name: str) -> np.ndarray:
+        pairs = zip(parts, groups, strict=True)
+        return np.concatenate([getattr(part, name)[: len(group)] for part, group in pairs])
+
+    margin, gap = joined(together, "margin"), joined(together, "gap")
+    at_once = joined(wide, "margin")
 
     lengths = [len(case.output_ids) for case in cases]
     threshold = max(
@@ -173,12 +174,12 @@ def _classified(divergence: Divergence, gaps: np.ndarray, threshold: float) -> D
     return dataclasses.replace(divergence, gap=gap, threshold=threshold, kind=kind)
 
 
-def margins(cases: Sequence[Case], vanilla: Method, engine: Engine, at_once: int = 1) -> Margins:
+def margins(cases: Sequence[Case], params: Params, engine: Engine, at_once: int = 1) -> Margins:
     """Teacher-force plain decoding with its own text; [B, n], and 0 beyond the longest.
 
     at_once: tokens that each step reads, the last of the text so far; the newest one counts.
     """
-    params, placement = vanilla.models.base.params, Placement(vanilla.models.mesh)
+    placement = engine.placement
     state = engine.prefilled(params, None, [case.request for case in cases])
     longest = max(len(case.output_ids) for case in cases)
     # Lengths in buckets, so that few programs compile.
@@ -278,7 +279,7 @@ def _scores(
     scaled = warp(logits[:, None], rows, truncate=False)[:, 0]
     noise = gumbel(rows, position[:, None], TOKEN, logits.shape[-1])[:, 0]
     room = room_to_cut(logits, rows) if config.sampling.truncate else nothing_is_cut
-    # A row at temperature 0 takes the largest logit, whatever else its settings say.
+    # A row at temperature 0 takes the largest logit; its top-k and top-p have no effect.
     return Scores(
         jnp.where(is_drawn, scaled + noise, logits), jnp.where(is_drawn, room, nothing_is_cut)
     )

@@ -20,13 +20,12 @@ import numpy as np
 
 from clover_jax.array_types import Array, Int
 from clover_jax.decoding.accept import accept_path
+from clover_jax.decoding.chunk import recorded_steps
 from clover_jax.decoding.commit import StepRecord, commit
 from clover_jax.decoding.copies import count_copies
-from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.prefill import absorb_prompt
-from clover_jax.decoding.state import LENGTH, RUNNING, DecodeState, empty_state
+from clover_jax.decoding.state import LENGTH, RUNNING, DecodeState, bucket, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots
-from clover_jax.decoding.tree import ancestor_mask, node_depth
 from clover_jax.runtime.progress import Progress
 
 _POSITIONS_AT_ONCE = 16384  # rows of a batch x their length
@@ -108,21 +107,15 @@ def _replay(
     first: index of each answer's first token, which prefill gives. end: of the text. The buffers
     are tree.depth + 1 positions longer, filled with tokens that equal no other.
     """
-    state = _begin(config, text, first, end)
-    _, record = jax.eval_shape(functools.partial(_step, config, text), state)
+    state, step = _begin(config, text, first, end), functools.partial(_step, config, text)
+    _, record = jax.eval_shape(step, state)
     steps = text.shape[1]
     records = jax.tree.map(lambda one: jnp.zeros((steps, *one.shape), one.dtype), record)
 
-    def body(carry: tuple[Array, DecodeState, Any]) -> tuple[Array, DecodeState, Any]:
-        done, state, records = carry
-        state, record = _step(config, text, state)
-        records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
-        return done + 1, state, records
+    def goes_on(_: Array, state: DecodeState) -> Array:
+        return (state.finish == RUNNING).any()
 
-    def goes_on(carry: tuple[Array, DecodeState, Any]) -> Array:
-        return (carry[1].finish == RUNNING).any()
-
-    return jax.lax.while_loop(goes_on, body, (jnp.int32(0), state, records))[2]
+    return recorded_steps(step, goes_on, state, records)[1]
 
 
 def _begin(
@@ -163,16 +156,16 @@ def _step(
 ) -> tuple[DecodeState, StepRecord]:
     """Advance every running row as `speculate_and_verify` does, with the text for the base."""
     state, drafted = absorb_and_draft(config, _no_weights(), state, roots(state))
-    tree, depth = drafted.tree, config.tree.depth
+    tree = drafted.tree
 
-    # A node is right where it says what the text has at its depth.
-    ahead = state.end[:, None] + jnp.arange(depth + 1)
+    # A node is right where its token is the text's at its depth.
+    ahead = state.end[:, None] + jnp.arange(tree.depth + 1)
     following = jnp.take_along_axis(text, jnp.minimum(ahead, text.shape[1] - 1), axis=1)
-    level = jnp.broadcast_to(node_depth(ancestor_mask(tree.parent, depth)), tree.tokens.shape)
+    level = jnp.broadcast_to(tree.level(), tree.tokens.shape)
     choices = jnp.take_along_axis(following, level, axis=1)
 
     features = jnp.zeros((*tree.tokens.shape, 0))
-    state, record = commit(state, tree, accept_path(tree, choices, depth), (), features)
+    state, record = commit(state, tree, accept_path(tree, choices), (), features)
     if drafted.copy is not None and state.copies is not None:
         counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
         state = state.replace(copies=counted)

@@ -122,6 +122,6 @@ def _draft(
 ) -> tuple[DecodeState, TokenTree]:
     root = roots(state)
     if config.head is None:
-        return state, TokenTree(root[:, None], jnp.full((1, 1), -1))
+        return state, TokenTree.root_only(root)
     state, drafted = absorb_and_draft(config, weights, state, root)
     return state, drafted.tree

@@ -5,12 +5,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from clover_jax.decoding.engine import bucket
-from clover_jax.decoding.state import RUNNING, DecodeState, empty_state
+from clover_jax.decoding.state import EOS_ROOM, RUNNING, DecodeState, bucket, empty_state
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
 
-MAX_EOS = 8  # as in an engine
 MOST_CONTEXT = 1024  # that is taken where none is given
 
 
@@ -70,4 +68,4 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
 
 def _empty(models: Models, batch: int, size: int) -> DecodeState:
     base, head, tree = models.base.config, models.head, models.tree
-    return empty_state(base, head, tree, batch, size, MAX_EOS, models.dtype)
+    return empty_state(base, head, tree, batch, size, EOS_ROOM, models.dtype)

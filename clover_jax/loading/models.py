@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.data.chat_templates import with_chat_template
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
@@ -108,12 +107,8 @@ class Models:
 
         1 where all nodes are copies, which are made at once.
         """
-        tree = self.tree
-        if isinstance(tree, CopyTree):
-            return max(1, self.with_tree(tree.drafted).levels)
-        if isinstance(tree, AdaptiveTree) and self.head is not None:
-            return tree.levels_within(self.head.config.max_depth)
-        return tree.depth
+        levels = self.tree.levels_within(self.head.config.max_depth if self.head else None)
+        return max(1, levels) if isinstance(self.tree, CopyTree) else levels
 
     def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
         """Return the speculative step; raises UserError where the tree does not suit the head."""

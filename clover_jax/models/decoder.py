@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int, typed
+from clover_jax.array_types import Array, Bool, Float, Int, Params, typed
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
@@ -231,6 +231,14 @@ def project(
     else:
         logits = _row_logits(matrix, rows)
     return soft_cap(logits, cap).reshape(*hidden.shape[:-1], matrix.shape[0])
+
+
+def base_logits(
+    config: BaseConfig, params: Params, hidden: Float[Array, "*b D"]
+) -> Float[Array, "*b V"]:
+    """Return the base's logits of its states after the final norm."""
+    lm_head = params.get("lm_head", params["embedding"])  # a tied base has one matrix for both
+    return project(lm_head, hidden, config.logit_cap)
 
 
 @jax.custom_vjp

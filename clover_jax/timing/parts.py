@@ -132,8 +132,8 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
 
     # Each stage runs once here, for its result is what the next one reads.
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
-        absorbed = absorb_pending(config, weights, state)
-        return state.replace(draft_cache=absorbed.cache), absorbed.state
+        head_state, cache = absorb_pending(config, weights, state)
+        return state.replace(draft_cache=cache), head_state
 
     parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
     head_state = parts["absorb"].run()[1]
@@ -180,8 +180,8 @@ def cut_tree(tree: Tree, depth: int) -> Tree:
         kept = tuple(path for path in tree.paths if len(path) <= depth)
         return TreeConfig(f"{tree.name} to level {depth}", kept)
     # A dynamic tree chooses its nodes among all that it drafts, and fewer levels draft fewer.
-    shorter = tree.width + (depth - 1) * tree.width**2
-    nodes = min(tree.nodes, shorter) if tree.rule == "dynamic" else tree.nodes
+    pool = dataclasses.replace(tree, depth=depth, nodes=1).pool_size
+    nodes = min(tree.nodes, pool) if tree.rule == "dynamic" else tree.nodes
     return dataclasses.replace(tree, depth=depth, nodes=nodes)
 
 

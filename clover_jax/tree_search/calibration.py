@@ -19,16 +19,16 @@ from clover_jax.array_types import Array, Int
 from clover_jax.config import DrafterConfig
 from clover_jax.decoding.accept import Accepted
 from clover_jax.decoding.commit import commit
-from clover_jax.decoding.engine import bucket
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.repeated import repeated
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.decoding.state import DecodeState, empty_state
+from clover_jax.decoding.state import DecodeState, bucket, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 from clover_jax.drafters.drafter import FewTokens, Proposal, frozen_from_base
+from clover_jax.drafters.tokens import to_draft
 from clover_jax.loading.models import Models
 from clover_jax.sharding.placement import gathered_in_use
 
@@ -130,14 +130,14 @@ def _probe(
     """Go one token forward along the text; add the ranks of the tokens after it."""
     (weights, text), (state, ranks) = given, carry
     weights = gathered_in_use(weights)
-    absorbed = absorb_pending(config, weights, state)
-    state = state.replace(draft_cache=absorbed.cache)
+    head_state, cache = absorb_pending(config, weights, state)
+    state = state.replace(draft_cache=cache)
     following = state.length[:, None] + jnp.arange(config.tree.depth + 1)
     here = jnp.take_along_axis(text, following, axis=1)  # the root, and what comes after it
-    ranks = ranks.at[number].set(_ranks(config, weights, absorbed.state, state, here[:, 1:]))
+    ranks = ranks.at[number].set(_ranks(config, weights, head_state, state, here[:, 1:]))
 
-    # Go on by the true token, whatever the head proposed.
-    tree = TokenTree(here[:, :1], jnp.full((1, 1), -1))
+    # Teacher forcing: advance by the true token.
+    tree = TokenTree.root_only(here[:, 0])
     verified = verify_tree(config, weights, state, tree)
     only = jnp.zeros_like(state.length)
     accepted = Accepted(path=only[:, None], count=only, bonus=here[:, 1])
@@ -153,17 +153,17 @@ def _ranks(
     true: Int[Array, "B d"],
 ) -> Int[Array, "B d"]:
     assert config.head is not None  # ranks are a head's
-    frozen = frozen_from_base(weights.base)
-    apply = functools.partial(config.head.module.apply, {"params": weights.draft}, frozen)
+    head, frozen = config.head, frozen_from_base(weights.base)
     ranks = []
     for depth in range(true.shape[1]):
-        proposal = apply(branch, depth, method="propose")
-        ranks.append(_rank_of(config.head.config, proposal, true[:, depth]))
+        proposal = head.apply(weights.draft, "propose", frozen, branch, depth)
+        ranks.append(_rank_of(head.config, proposal, true[:, depth]))
         # Fed the true token: an ideal tree would hold it.
         if depth + 1 < true.shape[1]:
             parent = jnp.zeros_like(true[:, :1])
             token = true[:, depth : depth + 1]
-            branch = apply(branch, state.draft_cache, parent, token, depth + 1, method="advance")
+            arguments = (frozen, branch, state.draft_cache, parent, token, depth + 1)
+            branch = head.apply(weights.draft, "advance", *arguments)
     return jnp.stack(ranks, axis=1)
 
 
@@ -177,11 +177,6 @@ def _rank_of(
     if isinstance(proposal, FewTokens):
         matches = proposal.ids[:, 0] == token[:, None]
         return jnp.where(matches.any(axis=1), matches.argmax(axis=1), _LACKS)
-    if config.draft_to_target is None:
-        index, known = token, jnp.ones_like(token, bool)
-    else:
-        matches = jnp.asarray(config.draft_to_target) == token[:, None]
-        index, known = matches.argmax(axis=1), matches.any(axis=1)
-    logits = proposal[:, 0]
-    own = jnp.take_along_axis(logits, index[:, None], axis=1)
-    return jnp.where(known, (logits > own).sum(axis=1), _LACKS)
+    index, logits = to_draft(config, token), proposal[:, 0]
+    own = jnp.take_along_axis(logits, jnp.maximum(index, 0)[:, None], axis=1)
+    return jnp.where(index >= 0, (logits > own).sum(axis=1), _LACKS)

@@ -56,7 +56,7 @@ def measure_costs(
     slots = sorted({*slots, models.tree.num_slots})
     widths = [width for width in widths if width <= models.base.config.vocab_size and deepest > 1]
 
-    # Each program is timed by itself, in turns with the others.
+    # Each program is timed by itself, alternating with the others.
     runs: dict[str, Run] = {
         "plain": _in_place(plain, step_loop).run,
         "step": _in_place(bench, step_loop).run,
@@ -101,4 +101,4 @@ def _verifying(bench: Bench, batch: int, count: int) -> Part:
     )
     parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
     loop = functools.partial(verify_loop, bench.models.step())
-    return bench.reading(loop, TokenTree(tokens, parent))
+    return bench.reading(loop, TokenTree(tokens, parent, depth=1))

@@ -9,20 +9,20 @@ from clover_jax.decoding.tree import TokenTree
 from clover_jax.drafters.drafter import PAD_TOKEN
 
 # Op by op, every operation on every shape would be compiled by itself.
-accept_path = jax.jit(accept.accept_path, static_argnames="depth")
-accept_forced = jax.jit(accept.accept_forced, static_argnames=("count", "depth"))
+accept_path = jax.jit(accept.accept_path)
+accept_forced = jax.jit(accept.accept_forced, static_argnames="count")
 
 
 def test_accept_path_of_the_docstring():
-    tree = TokenTree(tokens=jnp.array([[5, 7, 8, 9]]), parent=jnp.array([[-1, 0, 1, 0]]))
-    accepted = accept_path(tree, jnp.array([[7, 8, 4, 0]]), depth=2)
+    tree = TokenTree(jnp.array([[5, 7, 8, 9]]), jnp.array([[-1, 0, 1, 0]]), depth=2)
+    accepted = accept_path(tree, jnp.array([[7, 8, 4, 0]]))
     assert accepted.path.tolist() == [[0, 1, 2]]
     assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([2], [4])
 
 
 def test_without_an_agreeing_child_the_bonus_is_the_roots_argmax():
-    tree = TokenTree(tokens=jnp.array([[5, 7, 9]]), parent=jnp.array([[-1, 0, 0]]))
-    accepted = accept_path(tree, jnp.array([[3, 7, 9]]), depth=1)
+    tree = TokenTree(jnp.array([[5, 7, 9]]), jnp.array([[-1, 0, 0]]), depth=1)
+    accepted = accept_path(tree, jnp.array([[3, 7, 9]]))
     assert (accepted.count.tolist(), accepted.bonus.tolist()) == ([0], [3])
 
 
@@ -51,8 +51,8 @@ def test_the_accepted_path_is_the_walk_along_the_argmax(case):
         if not children:
             break
         path.append(children[0])
-    tree = TokenTree(tokens=jnp.array([tokens]), parent=jnp.array([parent]))
-    accepted = accept_path(tree, jnp.array([best]), depth=len(parent) - 1)
+    tree = TokenTree(jnp.array([tokens]), jnp.array([parent]), depth=len(parent) - 1)
+    accepted = accept_path(tree, jnp.array([best]))
     count = int(accepted.count[0])
     assert accepted.path[0, : count + 1].tolist() == path
     np.testing.assert_array_equal(accepted.path[0, count + 1 :], 0)
@@ -60,9 +60,9 @@ def test_the_accepted_path_is_the_walk_along_the_argmax(case):
 
 
 def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_choices():
-    tree = TokenTree(tokens=jnp.array([[5, 1, 2, 3, 0]]), parent=jnp.array([[-1, 0, 0, 2, 1]]))
+    tree = TokenTree(jnp.array([[5, 1, 2, 3, 0]]), jnp.array([[-1, 0, 0, 2, 1]]), depth=2)
     choices = jnp.array([[2, 9, 9, 4, 9]])
-    forced = [accept_forced(tree, choices, count=count, depth=2) for count in (0, 1, 2)]
+    forced = [accept_forced(tree, choices, count=count) for count in (0, 1, 2)]
     assert [accepted.count.tolist() for accepted in forced] == [[0], [1], [2]]
     assert forced[1].path[0, :2].tolist() == [0, 2]
     assert forced[2].path.tolist() == [[0, 2, 3]]
@@ -70,5 +70,5 @@ def test_forced_acceptance_takes_a_path_of_that_length_with_most_of_the_base_s_c
 
 
 def test_forced_acceptance_never_takes_padding():
-    tree = TokenTree(tokens=jnp.array([[5, PAD_TOKEN]]), parent=jnp.array([[-1, 0]]))
-    assert accept_forced(tree, jnp.zeros((1, 2), int), count=1, depth=1).count.tolist() == [0]
+    tree = TokenTree(jnp.array([[5, PAD_TOKEN]]), jnp.array([[-1, 0]]), depth=1)
+    assert accept_forced(tree, jnp.zeros((1, 2), int), count=1).count.tolist() == [0]

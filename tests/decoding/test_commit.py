@@ -91,8 +91,8 @@ def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
     )
     tokens = rng.integers(0, TINY.vocab_size, (2, SLOTS))
     tokens[:, 0] = text[np.arange(2), lengths]
-    tree = TokenTree(tokens=jnp.asarray(tokens), parent=jnp.array(parents))
-    output = _verify(params, tree, depth, state.cache, length)
+    tree = TokenTree(jnp.asarray(tokens), jnp.array(parents), depth)
+    output = _verify(params, tree, state.cache, length)
     padded = jnp.array([path + [0] * (SLOTS - len(path)) for path in paths])
     count = jnp.array([len(path) - 1 for path in paths])
     accepted = Accepted(padded, count, jnp.array([3, 4]))
@@ -126,8 +126,8 @@ def test_a_finished_row_does_not_change():
     state = state.replace(
         tokens=jnp.arange(64)[None], length=jnp.array([5]), end=jnp.array([6]), limit=jnp.array([6])
     ).replace(finish=jnp.array([LENGTH]), features=jnp.zeros((1, 2, 0)))
-    tree = TokenTree(tokens=jnp.array([[5, 7]]), parent=jnp.array([[-1, 0]]))
-    output = _verify(random_base(), tree, 1, state.cache, state.length)
+    tree = TokenTree(jnp.array([[5, 7]]), jnp.array([[-1, 0]]), depth=1)
+    output = _verify(random_base(), tree, state.cache, state.length)
     accepted = Accepted(jnp.array([[0, 1]]), jnp.array([1]), jnp.array([3]))
     new, record = jax.jit(commit)(state, tree, accepted, output.fresh, jnp.zeros((1, 2, 0)))
     for name in ("tokens", "length", "end", "limit", "finish"):
@@ -149,9 +149,9 @@ def _prefill(params, tokens):
     return Decoder(TINY).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
 
 
-def _verify(params, tree, depth, cache, length):
-    return _jit_verify(TINY, params, tree, depth, cache, length)
+def _verify(params, tree, cache, length):
+    return _jit_verify(TINY, params, tree, cache, length)
 
 
-_jit_verify = jax.jit(verify, static_argnums=(0, 3))
+_jit_verify = jax.jit(verify, static_argnums=0)
 _empty_state = jax.jit(empty_state, static_argnums=tuple(range(7)))

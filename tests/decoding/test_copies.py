@@ -26,7 +26,8 @@ with_copies = jax.jit(add_copies, static_argnums=(5, 6), static_argnames="keep_d
 
 def copied(text, nodes, drafted=NONE, tokens=(), source=None):
     """Return the paths of tokens of the whole tree, in the order of slots, and which are copies."""
-    tree = TokenTree(jnp.array([[text[-1], *tokens]]), jnp.asarray(drafted.parents())[None])
+    parents = jnp.asarray(drafted.parents())[None]
+    tree = TokenTree(jnp.array([[text[-1], *tokens]]), parents, drafted.depth)
     end = jnp.array([len(text) - 1])
     beyond = [99] * (ROOM - len(text))  # is never copied
     buffer = jnp.array([[*text, *beyond]])
@@ -101,7 +102,7 @@ def test_copies_of_another_text_end_with_it():
 def test_a_copy_that_was_often_wrong_is_worth_less_than_a_drafted_node():
     text = [1, 2, 3, 4, 5, 1, 2]
     arguments = (jnp.array([[*text, PAD_TOKEN]]), jnp.array([6]))
-    drafted = TokenTree(jnp.array([[2, 8, 9]]), jnp.array([[-1, 0, 1]]))
+    drafted = TokenTree(jnp.array([[2, 8, 9]]), jnp.array([[-1, 0, 1]]), depth=2)
     score = jnp.log(jnp.array([[1.0, 0.3, 0.2]]))
 
     def tokens(counts):
@@ -138,7 +139,7 @@ def test_every_tree_of_random_texts_is_a_tree():
     first, second = (np.argsort(rng.random((batch, 3)), axis=1)[:, :2] for _ in range(2))
     root = jnp.take_along_axis(text, end[:, None], axis=1)
     tokens = jnp.concatenate([root, jnp.asarray(first), jnp.asarray(second)], axis=1)
-    tree = TokenTree(tokens, jnp.asarray(drafted.parents())[None])
+    tree = TokenTree(tokens, jnp.asarray(drafted.parents())[None], drafted.depth)
     text = known_text(text, end, None)
     scores = jnp.log(jnp.array([1.0, 0.5, 0.3, 0.2, 0.1])) + jnp.zeros((batch, 1))
     for keeps in (True, False):

@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding import slots
-from clover_jax.decoding.engine import Engine, bucket
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
+from clover_jax.decoding.state import bucket
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.runtime.compile_clock import CompileClock

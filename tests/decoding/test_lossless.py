@@ -22,8 +22,8 @@ from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import CopyTree, parse_tree
-from clover_jax.drafters.drafter import base_logits, with_draft_rows
-from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.drafters.drafter import with_draft_rows
+from clover_jax.models.decoder import Decoder, base_logits, causal_mask
 from tests.layer_heads import KINDS, lively_head
 from tests.tiny_models import DRAFTERS, SMALL_TREE, TRAINING_FREE, random_base, random_head
 

@@ -127,16 +127,16 @@ def test_plain_decoding_draws_whatever_the_rule_for_drafts():
 
 def test_typical_acceptance_follows_medusas_rule():
     p = np.array([[0.6, 0.3, 0.1], [0.05, 0.05, 0.9], [0.2, 0.5, 0.3], [1 / 3] * 3], np.float32)
-    tree = TokenTree(jnp.array([[0, 1, 0, 2]]), jnp.array([[-1, 0, 0, 1]]))
+    tree = TokenTree(jnp.array([[0, 1, 0, 2]]), jnp.array([[-1, 0, 0, 1]]), depth=2)
     entropy = -(p * np.log(p + 1e-5)).sum(-1)
     threshold = np.minimum(0.09, 0.3 * np.exp(-entropy))
     assert p[0, 1] > threshold[0]
     assert p[1, 2] > threshold[1]
-    accepted = accept_typical(tree, log_softmax(jnp.log(p))[None], 0.09, 0.3, depth=2)
+    accepted = accept_typical(tree, log_softmax(jnp.log(p))[None], 0.09, 0.3)
     assert accepted.path.tolist() == [[0, 1, 3]]
     # Between paths of one length the more probable wins: slot 2 has p = 0.6, slot 1 has 0.3.
-    shallow = TokenTree(jnp.array([[0, 1, 0]]), jnp.array([[-1, 0, 0]]))
-    accepted = accept_typical(shallow, log_softmax(jnp.log(p[:3]))[None], 0.09, 0.3, depth=1)
+    shallow = TokenTree(jnp.array([[0, 1, 0]]), jnp.array([[-1, 0, 0]]), depth=1)
+    accepted = accept_typical(shallow, log_softmax(jnp.log(p[:3]))[None], 0.09, 0.3)
     assert accepted.path.tolist() == [[0, 2]]
     assert accepted.bonus.tolist() == [1]
 

@@ -76,7 +76,7 @@ def classified(method, sampling, request, choose):
     expected = done.output_ids[5]
     divergence = Divergence(0, 0, 5, expected, choose(expected))
     case = near_ties.Case(request, done.output_ids, divergence)
-    (found,) = near_ties.classify([case], method, alone, batched)
+    (found,) = near_ties.classify([case], method.models.base.params, alone, batched)
     return found
 
 
@@ -132,7 +132,7 @@ def test_infinite_margins_move_no_threshold(twins):
     engine = twins.models.engine(2, SamplingConfig("lossless"))
     request = Request(0, [3, 1, 4], 8, temperature=1e-38)
     case = near_ties.Case(request, [1, 5, 9], Divergence(0, 0, 2, 9, 2))
-    (found,) = near_ties.classify([case], twins, engine, engine)
+    (found,) = near_ties.classify([case], twins.models.base.params, engine, engine)
     assert found.threshold == 0
 
 
@@ -141,15 +141,15 @@ def test_a_threshold_in_bfloat16_is_that_of_tokens_read_at_once(twins):
     params = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), random_base(seed=4))
     params["lm_head"] *= 20  # logits with a standard deviation of 2
     base = dataclasses.replace(twins.models.base, params=params)
-    method = Method("vanilla", dataclasses.replace(twins.models, base=base))
-    alone, batched = method.models.engine(1), method.models.engine(8)
+    models = dataclasses.replace(twins.models, base=base)
+    alone, batched = models.engine(1), models.engine(8)
     requests = [Request(i, p, 24) for i, p in enumerate(random_prompts(8, seed=4)[:4])]
     rows = batched.generate(params, None, [request.prompt_ids for request in requests], 24)
     cases = [
         near_ties.Case(request, row.output_ids, Divergence(0, 0, 0, row.output_ids[0], 1))
         for request, row in zip(requests, rows, strict=True)
     ]
-    assert 0.01 < near_ties.classify(cases, method, alone, batched)[0].threshold < 1
+    assert 0.01 < near_ties.classify(cases, params, alone, batched)[0].threshold < 1
 
 
 def room(logits, **changes):
@@ -175,7 +175,7 @@ def test_text_is_fed_no_further_than_it_goes(way, twins, monkeypatch):
     monkeypatch.setattr(near_ties, "_program", near_ties._program.__wrapped__)
     engine = twins.models.engine(2)
     case = near_ties.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
-    gap = near_ties.margins([case], twins, engine).gap
+    gap = near_ties.margins([case], twins.models.base.params, engine).gap
     assert (gap[0, :3] > 0).all()
     assert not gap[:, 3:].any()
 
@@ -183,11 +183,10 @@ def test_text_is_fed_no_further_than_it_goes(way, twins, monkeypatch):
 def test_the_program_knows_the_mesh(twins, logits_specs):
     models = dataclasses.replace(twins.models, mesh=make_mesh(MeshShape()))
     case = near_ties.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
-    near_ties.margins([case], Method("vanilla", models), models.engine(2))
+    near_ties.margins([case], models.base.params, models.engine(2))
     assert logits_specs
     assert None not in logits_specs
 
 
-def test_nothing_to_classify_costs_nothing(twins):
-    assert near_ties.classify([], twins, None, None) == []
-    assert dataclasses.replace(Divergence(0, 0, 0, 1, 2)).kind == MISMATCH
+def test_a_divergence_that_was_not_judged_is_a_mismatch():
+    assert Divergence(0, 0, 0, 1, 2).kind == MISMATCH

@@ -31,7 +31,8 @@ for name in ["", *sys.argv[1:]]:
     plain = Method("vanilla", Models(base, None, None, TreeConfig.root_only(), mesh))
     hits = accuracy.measure(head, [accuracy.Text(text[:9], text[9:]) for text in texts])
     cases = [near_ties.Case(Request(0, text[:9], 21), text[9:]) for text in texts]
-    margins = [near_ties.margins(cases, plain, plain.models.engine(4), n).margin for n in (1, 16)]
+    engine = plain.models.engine(4)
+    margins = [near_ties.margins(cases, base.params, engine, n).margin for n in (1, 16)]
     margins = np.concatenate(margins)[:, :21].tolist()
     print(json.dumps([[found.hits.tolist() for _, found in hits], margins]))
 """

@@ -47,7 +47,7 @@ def test_a_text_is_drawn_as_it_will_be():
 
 
 def test_a_token_that_the_head_lacks_has_no_rank():
-    config = SimpleNamespace(draft_to_target=(3, 5))
+    config = SimpleNamespace(draft_to_target=(3, 5), vocab_size=6, draft_vocab_size=2)
     ranks = _rank_of(config, jnp.array([[[1.0, 2.0]]] * 3), jnp.array([3, 5, 4]))
     assert ranks[:2].tolist() == [1, 0]
     assert ranks[2] > 10**6  # however few tokens the head has
