@@ -323,10 +323,9 @@ class DFlash2(Drafter):
         features: Float[Array, "B S F"],
         batch: Batch,
         rng: Array | None = None,
-        anchors: Int[Array, "B M"] | None = None,
     ) -> Float[Array, "P B M D+r"]:
         """Return [u_k ; A[x_{t+k}] * G u_k] of slot k = i + 1, for a block at every anchor."""
-        cfg, size = self.config, batch.tokens.shape[1]
+        cfg, size, anchors = self.config, batch.tokens.shape[1], batch.anchors
         if anchors is None:
             anchors = jnp.broadcast_to(jnp.arange(1, size + 1), batch.tokens.shape)
 

@@ -17,6 +17,7 @@ class Batch(struct.PyTreeNode):
         assistant, or all tokens of plain text.
     hidden: name -> [B, S, D] the base's activations, where they were computed beforehand; None
         where the base is run for them.
+    anchors:     [B, M] places of x_{t+1}, the only t at which a head trains; None for all.
     """
 
     tokens: Int[Array, "B S"]
@@ -24,3 +25,4 @@ class Batch(struct.PyTreeNode):
     positions: Int[Array, "B S"]
     loss_mask: Bool[Array, "B S"]
     hidden: dict[str, Array] | None = None
+    anchors: Int[Array, "B M"] | None = None

@@ -47,7 +47,7 @@ class Operands(struct.PyTreeNode):
     next_tokens: [r, n] the token that follows each target, in the head's vocabulary; -1 outside.
     mask:        [P, r, m] pairs that count, by target index or by anchor.
     has_next:    [r, n] whether that token belongs to the target's document.
-    worth:       [P, r, m] w_i of each pair, likewise.
+    weight:      [P, r, m] w_i of each pair, likewise.
     divisors:    of each term.
     targets:     those m that any pair needs.
     anchors:     [r, m] flat place of each anchor, which is the target of its position 0; None for a
@@ -60,7 +60,7 @@ class Operands(struct.PyTreeNode):
     next_tokens: Int[Array, "r n"]
     mask: Bool[Array, "P r m"]
     has_next: Bool[Array, "r n"]
-    worth: Float[Array, "P r m"]
+    weight: Float[Array, "P r m"]
     divisors: Terms
     targets: CompactTargets
     anchors: Int[Array, "r m"] | None = None
@@ -78,7 +78,7 @@ class Chunk(struct.PyTreeNode):
     reachable:   [r, c] whether the base's most probable token is one of them.
     next_tokens: [r, c] in the head's vocabulary; -1 outside.
     mask:        [r, c]
-    worth:       [r, c]
+    weight:      [r, c]
     has_next:    [r, c]
     """
 
@@ -89,7 +89,7 @@ class Chunk(struct.PyTreeNode):
     reachable: Bool[Array, "r c"]
     next_tokens: Int[Array, "r c"]
     mask: Bool[Array, "r c"]
-    worth: Float[Array, "r c"]
+    weight: Float[Array, "r c"]
     has_next: Bool[Array, "r c"]
 
 
@@ -129,7 +129,7 @@ def take_chunks(
         yield Chunk(
             hidden=_take_rows(states, source),
             mask=of_pairs(operands.mask[i]) & used,
-            worth=of_pairs(operands.worth[i]),
+            weight=of_pairs(operands.weight[i]),
             **targets,
         )
 

@@ -50,8 +50,8 @@ side by side, and where each device of a mesh holds one group, no state leaves i
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -90,20 +90,14 @@ TINY = jnp.finfo(jnp.float32).tiny
 class LossMetrics(struct.PyTreeNode):
     """Per draft position, [P] each.
 
-    regression .. candidate_ce: the terms R_i, S_i, H_i, V_i, N_i, L_i, C_i, unweighted.
+    terms: R_i, S_i, H_i, V_i, N_i, L_i and C_i, unweighted.
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
 
     They sum up over the parts of a batch where `counts` was the whole batch's.
     """
 
-    regression: Float[Array, " P"]
-    soft_ce: Float[Array, " P"]
-    hard_ce: Float[Array, " P"]
-    total_variation: Float[Array, " P"]
-    neg_log_acceptance: Float[Array, " P"]
-    lk: Float[Array, " P"]
-    candidate_ce: Float[Array, " P"]
+    terms: Terms
     accuracy: Float[Array, " P"]
     pairs: Int[Array, " P"]
 
@@ -149,30 +143,26 @@ def distillation_loss(
     chunk: int = DEFAULT_CHUNK,
     groups: int = 1,
     counts: PairCounts | None = None,
-    anchors: Int[Array, "B M"] | None = None,
 ) -> tuple[Float[Array, ""], LossMetrics]:
     """Return the loss and its parts; differentiable by `params` and `hidden` only.
 
     params: the head's; only those that its module names in `output_params` get a gradient here,
         the rest get theirs through `hidden`.
-    hidden: u^i_t of `train_forward`; columns beyond D, which only the head's logits read, take no
-        part in the regression.
+    hidden: u^i_t of `train_forward`, [P, B, M, D] for a batch with anchors; columns beyond D, which
+        only the head's logits read, take no part in the regression.
     target_states: the base's g. Neither they nor `frozen` receive a gradient.
     chunk: targets per chunk and group. groups: r, which divides B; it changes no value.
     counts: of the batch that this one is a part of; None where it is the whole.
-    anchors: places of x_{t+1}, where `hidden` is that of few t, [P, B, M, D].
     """
-    num_positions = len(hidden)
-    how = (chunk, groups, anchors)
-    mask = counted_pairs(head, num_positions, frozen, target_states, batch, *how)
-    has_next = labelled_targets(batch.segment_ids)
+    num_positions, anchors = len(hidden), batch.anchors
+    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk, groups)
 
     # A part divides by the pairs of its whole batch, so that the parts sum up to the batch's loss.
-    own = count_pairs(mask, has_next if anchors is None else None)
+    own = count_pairs(mask, batch)
     whole = own if counts is None else counts
     divisors = _divisors(head.config.loss, whole)
 
-    # What has a gradient of its own stays outside of the operands, which have none.
+    # Params that get a gradient here stay outside of the operands, which get none.
     owned, others = split_output_params(head, params)
     # Rows go into groups here and nowhere else: [B, S] becomes [r, n].
     operands = Operands(
@@ -181,8 +171,8 @@ def distillation_loss(
         states=target_states.reshape(groups, -1, target_states.shape[-1]),
         next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1)).reshape(groups, -1),
         mask=mask.reshape(num_positions, groups, -1),
-        has_next=has_next.reshape(groups, -1),
-        worth=_decay(head.config.loss, mask).reshape(num_positions, groups, -1),
+        has_next=labelled_targets(batch.segment_ids).reshape(groups, -1),
+        weight=_position_weights(head.config.loss, mask).reshape(num_positions, groups, -1),
         divisors=divisors,
         targets=compact_targets(mask, groups),
         anchors=None if anchors is None else _flat_anchors(anchors, batch.tokens.shape[1], groups),
@@ -194,7 +184,7 @@ def distillation_loss(
     means = jax.tree.map(jnp.divide, sums.terms, divisors)
     # A part without a single pair has an accuracy of 0 rather than NaN.
     accuracy = sums.hits / jnp.maximum(whole.pairs, 1)
-    return loss, LossMetrics(**means._asdict(), accuracy=accuracy, pairs=own.pairs)
+    return loss, LossMetrics(means, accuracy, own.pairs)
 
 
 def counted_pairs(
@@ -205,21 +195,20 @@ def counted_pairs(
     batch: Batch,
     chunk: int,
     groups: int,
-    anchors: Int[Array, "B M"] | None,
 ) -> Bool[Array, "P B S"]:
     """Return which pairs count for this head, by target index; [P, B, M] by anchor, if any.
 
     num_positions: P, of the states that are there.
     target_states: the base's g, which only a head with `label_mask` looks at.
-    chunk, groups, anchors: as in `distillation_loss`.
+    chunk, groups: as in `distillation_loss`.
     """
     likely = None
     if head.config.loss.label_mask:
         assert target_states is not None
         cap = head.config.logit_cap
         likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups, cap)
-    if anchors is not None:
-        return anchored_mask(batch, anchors, num_positions, likely)
+    if batch.anchors is not None:
+        return anchored_mask(batch, batch.anchors, num_positions, likely)
     return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
 
 
@@ -228,8 +217,8 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
     if spec.divisor == "positions":
         counted = Terms.alike(jnp.broadcast_to(counts.positions, counts.pairs.shape))
     else:
-        told = {"hard_ce": counts.labelled, "candidate_ce": counts.labelled}
-        counted = Terms.alike(counts.pairs)._replace(**told)
+        labelled = {"hard_ce": counts.labelled, "candidate_ce": counts.labelled}
+        counted = Terms.alike(counts.pairs)._replace(**labelled)
     if spec.divisor == "weights":
         decay = spec.decay ** jnp.arange(len(counts.pairs))
         counted = jax.tree.map(
@@ -241,12 +230,12 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
 def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params]:
     """Split params in those that the head's `logits` reads (`output_params`) and the others."""
     # Most heads decode through the base's lm_head and own no output matrix.
-    names = getattr(head.module, "output_params", ())
+    names = head.module.output_params
     owned = {name: params[name] for name in names}
     return owned, {name: leaf for name, leaf in params.items() if name not in names}
 
 
-def _decay(spec: LossSpec, mask: Bool[Array, "P B S"]) -> Float[Array, "P B S"]:
+def _position_weights(spec: LossSpec, mask: Bool[Array, "P B S"]) -> Float[Array, "P B S"]:
     """Return decay^i for every pair of position i."""
     by_position = spec.decay ** jnp.arange(mask.shape[0])
     return jnp.broadcast_to(by_position[:, None, None], mask.shape)
@@ -275,33 +264,27 @@ def _value_and_gradient(
     num_positions, width = hidden.shape[0], hidden.shape[-1]
     groups = operands.states.shape[0]
     if head.config.loss.dpace:
-        operands = operands.replace(worth=_dpace(static, owned, hidden, operands))
-    if head.config.loss.candidate_ce and _rescores(head):
+        operands = operands.replace(weight=_dpace(static, owned, hidden, operands))
+    if head.config.loss.candidate_ce and head.module.rescores:
         share = _candidates_share(static, owned, hidden, operands)
         divisors = operands.divisors
         scaled = divisors._replace(candidate_ce=divisors.candidate_ce * share)
         operands = operands.replace(divisors=scaled)
 
+    differentiate = jax.grad(_position_loss, argnums=(3, 4), has_aux=True)
+
     def body(number: Array, carry: _Carry) -> _Carry:
         parts, gradients, d_owned = [], [], carry.d_owned
-
-        # Position by position: of the head's logits only one [c, V] is live at a time.
-        chunks = take_chunks(head.config, hidden, operands, size, number)
-        for i, chunk in enumerate(chunks):
-            position_loss = functools.partial(_position_loss, head, i, operands)
-            differentiate = jax.grad(position_loss, argnums=(0, 1), has_aux=True)
-            by_group = jax.vmap(differentiate, in_axes=(None, 0, 0))
-            (d_mine, d_hidden), sums = by_group(owned, chunk.hidden, chunk)
+        by_position = _by_position(differentiate, static, owned, hidden, operands, number)
+        for (d_mine, d_hidden), sums in by_position:
             parts.append(sums)
             gradients.append(d_hidden)
             d_owned = jax.tree.map(lambda s, d: s + d.astype(s.dtype), d_owned, d_mine)
 
-        by_position = jax.tree.map(lambda *x: jnp.stack(x), *parts)
+        sums = jax.tree.map(lambda *x: jnp.stack(x), *parts)
         return _Carry(
-            sums=jax.tree.map(jnp.add, carry.sums, by_position),
-            d_hidden=jax.lax.dynamic_update_slice_in_dim(
-                carry.d_hidden, jnp.stack(gradients), number * size, axis=2
-            ),
+            sums=jax.tree.map(jnp.add, carry.sums, sums),
+            d_hidden=_with_chunk(carry.d_hidden, gradients, number * size),
             d_owned=d_owned,
         )
 
@@ -334,20 +317,20 @@ def _dpace(
     factor = to_sources(factors, operands, (num_positions, rows, length, 1))[..., 0]
     counts = factor > 0
     reached = jnp.where(counts, jnp.cumprod(jnp.where(counts, factor, 1), axis=0), 0)
-    worth = jax.lax.cumsum(reached, axis=0, reverse=True)
+    weights = jax.lax.cumsum(reached, axis=0, reverse=True)
     if operands.anchors is None:
-        worth = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(worth)])
-    return worth.reshape(operands.mask.shape)
+        weights = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(weights)])
+    return weights.reshape(operands.mask.shape)
 
 
 def _candidates_share(
     static: _Static, owned: Params, hidden: Array, operands: Operands
 ) -> Float[Array, ""]:
     """Return the share of pairs, by weight, whose true token is one of the head's candidates."""
-    told = operands.mask & operands.has_next if operands.anchors is None else operands.mask
-    whole = jnp.where(told, operands.worth, 0).sum()
+    labelled = operands.mask & operands.has_next if operands.anchors is None else operands.mask
+    whole = jnp.where(labelled, operands.weight, 0).sum()
     covered = _of_pairs(_candidate_weight, static, owned, hidden, operands).sum()
-    # Where there is none the sum of the term is 0 as well, whatever it is divided by.
+    # Without such a pair the sum of the term is 0 as well, for any divisor.
     return jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
 
 
@@ -359,21 +342,35 @@ def _of_pairs(
     operands: Operands,
 ) -> Float[Array, "P r s"]:
     """Return `function` of every pair, by compact slot, in an extra pass over all chunks."""
-    head, size = static
+    size = static.chunk
 
     def body(number: Array, by_slot: Array) -> Array:
-        by_position = []
-        chunks = take_chunks(head.config, hidden, operands, size, number)
-        for i, chunk in enumerate(chunks):
-            of_group = functools.partial(function, head, i, operands)
-            by_group = jax.vmap(of_group, in_axes=(None, 0, 0))
-            by_position.append(by_group(owned, chunk.hidden, chunk))
-        return jax.lax.dynamic_update_slice_in_dim(
-            by_slot, jnp.stack(by_position), number * size, axis=2
-        )
+        by_position = _by_position(function, static, owned, hidden, operands, number)
+        return _with_chunk(by_slot, list(by_position), number * size)
 
     zeros = jnp.zeros((*operands.mask.shape[:2], slots_of_chunks(operands, size)))
     return jax.lax.fori_loop(0, num_chunks(operands, size), body, zeros)
+
+
+def _by_position(
+    function: Callable[..., Any],
+    static: _Static,
+    owned: Params,
+    hidden: Array,
+    operands: Operands,
+    number: Array,
+) -> Iterator[Any]:
+    """Yield `function` of chunk `number`, [r, ...], for one position after the other."""
+    # So of the head's logits only one [c, V] is live at a time.
+    chunks = take_chunks(static.head.config, hidden, operands, static.chunk, number)
+    for i, chunk in enumerate(chunks):
+        of_group = functools.partial(function, static.head, i, operands)
+        yield jax.vmap(of_group, in_axes=(None, 0, 0))(owned, chunk.hidden, chunk)
+
+
+def _with_chunk(by_slot: Array, chunk: list[Array], start: Array) -> Array:
+    """Write a chunk's values, one array a position, to compact slots from `start` on."""
+    return jax.lax.dynamic_update_slice_in_dim(by_slot, jnp.stack(chunk), start, axis=2)
 
 
 def _label_probability(
@@ -382,7 +379,7 @@ def _label_probability(
     """Return q_i of a group's chunk; 0 where the text has no next token, or the head not its id."""
     # The compiler drops all other terms.
     terms, _ = _pair_terms(head, position, operands, owned, u, chunk)
-    return jnp.where(_is_told(chunk), jnp.exp(-terms.hard_ce), 0.0)
+    return jnp.where(_is_labelled(chunk), jnp.exp(-terms.hard_ce), 0.0)
 
 
 def _candidate_weight(
@@ -390,8 +387,8 @@ def _candidate_weight(
 ) -> Float[Array, " c"]:
     """Return w_i where the true token is one of the head's candidates, else 0."""
     _, scores = _logits_and_scores(head, position, operands, owned, u)
-    is_told = chunk.mask & _is_told(chunk) & jnp.isfinite(_of_next(scores, chunk))
-    return jnp.where(is_told, chunk.worth, 0.0)
+    is_labelled = chunk.mask & _is_labelled(chunk) & jnp.isfinite(_of_next(scores, chunk))
+    return jnp.where(is_labelled, chunk.weight, 0.0)
 
 
 def _scale_gradient(
@@ -415,7 +412,7 @@ def _position_loss(
 
     # Divided here and not at the end: gradients of all positions add up in the chunk's loop.
     parts = [
-        weight / divisor[position] * (chunk.worth * term).sum()
+        weight / divisor[position] * (chunk.weight * term).sum()
         for weight, divisor, term in zip(weights, operands.divisors, terms, strict=True)
         if weight  # a term of weight 0 costs no gradient
     ]
@@ -433,7 +430,7 @@ def _pair_terms(
     cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
-    # Each as a sum of its own: one from the other is rounded away, A where p and q hardly overlap
+    # Two sums, since one from the other is rounded away: A where p and q hardly overlap
     # and V where they are nearly the same.
     probability = jnp.exp(logits - log_total[..., None])
     acceptance = jnp.minimum(chunk.teacher, probability).sum(axis=-1)
@@ -442,14 +439,14 @@ def _pair_terms(
     by_refusal = -jnp.log1p(-jnp.minimum(refusal, 0.5))
     from_divergence = jax.lax.stop_gradient(jnp.exp(-head.config.loss.lk_eta * acceptance))
 
-    # Which of the chunk's targets each term counts; the module's docstring says why.
+    # The targets of the chunk that each term counts; see the module's docstring.
     mask, of_next = chunk.mask, _of_next(scores, chunk)
-    is_told = mask & _is_told(chunk)
+    is_labelled = mask & _is_labelled(chunk)
     in_reach = mask & chunk.reachable
     terms = Terms(
         regression=jnp.where(mask, _regression(u, chunk.states), 0.0),
         soft_ce=jnp.where(in_reach, cross_entropy, 0.0),
-        hard_ce=jnp.where(is_told, log_total - _of_next(logits, chunk), 0.0),
+        hard_ce=jnp.where(is_labelled, log_total - _of_next(logits, chunk), 0.0),
         total_variation=jnp.where(in_reach, refusal, 0.0),
         # Below the smallest number there is no gradient, rather than one that is not finite.
         neg_log_acceptance=jnp.where(
@@ -461,7 +458,7 @@ def _pair_terms(
             0.0,
         ),
         candidate_ce=jnp.where(
-            is_told & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
+            is_labelled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
         ),
     )
     hits = jnp.where(is_best, scores, -jnp.inf).max(axis=-1) >= scores.max(axis=-1)
@@ -472,15 +469,9 @@ def _logits_and_scores(
     head: DraftHead, position: int, operands: Operands, owned: Params, u: Array
 ) -> tuple[Float[Array, "c Vd"], Float[Array, "c Vd"]]:
     """Return a head's logits, and its candidates' scores after `rescore`, -inf for others."""
-    params = {"params": {**operands.params, **owned}}
-    logits = head.module.apply(params, operands.frozen, u, position, method="logits")
-    if not _rescores(head):
-        return logits, logits
-    return logits, head.module.apply(params, u, logits, method="rescore")
-
-
-def _rescores(head: DraftHead) -> bool:
-    return getattr(head.module, "rescores", False)
+    params = {**operands.params, **owned}
+    logits = head.apply(params, "logits", operands.frozen, u, position)
+    return logits, head.rescored(params, u, logits)
 
 
 def _of_next(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, " c"]:
@@ -490,7 +481,7 @@ def _of_next(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, " c"]:
     return jnp.where(is_next, logits, 0).sum(axis=-1)
 
 
-def _is_told(chunk: Chunk) -> Bool[Array, " c"]:
+def _is_labelled(chunk: Chunk) -> Bool[Array, " c"]:
     """Return which targets have a next token that the head can propose."""
     return chunk.has_next & (chunk.next_tokens >= 0)
 

@@ -174,9 +174,12 @@ class PairCounts(NamedTuple):
     positions: Int[Array, ""]
 
 
-def count_pairs(mask: Bool[Array, "P B S"], has_next: Bool[Array, "B S"] | None) -> PairCounts:
-    """Count what `pair_mask` and `labelled_targets` gave, or `anchored_mask` alone."""
-    labelled = mask if has_next is None else mask & has_next
+def count_pairs(mask: Bool[Array, "P B S"], batch: Batch) -> PairCounts:
+    """Count the pairs of `pair_mask`, or of `anchored_mask` for a batch with anchors."""
+    # The target of an anchor's pair always has a label.
+    labelled = mask
+    if batch.anchors is None:
+        labelled = mask & labelled_targets(batch.segment_ids)
     return PairCounts(
         pairs=mask.sum(axis=(1, 2)),
         labelled=labelled.sum(axis=(1, 2)),

@@ -28,12 +28,7 @@ from clover_jax.sharding.placement import (
 )
 from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, counted_pairs, distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
-from clover_jax.training.pairs import (
-    PairCounts,
-    count_pairs,
-    labelled_targets,
-    sample_anchors,
-)
+from clover_jax.training.pairs import PairCounts, count_pairs, sample_anchors
 from clover_jax.training.teacher import TeacherOutput, teach
 
 # With `remat` residuals are products with weights, not those of attention, which grow with S^2.
@@ -125,21 +120,14 @@ def head_loss(
     params = gathered(params, config.mesh)
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
 
-    anchors = _anchors(config, batch, key)
+    batch = _with_anchors(config, batch, key)
     forward: Callable[..., Any] = functools.partial(
         config.head.module.apply, method="train_forward"
     )
     if config.remat:
         forward = jax.checkpoint(forward, policy=KEPT)
     with jax.named_scope("head"):
-        hidden = forward(
-            {"params": params},
-            frozen,
-            teacher.features,
-            batch,
-            key,
-            **({} if anchors is None else {"anchors": anchors}),
-        )
+        hidden = forward({"params": params}, frozen, teacher.features, batch, key)
 
     with jax.named_scope("loss"):
         return distillation_loss(
@@ -152,14 +140,13 @@ def head_loss(
             config.loss_chunk,
             config.loss_groups,
             counts,
-            anchors,
         )
 
 
-def _anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Int[Array, "B M"] | None:
-    """Draw the places where a head trains; None where it trains at all positions."""
-    count = getattr(config.head.module, "num_anchors", 0)
-    return sample_anchors(key, batch, count) if count else None
+def _with_anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Batch:
+    """Draw the places where a head trains, if it does not train at all positions."""
+    count = config.head.module.num_anchors
+    return batch.replace(anchors=sample_anchors(key, batch, count)) if count else batch
 
 
 class BatchGradient(NamedTuple):
@@ -202,6 +189,8 @@ def accumulated_gradient(
     draws noise, each part draws its own.
     """
     parts = parts_of_rows(batch, config.accumulation_steps, config.mesh)
+    with jax.named_scope("count"):
+        counts = _counts_of_all(config, base_params, parts, key)
 
     def gradient_of(part: Batch, number: Array) -> BatchGradient:
         # What does not depend on the part is otherwise moved out of the loop: the whole base would
@@ -215,9 +204,6 @@ def accumulated_gradient(
         total = jax.tree.map(jnp.add, total, gradient_of(*operands))
         # Summed as params lie at rest: a gathered sum would take as much memory on every device.
         return total._replace(gradient=placed_as_params(total.gradient, config.mesh)), None
-
-    with jax.named_scope("count"):
-        counts = _counts_of_all(config, base_params, parts, key)
 
     operands = parts, jnp.arange(config.accumulation_steps)
     first = jax.tree.map(lambda leaf: leaf[0], operands)
@@ -240,14 +226,17 @@ def _counts_of_all(
             base, part = jax.lax.optimization_barrier((base_params, part))
             base = gathered(base, config.mesh)
             states = teach(config.base, base, config.head.config.features, part).states
-        num_positions = config.head.config.num_positions
-        anchors = _anchors(config, part, jax.random.fold_in(key, number))
-        how = config.loss_chunk, config.loss_groups, anchors
-        frozen = frozen_from_base(base)
-        mask = counted_pairs(config.head, num_positions, frozen, states, part, *how)
-        return count_pairs(
-            mask, None if anchors is not None else labelled_targets(part.segment_ids)
+        part = _with_anchors(config, part, jax.random.fold_in(key, number))
+        mask = counted_pairs(
+            config.head,
+            config.head.config.num_positions,
+            frozen_from_base(base),
+            states,
+            part,
+            config.loss_chunk,
+            config.loss_groups,
         )
+        return count_pairs(mask, part)
 
     numbers = jnp.arange(config.accumulation_steps)
     of_each = jax.lax.map(of_part, (parts, numbers))

@@ -122,11 +122,12 @@ class Trainer:
 def metrics_row(step: int, metrics: StepMetrics) -> dict[str, Any]:
     """Return a step's own values: total loss, then lists by draft position."""
     host = jax.device_get(metrics)
-    positions = {name: value.tolist() for name, value in vars(host.positions).items()}
+    of_positions = {**host.positions.terms._asdict(), "accuracy": host.positions.accuracy}
+    of_positions["pairs"] = host.positions.pairs
     return {
         "step": step,
         "loss": float(host.loss),
-        **positions,
+        **{name: value.tolist() for name, value in of_positions.items()},
         "gradient_norm": float(host.gradient_norm),
     }
 

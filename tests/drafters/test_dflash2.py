@@ -79,17 +79,17 @@ def at_anchors(reference, batch):
     base, head, _, expected = reference
     loss = dataclasses.replace(head.config.loss, decay=math.exp(-1 / GAMMA))
     head = registry.head(dataclasses.replace(head.config, loss=loss))
-    frozen, anchors = frozen_from_base(base.params), jnp.asarray(expected["anchors"], jnp.int32)
+    frozen = frozen_from_base(base.params)
+    anchored = batch.replace(anchors=jnp.asarray(expected["anchors"], jnp.int32))
     targets = teach(base.config, base.params, head.config.features, batch).states
 
     def states(params):
-        forward = functools.partial(head.module.apply, method="train_forward", anchors=anchors)
-        return forward({"params": params}, frozen, expected["features"], batch, None)
+        return head.apply(params, "train_forward", frozen, expected["features"], anchored, None)
 
     def losses(params):
         # Three anchors a chunk and one row a group, so that there are several of both.
-        how = {"chunk": 3, "groups": 2, "anchors": anchors}
-        return distillation_loss(head, params, frozen, states(params), targets, batch, **how)
+        how = {"chunk": 3, "groups": 2}
+        return distillation_loss(head, params, frozen, states(params), targets, anchored, **how)
 
     return states, losses
 
@@ -98,7 +98,7 @@ def test_losses_at_anchors(reference, at_anchors):
     _, head, params, expected = reference
     loss, parts = jax.jit(at_anchors[1])(params)
     np.testing.assert_allclose(loss, expected["loss"], **CLOSE)
-    base_loss = (np.exp(-np.arange(head.config.num_positions) / GAMMA) * parts.hard_ce).sum()
+    base_loss = (np.exp(-np.arange(head.config.num_positions) / GAMMA) * parts.terms.hard_ce).sum()
     np.testing.assert_allclose(base_loss, expected["base_loss"], **CLOSE)
     np.testing.assert_allclose(loss - base_loss, expected["selector_loss"], **CLOSE)
     assert parts.pairs.sum() == expected["valid_tokens"]
@@ -114,13 +114,12 @@ def test_a_selector_that_never_has_the_true_token_among_its_candidates_has_no_lo
     batch = batch.replace(tokens=jnp.full_like(batch.tokens, never))
 
     def total(hidden):
-        anchors = sample_anchors(jax.random.key(0), batch, 20)
+        anchored = batch.replace(anchors=sample_anchors(jax.random.key(0), batch, 20))
         states = hidden[0, ..., : TINY.hidden_size]
-        how = {"chunk": 8, "anchors": anchors}
-        return distillation_loss(head, params, frozen, hidden, states, batch, **how)
+        return distillation_loss(head, params, frozen, hidden, states, anchored, chunk=8)
 
     (loss, parts), gradient = jax.jit(jax.value_and_grad(total, has_aux=True))(hidden)
-    assert parts.candidate_ce.tolist() == [0] * 5
+    assert parts.terms.candidate_ce.tolist() == [0] * 5
     assert jnp.isfinite(loss)
     assert jnp.isfinite(gradient).all()
 

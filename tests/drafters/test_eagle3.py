@@ -69,7 +69,7 @@ def test_losses_of_every_step(reference, teacher):
     base_params = with_draft_rows(base.params, head.config)
     config = TrainStepConfig(base.config, head, OptimizerConfig(steps=1, warmup_steps=0), 16)
     loss, parts = head_loss(config, params, base_params, teacher, batch, jax.random.key(0))
-    np.testing.assert_allclose(parts.soft_ce, expected["losses"], **CLOSE)
+    np.testing.assert_allclose(parts.terms.soft_ce, expected["losses"], **CLOSE)
     weights = 0.8 ** np.arange(STEPS)
     np.testing.assert_allclose(loss, (weights * expected["losses"]).sum(), **CLOSE)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.drafters.drafter import frozen_from_base
+from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 
@@ -37,6 +38,7 @@ class OwnMatrixModule:
     """A head module with an output matrix of its own per position, of which P are given."""
 
     output_params = ("heads",)
+    rescores = False
 
     def apply(self, variables, frozen, hidden, position, method):
         """Return logits of one position."""
@@ -45,10 +47,9 @@ class OwnMatrixModule:
 
 
 @dataclasses.dataclass(frozen=True)
-class OwnMatrixHead:
-    """Stands for a DraftHead whose drafter owns its output matrices."""
+class OwnMatrixHead(DraftHead):
+    """A head whose module owns its output matrices."""
 
-    config: object
     module: OwnMatrixModule = OwnMatrixModule()
 
 
