@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
-from clover_jax.decoding.tree import TokenTree, TreeConfig
+from clover_jax.decoding.tree import TokenTree, TreeConfig, node_depth
 from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
 from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
@@ -113,8 +113,9 @@ def add_copies(
     # From here on rows have different shapes.
     parent = jnp.broadcast_to(drafted.parent, drafted.tokens.shape)
     drafted = drafted.replace(parent=parent)
-    level = drafted.level()
-    ways = _ways(drafted, score, text, end, _repeats(counts), depth)
+    mask = drafted.mask()
+    level = node_depth(mask)
+    ways = _ways(drafted, mask, level, score, text, end, _repeats(counts), depth)
 
     # same[n, m, d]: the ways n and m are one down to depth d + 1. at_slot[n, t, d]: slot t is the
     # node of way n there.
@@ -178,6 +179,8 @@ def _parents(
 
 def _ways(
     tree: TokenTree,
+    mask: Bool[Array, "B T T"],
+    level: Int[Array, "B T"],
     score: Float[Array, "B T"],
     text: Int[Array, "B S"],
     end: Int[Array, " B"],
@@ -186,7 +189,6 @@ def _ways(
 ) -> _Ways:
     """Return the way down to every slot and on by copies, and the root's other ways."""
     # After every slot the best match; after the root several, with different continuations.
-    tokens, level = tree.tokens, tree.level()
     suffix = _suffixes(tree, text, end)
     at_root = find_matches(text, end, suffix[:, :1], CONTINUATIONS)
     matches = jax.tree.map(
@@ -199,8 +201,8 @@ def _ways(
     begin = jnp.pad(level, more)
 
     # The drafted part of a way: the ancestor at each depth.
-    on_way = tree.mask()[:, :, None] & (level[:, None, None] == jnp.arange(1, depth + 1)[:, None])
-    drafted = jnp.sum(jnp.where(on_way, tokens[:, None, None], 0), axis=-1)
+    on_way = mask[:, :, None] & (level[:, None, None] == jnp.arange(1, depth + 1)[:, None])
+    drafted = jnp.sum(jnp.where(on_way, tree.tokens[:, None, None], 0), axis=-1)
     drafted = jnp.pad(drafted, (*more, (0, 0)))
 
     # The copied part: the text from the match on, then what was drafted, and round again as a loop
