@@ -109,6 +109,7 @@ def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:
     def zeros(*shape: int, dtype: DTypeLike = jnp.int32) -> Array:
         return jnp.zeros((num_steps, batch, *shape), dtype)
 
+    # The shapes of a step's record, written out: `jax.eval_shape` would trace the step once more.
     depth, scores = config.tree.depth, None
     copied = zeros() if isinstance(config.tree, CopyTree) else None
     if config.sampling.scored:

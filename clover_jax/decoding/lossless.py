@@ -57,8 +57,11 @@ def accept_drawn(
     each, zeros = jnp.arange(batch), jnp.zeros(batch, jnp.int32)
 
     def visit(walk: _DrawnWalk, level: Int[Array, ""]) -> tuple[_DrawnWalk, Int[Array, " B"]]:
+        # Draw the text's next token as plain decoding would, at the same position.
         warped = warp(logits[each, walk.slot][:, None], rows, truncate)[:, 0]
         token = draw(warped, rows, length + 1 + level)
+
+        # Descend where a child holds it; else it is the bonus, and later visits change nothing.
         child = (tree.parent == walk.slot[:, None]) & (tree.tokens == token[:, None])
         descends = walk.descends & child.any(axis=-1)
         slot = jnp.where(descends, jnp.argmax(child, axis=-1).astype(jnp.int32), walk.slot)

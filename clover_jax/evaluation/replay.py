@@ -53,6 +53,8 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
     """
     if process_count() > 1:
         raise UserError(f"--replay reads in one process, and here are {process_count()}")
+
+    # The config and the tokenizer are enough: no weights are read.
     source = Path(str(options.replay)).expanduser()
     described = describe_base(options.spec.base)
     methods = _methods(options, described.config)

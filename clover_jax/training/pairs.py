@@ -97,6 +97,7 @@ def anchored_mask(
     reached: Array | bool = True
     segment = at(batch.segment_ids, 0)
     for i in range(num_positions):
+        # `at` clips places beyond the row, which `is_inside` then masks.
         if likely is not None:
             reached = reached & at(likely, i - 1)
         is_inside = (anchors + i + 1 < size) & (at(batch.segment_ids, i + 1) == segment)

@@ -120,6 +120,7 @@ def head_loss(
     params = gathered(params, config.mesh)
     frozen = jax.lax.stop_gradient(frozen_from_base(base_params))
 
+    # The head's own forward pass; with `remat` its backward pass computes most of it again.
     batch = _with_anchors(config, batch, key)
     forward: Callable[..., Any] = functools.partial(
         config.head.module.apply, method="train_forward"
