@@ -1,8 +1,9 @@
-"""The rows that an engine decodes at once: they join, run and leave one by one.
+"""Continuous batching: the rows that an engine decodes together join, run and leave one by one.
 
-A row that joins has its prompt read as a batch of one, chunk by chunk, and is then inserted into
-its slot, while the other rows keep their state. What an earlier row of some slot left there is not
-read again: the next turn of a conversation begins where the last one ended.
+Chunked prefill: the prompt of a row that joins is read as a batch of one, chunk by chunk, while the
+other rows keep their state. Then the row is inserted into its slot. Prefix caching: a slot keeps
+the KV caches of its last row, and a prompt that begins alike reuses them. So the next turn of a
+conversation begins where the last one ended.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ if TYPE_CHECKING:
 class _Row:
     """A request in its slot.
 
-    state: of a batch of one while the prompt is read; None before that and after it.
-    num_read: prompt tokens that were read, or found in a slot. num_cached: those found.
-    num_new: tokens that were handed out.
+    state: a batch of one while the prompt is read; None before and after.
+    num_read: prompt tokens that are in the KV cache. num_cached: those of them that a slot had.
+    num_new: new tokens that `take` has returned.
     """
 
     request: Request
@@ -54,7 +55,7 @@ class _Row:
 
 
 class _Reads(NamedTuple):
-    """Chunks of prompts that were begun; last: there as soon as the last one is read."""
+    """Chunks of prompts that were started; last: an array that is ready when the last one is."""
 
     started: float
     number: int
@@ -62,7 +63,7 @@ class _Reads(NamedTuple):
 
 
 class _Chunk(NamedTuple):
-    """Steps that were begun, with copies of what they leave: the next steps consume the state.
+    """Steps that were started, and copies of their results: the next steps donate the state.
 
     rows: by slot. started, ended: when the steps began, and when the host saw their end.
     """
@@ -75,12 +76,12 @@ class _Chunk(NamedTuple):
 
 
 class Slots:
-    """The slots of an engine, with what the host knows of each.
+    """The slots of an engine, and what the host knows of each. Not safe for several threads.
 
-    Alternate `add` and `advance`; nothing here may be called from two threads at once. Who has work
-    of his own does it while the device computes: `begin`, work, `wait`, `add`, `begin`, `take`.
+    Call `add`, `read_prompts` and `advance` in turns. To overlap the host's work with the device's,
+    call `begin`, work, `wait`, `add`, `begin` the next chunk, and `take` the results of the last.
 
-    step_seconds: that a step took last; None before the first.
+    step_seconds: how long the last step took; None before the first.
     """
 
     def __init__(
@@ -88,9 +89,8 @@ class Slots:
     ):
         """Begin with empty slots.
 
-        compiling: measures what is compiled meanwhile, which is no row's time.
-        size: length of the buffers, for requests of any length that fits; None lets them grow with
-            the longest request.
+        compiling: its seconds are not counted as time of rows.
+        size: length of the buffers; None lets them grow with the longest request.
         """
         self._engine, self._weights, self._compiling = engine, weights, compiling
         self._state: DecodeState | None = None
@@ -99,22 +99,23 @@ class Slots:
         count = engine.batch_size
         self._rows: list[_Row | None] = [None] * count
         self._reading: collections.deque[int] = collections.deque()  # slots, the oldest first
-        # Tokens whose keys and values a slot holds, of the base and of the head.
+        # For prefix caching: the tokens whose keys and values a slot holds, the base's and the
+        # head's.
         self._held = [np.zeros(0, np.int32)] * count
         self._beginnings: list[DraftCache] = [()] * count  # of the head's, for `state.extract`
         self._last_used = [0] * count
         self._num_joined = 0
 
-        # What was begun, and what `take` has not given yet.
+        # Work that the device has, and results that `take` has not returned yet.
         self._reads: _Reads | None = None
         self._begun: _Chunk | None = None
         self._done: _Chunk | None = None
         self.step_seconds: float | None = None
-        self._read_seconds = math.inf  # that a chunk of a prompt took last
+        self._read_seconds = math.inf  # how long the last chunk of a prompt took
 
     @property
     def state(self) -> DecodeState | None:
-        """What the next step begins with; None before the first row."""
+        """The state before the next step; None before the first row."""
         return self._state
 
     @property
@@ -135,11 +136,11 @@ class Slots:
         self._engine.check(request)
         prompt = self._sharable(request)
 
-        # The slot whose text it goes on with, or else the one that was used longest ago: what lies
-        # in the others may still be of use.
+        # The slot whose text the prompt continues, else the least recently used one: the texts of
+        # the others may still serve as prefixes.
         def order(slot: int) -> tuple[bool, int]:
-            goes_on = 2 * self._shared(slot, prompt) > len(self._held[slot])
-            return not goes_on, self._last_used[slot]
+            continues = 2 * self._shared(slot, prompt) > len(self._held[slot])
+            return not continues, self._last_used[slot]
 
         slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
         self._rows[slot] = _Row(request, self._now())
@@ -161,18 +162,18 @@ class Slots:
         return max(1, int(seconds / self._read_seconds))
 
     def read_prompts(self, num_chunks: int | None = None) -> None:
-        """Begin to read prompts that wait, in the order in which they came.
+        """Start to read the prompts that wait, first come first served.
 
-        num_chunks: at most this many; None reads all of them.
+        num_chunks: read at most this many chunks; None: all.
         """
-        # They are begun one behind the other, so that the device never waits for the host.
+        # All are started at once, so that the device never waits for the host.
         started, count = self._now(), 0
         while self._reading and count != num_chunks:
             last, count = self._read_chunk(self._reading[0]), count + 1
             self._reads = _Reads(started, count, last)
 
     def advance(self, num_steps: int | None = None) -> list[NewTokens]:
-        """Run a chunk of steps for the rows that are read, and return what it gave them.
+        """Run a chunk of steps for the rows whose prompts are read, and return their new tokens.
 
         num_steps: at most this many, and no more than the engine's chunk has.
         """
@@ -181,7 +182,7 @@ class Slots:
         return self.take()
 
     def begin(self, num_steps: int | None = None) -> None:
-        """Begin a chunk of steps as `advance` does; only `take` may be called before `wait`."""
+        """Start a chunk of steps as `advance` does; only `take` may be called before `wait`."""
         rows = {slot: row for slot, row in enumerate(self._rows) if row is not None and row.is_read}
         if self._state is None or not rows:
             return
@@ -192,8 +193,8 @@ class Slots:
         self._begun = _Chunk(rows, self._engine.text(self._state), records, started)
 
     def wait(self) -> list[int]:
-        """Wait for what was begun; return the slots whose rows have ended, which are free now."""
-        # A call that reads a chunk only begins it; the clock must see it done.
+        """Wait for the device; return the slots whose rows have ended, which are free now."""
+        # `read_prompts` returns before the chunks are read; their time is taken here.
         if self._reads is not None:
             jax.block_until_ready(self._reads.last)
             now = self._now()
@@ -204,16 +205,16 @@ class Slots:
         if self._begun is None:
             return []
 
-        # An ended row leaves its slot to the next request, before its last tokens are taken.
+        # The slot of an ended row is free for the next request before its last tokens are taken.
         finish = np.asarray(self._begun.text.finish)
         self._done, self._begun = self._begun._replace(ended=self._now()), None
-        ended = [slot for slot in self._done.rows if finish[slot] not in (RUNNING, EMPTY)]
+        ended = [slot for slot in self._done.rows if _has_ended(finish[slot])]
         for slot in ended:
             self._rows[slot] = None
         return ended
 
     def take(self) -> list[NewTokens]:
-        """Return what the last steps gave that have ended; nothing if it was taken before."""
+        """Return the new tokens of the last chunk that has ended; each chunk's only once."""
         chunk, self._done = self._done, None
         if chunk is None:
             return []
@@ -223,7 +224,7 @@ class Slots:
             for slot, row in chunk.rows.items()
         ]
 
-        # What a slot holds, unless another row's prompt lies there by now.
+        # Note the texts for prefix caching, but not where another row has the slot by now.
         for slot, row in chunk.rows.items():
             if self._rows[slot] is None or self._rows[slot] is row:
                 self._held[slot] = self._kept(row.request, text.tokens[slot, : text.end[slot]])
@@ -235,16 +236,16 @@ class Slots:
         return time.perf_counter() - self._compiling.seconds
 
     def _read_chunk(self, slot: int) -> Array:
-        """Begin to read the next chunk of a slot's prompt; after the last one insert the row.
+        """Start to read the next chunk of a slot's prompt; after the last one insert the row.
 
-        Returns an array that is there when the chunk is read.
+        Returns an array that is ready when the chunk is read.
         """
         row = self._rows[slot]
         assert row is not None  # as everything in `_reading`
         engine, request = self._engine, row.request
         if row.state is None:
             self._state = engine.room_for(self._state, request, self._weights)
-            # The batch's caches serve as the row's where another slot has read the same.
+            # Where a slot holds the beginning of this prompt, its caches are the row's.
             prompt = self._sharable(request)
             shared = [self._shared(other, prompt) for other in range(len(self._rows))]
             row.num_read = row.num_cached = max(shared)
@@ -269,7 +270,7 @@ class Slots:
         return end
 
     def _note_scores(self, row: _Row, scores: Scores) -> None:
-        """Keep what a chunk of the prompt says of the prompt's tokens and of the first new one."""
+        """Keep the scores that a chunk gives to the prompt's tokens and to the first new one."""
         # Position i scores the token after it.
         left = len(row.request.prompt_ids) - 1 - row.num_read
         found = read_scores(scores, (0,), min(left + 1, self._engine.prefill_size))
@@ -279,10 +280,10 @@ class Slots:
             row.prompt_scores += found
 
     def _sharable(self, request: Request) -> np.ndarray:
-        """Return the tokens of a prompt that need not be read where a slot holds them.
+        """Return the tokens of a prompt that may come from another row's cache: all or none.
 
-        None with a head that learns from what it sees: another row's tokens would change its
-        accepted lengths. None where the prompt's own scores are wanted.
+        No tokens for a head that learns from what it reads (recycle): another row's text would
+        change its accepted lengths. No tokens where the prompt's own scores are wanted.
         """
         head = self._engine.config.head
         learns = head is not None and getattr(head.module, "observes", False)
@@ -290,10 +291,10 @@ class Slots:
         return np.array([] if is_read_whole else request.prompt_ids, np.int32)
 
     def _shared(self, slot: int, prompt: np.ndarray) -> int:
-        """Return how many tokens of a prompt a slot holds.
+        """Return how many tokens of a prompt can come from a slot's cache: whole chunks.
 
-        Whole chunks: the rest is read as it would be without them. A head pairs a position with
-        the token after it, so that one must be the same too.
+        So the rest is read in the same chunks as without the cache. A head pairs a position with
+        the token after it, so that token must be the same too.
         """
         size = min(len(self._held[slot]), len(prompt))
         differ = self._held[slot][:size] != prompt[:size]
@@ -302,16 +303,19 @@ class Slots:
         return max(same - 1, 0) // chunk * chunk
 
     def _kept(self, request: Request, text: np.ndarray) -> np.ndarray:
-        """Return what a slot holds of a text: the head takes in the last step's tokens later."""
+        """Return the part of a text that a slot's caches hold.
+
+        The head absorbs the last step's tokens one step later, so they are left out.
+        """
         pending, prompt = self._engine.config.tree.depth + 1, len(request.prompt_ids)
-        # What a shorter prompt leaves out of the beginning is not kept.
+        # A prompt shorter than what is pending leaves no beginning that could be restored.
         size = max(len(text) - pending, prompt) if prompt > pending else 0
         return text[:size].copy()
 
 
 def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: float) -> NewTokens:
-    """Return what a chunk of steps gave a row, `seconds` after it began."""
-    # The text: what lies between the tokens known so far and the row's end.
+    """Return the new tokens that a chunk of steps gave a row, `seconds` after the row began."""
+    # The text: between the tokens that are known and the row's end.
     first = len(row.request.prompt_ids) + row.num_new
     ids = text.tokens[slot, first : text.end[slot]].tolist()
     is_first, row.num_new = row.num_new == 0, row.num_new + len(ids)
@@ -329,7 +333,7 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
 
     # The end, as the device saw it.
     finish = int(text.finish[slot])
-    is_done = finish not in (RUNNING, EMPTY)
+    is_done = _has_ended(finish)
     return NewTokens(
         slot=slot,
         ids=ids,
@@ -343,3 +347,7 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
         prompt_scores=row.prompt_scores if is_first else [],
         num_cached=row.num_cached if is_first else 0,
     )
+
+
+def _has_ended(finish: int) -> bool:
+    return finish not in (RUNNING, EMPTY)

@@ -1,8 +1,8 @@
-"""Who decodes when: a queue that is fair between clients, and the thread that drives the device.
+"""The scheduler: a queue that is fair between clients, and the thread that drives the device.
 
-The event loop reads requests and writes answers; tokenizing runs in threads of its own. The thread
-of the engine only calls the device: it takes rows from the queue and hands tokens back. Of several
-processes only the primary has a queue; before every turn it tells the others what to do.
+The event loop reads requests and writes answers; other threads tokenize. The engine's thread only
+calls the device: it moves requests from the queue into slots and hands their tokens back. Of
+several processes only the primary has a queue; before every turn it tells the others what to do.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
 from clover_jax.serving.options import ServeOptions
 
 RETRY_SECONDS = 5  # until a full queue may have room
-MOST_STEPS = 8  # between two looks at the queue
-MOST_WAITED = 4  # steps for which rows that decode wait while others are read
-IDLE_SECONDS = 10  # after which other processes that wait for a turn hear from the primary
-# A chunk of steps lasts about this long, so that text flows and who comes or goes is seen soon.
+MOST_STEPS = 8  # from one look at the queue to the next
+MOST_WAITED = 4  # steps: how long rows that decode may wait while prompts are read
+IDLE_SECONDS = 10  # without a request, until the primary sends the other processes an empty turn
+# How long a chunk of steps should last: text should flow, and a change in the queue be seen soon.
 CHUNK_SECONDS = 0.02
 
 
@@ -45,8 +45,8 @@ CHUNK_SECONDS = 0.02
 class _Job:
     """An ask on its way: in the queue, then in a slot.
 
-    kept: what the engine gave it and nobody needs to know yet.
-    news: what it should know and has not taken; an exception if the engine has failed.
+    kept: tokens that are held back, since the client does not need them yet.
+    news: tokens for the client, in batches; an exception if the engine has failed.
     """
 
     ask: Ask
@@ -63,8 +63,8 @@ class _Job:
 class _Turn(NamedTuple):
     """What all processes do next.
 
-    left: slots whose rows go. joined: requests that come. num_chunks: of prompts to read at most.
-    num_steps: to decode at most.
+    left: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
+    read. num_steps: most steps to decode.
     """
 
     left: list[int]
@@ -140,12 +140,12 @@ class Scheduler:
         self._thread.start()
 
     async def submit(self, ask: Ask) -> Updates:
-        """Let an ask wait for a slot and return what will come of it.
+        """Put an ask into the queue and return its updates.
 
         Raises UserError for what cannot be decoded, Overloaded while too many wait.
         """
         self._check_room()
-        # Tokenizing takes a while for a long prompt; others should not notice.
+        # A long prompt takes a while to tokenize; the event loop must not wait for it.
         job = await asyncio.to_thread(self._prepare, ask, asyncio.get_running_loop())
         with self._changed:
             if self._failure is not None:
@@ -160,7 +160,7 @@ class Scheduler:
             raise Overloaded(RETRY_SECONDS)
 
     async def close(self) -> None:
-        """End the engine's thread; what still runs gets no further tokens.
+        """End the engine's thread; rows that still run get no further tokens.
 
         Raises what the engine of several processes has failed with: all of them end.
         """
@@ -181,7 +181,7 @@ class Scheduler:
             raise self._failure
 
     def leave(self, job: _Job) -> None:
-        """Let a job go, wherever it is."""
+        """Cancel a job, in the queue or in its slot."""
         with self._changed:
             self._waiting.discard(job)
             self._left.add(job)
@@ -257,8 +257,8 @@ class Scheduler:
             count = min(num_free, len(self._waiting))
             self._joining = [self._waiting.pop() for _ in range(count)]
 
-        # A step costs as much for few rows as for many. So where more rows wait to be read than
-        # decode, as after a burst, they are read first; one that joins many costs them a step.
+        # A step costs the same for few rows and for many. So where more rows wait to be read than
+        # decode, as after a burst, their prompts come first; else a step's time is enough.
         reading = self._slots.num_reading + count
         decoding = max(self._engine.batch_size - num_free - self._slots.num_reading, 1)
         waited = min(max(reading / decoding, 1), MOST_WAITED) * self._step_seconds
@@ -271,7 +271,7 @@ class Scheduler:
         )
 
     def _run(self, turn: _Turn) -> None:
-        """Let rows go and come, read prompts and run a chunk of steps; hand out the last one's.
+        """Remove and add rows, read prompts, run a chunk of steps; hand out the last one's tokens.
 
         Every process does the same; only the primary has jobs.
         """
@@ -299,7 +299,7 @@ class Scheduler:
                 self._running.pop(slot, None)
 
     def _hand_out(self, job: _Job, new: NewTokens) -> None:
-        # Each message takes the event loop's time, which is the device's too on a CPU.
+        # A message costs time of the event loop; on a CPU that is the device's time, too.
         job.kept.append(new)
         if new.is_last or job.row.is_followed:
             self._tell(job, job.kept)
@@ -312,14 +312,14 @@ class Scheduler:
     def _tell(self, job: _Job, news: list[NewTokens] | Exception) -> None:
         try:
             job.loop.call_soon_threadsafe(job.news.put_nowait, news)
-        except RuntimeError:  # its loop has ended, and with it whoever wanted to know
+        except RuntimeError:  # the client's loop has ended
             self.leave(job)
 
 
 class Updates:
-    """What comes of an ask: an iterator over its progress.
+    """An iterator over the progress of an ask.
 
-    For a watched ask as text comes, else only the last one. Close it, or its slot stays taken.
+    Of an ask that is watched each piece of text, else only the end. Close it to free its slot.
     """
 
     def __init__(self, scheduler: Scheduler, job: _Job, seconds: float):
@@ -360,24 +360,23 @@ class Updates:
         raise StopAsyncIteration
 
     async def aclose(self) -> None:
-        """Want no more; the slot is free before the next step."""
+        """Cancel the ask if it runs; the slot is free before the next chunk of steps."""
         if not self._has_ended:
             self._has_ended = True
             self._scheduler.leave(self._job)
 
 
 class FairQueue:
-    """Jobs that wait; clients take turns, however many jobs each of them has."""
+    """Jobs that wait: one of each client in turn, however many it has."""
 
     def __init__(self):
         """Begin empty."""
         self._jobs: collections.OrderedDict[str, collections.deque[_Job]]
         self._jobs = collections.OrderedDict()
-        self._length = 0
 
     def __len__(self) -> int:
         """Return how many jobs wait."""
-        return self._length
+        return sum(map(len, self._jobs.values()))
 
     def __iter__(self) -> Iterator[_Job]:
         """Iterate over all jobs."""
@@ -386,12 +385,10 @@ class FairQueue:
     def push(self, job: _Job) -> None:
         """Add a job after the others of its client."""
         self._jobs.setdefault(job.ask.client, collections.deque()).append(job)
-        self._length += 1
 
     def pop(self) -> _Job:
         """Take the first job of the client whose turn it is."""
         client, jobs = self._jobs.popitem(last=False)
-        self._length -= 1
         job = jobs.popleft()
         if jobs:
             self._jobs[client] = jobs  # after all other clients
@@ -402,7 +399,6 @@ class FairQueue:
         jobs = self._jobs.get(job.ask.client)
         if jobs and job in jobs:
             jobs.remove(job)
-            self._length -= 1
             if not jobs:
                 del self._jobs[job.ask.client]
 
