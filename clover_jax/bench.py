@@ -5,8 +5,8 @@
 
 Without --target every part of a step is timed on this machine, beside its floor: its bytes at the
 measured bandwidth, or its products at the measured matrix rate. Random weights will do (shape:NAME,
-random:KIND). --sweep times batch sizes and trees of several sizes: at which accepted length does
-speculation break even?
+random:KIND, random:dflash2:num_layers=2). --sweep times batch sizes and trees of several sizes: at
+which accepted length does speculation break even?
 
 With --target the step is compiled for hardware that is not here, and the compiled program is read:
 memory, bytes moved against the floor, copies of caches and weights, collectives.

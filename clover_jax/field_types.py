@@ -27,6 +27,7 @@ from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
 
 COMMON = "common flags"
+_BOOLS = {"true": True, "false": False}
 _WORDS = {
     int: "a whole number",
     float: "a number",
@@ -149,3 +150,33 @@ def _is_a(kind: type, value: Any) -> bool:
     if kind is bool or not isinstance(value, bool):
         return isinstance(value, (int, float) if kind is float else kind)
     return False
+
+
+def parse_values(given: str, text: str, known: dict[str, type], unknown: str) -> dict[str, Any]:
+    """Return what "name=value,..." says, each of its type.
+
+    given: what stood before the text, as "--loss="; unknown: begins what is said of other names.
+    Raises UserError that lists what is known where a name is unknown or has a bad value.
+    """
+    options: dict[str, Any] = {}
+    for item in filter(None, map(str.strip, text.split(","))):
+        name, equals, value = item.partition("=")
+        problem = None
+        if not equals:
+            problem = f"{item!r} is not written name=value"
+        elif name not in known:
+            problem = f"{unknown} {name!r}"
+        elif name in options:
+            problem = f"{name} is given twice"
+        else:
+            try:
+                # bool("false") is True, so that the two words are looked up instead.
+                options[name] = _BOOLS[value.lower()] if known[name] is bool else known[name](value)
+            except (KeyError, ValueError):
+                wanted = "true or false" if known[name] is bool else known[name].__name__
+                problem = f"{name} must be {wanted}, not {value!r}"
+
+        if problem is not None:
+            listed = ", ".join(f"{name}={hint.__name__.upper()}" for name, hint in known.items())
+            raise UserError(f"{given}{text}: {problem}; the options are {listed}")
+    return options

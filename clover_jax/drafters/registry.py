@@ -16,6 +16,7 @@ from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.drafters.drafter import Drafter, frozen_from_base
 from clover_jax.errors import UserError
+from clover_jax.field_types import parse_values
 from clover_jax.models.batch import Batch
 
 # name -> (file of this package, config class, module class)
@@ -97,6 +98,17 @@ def plain_options(kind: str) -> dict[str, type]:
     parameters = inspect.signature(_module_of(kind).make_config, eval_str=True).parameters
     hints = {name: _without_none(each.annotation) for name, each in parameters.items()}
     return {name: hint for name, hint in hints.items() if hint in (str, int, float, bool)}
+
+
+def parse_options(given: str, text: str, kind: str) -> dict[str, Any]:
+    """Return the options that "name=value,..." sets, each of the type that the kind declares.
+
+    given: what stood before the text, as "--drafter_options=".
+    Example: "order=block_first,output_projector=false" for clover2 gives
+    {"order": "block_first", "output_projector": False}.
+    Raises UserError that lists the kind's options where one is unknown or has a bad value.
+    """
+    return parse_values(given, text, plain_options(kind), f"a {kind} head has no option")
 
 
 def _without_none(hint: Any) -> Any:

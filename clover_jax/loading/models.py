@@ -219,7 +219,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
 
 
 def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
-    """Return models of shapes alone, for a base and a draft of "random:KIND" or none.
+    """Return models of shapes alone, for a base and a draft of "random:KIND..." or none.
 
     platform: for which they will be compiled; None is this process's.
     Allocates nothing, reads no weights and splits nothing over a mesh. Raises UserError as `load`.
@@ -304,7 +304,12 @@ def _needs_no_file(draft: str) -> bool:
 
 def _fresh_draft(name: str, plain: Models) -> Draft:
     """Return a draft of shapes: a head as `train` would begin one for this base."""
-    head = registry.head(registry.config_for_base(name.removeprefix(RANDOM), plain.base.config))
+    kind, _, text = name.removeprefix(RANDOM).partition(":")
+    options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind)
+    try:
+        head = registry.head(registry.config_for_base(kind, plain.base.config, **options))
+    except ValueError as error:
+        raise UserError(f"--draft={name}: {error}") from error
     shapes = cast_shapes(registry.init_shapes(head, plain.base.params), plain.dtype)
     return Draft(head, shapes, TREES.get(name), {}, name)
 

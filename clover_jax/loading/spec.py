@@ -18,7 +18,8 @@ _foreign = functools.partial(setting, group="drafts of others")
 class ModelSpec(ChatSettings, BaseSettings):
     """A base, a draft and a tree, as a user names them.
 
-    draft: "random:KIND" gives a head with random weights.
+    draft: "random:KIND" gives a head with random weights, "random:KIND:NAME=VALUE,..." one with
+        options of its kind.
     tree: None without a recorded one takes `default_tree`.
     tokenizer: False where no text is read or written; chat templates are not compared then.
     """

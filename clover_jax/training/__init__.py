@@ -6,7 +6,7 @@ __getattr__, __dir__, __all__ = lazy.attach(
     __name__,
     submod_attrs={
         "decoding_eval": ["DecodingEvaluator", "DecodingReport", "evaluation_prompts"],
-        "heads": ["make_head", "parse_drafter_options", "reduce_vocabulary"],
+        "heads": ["make_head", "reduce_vocabulary"],
         "losses": ["LossMetrics", "distillation_loss"],
         "optimizer": ["OptimizerConfig", "make_optimizer", "make_schedule"],
         "pairs": ["CompactTargets", "PairCounts", "compact_targets", "pair_mask"],

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from clover_jax.config import LossSpec, RopeConfig
 from clover_jax.data.samples import Samples
@@ -12,14 +12,13 @@ from clover_jax.data.token_counts import count_tokens, most_frequent
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
+from clover_jax.field_types import parse_values
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.training.settings import TrainSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_BOOLS = {"true": True, "false": False}
 
 # Parts of the loss that have flags of their own.
 _FLAGS_OF_LOSS = {
@@ -42,7 +41,8 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
             f"--drafter={settings.drafter} has nothing to train; decode with "
             f"--draft={settings.drafter} at once"
         )
-    options = parse_drafter_options(settings.drafter_options or "", settings.drafter)
+    text = settings.drafter_options or ""
+    options = registry.parse_options("--drafter_options=", text, settings.drafter)
     # Two options are common enough to have flags of their own.
     for name in ("num_positions", "num_augmenting_layers"):
         if getattr(settings, name) is not None:
@@ -67,8 +67,8 @@ def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
 
     Raises UserError for a part that there is not, a bad value, or one that is given twice.
     """
-    options = _parse_options(
-        "loss", settings.loss or "", typing.get_type_hints(LossSpec), "the loss has no part"
+    options = parse_values(
+        "--loss=", settings.loss or "", typing.get_type_hints(LossSpec), "the loss has no part"
     )
     for flag, name in _FLAGS_OF_LOSS.items():
         value = getattr(settings, flag)
@@ -83,46 +83,6 @@ def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
         return dataclasses.replace(default, **options)
     except ValueError as error:
         raise UserError(f"--loss={settings.loss}: {error}") from error
-
-
-def parse_drafter_options(text: str, kind: str) -> dict[str, Any]:
-    """Return the options that "name=value,..." sets, each of the type that the kind declares.
-
-    Example: "order=block_first,output_projector=false" for clover2 gives
-    {"order": "block_first", "output_projector": False}.
-    Raises UserError that lists the kind's options where one is unknown or has a bad value.
-    """
-    known = registry.plain_options(kind)
-    return _parse_options("drafter_options", text, known, f"a {kind} head has no option")
-
-
-def _parse_options(flag: str, text: str, known: dict[str, type], unknown: str) -> dict[str, Any]:
-    """Return the options in "name=value,...", each of its type; `unknown` begins the refusal.
-
-    Raises UserError as `parse_drafter_options` does.
-    """
-    options: dict[str, Any] = {}
-    for item in filter(None, map(str.strip, text.split(","))):
-        name, equals, value = item.partition("=")
-        problem = None
-        if not equals:
-            problem = f"{item!r} is not written name=value"
-        elif name not in known:
-            problem = f"{unknown} {name!r}"
-        elif name in options:
-            problem = f"{name} is given twice"
-        else:
-            try:
-                # bool("false") is True, so that the two words are looked up instead.
-                options[name] = _BOOLS[value.lower()] if known[name] is bool else known[name](value)
-            except (KeyError, ValueError):
-                wanted = "true or false" if known[name] is bool else known[name].__name__
-                problem = f"{name} must be {wanted}, not {value!r}"
-
-        if problem is not None:
-            listed = ", ".join(f"{name}={hint.__name__.upper()}" for name, hint in known.items())
-            raise UserError(f"--{flag}={text}: {problem}; the options are {listed}")
-    return options
 
 
 class ReducedHead(NamedTuple):

@@ -9,7 +9,7 @@ from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.loading.models import load as load_spec
-from clover_jax.loading.models import params_hash
+from clover_jax.loading.models import load_shapes, params_hash
 from clover_jax.loading.spec import ModelSpec
 from tests.tiny_checkpoints import edit_json
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
@@ -34,6 +34,20 @@ def test_the_tree_is_what_is_asked_else_the_draft_s_else_paper25(base, tmp_path)
     assert load(base, tree="none").tree.num_nodes == 0
     with pytest.raises(UserError, match="'chain:2' has 2 nodes and there is no draft to fill them"):
         load(base, tree="chain:2")
+
+
+def test_a_random_head_takes_options_of_its_kind():
+    def config_of(draft):
+        return load_shapes(ModelSpec("shape:64x3x96", draft=draft, dtype="float32")).head.config
+
+    options = "num_layers=2,candidates=8"
+    assert config_of("random:dflash2").num_layers == 3
+    with_options = config_of(f"random:dflash2:{options}")
+    assert (with_options.num_layers, with_options.candidates) == (2, 8)
+    with pytest.raises(UserError, match="--draft=random:clover_lr:depth=2: .* no option 'depth'"):
+        config_of("random:clover_lr:depth=2")
+    with pytest.raises(UserError, match=r"--draft=random:clover_lr:rank=-1: rank \(-1\) must lie"):
+        config_of("random:clover_lr:rank=-1")
 
 
 def test_a_draft_decodes_with_the_chat_template_of_its_training_only(base, tmp_path):

@@ -1,8 +1,9 @@
 import pytest
 
+from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.training.heads import make_head, parse_drafter_options
+from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
 from tests.tiny_models import TINY
 
@@ -16,15 +17,20 @@ def config_of(base, **settings):
     return make_head(TrainSettings(**settings), base).config
 
 
-def test_parse_drafter_options_gives_the_docstrings_example():
-    options = parse_drafter_options("order=block_first,output_projector=false", "clover2")
+def test_parse_options_gives_the_docstrings_example():
+    options = registry.parse_options(
+        "--drafter_options=", "order=block_first,output_projector=false", "clover2"
+    )
     assert options == {"order": "block_first", "output_projector": False}
 
 
 def test_options_have_the_types_that_the_kind_declares():
     text = " num_positions=4, regressive_block=mlp,"
-    assert parse_drafter_options(text, "clover") == {"num_positions": 4, "regressive_block": "mlp"}
-    assert parse_drafter_options("", "clover") == {}
+    assert registry.parse_options("--drafter_options=", text, "clover") == {
+        "num_positions": 4,
+        "regressive_block": "mlp",
+    }
+    assert registry.parse_options("--drafter_options=", "", "clover") == {}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +50,7 @@ def test_options_have_the_types_that_the_kind_declares():
 )
 def test_a_mistake_is_answered_with_the_options(text, kind, message):
     with pytest.raises(UserError, match=f"--drafter_options={text}: {message}"):
-        parse_drafter_options(text, kind)
+        registry.parse_options("--drafter_options=", text, kind)
 
 
 def test_flags_and_options_make_the_head(base):
