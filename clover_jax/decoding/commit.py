@@ -116,11 +116,29 @@ def commit(
     )
 
 
+@typed
 def write_tokens(
-    tokens: Int[Array, "B S"], new: Int[Array, "B n"], start: Int[Array, " B"]
+    tokens: Int[Array, "B S"], new: Int[Array, "B A"], start: Int[Array, " B"]
 ) -> Int[Array, "B S"]:
-    """Write new tokens into each row, from its own `start` on."""
-    write = jax.vmap(lambda row, new, at: jax.lax.dynamic_update_slice(row, new, (at,)))
+    """Write new tokens at positions start[b] .. start[b] + A - 1 of each row.
+
+    For TPU by comparing positions: a slice that is written becomes a loop over the rows there, 7 us
+    for each row of a step (the compiler's estimate for a v6e).
+
+    Example: tokens [[5, 6, 0, 0]], new [[7, 8]] and start [1] give [[5, 7, 8, 0]].
+    """
+    return jax.lax.platform_dependent(tokens, new, start, tpu=_by_position, default=_by_slice)
+
+
+def _by_position(tokens: Array, new: Array, start: Array) -> Array:
+    place = jnp.arange(tokens.shape[1]) - start[:, None]
+    for index in range(new.shape[1]):
+        tokens = jnp.where(place == index, new[:, index, None], tokens)
+    return tokens
+
+
+def _by_slice(tokens: Array, new: Array, start: Array) -> Array:
+    write = jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at,)))
     return write(tokens, new, start)
 
 

@@ -6,7 +6,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover_jax.decoding.accept import Accepted
-from clover_jax.decoding.commit import append_bonus, commit, cut, sibling_ranks
+from clover_jax.decoding.commit import (
+    _by_position,
+    _by_slice,
+    append_bonus,
+    commit,
+    cut,
+    sibling_ranks,
+    write_tokens,
+)
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, empty_state
 from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
 from clover_jax.decoding.verify import verify
@@ -41,6 +49,19 @@ def test_the_first_of_eos_and_limit_ends_a_row(count, room, eos, emitted, finish
 def test_append_bonus_of_the_docstring():
     tokens = append_bonus(jnp.array([[7, 8, 0]]), jnp.array([2]), jnp.array([4]))
     assert tokens.tolist() == [[7, 8, 4, 4]]
+
+
+def test_write_tokens_of_the_docstring():
+    written = write_tokens(jnp.array([[5, 6, 0, 0]]), jnp.array([[7, 8]]), jnp.array([1]))
+    assert written.tolist() == [[5, 7, 8, 0]]
+
+
+def test_a_tpu_writes_the_same_tokens_in_its_own_way():
+    tokens, new = jnp.arange(20).reshape(2, 10), jnp.array([[-1, -2, -3], [-4, -5, -6]])
+    start = jnp.array([7, 0])  # up to the last position, and from the first
+    written = _by_position(tokens, new, start)
+    assert written.tolist() == _by_slice(tokens, new, start).tolist()
+    assert written[0, 6:].tolist() == [6, -1, -2, -3]
 
 
 def test_sibling_ranks_of_the_docstring():
