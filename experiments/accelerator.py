@@ -123,7 +123,7 @@ def plan(device, rehearse, folder):
 
     # Each bench times plain decoding too, in turns with its head; ahead of time it is its own.
     benches, compiled = [], []
-    ways = ("xla",) if device["platform"] == "gpu" else ("xla", "pallas")  # a kernel for TPU
+    ways = "xla", "cudnn" if device["platform"] == "gpu" else "pallas"
     for draft, way, rows in itertools.product(("clover2", "plain", "clover_lr"), ways, (1, 16)):
         name, is_plain = f"{draft}, batch {rows}, {way}", draft == "plain"
         model = ("--draft=none",) if is_plain else (f"--draft=random:{draft}", f"--tree={tree}")

@@ -1,4 +1,4 @@
-"""Which implementation reads the KV cache: XLA's own, or the kernel of `attention_kernel.py`."""
+"""Which implementation reads the KV cache: XLA's own, or a kernel for TPU or GPU."""
 
 from __future__ import annotations
 
@@ -16,8 +16,9 @@ from clover_jax.sharding.placement import over_rows_and_heads
 
 
 def reading(attention: str) -> contextlib.AbstractContextManager:
-    """Return a context: programs traced within it read the KV caches by "xla" or "pallas"."""
-    return caches_read_by({"xla": None, "pallas": _read_by_kernel}[attention])
+    """Return a context; programs traced within it read KV caches by xla, pallas or cudnn."""
+    readers = {"xla": None, "pallas": _read_by_kernel, "cudnn": _read_by_cudnn}
+    return caches_read_by(readers[attention])
 
 
 def _read_by_kernel(
@@ -37,3 +38,16 @@ def _read_by_kernel(
     read = functools.partial(jax.lax.platform_dependent, **paths)
     positions = () if rules is None else (rules.positions,)
     return over_rows_and_heads(read, query, cache, length, *positions)
+
+
+def _read_by_cudnn(
+    query: Array, cache: KeyValue, length: Array, rules: ScoreRules | None
+) -> RunningSoftmax | None:
+    # What depends on a query's position, and what changes a score beyond its scale, is left to XLA.
+    changed = rules and (rules.slopes is not None or rules.window or rules.cap)
+    if changed or query.dtype.itemsize != 2:
+        return None
+    from clover_jax.models.attention_cudnn import read_cache
+
+    read = functools.partial(read_cache, scale=rules and rules.scale)
+    return over_rows_and_heads(read, query, cache, length)

@@ -65,7 +65,7 @@ class StepConfig:
     """Everything static of a step: equal configs share one compiled program.
 
     head: None for plain decoding, with the tree that has no nodes.
-    attention: implementation that reads the KV cache, "xla" or "pallas".
+    attention: implementation that reads the KV cache, "xla", "pallas" or "cudnn".
     """
 
     base: BaseConfig

@@ -246,14 +246,18 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
 
 
 def resolve_attention(name: str, platform: str | None = None) -> str:
-    """Map `--attention` to "xla" or "pallas".
+    """Map `--attention` to "xla", "pallas" or "cudnn".
 
-    "auto" is "xla" here; `tree_search/attention_trial.py` may change it on a TPU.
-    platform: that of the programs; None is this process's. Raises UserError for pallas on a GPU.
+    "auto" is "xla" here; `tree_search/attention_trial.py` may change it on a TPU or GPU.
+    platform: that of the programs; None is this process's. Raises UserError for a kernel of another
+        platform.
     """
-    if name == "pallas" and (platform or jax.default_backend()) not in ("cpu", "tpu"):
-        raise UserError("--attention=pallas is a kernel for TPU; a GPU takes --attention=xla")
-    return "pallas" if name == "pallas" else "xla"
+    platform = platform or jax.default_backend()
+    if name == "pallas" and platform not in ("cpu", "tpu"):
+        raise UserError("--attention=pallas is a kernel for TPU; a GPU takes xla or cudnn")
+    if name == "cudnn" and platform not in ("gpu", "cuda"):
+        raise UserError(f"--attention=cudnn is for NVIDIA's GPUs; {platform} takes xla or pallas")
+    return "xla" if name == "auto" else name
 
 
 def check_names(spec: ModelSpec) -> None:

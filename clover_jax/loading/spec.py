@@ -51,10 +51,10 @@ class ModelSpec(ChatSettings, BaseSettings):
     )
     attention: str = setting(
         "auto",
-        "what reads the committed cache: XLA's own program, or a Pallas kernel for TPU, which a "
-        "CPU interprets, slowly; auto is xla where nothing was measured",
+        "what reads the committed cache: XLA's own program, a Pallas kernel for TPU, which a CPU "
+        "interprets, slowly, or cuDNN's attention on a GPU; auto is xla where nothing was measured",
         group=COMMON,
-        choices=("auto", "xla", "pallas"),
+        choices=("auto", "xla", "pallas", "cudnn"),
     )
     int8: tuple[str, ...] = _draft(
         (),

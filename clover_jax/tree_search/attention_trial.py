@@ -1,4 +1,4 @@
-"""`--attention=auto`: on a TPU the kernel, where it agrees with XLA and makes a step faster."""
+"""`--attention=auto`: the platform's kernel, where it agrees with XLA and makes a step faster."""
 
 from __future__ import annotations
 
@@ -22,19 +22,20 @@ from clover_jax.timing.turns import time_in_turns
 from clover_jax.tree_search.disk_cache import cache_folder, machine, remembered
 
 ROUNDS = 9
+KERNELS = {"tpu": "pallas", "gpu": "cudnn"}  # platform -> what is compared with XLA's program
 APART = {"float32": 1e-4, "bfloat16": 3e-2}  # what rounding may make of values near 1
 
 
 def with_attention(
     models: Models, name: str, batch_size: int, platform: str | None = None
 ) -> Models:
-    """Return models with the implementation of `--attention`; auto is measured on a TPU.
+    """Return models with the implementation of `--attention`; auto is measured on a TPU or GPU.
 
     platform: that of the programs; None is this process's. Several processes do not measure: their
         clocks could choose differently.
     """
-    on_tpu = (platform or jax.default_backend()) == "tpu"
-    if name != "auto" or not on_tpu or jax.process_count() > 1:
+    kernel = KERNELS.get(platform or jax.default_backend())
+    if name != "auto" or kernel is None or jax.process_count() > 1:
         return models
     batch = Placement(models.mesh).whole_rows(batch_size)
     context = fitting_context(models, room=0)
@@ -50,30 +51,30 @@ def with_attention(
 
     with passing_note("measuring attention"):
         trial = remembered(
-            "attention", key, lambda: compare(models, batch, context), cache_folder()
+            "attention", key, lambda: compare(models, batch, context, kernel), cache_folder()
         )
     print(trial["line"], file=sys.stderr, flush=True)
     return dataclasses.replace(models, attention=trial["attention"])
 
 
-def compare(models: Models, batch: int, context: int) -> dict[str, str]:
+def compare(models: Models, batch: int, context: int, kernel: str) -> dict[str, str]:
     """Return the faster of the two, and a line with the reason."""
-    by_xla = {"attention": "xla", "line": "attention auto: xla; the kernel "}
+    by_xla = {"attention": "xla", "line": f"attention auto: xla; {kernel} "}
     try:
-        apart = _disagreement(models, batch, context)
+        apart = _disagreement(models, batch, context, kernel)
         if not apart < APART[str(models.dtype)]:  # or NaN
             return by_xla | {"line": by_xla["line"] + f"differs by {apart:.1e}"}
-        seconds = _step_seconds(models, batch, context)
+        seconds = _step_seconds(models, batch, context, kernel)
     except Exception as error:  # compilers raise errors of every kind, and XLA's way remains
         return by_xla | {"line": by_xla["line"] + f"does not run here: {reason_of(error)[:200]}"}
 
-    xla, pallas = (1e3 * seconds[name] for name in ("xla", "pallas"))
+    by_kernel_ms, by_xla_ms = (1e3 * seconds[name] for name in (kernel, "xla"))
     winner = min(seconds, key=lambda name: seconds[name])
-    figures = f"a step takes {pallas:.3f} ms with the kernel and {xla:.3f} ms without"
+    figures = f"a step takes {by_kernel_ms:.3f} ms by {kernel} and {by_xla_ms:.3f} ms by xla"
     return {"attention": winner, "line": f"attention auto: {winner}; {figures}"}
 
 
-def _disagreement(models: Models, batch: int, context: int) -> float:
+def _disagreement(models: Models, batch: int, context: int, kernel: str) -> float:
     """Return the largest difference between the two over a random cache of the run's shapes."""
     config, slots = models.base.config.layer, models.tree.num_slots
     size = cache_size(models, context, room=0)
@@ -94,15 +95,15 @@ def _disagreement(models: Models, batch: int, context: int) -> float:
             # A new function for each, as jit keeps what it has traced.
             return jax.jit(lambda *arrays: attend(*arrays))(query, fresh, mask, cache, length)
 
-    apart = mixed("xla").astype(jnp.float32) - mixed("pallas").astype(jnp.float32)
+    apart = mixed("xla").astype(jnp.float32) - mixed(kernel).astype(jnp.float32)
     return float(jnp.abs(apart).max())
 
 
-def _step_seconds(models: Models, batch: int, context: int) -> dict[str, float]:
+def _step_seconds(models: Models, batch: int, context: int, kernel: str) -> dict[str, float]:
     """Return the median seconds of a step by each, alternating."""
     placement, size = Placement(models.mesh), cache_size(models, context, room=0)
     runs = {}
-    for name in ("xla", "pallas"):
+    for name in ("xla", kernel):
         way = dataclasses.replace(models, attention=name)
         state = placement.state(running_state(way, batch, size, context))
         runs[name] = step_part(Bench(way, state, context)).run

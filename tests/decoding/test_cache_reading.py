@@ -1,4 +1,4 @@
-"""Decoding with the kernel for TPU, interpreted: the same text, and no trace of it where unused."""
+"""Decoding with a kernel: the same text, and no trace of it where unused."""
 
 import dataclasses
 import functools
@@ -87,8 +87,11 @@ def test_the_kernel_knows_windows_and_soft_caps():
     assert [row.output_ids for row in by_kernel] == [row.output_ids for row in by_xla]
 
 
-def test_a_gpu_has_no_kernel():
+def test_each_platform_has_its_own_kernel():
     assert resolve_attention("auto", "cuda") == resolve_attention("xla", "cuda") == "xla"
     assert resolve_attention("pallas", "tpu") == "pallas"
     with pytest.raises(UserError, match="--attention=pallas is a kernel for TPU"):
         resolve_attention("pallas", "cuda")
+    assert resolve_attention("cudnn", "cuda") == "cudnn"
+    with pytest.raises(UserError, match="--attention=cudnn is for NVIDIA's GPUs; tpu takes xla"):
+        resolve_attention("cudnn", "tpu")
