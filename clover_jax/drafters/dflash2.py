@@ -188,11 +188,31 @@ def convolve(
     """
     batch, _, width = y.shape
     blocks, total = y.reshape(batch, -1, size, width), jnp.zeros_like(y)
+    # A mesh has a part of each kernel on a device, and a product would sum over the parts.
+    on_mesh = jax.sharding.get_abstract_mesh().size > 1
+    paths = {"default": _repeated, "tpu": _repeated if on_mesh else _placed}
+    paths = {name: functools.partial(path, width=width) for name, path in paths.items()}
+    by_channel = jax.lax.platform_dependent(kernel, **paths)
     for back in range(len(base)):
         earlier = jnp.pad(blocks, ((0, 0), (0, 0), (back, 0), (0, 0)))[:, :, :size]
-        weight = base[back] + jnp.repeat(kernel[:, :, back], width // kernel.shape[-1], axis=-1)
-        total += weight * earlier.reshape(y.shape)
+        total += (base[back] + by_channel[:, :, back]) * earlier.reshape(y.shape)
     return total
+
+
+def _repeated(kernel: Float[Array, "*b g"], width: int) -> Float[Array, "*b D"]:
+    return jnp.repeat(kernel, width // kernel.shape[-1], axis=-1)
+
+
+def _placed(kernel: Float[Array, "*b g"], width: int) -> Float[Array, "*b D"]:
+    """Return the same by a product, which is exact.
+
+    A TPU lays repeated entries out 16 to a line of 128 first: 0.4 ms a layer for 16 rows (the
+    compiler's estimate for a v6e).
+    """
+    groups = jnp.arange(kernel.shape[-1])
+    place = groups[:, None] == jnp.arange(width) // (width // len(groups))
+    exact = jax.lax.Precision.HIGHEST  # or float32 would be rounded to bfloat16
+    return jnp.einsum("...g,gd->...d", kernel, place.astype(kernel.dtype), precision=exact)
 
 
 class BlockLayer(nn.Module):

@@ -139,12 +139,14 @@ def test_a_mesh_axis_may_be_a_part_of_a_side_of_the_chips():
 @pytest.mark.parametrize(
     ("batch", "draft"), [(1, "random:clover2"), (16, "random:clover2"), (1, "none")]
 )
-@pytest.mark.parametrize("target", COMPILERS)
-def test_a_compiled_step_copies_no_cache_and_no_weight(target, batch, draft):
+@pytest.mark.parametrize(
+    ("target", "attention"), [*((name, "xla") for name in COMPILERS), ("gpu-h200", "cudnn")]
+)
+def test_a_compiled_step_copies_no_cache_and_no_weight(target, attention, batch, draft):
     if not is_installed(COMPILERS[target]):
         pytest.skip(f"{COMPILERS[target]} is not installed")
     flags = [f"--target={target}", "--base=shape:llama3-8b:1", "--context=2000"]
-    flags += [f"--batch_size={batch}", f"--draft={draft}"]
+    flags += [f"--batch_size={batch}", f"--draft={draft}", f"--attention={attention}"]
     # The precision that the other tests ask for widens a GPU's bfloat16 products.
     environment = {k: v for k, v in os.environ.items() if k != "JAX_DEFAULT_MATMUL_PRECISION"}
     finished = subprocess.run(

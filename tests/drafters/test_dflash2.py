@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from clover_jax.drafters import registry
-from clover_jax.drafters.dflash2 import feature_layers
+from clover_jax.drafters.dflash2 import _placed, _repeated, feature_layers
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.interchange.directory import load_draft
 from clover_jax.models.batch import Batch
@@ -186,6 +186,12 @@ def test_candidates_walk_and_pair_scores_of_drafting(reference, anchor):
         np.testing.assert_allclose(last["log_probability"], wanted, **CLOSE)
         token = jnp.stack([best, in_text], axis=1)
         state = apply(state, cache, parent, token, depth + 1, method="advance")
+
+
+def test_a_tpu_spreads_the_same_kernel_over_the_channels_in_its_own_way():
+    kernel = jax.random.normal(jax.random.key(0), (2, 3, 4))
+    assert (_placed(kernel, 12) == _repeated(kernel, 12)).all()
+    assert _repeated(jnp.array([1, 2]), 4).tolist() == [1, 1, 2, 2]
 
 
 def test_without_selector_and_convolution_all_branches_have_the_same_candidates():
