@@ -73,10 +73,12 @@ def commit(
     accepted: Accepted,
     fresh: Cache,
     features: Float[Array, "B T F"],
+    by_kernel: bool = False,
 ) -> tuple[DecodeState, StepRecord]:
     """Append each running row's accepted path and bonus token; finished rows keep their text.
 
     fresh: keys and values of the tree's slots. features: what the head will read of them.
+    by_kernel: as `write_rows` has it.
     Committed positions follow the emitted tokens: length = end - 1 always, so at most
     limit - 1 + A positions of the buffers are ever written.
     """
@@ -94,7 +96,7 @@ def commit(
         length=state.length + emitted,
         end=state.end + emitted,
         finish=jnp.where(running, emission.finish, state.finish),
-        cache=write_rows(state.cache, gather_rows(fresh, accepted.path), write_at),
+        cache=write_rows(state.cache, gather_rows(fresh, accepted.path), write_at, by_kernel),
         features=jnp.take_along_axis(features, accepted.path[..., None], axis=1).astype(
             state.features.dtype
         ),

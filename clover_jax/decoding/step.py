@@ -197,7 +197,8 @@ def speculate_and_verify(
     # The head may observe every slot; only the accepted path enters the KV cache.
     with jax.named_scope("commit"):
         state = observe_verified(config, weights, state, drafted.tree, verified)
-        state, record = commit(state, drafted.tree, accepted, verified.fresh, verified.features)
+        slots = drafted.tree, accepted, verified.fresh, verified.features
+        state, record = commit(state, *slots, by_kernel=config.attention == "pallas")
         if config.sampling.scored:
             record = record.replace(scores=path_scores(verified, accepted, state.next_tokens))
         if drafted.copy is not None and state.copies is not None:

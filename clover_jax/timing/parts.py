@@ -161,7 +161,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     )
     accepted = parts["accept"].run()
     parts["commit"] = bench.updating(
-        lambda weights, *arguments: commit(*arguments),
+        lambda weights, *arguments: commit(*arguments, by_kernel=config.attention == "pallas"),
         drafted.tree,
         accepted,
         verified.fresh,

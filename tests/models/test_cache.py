@@ -5,7 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.models.cache import KeyValue, _by_index, _by_product, gather_rows
+from clover_jax.models.cache import (
+    KeyValue,
+    _by_index,
+    _by_product,
+    _write_at_once,
+    _write_one_by_one,
+    gather_rows,
+)
 
 
 def test_gather_rows_of_the_docstring():
@@ -27,3 +34,11 @@ def test_slots_that_are_not_asked_for_do_not_matter():
     rows = jnp.array([1.0, jnp.nan, 3.0, jnp.inf])[None, None, :, None]
     index = jnp.array([[0, 2]])
     assert _by_product((KeyValue(rows, rows),), index)[0].key.ravel().tolist() == [1, 3]
+
+
+@pytest.mark.parametrize(("count", "flat"), [(1, True), (1, False), (3, False)])
+def test_rows_written_one_by_one_are_those_written_at_once(count, flat):
+    buffer, new = jnp.arange(96.0).reshape(2, 3, 8, 2), -jnp.ones((2, 3, count, 2)).cumsum(axis=1)
+    start = jnp.array([5, 0])
+    written = _write_one_by_one(buffer, new, start, flat)
+    np.testing.assert_array_equal(written, _write_at_once(buffer, new, start))

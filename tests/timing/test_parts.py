@@ -21,9 +21,9 @@ def test_commit_is_handed_what_it_gathers(bench, monkeypatch):
     handed = []
     commit = parts.commit
 
-    def spied(*arguments):
+    def spied(*arguments, **options):
         handed.append(jax.tree.leaves(arguments))
-        return commit(*arguments)
+        return commit(*arguments, **options)
 
     monkeypatch.setattr(parts, "commit", spied)
     part = parts.stage_parts(bench)["commit"]
