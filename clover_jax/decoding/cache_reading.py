@@ -49,5 +49,5 @@ def _read_by_cudnn(
         return None
     from clover_jax.models.attention_cudnn import read_cache
 
-    read = functools.partial(read_cache, scale=rules and rules.scale)
+    read = functools.partial(read_cache, scale=None if rules is None else rules.scale)
     return over_rows_and_heads(read, query, cache, length)

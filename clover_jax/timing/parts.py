@@ -160,8 +160,9 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
         verified,
     )
     accepted = parts["accept"].run()
+    commit_here = functools.partial(commit, by_kernel=config.attention == "pallas")
     parts["commit"] = bench.updating(
-        lambda weights, *arguments: commit(*arguments, by_kernel=config.attention == "pallas"),
+        lambda weights, *arguments: commit_here(*arguments),
         drafted.tree,
         accepted,
         verified.fresh,
