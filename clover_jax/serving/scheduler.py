@@ -250,7 +250,7 @@ class Scheduler:
             if self._is_closing:
                 return None
 
-            # The slots of who went away are free for who waits.
+            # The slots of cancelled rows are free for the jobs that wait.
             left = [slot for slot, job in self._running.items() if job in self._left]
             self._left.clear()
             num_free = self._slots.num_free + len(left)
@@ -281,7 +281,8 @@ class Scheduler:
                 self._running.pop(slot, None)
                 slots.remove(slot)
             joined = [slots.add(request) for request in turn.joined]
-            self._running.update(zip(joined, self._joining, strict=False))  # none elsewhere
+            # In the other processes `_joining` is empty, and so stays `_running`.
+            self._running.update(zip(joined, self._joining, strict=False))
             self._joining = []
 
         slots.read_prompts(turn.num_chunks)
