@@ -44,10 +44,7 @@ DRAFTERS = {
     "clover-bare": ("clover", {"regressive_block": "none", "num_augmenting_layers": 0}),
     "clover_lr": ("clover_lr", {"rank": 8}),
     "clover_copy": ("clover_copy", {"rank": 8, "pointers": 3, "pointer_rank": 4}),
-    "clover_lr-bare": (
-        "clover_lr",
-        {"rank": 0, "num_features": 1, "token_input": "linear", "layers_in_order": True},
-    ),
+    "clover_lr-bare": ("clover_lr", {"rank": 0, "num_features": 1}),
     "medusa": ("medusa", {}),
     "medusa-shared": ("medusa", {"own_output": False}),
     "eagle": ("eagle", {}),

@@ -288,7 +288,6 @@ def make_config(
     num_augmenting_layers: int = 2,
     rank: int | None = None,
     num_features: int | None = None,
-    unit_inputs: bool = True,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> CloverCopyConfig:
@@ -299,7 +298,6 @@ def make_config(
         num_augmenting_layers=num_augmenting_layers,
         rank=rank,
         num_features=num_features,
-        unit_inputs=unit_inputs,
         rope=rope,
         loss=loss,
     )

@@ -6,29 +6,27 @@ what a drafted token changes is a correction of rank r. With f_t the base's stat
 its layers, h_t its last one, and E the rows of lm_head:
 
     x_t = unit(h_t + sum_j W_f^j f_t^j)                    fused features; starts as h_t
-    a_t = AttentionDecoder1(x_t, e_{t+1})                  e_t = unit(E[x_t])
+    a_t = x_t + W_t unit(e'_{t+1})                         e' a row of the base's input embedding
     z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))          as in Clover-2
     u^i = head_norm(W_i z_t + b_i),  i = 0 .. P-1          all positions at once
     s^0 = tanh(W_s z_t)                                    [r]
-    s^i = GRU(s^{i-1}, W_e e_{t+1+i})                      the regressive connection, rank r
+    s^i = GRU(s^{i-1}, W_e e_{t+1+i})                      the regressive connection; e = unit(E[x])
     logits^i = lm_head u^i + R C s^i                       proposes x_{t+2+i}; C s^0 counts as 0
 
-With `token_input=linear` the newest token enters by a matrix instead, with e' its row of the base's
-input embedding, as EAGLE's layer reads it: a_t = x_t + W_t unit(e'_{t+1}), one [D, D] for the three
-of an Attention Decoder.
-
 unit(x) has a mean square of 1. A base's last state may be tens of times larger than its rows of
-lm_head: left so (`unit_inputs=false`), as Clover-2 leaves them, the head learns slowly what a token
-says.
+lm_head: left so, as Clover-2 leaves them, the head learns slowly what a token says. The newest
+token enters by a matrix, as in EAGLE, and not by an Attention Decoder, as in Clover-2: that reads
+one [D, D] for three, and drafts more.
 
-W_f, W_i, W_t [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; the trunk as in
-Clover-2; W_t random; W_i the identity plus U(0, 0.01); W_s, W_e orthonormal columns; C zero, so
-that the correction begins at nothing; R = lm_head Q with Q the r directions along which lm_head's
-rows are longest, so that similar tokens begin with similar corrections. But for `unit` and W_t,
-position 0 begins as Clover-2's.
+W_f, W_i, W_t [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; W_t random; the
+Augmenting Block's layers as the base's last ones, one each, in their order; W_i the identity plus
+U(0, 0.01); W_s, W_e orthonormal columns; C zero, so that the correction begins at nothing;
+R = lm_head Q with Q the r directions along which lm_head's rows are longest, so that similar tokens
+begin with similar corrections.
 
 Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
-corrected logits; position i weighs 0.8^i.
+corrected logits; position i weighs 0.8^i and what it is worth for the accepted length (D-PACE).
+What each part brings is in experiments/results/next_head.md.
 
 In training x_{t+2}, x_{t+3}, .. are the text's; the states are the head's own.
 """
@@ -47,7 +45,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters import layer_drafter
-from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
+from clover_jax.drafters.attention_decoder import unit
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
@@ -69,8 +67,7 @@ from clover_jax.models.score_rules import soft_cap
 NOISE = 0.01  # of the initialisation, as Clover-2's
 DEFAULT_RANK = 256
 DEFAULT_FEATURES = 3
-TOKEN_INPUTS = ("attention_decoder", "linear")
-METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8)
+METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8, dpace=0.5)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -79,24 +76,24 @@ class CloverLRConfig(DrafterConfig):
 
     rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
     num_augmenting_layers: depth of the Augmenting Block.
-    unit_inputs: whether states and tokens are scaled to a mean square of 1 before the head.
-    token_input: how the newest token enters the trunk; one of TOKEN_INPUTS.
-    layers_in_order: whether the Augmenting Block begins as the base's last layers, one each, rather
-        than with all of its layers as the base's last one.
     """
 
     kind: str = "clover_lr"
     rank: int = DEFAULT_RANK
     num_augmenting_layers: int = 2
-    unit_inputs: bool = True
-    token_input: str = "attention_decoder"
-    layers_in_order: bool = False
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
-        """Build from `to_dict`'s output, of earlier versions too."""
-        # How the head was trained once; it decodes no otherwise.
-        return super().from_dict({k: v for k, v in values.items() if k != "drafted_share"})
+        """Build from `to_dict`'s output.
+
+        Raises ValueError for a head of version 0.1, whose token entered by an Attention Decoder.
+        """
+        if "unit_inputs" in values:
+            raise ValueError(
+                "it is a Clover-LR head of version 0.1, with an Attention Decoder, which Clover-LR "
+                "no longer has: train it again, or decode with version 0.1"
+            )
+        return super().from_dict(values)
 
     def __post_init__(self):
         super().__post_init__()
@@ -115,12 +112,6 @@ class CloverLRConfig(DrafterConfig):
                 f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
                 "block proposes no more"
             )
-        if self.token_input not in TOKEN_INPUTS:
-            raise ValueError(
-                f"token_input {self.token_input!r} is not one of {', '.join(TOKEN_INPUTS)}"
-            )
-        if self.token_input == "attention_decoder":
-            check_heads(self.layer)
 
 
 class CloverLRState(struct.PyTreeNode):
@@ -151,10 +142,7 @@ class CloverLR(Drafter):
         matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
         if num_features > 1:
             self.fuse = self.param("fuse", zeros, (num_features - 1, width, width))
-        if cfg.token_input == "linear":
-            self.token_mix = self.param("token_mix", matrix, (width, width))
-        else:
-            self.attention_decoder_1 = AttentionDecoder(cfg.layer)
+        self.token_mix = self.param("token_mix", matrix, (width, width))
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
         # One matrix of P D columns: a stack of P is laid out anew at every step.
@@ -208,7 +196,7 @@ class CloverLR(Drafter):
             return state
         # Rank r, not D: this is all that a drafted token costs.
         above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
-        following = self.recurrence(above, self._embed(frozen, token) @ self.token_in)
+        following = self.recurrence(above, _scaled(embed(frozen, token)) @ self.token_in)
         return CloverLRState(block=state.block, state=following)
 
     def train_forward(
@@ -238,7 +226,7 @@ class CloverLR(Drafter):
         state = self._first(z)
         corrections = [jnp.zeros_like(state)]
         # What depends on a token alone is computed once; every position shifts it further.
-        embedded = self._embed(frozen, extend(tokens, len(block))) @ self.token_in
+        embedded = _scaled(embed(frozen, extend(tokens, len(block)))) @ self.token_in
         for depth in range(1, len(block)):
             state = self.recurrence(state, window(embedded, depth + 1, tokens.shape[1]))
             corrections.append(state @ self.mix)
@@ -255,18 +243,10 @@ class CloverLR(Drafter):
         return soft_cap(logits, self.config.logit_cap)
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
-        x = self._with_token(frozen, self._unit(self._fused(features)), next_tokens)
+        token = _scaled(layer_drafter.embed(self.config, frozen, next_tokens))
+        x = _scaled(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh
-
-    def _with_token(
-        self, frozen: Frozen, x: Float[Array, "B S D"], tokens: Int[Array, "B S"]
-    ) -> Float[Array, "B S D"]:
-        """Return a_t."""
-        if self.config.token_input == "linear":
-            token = self._unit(layer_drafter.embed(self.config, frozen, tokens))
-            return x + contract("...d,de->...e", token, self.token_mix)
-        return self.attention_decoder_1(x, self._embed(frozen, tokens))
 
     def _fused(self, features: Float[Array, "B S F"]) -> Float[Array, "B S D"]:
         if len(self.config.features) == 1:
@@ -274,15 +254,6 @@ class CloverLR(Drafter):
         # The last state passes untouched: W_f starts at zero, so the others only add.
         each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
         return each[..., -1, :] + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
-
-    def _embed(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
-        return self._unit(embed(frozen, tokens))
-
-    def _unit(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        if not self.config.unit_inputs:
-            return x
-        length = x.shape[-1] ** 0.5  # without an eps that counts: rows of lm_head may be small
-        return (length * unit(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
 
     def _block(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
         return self.head_norm(contract("...d,dpe->...pe", z, self.block) + self.block_bias)
@@ -292,15 +263,18 @@ class CloverLR(Drafter):
         return jnp.tanh(z @ self.state_in) if self.config.rank else z[..., :0]
 
 
+def _scaled(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    """Return unit(x), of a mean square of 1."""
+    length = x.shape[-1] ** 0.5  # without an eps that counts: rows of lm_head may be small
+    return (length * unit(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
+
+
 def make_config(
     base: BaseConfig,
     num_positions: int = 5,
     num_augmenting_layers: int = 2,
     rank: int | None = None,
     num_features: int | None = None,
-    unit_inputs: bool = True,
-    token_input: str = "attention_decoder",
-    layers_in_order: bool = False,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
 ) -> CloverLRConfig:
@@ -327,9 +301,6 @@ def make_config(
         # A narrow base has no room for the default rank.
         rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
         num_augmenting_layers=num_augmenting_layers,
-        unit_inputs=unit_inputs,
-        token_input=token_input,
-        layers_in_order=layers_in_order,
         loss=loss or METHOD_LOSS,
     )
 
@@ -337,31 +308,17 @@ def make_config(
 def init_from_base(
     config: CloverLRConfig, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Initialise so that position 0 begins as Clover-2's and the correction at nothing.
-
-    Clover-2's exactly with `unit_inputs` off: a scaled state weighs otherwise beside what the block
-    adds to it.
-    """
+    """Initialise the trunk as the base's last layers, and the correction at nothing."""
     width, final_norm = config.layer.hidden_size, base_params["final_norm"]
-    keys = iter(jax.random.split(rng, 4))
-    identity = jnp.eye(width)
-
-    def noisy(matrix: Array) -> Array:
-        return matrix + jax.random.uniform(next(keys), matrix.shape, maxval=NOISE)
-
-    # As in Clover-2, the decoder starts by passing its input on.
-    query, key_value = noisy(identity), noisy(jnp.stack([identity, jnp.zeros_like(identity)], 1))
+    keys = iter(jax.random.split(rng, 2))
+    noise = jax.random.uniform(next(keys), params["block"].shape, maxval=NOISE)
     lm_head = base_params.get("lm_head", base_params["embedding"])
-    layers = config.num_augmenting_layers, config.layers_in_order
-    new: dict[str, Any] = from_last_layer(config, base_params, *layers) | {
+    layers = from_last_layer(config, base_params, config.num_augmenting_layers, in_order=True)
+    new: dict[str, Any] = layers | {
         "trunk_norm": final_norm,
         "head_norm": final_norm,
-        "block": noisy(jnp.broadcast_to(identity[:, None], params["block"].shape)),
+        "block": jnp.eye(width)[:, None] + noise,
     }
-
-    if config.token_input == "attention_decoder":
-        name = "attention_decoder_1"
-        new[name] = with_matrices(params[name], query, key_value)
 
     # The correction starts at nothing, along the directions that tell tokens apart best.
     if config.rank:

@@ -10,7 +10,6 @@ import pytest
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.drafters.augmenting import from_last_layer
-from clover_jax.drafters.clover_lr import CloverLRConfig
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.training.teacher import teach
 from tests.tiny_models import TINY, lively_params, random_base, random_head
@@ -44,10 +43,8 @@ def test_it_begins_without_a_correction_and_with_the_last_state_alone():
     np.testing.assert_allclose(hidden, alone, atol=1e-6)
 
 
-@pytest.mark.parametrize("unit_inputs", [True, False])
-def test_the_size_of_states_and_rows_means_nothing_where_inputs_are_scaled(unit_inputs):
-    head, params = head_with(unit_inputs=unit_inputs), lively_params(name="clover_lr")
-    batch = random_batch()
+def test_the_size_of_states_and_rows_means_nothing():
+    head, params, batch = head_with(), lively_params(name="clover_lr"), random_batch()
     teacher = teach(TINY, random_base(), head.config.features, batch)
     frozen = frozen_from_base(random_base())
 
@@ -56,17 +53,15 @@ def test_the_size_of_states_and_rows_means_nothing_where_inputs_are_scaled(unit_
         return module.apply({"params": params}, weights, features, batch, method="train_forward")
 
     found = hidden(teacher.features, frozen.lm_head)
-    for other in (
-        hidden(7 * teacher.features, frozen.lm_head),
-        hidden(teacher.features, 7 * frozen.lm_head),
-    ):
-        assert np.allclose(found, other, atol=1e-3) == unit_inputs
+    for features, scale in ((7 * teacher.features, 1), (teacher.features, 7)):
+        other = hidden(features, scale * frozen.lm_head)
+        np.testing.assert_allclose(other, found, atol=1e-3)
 
 
-def test_a_head_of_an_earlier_version_says_how_it_was_trained():
+def test_a_head_of_the_first_version_is_refused():
     config = random_head(name="clover_lr")[0].config
-    for share in (0.0, 0.5):
-        assert CloverLRConfig.from_dict(config.to_dict() | {"drafted_share": share}) == config
+    with pytest.raises(ValueError, match="Clover-LR head of version 0.1, .*: train it again"):
+        registry.config_from_dict(config.to_dict() | {"unit_inputs": True})
 
 
 @pytest.mark.parametrize(
@@ -74,7 +69,6 @@ def test_a_head_of_an_earlier_version_says_how_it_was_trained():
     [
         ({"rank": 33}, r"rank \(33\) must lie between 0 and hidden_size \(32\)"),
         ({"features": ("pre_norm", "layer_1")}, "the last of the features .* must be pre_norm"),
-        ({"token_input": "mlp"}, "token_input 'mlp' is not one of attention_decoder, linear"),
         ({"max_depth": 9}, r"max_depth \(9\) must be num_positions \(5\)"),
     ],
 )
@@ -83,16 +77,8 @@ def test_impossible_heads_are_refused(changes, message):
         head_with(loss=LossSpec(), **changes)
 
 
-def test_a_head_that_does_not_say_how_its_token_enters_has_an_attention_decoder():
-    config = random_head(name="clover_lr")[0].config
-    written = config.to_dict()
-    del written["token_input"]  # as in cards of earlier heads
-    assert registry.config_from_dict(written).token_input == "attention_decoder"
-
-
-def test_the_trunk_begins_as_the_last_layers_one_each_where_it_is_told_to():
-    base, (head, params) = random_base(), random_head(name="clover_lr-bare")
-    assert head.config.layers_in_order
+def test_the_trunk_begins_as_the_last_layers_one_each():
+    base, (head, params) = random_base(), random_head(name="clover_lr")
     for mine, theirs in (("augmenting_0", "layers_1"), ("augmenting_1", "layers_2")):
         jax.tree.map(np.testing.assert_array_equal, params[mine], base[theirs])
     shallow = {name: base[name] for name in ("layers_0", "layers_1")}
