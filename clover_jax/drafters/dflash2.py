@@ -5,18 +5,11 @@ slots: slot 0 holds the anchor x_{t+1}, slots 1 .. P a reserved MASK, and slot k
 With f_t the base's states after some of its layers and e its input embedding:
 
     c_t = context_norm(fc f_t)                           what the base knows up to t
-    h_k = e(x_{t+1}) at k = 0, e(MASK) above             for all slots at once; in every layer
-    h  += after(attention(before(x)))                    x = norm(h)
-    h  += after(mlp(before(x)))                          x = norm(h)
+    h_k = e(x_{t+1}) at k = 0, e(MASK) above             for all slots at once; through the layers
     u_k = norm(h_k),  U_k = lm_head u_k                  proposes x_{t+1+k}
     S_k(a, b) = U_k(b) + <A[a] * G u_k, B[b]>            b one of the K largest of U_k
 
-Attention goes from a slot to c_0 .. c_t and to all slots of its own block, at their true positions;
-the same matrices make keys and values of both. Keys and values of c are cached, those of slots
-never. `before` and `after` are convolutions over the slots of the block. Their kernels follow x and
-are shared by g neighbouring channels; y is 0 before slot 0:
-
-    conv(y)_k = sum_o (base[o] + (W x_k)[o]) * y_{k-o}   o = 0, 1
+The layers (`block_layer.py`) let a slot see c_0 .. c_t and its whole block. Only c is cached.
 
 The selector S tells which of the K candidates goes with the token a before it: a chain follows the
 best, a tree branches over them, and softmax(S) over the K is what a sampled draft is drawn from.
@@ -25,9 +18,9 @@ Losses: the cross-entropy of U to the text, and that of S where the true token i
 the text's token as a. Slot k weighs exp(-(k - 1) / gamma). A step trains blocks at M places of each
 row, drawn anew; all of them go through one forward.
 
-fc [n, D, D], W [D, 2, 2, D / g], A, B [V, r], G [D, r]. Initialisation: convolutions pass on what
-they are given; A normal, B zero, so that the selector begins at nothing; norm as the base's final
-one; the rest random. Without convolution (`conv_taps=0`) and selector (`rank=0`) this is DFlash.
+fc [n, D, D], A, B [V, r], G [D, r]. Initialisation: A normal, B zero, so that the selector begins
+at nothing; norm as the base's final one; the rest random. Without convolution (`conv_taps=0`) and
+selector (`rank=0`) this is DFlash.
 """
 
 from __future__ import annotations
@@ -35,7 +28,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 
 import flax.linen as nn
 import jax
@@ -43,9 +35,10 @@ import jax.numpy as jnp
 import numpy as np
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.augmenting import take_last
+from clover_jax.drafters.block_layer import BlockLayer, BlockShape, attend_blocks, attend_last
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Drafter,
@@ -54,12 +47,11 @@ from clover_jax.drafters.drafter import (
     head_logits,
 )
 from clover_jax.drafters.layer_drafter import embed, layer_for
-from clover_jax.models.attention import RunningSoftmax, absorb_rows, attend, finish
 from clover_jax.models.batch import Batch
-from clover_jax.models.cache import Cache, KeyValue, init_cache, ordered_after, write_rows
-from clover_jax.models.decoder import Attend, SelfAttention, project
+from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows
+from clover_jax.models.decoder import Attend, project
 from clover_jax.models.int8 import contract
-from clover_jax.models.layers import GatedMLP, RMSNorm
+from clover_jax.models.layers import RMSNorm
 from clover_jax.sharding.placement import by_rows
 from clover_jax.sharding.top_k import top_k
 
@@ -119,9 +111,9 @@ class DFlash2Config(DrafterConfig):
             )
 
     @property
-    def block_size(self) -> int:
-        """Slots of a block, the anchor's included."""
-        return self.num_positions + 1
+    def block(self) -> BlockShape:
+        """The shape of a block; the anchor has a slot, too."""
+        return BlockShape(self.num_positions + 1, self.conv_taps, self.conv_group)
 
 
 class DFlash2State(struct.PyTreeNode):
@@ -137,118 +129,6 @@ class DFlash2State(struct.PyTreeNode):
     logits: Float[Array, "B P k"]
     gate: Float[Array, "B P r"]
     token: Int[Array, "B W"]
-
-
-class BlockConvolution(nn.Module):
-    """Two convolutions over the slots of a block, whose kernels follow one state."""
-
-    config: DFlash2Config
-
-    @nn.compact
-    def __call__(
-        self, x: Float[Array, "B T D"]
-    ) -> tuple[Callable[[Array], Array], Callable[[Array], Array]]:
-        """Return the one before and the one after a sublayer that reads x, as functions."""
-        taps, width = self.config.conv_taps, x.shape[-1]
-        if not taps:
-            return _same, _same
-
-        # d = W x is computed once for both, from the state before the sublayer.
-        shape = (width, 2, taps, width // self.config.conv_group)
-        base = self.param("base_kernel", _pass_on, (2, taps, width))
-        kernel = contract(
-            "btd,djog->btjog", x, self.param("kernel_projection", nn.initializers.zeros, shape)
-        )
-        before, after = (
-            functools.partial(
-                convolve, base=base[j], kernel=kernel[:, :, j], size=self.config.block_size
-            )
-            for j in range(2)
-        )
-        return before, after
-
-
-def _same(y: Array) -> Array:
-    return y
-
-
-def _pass_on(key: Array, shape: tuple[int, ...]) -> Float[Array, "j o D"]:
-    return jnp.zeros(shape).at[:, 0].set(1)
-
-
-def convolve(
-    y: Float[Array, "B T D"],
-    base: Float[Array, "o D"],
-    kernel: Float[Array, "B T o g"],
-    size: int,
-) -> Float[Array, "B T D"]:
-    """Return sum_o (base[o] + kernel_k[o]) * y_{k-o} within blocks of `size` slots.
-
-    kernel: of each slot, one entry for D / g neighbouring channels.
-    """
-    batch, _, width = y.shape
-    blocks, total = y.reshape(batch, -1, size, width), jnp.zeros_like(y)
-    # A mesh has a part of each kernel on a device, and a product would sum over the parts.
-    on_mesh = jax.sharding.get_abstract_mesh().size > 1
-    paths = {"default": _repeated, "tpu": _repeated if on_mesh else _placed}
-    paths = {name: functools.partial(path, width=width) for name, path in paths.items()}
-    by_channel = jax.lax.platform_dependent(kernel, **paths)
-    for back in range(len(base)):
-        earlier = jnp.pad(blocks, ((0, 0), (0, 0), (back, 0), (0, 0)))[:, :, :size]
-        total += (base[back] + by_channel[:, :, back]) * earlier.reshape(y.shape)
-    return total
-
-
-def _repeated(kernel: Float[Array, "*b g"], width: int) -> Float[Array, "*b D"]:
-    return jnp.repeat(kernel, width // kernel.shape[-1], axis=-1)
-
-
-def _placed(kernel: Float[Array, "*b g"], width: int) -> Float[Array, "*b D"]:
-    """Return the same by a product, which is exact.
-
-    A TPU lays repeated entries out 16 to a line of 128 first: 0.4 ms a layer for 16 rows (the
-    compiler's estimate for a v6e).
-    """
-    groups = jnp.arange(kernel.shape[-1])
-    place = groups[:, None] == jnp.arange(width) // (width // len(groups))
-    exact = jax.lax.Precision.HIGHEST  # or float32 would be rounded to bfloat16
-    return jnp.einsum("...g,gd->...d", kernel, place.astype(kernel.dtype), precision=exact)
-
-
-class BlockLayer(nn.Module):
-    """Attention from slots to the context and their block, and an MLP; convolutions around both."""
-
-    config: DFlash2Config
-
-    def setup(self):
-        layer = self.config.layer
-        self.attention_norm = RMSNorm(layer.rms_norm_eps)
-        self.attention_conv = BlockConvolution(self.config)
-        self.attention = SelfAttention(layer)
-        self.mlp_norm = RMSNorm(layer.rms_norm_eps)
-        self.mlp_conv = BlockConvolution(self.config)
-        self.mlp = GatedMLP(layer)
-
-    def __call__(
-        self,
-        context: Float[Array, "B A D"],
-        hidden: Float[Array, "B T D"],
-        positions: Int[Array, "B A+T"],
-        attend: Attend,
-        cache: KeyValue | None,
-        length: Int[Array, " B"] | None,
-    ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Return the slots' states, and the keys and values of context and slots."""
-        # Context and slots go through one product, so that its matrix is read once.
-        x = self.attention_norm(hidden)
-        before, after = self.attention_conv(x)
-        read = jnp.concatenate([context, before(x)], axis=1)
-        mixed, fresh = self.attention(read, positions, None, cache, length, attend)
-        hidden = hidden + after(mixed)
-
-        x = self.mlp_norm(hidden)
-        before, after = self.mlp_conv(x)
-        return hidden + after(self.mlp(before(x))), fresh
 
 
 class DFlash2(Drafter):
@@ -277,7 +157,7 @@ class DFlash2(Drafter):
         spread = nn.initializers.normal((count * width) ** -0.5)
         self.fc = self.param("fc", spread, (count, width, width))
         self.context_norm = RMSNorm(eps)
-        self.layers = [BlockLayer(cfg) for _ in range(cfg.num_layers)]
+        self.layers = [BlockLayer(cfg.layer, cfg.block) for _ in range(cfg.num_layers)]
         self.norm = RMSNorm(eps)
         # The selector: of the token before, of the state, of the candidate.
         if cfg.rank:
@@ -298,7 +178,7 @@ class DFlash2(Drafter):
         start, count, size = accepted.start, accepted.count, accepted.next_tokens.shape[1]
         anchor = take_last(accepted.next_tokens[..., None], count)[..., 0]
         slots = self._slots(frozen, anchor)
-        ends = ((start, size), (start + count, self.config.block_size))
+        ends = ((start, size), (start + count, self.config.block.size))
         positions = [first[:, None] + jnp.arange(number) for first, number in ends]
 
         # A slot sees what is valid of the context, and its whole block.
@@ -356,13 +236,13 @@ class DFlash2(Drafter):
         is_before = jnp.arange(size) < anchors[..., None]
         seen = is_before & (at_anchors(batch.segment_ids)[..., None] == batch.segment_ids[:, None])
         slots = self._slots(frozen, at_anchors(batch.tokens))
-        places = at_anchors(batch.positions)[..., None] + jnp.arange(cfg.block_size)
+        places = at_anchors(batch.positions)[..., None] + jnp.arange(cfg.block.size)
         positions = jnp.concatenate([batch.positions, places.reshape(len(places), -1)], axis=1)
         own = functools.partial(attend_blocks, seen=seen)
         u, _ = self._run(self._context(features), slots, positions, own)
 
         # Position by position, with the text's token before each slot.
-        blocks = jnp.moveaxis(u.reshape(*anchors.shape, cfg.block_size, -1), 2, 0)[1:]
+        blocks = jnp.moveaxis(u.reshape(*anchors.shape, cfg.block.size, -1), 2, 0)[1:]
         if not cfg.rank:
             return blocks
         before = jnp.stack([at_anchors(batch.tokens, k) for k in range(cfg.num_positions)])
@@ -432,57 +312,6 @@ def kth_largest(logits: Float[Array, "*b V"], k: int) -> Float[Array, "*b"]:
         return jnp.where(logits < found[..., None], logits, -jnp.inf).max(axis=-1)
 
     return jax.lax.fori_loop(0, k, next_one, jnp.full(logits.shape[:-1], jnp.inf))
-
-
-def attend_last(
-    query: Float[Array, "B K G A+T H"],
-    fresh: KeyValue,
-    _: None,
-    cache: KeyValue | None,
-    length: Int[Array, " B"] | None,
-    bias: None,
-    *,
-    seen: Bool[Array, "B A+T"],
-    size: int,
-) -> Float[Array, "B K G T H"]:
-    """Attend from the last `size` rows, a block's slots, to what is seen and to the cache."""
-    return attend(query[:, :, :, -size:], fresh, seen[:, None], cache, length)
-
-
-def attend_blocks(
-    query: Float[Array, "B K G S+T H"],
-    fresh: KeyValue,
-    *_: None,
-    seen: Bool[Array, "B M S"],
-) -> Float[Array, "B K G T H"]:
-    """Attend from the slots of M blocks, each to its own block and to what it sees of the text.
-
-    fresh: the keys and values of the text's S positions, then those of the slots, block by block.
-    """
-    num_blocks, size = seen.shape[1:]
-    query = query[:, :, :, size:]
-    text = jax.tree.map(lambda x: x[:, :, :size], fresh)
-    flat = query.shape[:4]
-
-    # The block itself, as one small softmax of its own: in float32, since a CPU has no such
-    # products of bfloat16.
-    blocks = (num_blocks, flat[3] // num_blocks, query.shape[-1])
-    own_query = query.reshape(*flat[:3], *blocks).astype(jnp.float32)
-    key, value = (
-        x[:, :, size:].reshape(*flat[:2], *blocks).astype(jnp.float32)
-        for x in (fresh.key, fresh.value)
-    )
-    scores = jnp.einsum("bkgmth,bkmsh->bkgmts", own_query, key) * query.shape[-1] ** -0.5
-    peak = scores.max(axis=-1)
-    weight = jnp.exp(scores - peak[..., None])
-    mixed = jnp.einsum("bkgmts,bkmsh->bkgmth", weight, value)
-    own = RunningSoftmax(
-        peak.reshape(flat), weight.sum(axis=-1).reshape(flat), mixed.reshape(*flat, -1)
-    )
-
-    # Then the text, which all slots of a block see alike.
-    mask = jnp.repeat(seen, blocks[1], axis=1)[:, None, None]
-    return finish(absorb_rows(query, text, mask, own), query.dtype)
 
 
 def feature_layers(num_layers: int, count: int) -> tuple[str, ...]:

@@ -103,7 +103,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
     own = {
         _LAYERS: _layer_ids(config, base.config),
         _MASK: config.mask_token_id,
-        _BLOCK: config.block_size,
+        _BLOCK: config.block.size,
         **({} if is_plain else dict(zip(_ADDED, added, strict=True))),
     }
     return llama_fields(config, base.config) | {
@@ -113,7 +113,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
         "head_dim": config.layer.head_dim,
         "layer_types": ["full_attention"] * config.num_layers,
         "num_target_layers": base.config.num_layers,
-        _BLOCK: config.block_size,
+        _BLOCK: config.block.size,
         FIELDS: own,
     }
 

@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 
 from clover_jax.drafters import registry
-from clover_jax.drafters.dflash2 import _placed, _repeated, feature_layers
+from clover_jax.drafters.block_layer import _placed, _repeated
+from clover_jax.drafters.dflash2 import feature_layers
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.interchange.directory import load_draft
 from clover_jax.models.batch import Batch
