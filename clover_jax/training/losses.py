@@ -1,16 +1,7 @@
 """The distillation loss of any drafter, in chunks of targets.
 
-Over the pairs (t, i) that count (`pairs.py`), with u = hidden[i, t], g the base's final state at
-the target index t+1+i, p = softmax(lm_head g) and q = softmax(logits(u)):
+Over the pairs (t, i) that count (`pairs.py`), with the terms of `loss_terms.py`:
 
-    A_i = sum_v min(p(v), q(v))               how often a token drawn from q is accepted
-    R_i = SmoothL1(u, g) averaged over D      regression
-    S_i = - sum_v p(v) log q(v)               soft_ce, soft cross-entropy
-    H_i = - log q(x_{t+2+i})                  hard_ce, hard cross-entropy
-    V_i = 1 - A_i                             total_variation
-    N_i = - log A_i                           neg_log_acceptance
-    L_i = c KL(p || q) + (1 - c) V_i          lk, with c = exp(-lk_eta A_i), no gradient through c
-    C_i = - log q'(x_{t+2+i})                 candidate_ce, q' over the few rescored candidates
     loss = sum_i w_i (regression R_i + soft_ce S_i + hard_ce H_i + total_variation V_i
                       + neg_log_acceptance N_i + lk L_i + candidate_ce C_i)
 
@@ -19,25 +10,14 @@ each summed over the batch and divided by (counted pairs of position i) + `divis
 all counted pairs, as in DFlash 2. A head that trains at few anchors n = t+1 has no other pairs.
 H counts the pairs whose target has a next token in its own document; a document's last has none.
 
-V is how often lossless verification refuses a token that was drawn from q. Where p and q hardly
-overlap its gradient vanishes; S beside it leads there, and weighs less as they come together. N has
-the same optimum and a gradient 1 / A times as large. L (LK, arXiv 2602.23881) goes from KL to V,
-pair by pair, as A grows.
-
-C averages over pairs whose true token is one of the candidates; it is 0 for the others. Its divisor
-is multiplied by the weighted share of such pairs in the batch (or in a part of it, with gradient
-accumulation), which an extra pass over all logits computes. For a head that does not rescore, C is
-H.
+C averages over pairs whose true token is one of the candidates. Its divisor is multiplied by the
+weighted share of such pairs in the batch (or in a part of it, with gradient accumulation), which an
+extra pass over all logits computes.
 
 w_i is decay^i, or with `dpace` the effect of the position on the accepted length (D-PACE):
 w_i = sum_{m >= i} prod_{j <= m} ((1 - a) q_j + a) over the pairs (t, j) that count, q_j the head's
-probability of x_{t+2+j}, a = `dpace`, no gradient through w. w needs all positions of t, so logits
-are computed twice: once for w, once for the loss.
-
-A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
-most probable token of the base lies outside has S_i = V_i = N_i = L_i = 0 but stays in the divisor,
-as in EAGLE-3: any proposal is refused there. H_i and q_i are 0 where the true token lies outside.
-R_i counts everywhere. Accuracy is that of the whole vocabulary: outside is a miss.
+probability of x_{t+2+j} (0 outside of a reduced vocabulary), a = `dpace`, no gradient through w. w
+needs all positions of t, so logits are computed twice: once for w, once for the loss.
 
 No [P, B, S, V] array exists: targets are processed in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
@@ -72,6 +52,12 @@ from clover_jax.training.loss_chunks import (
     take_chunks,
     to_sources,
 )
+from clover_jax.training.loss_terms import (
+    is_labelled,
+    logits_and_scores,
+    of_next_token,
+    pair_terms,
+)
 from clover_jax.training.pairs import (
     PairCounts,
     anchored_mask,
@@ -84,7 +70,6 @@ from clover_jax.training.pairs import (
 )
 
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
-TINY = jnp.finfo(jnp.float32).tiny
 
 
 class LossMetrics(struct.PyTreeNode):
@@ -378,17 +363,17 @@ def _label_probability(
 ) -> Float[Array, " c"]:
     """Return q_i of a group's chunk; 0 where the text has no next token, or the head not its id."""
     # The compiler drops all other terms.
-    terms, _ = _pair_terms(head, position, operands, owned, u, chunk)
-    return jnp.where(_is_labelled(chunk), jnp.exp(-terms.hard_ce), 0.0)
+    terms, _ = pair_terms(head, position, operands, owned, u, chunk)
+    return jnp.where(is_labelled(chunk), jnp.exp(-terms.hard_ce), 0.0)
 
 
 def _candidate_weight(
     head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> Float[Array, " c"]:
     """Return w_i where the true token is one of the head's candidates, else 0."""
-    _, scores = _logits_and_scores(head, position, operands, owned, u)
-    is_labelled = chunk.mask & _is_labelled(chunk) & jnp.isfinite(_of_next(scores, chunk))
-    return jnp.where(is_labelled, chunk.weight, 0.0)
+    _, scores = logits_and_scores(head, position, operands, owned, u)
+    is_candidate = chunk.mask & is_labelled(chunk) & jnp.isfinite(of_next_token(scores, chunk))
+    return jnp.where(is_candidate, chunk.weight, 0.0)
 
 
 def _scale_gradient(
@@ -407,7 +392,7 @@ def _position_loss(
     head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> tuple[Array, _Sums]:
     """Return one position's weighted loss over a group's chunk, and the sums of its terms."""
-    terms, hits = _pair_terms(head, position, operands, owned, u, chunk)
+    terms, hits = pair_terms(head, position, operands, owned, u, chunk)
     weights = [getattr(head.config.loss, name) for name in Terms._fields]
 
     # Divided here and not at the end: gradients of all positions add up in the chunk's loop.
@@ -419,80 +404,3 @@ def _position_loss(
     loss = sum(parts, jnp.zeros(()))
     sums = _Sums(loss, jax.tree.map(jnp.sum, terms), hits.astype(loss.dtype).sum())
     return loss, jax.lax.stop_gradient(sums)
-
-
-def _pair_terms(
-    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
-) -> tuple[Terms, Bool[Array, " c"]]:
-    """Return the terms of a group's chunk, [c] each, and the hits; 0 where one does not count."""
-    logits, scores = _logits_and_scores(head, position, operands, owned, u)
-    log_total = jax.nn.logsumexp(logits, axis=-1)
-    cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
-
-    is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
-    # Two sums, since one from the other is rounded away: A where p and q hardly overlap
-    # and V where they are nearly the same.
-    probability = jnp.exp(logits - log_total[..., None])
-    acceptance = jnp.minimum(chunk.teacher, probability).sum(axis=-1)
-    refusal = 0.5 * jnp.abs(chunk.teacher - probability).sum(axis=-1)
-    by_acceptance = -jnp.log(jnp.maximum(acceptance, TINY))
-    by_refusal = -jnp.log1p(-jnp.minimum(refusal, 0.5))
-    from_divergence = jax.lax.stop_gradient(jnp.exp(-head.config.loss.lk_eta * acceptance))
-
-    # The targets of the chunk that each term counts; see the module's docstring.
-    mask, of_next = chunk.mask, _of_next(scores, chunk)
-    is_labelled = mask & _is_labelled(chunk)
-    in_reach = mask & chunk.reachable
-    terms = Terms(
-        regression=jnp.where(mask, _regression(u, chunk.states), 0.0),
-        soft_ce=jnp.where(in_reach, cross_entropy, 0.0),
-        hard_ce=jnp.where(is_labelled, log_total - _of_next(logits, chunk), 0.0),
-        total_variation=jnp.where(in_reach, refusal, 0.0),
-        # Below the smallest number there is no gradient, rather than one that is not finite.
-        neg_log_acceptance=jnp.where(
-            in_reach, jnp.where(refusal < 0.5, by_refusal, by_acceptance), 0.0
-        ),
-        lk=jnp.where(
-            in_reach,
-            from_divergence * (cross_entropy - chunk.entropy) + (1 - from_divergence) * refusal,
-            0.0,
-        ),
-        candidate_ce=jnp.where(
-            is_labelled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
-        ),
-    )
-    hits = jnp.where(is_best, scores, -jnp.inf).max(axis=-1) >= scores.max(axis=-1)
-    return terms, in_reach & hits
-
-
-def _logits_and_scores(
-    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array
-) -> tuple[Float[Array, "c Vd"], Float[Array, "c Vd"]]:
-    """Return a head's logits, and its candidates' scores after `rescore`, -inf for others."""
-    params = {**operands.params, **owned}
-    logits = head.apply(params, "logits", operands.frozen, u, position)
-    return logits, head.rescored(params, u, logits)
-
-
-def _of_next(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, " c"]:
-    """Return the logits of the true tokens."""
-    # By a mask over the vocabulary: the gradient of a gather would be a scatter (slow).
-    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
-    return jnp.where(is_next, logits, 0).sum(axis=-1)
-
-
-def _is_labelled(chunk: Chunk) -> Bool[Array, " c"]:
-    """Return which targets have a next token that the head can propose."""
-    return chunk.has_next & (chunk.next_tokens >= 0)
-
-
-def _regression(u: Float[Array, "*b D+"], states: Float[Array, "*b D"]) -> Float[Array, "*b"]:
-    """Return R of each pair, of the columns of u that predict a state of the base."""
-    return smooth_l1(u[..., : states.shape[-1]], states).mean(axis=-1)
-
-
-def smooth_l1(x: Float[Array, "*b"], y: Float[Array, "*b"]) -> Float[Array, "*b"]:
-    """Return Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2, in float32."""
-    # Squares of states in bfloat16 would lose the small distances.
-    distance = jnp.abs(x.astype(jnp.float32) - y.astype(jnp.float32))
-    return jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5)
