@@ -1,4 +1,4 @@
-"""The scheduler: a queue that is fair between clients, and the thread that drives the device.
+"""The scheduler: asks of many clients, and the thread that drives the device.
 
 The event loop reads requests and writes answers; other threads tokenize. The engine's thread only
 calls the device: it moves requests from the queue into slots and hands their tokens back. Of
@@ -8,14 +8,12 @@ several processes only the primary has a queue; before every turn it tells the o
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import functools
 import itertools
 import signal
 import threading
 import traceback
-from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
@@ -31,6 +29,7 @@ from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
+from clover_jax.serving.fair_queue import FairQueue
 from clover_jax.serving.options import ServeOptions
 
 RETRY_SECONDS = 5  # until a full queue may have room
@@ -102,7 +101,7 @@ class Scheduler:
 
         # Shared with the engine's thread, under the lock.
         self._changed = threading.Condition()
-        self._waiting = FairQueue()
+        self._waiting: FairQueue[_Job] = FairQueue()
         self._running: dict[int, _Job] = {}  # by slot
         self._begun: dict[int, _Job] = {}  # those of the steps whose tokens come next
         self._joining: list[_Job] = []  # out of the queue, and not yet in a slot
@@ -151,7 +150,7 @@ class Scheduler:
             if self._failure is not None:
                 raise RuntimeError("the engine has failed") from self._failure
             self._check_room()  # many may have been let in while their prompts were tokenized
-            self._waiting.push(job)
+            self._waiting.push(ask.client, job)
             self._changed.notify()
         return Updates(self, job, self._options.request_timeout)
 
@@ -183,7 +182,7 @@ class Scheduler:
     def leave(self, job: _Job) -> None:
         """Cancel a job, in the queue or in its slot."""
         with self._changed:
-            self._waiting.discard(job)
+            self._waiting.discard(job.ask.client, job)
             self._left.add(job)
             self._changed.notify()
 
@@ -365,43 +364,6 @@ class Updates:
         if not self._has_ended:
             self._has_ended = True
             self._scheduler.leave(self._job)
-
-
-class FairQueue:
-    """Jobs that wait: one of each client in turn, however many it has."""
-
-    def __init__(self):
-        """Begin empty."""
-        self._jobs: collections.OrderedDict[str, collections.deque[_Job]]
-        self._jobs = collections.OrderedDict()
-
-    def __len__(self) -> int:
-        """Return how many jobs wait."""
-        return sum(map(len, self._jobs.values()))
-
-    def __iter__(self) -> Iterator[_Job]:
-        """Iterate over all jobs."""
-        return itertools.chain.from_iterable(self._jobs.values())
-
-    def push(self, job: _Job) -> None:
-        """Add a job after the others of its client."""
-        self._jobs.setdefault(job.ask.client, collections.deque()).append(job)
-
-    def pop(self) -> _Job:
-        """Take the first job of the client whose turn it is."""
-        client, jobs = self._jobs.popitem(last=False)
-        job = jobs.popleft()
-        if jobs:
-            self._jobs[client] = jobs  # after all other clients
-        return job
-
-    def discard(self, job: _Job) -> None:
-        """Remove a job if it waits."""
-        jobs = self._jobs.get(job.ask.client)
-        if jobs and job in jobs:
-            jobs.remove(job)
-            if not jobs:
-                del self._jobs[job.ask.client]
 
 
 def _kinds_of_requests(length: int) -> list[Request]:
