@@ -12,6 +12,7 @@ from clover_jax.evaluation.options import VANILLA, display_name
 NONE = "-"
 EQUAL = "rows equal to plain decoding"
 _SHOWN_DIVERGENCES = 40
+DEFINITIONS = Path(__file__).with_name("definitions.md")  # of the figures, for page and README
 
 
 def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
@@ -35,7 +36,8 @@ def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
         pictures = (f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots)
         parts += ["## Plots", *pictures]
 
-    parts += ["## Definitions", _DEFINITIONS, "## Manifest", _manifest(report["manifest"])]
+    parts += ["## Definitions", DEFINITIONS.read_text().rstrip()]
+    parts += ["## Manifest", _manifest(report["manifest"])]
     return "\n\n".join(parts) + "\n"
 
 
@@ -298,35 +300,6 @@ def _steps(report: Mapping[str, Any]) -> str:
             rows.append([display_name(name), number(1000 * step["step"], 3), *shares, cost])
     header = ["method", "step, ms", "draft (absorb included)", "verify", "accept, commit, rest"]
     return f"Measured: {report['step_timing']}.\n\n" + table([*header, "break-even tau"], rows)
-
-
-_DEFINITIONS = """\
-- Plain decoding: the base alone, one token a forward. Its name in report.json, legs.jsonl and rows/
-  is `vanilla`.
-- tau: emitted tokens / forwards of the base, bonus token included, prefill's own token and forward
-  left out. Extra tokens a step: tau - 1.
-- Joint hit rate of position i: forwards that accepted positions 0..i / forwards; conditional: the
-  same among the forwards that accepted 0..i-1.
-- The end of an answer (its last token, a stop string, the limit) may cut what its last forward
-  emits. tau counts tokens after this cut. Hit rates, accepted drafted tokens and their mean
-  (`mean_acceptance_length`) count what was accepted before it, so 1 + the mean is tau
-  or a little more.
-- Overall: all forwards, tokens and seconds of all tasks together (a micro-average), so a task with
-  more forwards counts more. It is not the mean of the tasks' figures.
-- Repeated 8-grams: of 8 tokens in a row of an answer, the share that occurred before in its prompt
-  or in itself. An answer loops where at least half of its 8-grams do: copying then gives long
-  accepted lengths, which say little about a head. Copied: accepted tokens that were taken from the
-  row's own text, not from the head; where both say the same they count as drafted.
-- Top-k accuracy of position i: teacher forced on plain decoding's text, the base's argmax is among
-  the draft's k most probable tokens.
-- tokens/s: all tokens / wall time, prefill and the host's work included, compilation not. Speed-up:
-  ratio of tokens/s to that of plain decoding in the same repeat; the median of the repeats, with
-  the least and the most.
-- Near-tie: the text left that of plain decoding where its two tokens are closer than plain decoding
-  itself moves between batch 1, the run's largest batch, or one of 8 where that is smaller, and 16
-  tokens read at once; any other difference is a mismatch. A row counts as the worst of its texts,
-  of all passes.
-- Break-even tau: what a step costs in steps of plain decoding; above it a draft saves time."""
 
 
 def _manifest(manifest: Mapping[str, Any]) -> str:
