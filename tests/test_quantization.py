@@ -15,6 +15,7 @@ from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import state_shapes
+from clover_jax.loading.identity import identity_of
 from clover_jax.loading.models import load, load_shapes
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.models.batch import Batch
@@ -146,7 +147,7 @@ def test_loaded_models_are_known_by_their_base_as_it_was(parts, fixtures_dir):
         "base" in parts
     )
     assert isinstance(models.draft_params["projector_0"], Int8Matrix)
-    assert models.identity()["int8"] == list(parts)
+    assert identity_of(models)["int8"] == list(parts)
 
 
 def test_another_word_is_refused():

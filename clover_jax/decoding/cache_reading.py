@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import Array
+from clover_jax.errors import UserError
 from clover_jax.models.attention import RunningSoftmax, caches_read_by
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.score_rules import ScoreRules
@@ -19,6 +20,21 @@ def reading(attention: str) -> contextlib.AbstractContextManager:
     """Return a context; programs traced within it read KV caches by xla, pallas or cudnn."""
     readers = {"xla": None, "pallas": _read_by_kernel, "cudnn": _read_by_cudnn}
     return caches_read_by(readers[attention])
+
+
+def resolve_attention(name: str, platform: str | None = None) -> str:
+    """Map `--attention` to "xla", "pallas" or "cudnn".
+
+    "auto" is "xla" here; `tree_search/attention_trial.py` may change it on a TPU or GPU.
+    platform: that of the programs; None is this process's. Raises UserError for a kernel of another
+        platform.
+    """
+    platform = platform or jax.default_backend()
+    if name == "pallas" and platform not in ("cpu", "tpu"):
+        raise UserError("--attention=pallas is a kernel for TPU; a GPU takes xla or cudnn")
+    if name == "cudnn" and platform not in ("gpu", "cuda"):
+        raise UserError(f"--attention=cudnn is for NVIDIA's GPUs; {platform} takes xla or pallas")
+    return "xla" if name == "auto" else name
 
 
 def _read_by_kernel(

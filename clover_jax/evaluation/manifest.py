@@ -12,6 +12,7 @@ import jax
 
 from clover_jax.decoding.tree import portable_name
 from clover_jax.evaluation.methods import Method
+from clover_jax.loading.identity import identity_of
 from clover_jax.runtime.provenance import versions
 
 
@@ -21,7 +22,7 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
     flags: every flag's value. prompts: their file, hash and count.
     """
     plain = methods[0].models
-    identity = plain.identity()  # hashes, so that reports of other weights do not compare
+    identity = identity_of(plain)  # hashes, so that reports of other weights do not compare
 
     return {
         "command": "evaluate",
@@ -61,7 +62,7 @@ def hardware() -> dict[str, Any]:
 
 
 def _draft(method: Method) -> dict[str, Any]:
-    draft, identity = method.models.draft, method.models.identity()
+    draft, identity = method.models.draft, identity_of(method.models)
     assert draft is not None  # only the first method is plain decoding
     return {
         "source": draft.source,

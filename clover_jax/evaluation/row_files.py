@@ -13,6 +13,7 @@ from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.tally import Tally
 from clover_jax.generation.output import RowSink, open_rows
+from clover_jax.loading.identity import identity_of
 from clover_jax.runtime.distributed import from_primary
 
 
@@ -78,7 +79,7 @@ def open_row_files(
         for method in methods:
             sink = open_rows(
                 options.rows_path(method.name),
-                settings={"draft": method.source, **common, **method.models.identity()},
+                settings={"draft": method.source, **common, **identity_of(method.models)},
                 prompts_hash=prompts_hash(plan.prompts),
                 overwrite=options.overwrite,
             )

@@ -33,6 +33,7 @@ from clover_jax.generation.output import (
 from clover_jax.generation.row_stream import open_stream, source_size
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.loading.identity import identity_of
 from clover_jax.loading.models import Models, load
 from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import quantization_notice
@@ -134,7 +135,7 @@ def _open_sink(
         "draft": options.spec.draft,
         "run_seed": options.seed,
         **settings.to_dict(),
-        **models.identity(),
+        **identity_of(models),
     }
     return open_rows(
         options.path,

@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
-import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.decoding.cache_reading import resolve_attention
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
@@ -25,32 +23,27 @@ from clover_jax.decoding.tree import (
     TreeConfig,
     default_tree,
     parse_tree,
-    portable_name,
     with_copies,
 )
-from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import Draft, load_draft
+from clover_jax.interchange.directory import Draft
 from clover_jax.interchange.stored_head import find_head
+from clover_jax.loading.heads import fresh_head, needs_no_file, open_head
 from clover_jax.loading.spec import NO_DRAFT, RANDOM, ModelSpec
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
 from clover_jax.pretrained.loading import describe_base
-from clover_jax.pretrained.shapes import base_shapes, cast_shapes, random_params
+from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.quantization import load_quantized_base, parse_parts, quantize_base, quantize_params
-from clover_jax.runtime.distributed import to_host
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import param_shardings, place_on
-from clover_jax.tokenizers.tokenizer import load_tokenizer, template_hash, template_text
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_COPIED_FROM = 2**16  # tokens of --copy_from
-# What a draft without weights costs is the base's forward, so its trees are deep.
-TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,7 +87,7 @@ class Models:
     @property
     def dtype(self) -> jnp.dtype:
         """The type of params that are not quantized, and of activations."""
-        return self.base.params["embedding"].dtype
+        return self.base.dtype
 
     @functools.cached_property
     def weights(self) -> Weights:
@@ -150,29 +143,6 @@ class Models:
             attention=self.attention,
         )
 
-    def identity(self) -> dict[str, Any]:
-        """Return JSON values that differ where the decoded rows may differ."""
-        # The same tree has the same name here, whichever file it was read from.
-        tree = dataclasses.replace(self.tree, name=portable_name(self.tree))
-        return {
-            "dtype": str(self.dtype),
-            "int8": list(self.int8),
-            "base_hash": lm_head_hash(self.base),
-            "base_params": checksum(self.base.params),
-            "base_config": _config_hash(self.base.config),
-            "chat_template": template_hash(self.tokenizer),
-            "draft_hash": params_hash(self.draft_params) if self.draft else None,
-            "draft_config": _config_hash(self.head.config) if self.head else None,
-            "tree": tree.name,
-            "tree_hash": _config_hash(tree),
-            # Only where they are used, so that older outputs resume.
-            **({"copy_from": self._copy_from_hash()} if self.copy_from else {}),
-            **({"attention": self.attention} if self.attention != "xla" else {}),
-        }
-
-    def _copy_from_hash(self) -> str:
-        return hashlib.sha256(np.array(self.copy_from, np.int32).tobytes()).hexdigest()
-
 
 def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     """Load what a spec names.
@@ -194,22 +164,8 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     if spec.draft == NO_DRAFT:
         return plain
 
-    # `load_draft` checks which base a head was trained for.
-    if _needs_no_file(spec.draft):
-        draft = _fresh_draft(spec.draft, plain)
-        draft = dataclasses.replace(draft, params=random_params(draft.params, seed=1))
-    else:
-        draft = load_draft(
-            spec.draft,
-            plain.base,
-            plain.dtype,
-            allow_base_mismatch=spec.allow_base_mismatch,
-            rope_theta=spec.draft_rope_theta,
-        )
-        if not spec.allow_base_mismatch:
-            _check_template(draft, plain.tokenizer)
-
     # Quantized where it lies, as the base is.
+    draft = open_head(spec, plain.base, plain.tokenizer)
     params = draft.params
     if plain.mesh is not None:
         params = jax.device_put(params, param_shardings(params, plain.mesh))
@@ -224,7 +180,7 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
     platform: for which they will be compiled; None is this process's.
     Allocates nothing, reads no weights and splits nothing over a mesh. Raises UserError as `load`.
     """
-    if spec.draft != NO_DRAFT and not _needs_no_file(spec.draft):
+    if spec.draft != NO_DRAFT and not needs_no_file(spec.draft):
         raise UserError(
             f"--draft={spec.draft}: to compile for other hardware only shapes are needed; give "
             f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
@@ -239,25 +195,10 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
     if spec.draft == NO_DRAFT:
         return plain
 
-    draft = _fresh_draft(spec.draft, plain)
+    draft = fresh_head(spec.draft, plain.base)
     if "draft" in parts:
         draft = dataclasses.replace(draft, params=jax.eval_shape(quantize_params, draft.params))
     return _with_draft(plain, draft, spec)
-
-
-def resolve_attention(name: str, platform: str | None = None) -> str:
-    """Map `--attention` to "xla", "pallas" or "cudnn".
-
-    "auto" is "xla" here; `tree_search/attention_trial.py` may change it on a TPU or GPU.
-    platform: that of the programs; None is this process's. Raises UserError for a kernel of another
-        platform.
-    """
-    platform = platform or jax.default_backend()
-    if name == "pallas" and platform not in ("cpu", "tpu"):
-        raise UserError("--attention=pallas is a kernel for TPU; a GPU takes xla or cudnn")
-    if name == "cudnn" and platform not in ("gpu", "cuda"):
-        raise UserError(f"--attention=cudnn is for NVIDIA's GPUs; {platform} takes xla or pallas")
-    return "xla" if name == "auto" else name
 
 
 def check_names(spec: ModelSpec) -> None:
@@ -271,7 +212,7 @@ def check_names(spec: ModelSpec) -> None:
             )
         if spec.copy:
             raise UserError(f"--copy={spec.copy} needs a draft: --draft=lookup has nothing else")
-    elif not _needs_no_file(spec.draft):
+    elif not needs_no_file(spec.draft):
         try:
             find_head(spec.draft, spec.draft_rope_theta)
         except UserError as error:
@@ -302,22 +243,6 @@ def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) ->
     return tuple(ids)
 
 
-def _needs_no_file(draft: str) -> bool:
-    return draft.startswith(RANDOM) or draft in registry.TRAINING_FREE
-
-
-def _fresh_draft(name: str, plain: Models) -> Draft:
-    """Return a draft of shapes: a head as `train` would begin one for this base."""
-    kind, _, text = name.removeprefix(RANDOM).partition(":")
-    options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind)
-    try:
-        head = registry.head(registry.config_for_base(kind, plain.base.config, **options))
-    except ValueError as error:
-        raise UserError(f"--draft={name}: {error}") from error
-    shapes = cast_shapes(registry.init_shapes(head, plain.base.params), plain.dtype)
-    return Draft(head, shapes, TREES.get(name), {}, name)
-
-
 def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
     name = spec.tree or draft.tree or default_tree(draft.head.config.max_depth)
     chosen = parse_tree(name)
@@ -341,37 +266,3 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
             "or --draft=lookup"
         )
     return models
-
-
-def _check_template(draft: Draft, tokenizer: PreTrainedTokenizerBase | None) -> None:
-    """Raise UserError where a draft was trained with another chat template than the one in use.
-
-    A draft does not bring its own: with it and without it a conversation is the same tokens.
-    """
-    flags = draft.provenance.get("flags") or {}
-    # Older drafts recorded the flag at most, so their text is not known.
-    name, trained, ours = flags.get("chat_template"), draft.chat_template, template_text(tokenizer)
-    if tokenizer is None or (trained is None and (name is None or ours is not None)):
-        return
-    if trained is None or ours is None or trained.strip("\n") != ours.strip("\n"):
-        theirs = "the base's own" if name is None else f"--chat_template={name}"
-        raise UserError(
-            f"draft {draft.source} was trained with another chat template than the one in use: "
-            f"{theirs}; decode with that (its draft.json has the text), or give "
-            "--allow_base_mismatch"
-        )
-
-
-def _config_hash(config: Any) -> str:
-    """Return SHA-256 over a config's values."""
-    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
-
-
-def params_hash(params: Params) -> str:
-    """Return SHA-256 over the names and values of all params."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        # The name too: two matrices of one shape could have changed places.
-        digest.update(jax.tree_util.keystr(path).encode())
-        digest.update(to_host(leaf).tobytes())
-    return digest.hexdigest()

@@ -96,7 +96,7 @@ def write_features(
         "seq_len": options.seq_len,
         "names": list(names),
         "dtype": options.feature_dtype,
-        "base_dtype": str(base.params["embedding"].dtype),
+        "base_dtype": str(base.dtype),
     }
     writers: list[ShardWriter] = []
 

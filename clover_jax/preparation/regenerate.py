@@ -16,6 +16,7 @@ from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.run import memory_advice
 from clover_jax.generation.settings import GenerationSettings
+from clover_jax.loading.identity import identity_of
 from clover_jax.loading.models import Models, load
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.runtime.compile_clock import CompileClock
@@ -40,7 +41,7 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
     )
 
     path, figures = options.part.path(options.directory / REGENERATED), RowTotals()
-    depends_on = {"run_seed": options.seed, **settings.to_dict(), **models.identity()}
+    depends_on = {"run_seed": options.seed, **settings.to_dict(), **identity_of(models)}
     with open_rows(
         path,
         settings=depends_on,

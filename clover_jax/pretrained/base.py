@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+import jax.numpy as jnp
+
 from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.models.int8 import Matrix
@@ -27,6 +29,11 @@ class BaseModel:
     directory: Path
     source: str
     lm_head_hash: str | None = None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of params that are not quantized, and of activations."""
+        return self.params["embedding"].dtype
 
     @property
     def lm_head(self) -> Matrix:

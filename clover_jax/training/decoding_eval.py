@@ -103,7 +103,7 @@ class DecodingEvaluator:
         Raises Interrupted when `stop` is set meanwhile.
         """
         # As a user will decode: in the base's dtype, not in the optimiser's.
-        dtype = self._base.params["embedding"].dtype
+        dtype = self._base.dtype
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         # Equality is promised in float32, which accelerators multiply less exactly by default.
         with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):

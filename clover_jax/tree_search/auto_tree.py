@@ -16,6 +16,7 @@ from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH
 from clover_jax.decoding.sampling_config import SamplingConfig, Warping
 from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
+from clover_jax.loading.identity import identity_of
 from clover_jax.loading.models import Models
 from clover_jax.runtime.distributed import process_count
 from clover_jax.runtime.progress import passing_note
@@ -194,7 +195,7 @@ def ranked_depth(head: DrafterConfig) -> int:
 def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.ndarray:
     assert models.head is not None  # ranks are a head's
     depth = ranked_depth(models.head.config)
-    identity = models.identity()
+    identity = identity_of(models)
     key: dict[str, Any] = {
         **{name: value for name, value in identity.items() if not name.startswith("tree")},
         "prompts": prompts,
@@ -219,7 +220,7 @@ def _trials(
 ) -> list[Trial]:
     """Time each round's prompts in every way, alternating, or read the cached result."""
     key = machine(ways[-1].mesh) | {
-        "models": ways[-1].identity(),
+        "models": identity_of(ways[-1]),
         "trees": [models.tree.to_dict() for models in ways],
         "rounds": rounds,
         "settings": sampling.to_dict() | warping.to_dict(),

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.decoding.cache_reading import resolve_attention
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.errors import UserError
-from clover_jax.loading.models import resolve_attention
 from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
 
 SMALL = dataclasses.replace(TINY, num_layers=1)

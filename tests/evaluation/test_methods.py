@@ -14,7 +14,9 @@ from clover_jax.evaluation.methods import choose_baselines, load_methods, sizes_
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.evaluation.run import make_plan
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import TREES, Models
+from clover_jax.loading.heads import TREES
+from clover_jax.loading.identity import identity_of
+from clover_jax.loading.models import Models
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
 from clover_jax.storage.row_writer import manifest_path
@@ -85,10 +87,10 @@ def test_rows_that_were_begun_go_on_with_their_tree(load, options, tree, tmp_pat
 
 def test_a_tree_is_known_by_its_paths(load):
     models = load(CHEAP)[1].models
-    identity = models.identity()
+    identity = identity_of(models)
     assert identity["tree"].startswith("paths:0/")
     named = dataclasses.replace(models, tree=parse_tree(identity["tree"]))
-    assert named.identity() == identity
+    assert identity_of(named) == identity
 
 
 def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):

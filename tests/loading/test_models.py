@@ -8,8 +8,9 @@ import pytest
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
+from clover_jax.loading.identity import identity_of, params_hash
 from clover_jax.loading.models import load as load_spec
-from clover_jax.loading.models import load_shapes, params_hash
+from clover_jax.loading.models import load_shapes
 from clover_jax.loading.spec import ModelSpec
 from tests.tiny_checkpoints import edit_json
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
@@ -91,16 +92,16 @@ def test_a_draft_decodes_with_the_chat_template_of_its_training_only(base, tmp_p
 
 def test_another_draft_is_another_identity(base, tmp_path):
     models = load(base, save_tiny_draft(tmp_path / "a", base))
-    assert models.identity() == load(base, tmp_path / "a").identity()
-    assert models.identity()["draft_hash"] == params_hash(models.draft_params)
+    assert identity_of(models) == identity_of(load(base, tmp_path / "a"))
+    assert identity_of(models)["draft_hash"] == params_hash(models.draft_params)
     other = jax.tree.map(lambda leaf: leaf + 1, models.draft_params)
     assert params_hash(other) != params_hash(models.draft_params)
-    assert load(base).identity()["draft_hash"] is None
+    assert identity_of(load(base))["draft_hash"] is None
 
 
 def changed(before, after):
     """Return the parts of the identity that a change makes different."""
-    one, other = before.identity(), after.identity()
+    one, other = identity_of(before), identity_of(after)
     return {name for name in one if one[name] != other[name]}
 
 

@@ -1,0 +1,58 @@
+"""What tells one set of models from another: the values that a row's text depends on."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+from typing import Any
+
+import jax
+import numpy as np
+
+from clover_jax.array_types import Params
+from clover_jax.decoding.tree import portable_name
+from clover_jax.loading.models import Models
+from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
+from clover_jax.runtime.distributed import to_host
+from clover_jax.tokenizers.tokenizer import template_hash
+
+
+def identity_of(models: Models) -> dict[str, Any]:
+    """Return JSON values that differ where the decoded rows may differ."""
+    # The same tree has the same name here, whichever file it was read from.
+    tree = dataclasses.replace(models.tree, name=portable_name(models.tree))
+    return {
+        "dtype": str(models.dtype),
+        "int8": list(models.int8),
+        "base_hash": lm_head_hash(models.base),
+        "base_params": checksum(models.base.params),
+        "base_config": _config_hash(models.base.config),
+        "chat_template": template_hash(models.tokenizer),
+        "draft_hash": params_hash(models.draft_params) if models.draft else None,
+        "draft_config": _config_hash(models.head.config) if models.head else None,
+        "tree": tree.name,
+        "tree_hash": _config_hash(tree),
+        # Only where they are used, so that older outputs resume.
+        **({"copy_from": _ids_hash(models.copy_from)} if models.copy_from else {}),
+        **({"attention": models.attention} if models.attention != "xla" else {}),
+    }
+
+
+def _ids_hash(ids: tuple[int, ...]) -> str:
+    return hashlib.sha256(np.array(ids, np.int32).tobytes()).hexdigest()
+
+
+def _config_hash(config: Any) -> str:
+    """Return SHA-256 over a config's values."""
+    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def params_hash(params: Params) -> str:
+    """Return SHA-256 over the names and values of all params."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # The name too: two matrices of one shape could have changed places.
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(to_host(leaf).tobytes())
+    return digest.hexdigest()
