@@ -44,6 +44,7 @@ from clover_jax.models.decoder import DecoderLayer, packed_mask
 from clover_jax.models.layers import RMSNorm, matrix_init, rms_norm
 
 NOISE = 0.01  # standard deviation of the initialisation noise; ours, the paper gives none
+METHOD_LOSS = LossSpec(hard_ce=1.0, decay=0.8)
 REGRESSIVE_BLOCKS = ("attention_decoder", "mlp", "none")
 
 
@@ -222,32 +223,20 @@ class Clover(Drafter):
 
 def make_config(
     base: BaseConfig,
-    num_positions: int = 3,
-    num_augmenting_layers: int = 1,
-    regressive_block: str = "attention_decoder",
-    decoder_bias: bool = False,
-    decoder_silu: bool = True,
-    decoder_heads: int = 0,
+    num_positions: int = CloverConfig.num_positions,
     rope: RopeConfig | None = None,
-    loss: LossSpec | None = None,
+    loss: LossSpec = METHOD_LOSS,
+    **options: Any,
 ) -> CloverConfig:
-    """Return the head's config for a base; the rotary base is the base's own unless given.
-
-    The loss defaults to cross-entropy to the text, weighted 0.8^i.
-    """
-    # The Augmenting Block starts as the base's last layer, so it has its shape.
-    layer = dataclasses.replace(base.layer, rope=rope or base.rope)
+    """Return the head's config for a base; the rotary base is the base's own unless given."""
     return CloverConfig(
-        layer=layer,
+        # The Augmenting Block starts as the base's last layer, so it has its shape.
+        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,
-        num_augmenting_layers=num_augmenting_layers,
-        regressive_block=regressive_block,
-        decoder_bias=decoder_bias,
-        decoder_silu=decoder_silu,
-        decoder_heads=decoder_heads,
-        loss=loss or LossSpec(hard_ce=1.0, decay=0.8),
+        loss=loss,
+        **options,
     )
 
 

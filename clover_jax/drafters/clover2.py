@@ -37,6 +37,7 @@ from clover_jax.models.decoder import DecoderLayer, packed_mask
 from clover_jax.models.layers import RMSNorm
 
 NOISE = 0.01  # width of the release's uniform initialisation noise
+METHOD_LOSS = LossSpec(regression=10.0, soft_ce=1.0, decay=0.7)
 ORDERS = ("decoder_first", "block_first")
 
 
@@ -207,29 +208,12 @@ class Clover2(Drafter):
 
 
 def make_config(
-    base: BaseConfig,
-    num_positions: int = 5,
-    num_augmenting_layers: int = 2,
-    order: str = "decoder_first",
-    output_projector: bool = True,
-    rope: RopeConfig | None = None,
-    loss: LossSpec | None = None,
+    base: BaseConfig, rope: RopeConfig | None = None, loss: LossSpec = METHOD_LOSS, **options: Any
 ) -> Clover2Config:
-    """Return the head's config for a base; the rotary base is the base's own unless given.
-
-    The loss defaults to the method's: 10 x regression + soft cross-entropy, weighted 0.7^i.
-    """
+    """Return the head's config for a base; the rotary base is the base's own unless given."""
     # Augmenting layers have the base's shape, because they start as its last layer.
     layer = dataclasses.replace(base.layer, rope=rope or base.rope)
-    return Clover2Config(
-        layer=layer,
-        vocab_size=base.vocab_size,
-        num_positions=num_positions,
-        num_augmenting_layers=num_augmenting_layers,
-        order=order,
-        output_projector=output_projector,
-        loss=loss or LossSpec(regression=10.0, soft_ce=1.0, decay=0.7),
-    )
+    return Clover2Config(layer=layer, vocab_size=base.vocab_size, loss=loss, **options)
 
 
 def init_from_base(

@@ -28,6 +28,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -353,12 +354,10 @@ def make_config(
     num_features: int | None = None,
     mask_token_id: int | None = None,
     rank: int | None = None,
-    candidates: int = 16,
-    conv_taps: int = 2,
     conv_group: int | None = None,
-    num_anchors: int = 512,
     rope: RopeConfig | None = None,
     loss: LossSpec | None = None,
+    **options: Any,
 ) -> DFlash2Config:
     """Return the head's config for a base.
 
@@ -380,11 +379,9 @@ def make_config(
         mask_token_id=base.vocab_size - 1 if mask_token_id is None else mask_token_id,
         num_layers=count,
         rank=rank,
-        candidates=candidates,
-        conv_taps=conv_taps,
         conv_group=math.gcd(16, base.hidden_size) if conv_group is None else conv_group,
-        num_anchors=num_anchors,
         loss=loss or method_loss(num_positions + 1, rank),
+        **options,
     )
 
 

@@ -13,6 +13,7 @@ a tree chosen by probability (`--tree=dynamic:59:7:10` has its repository's defa
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -125,26 +126,17 @@ def noise_like(
 
 def make_config(
     base: BaseConfig,
-    num_positions: int = 1,
     rope: RopeConfig | None = None,
-    loss: LossSpec | None = None,
-    fc_bias: bool = True,
+    loss: LossSpec = METHOD_LOSS,
     llama_layer: bool = False,
+    **options: Any,
 ) -> EagleConfig:
     """Return the head's config for a base; the rotary base is the base's own unless given.
 
     llama_layer: leave out what the base's layers have beyond a plain Llama's.
-
-    The loss defaults to the method's: regression + 0.1 x soft cross-entropy, each divided by the
-    number of counted pairs.
     """
-    return EagleConfig(
-        layer=layer_for(base, rope, llama_layer),
-        vocab_size=base.vocab_size,
-        num_positions=num_positions,
-        loss=loss or METHOD_LOSS,
-        fc_bias=fc_bias,
-    )
+    layer = layer_for(base, rope, llama_layer)
+    return EagleConfig(layer=layer, vocab_size=base.vocab_size, loss=loss, **options)
 
 
 def init_from_base(config: EagleConfig, params: Params, base_params: Params, rng: Array) -> Params:

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -154,24 +155,21 @@ def feature_layers(num_layers: int) -> tuple[str, ...]:
 
 def make_config(
     base: BaseConfig,
-    num_positions: int = 7,
     rope: RopeConfig | None = None,
-    loss: LossSpec | None = None,
+    loss: LossSpec = METHOD_LOSS,
     llama_layer: bool = False,
+    **options: Any,
 ) -> Eagle3Config:
     """Return the head's config for a base; the rotary base is the base's own unless given.
 
     llama_layer: leave out what the base's layers have beyond a plain Llama's.
-
-    The loss defaults to the method's: soft cross-entropy, weighted 0.8^j, averaged over all
-    positions, counted or not.
     """
     return Eagle3Config(
         layer=layer_for(base, rope, llama_layer),
         vocab_size=base.vocab_size,
-        num_positions=num_positions,
         features=feature_layers(base.num_layers),
-        loss=loss or METHOD_LOSS,
+        loss=loss,
+        **options,
     )
 
 

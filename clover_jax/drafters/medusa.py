@@ -12,6 +12,7 @@ There is one head for each position, so no draft goes deeper than it was trained
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -35,6 +36,8 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import project
 from clover_jax.models.int8 import widen
+
+METHOD_LOSS = LossSpec(hard_ce=1.0, decay=0.8)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -133,17 +136,20 @@ class Medusa(Drafter):
 
 
 def make_config(
-    base: BaseConfig, num_positions: int = 5, own_output: bool = True, loss: LossSpec | None = None
+    base: BaseConfig,
+    num_positions: int = MedusaConfig.num_positions,
+    loss: LossSpec = METHOD_LOSS,
+    **options: Any,
 ) -> MedusaConfig:
-    """Return the config of heads for a base; the loss defaults to cross-entropy to the text."""
+    """Return the config of heads for a base."""
     # A head for each position: deeper trees than these have no weights.
     return MedusaConfig(
         layer=base.layer,
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,
-        own_output=own_output,
-        loss=loss or LossSpec(hard_ce=1.0, decay=0.8),
+        loss=loss,
+        **options,
     )
 
 

@@ -69,13 +69,28 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
 
     Raises UserError for an option that the kind does not have, ValueError for a bad value.
     """
-    # The signature is the list of options: a method adds one by adding a parameter.
-    make_config = _module_of(kind).make_config
-    _, *known = inspect.signature(make_config).parameters
+    known = _options(kind)
     for name in options:
         if name not in known:
             raise UserError(f"a {kind} head has no option {name}; its options: {', '.join(known)}")
-    return of_base(make_config(base, **options), base)
+    return of_base(_module_of(kind).make_config(base, **options), base)
+
+
+def _options(kind: str) -> dict[str, Any]:
+    """Return name -> type of a kind's options: the parameters of its `make_config`.
+
+    `**options` stands for fields of its config: those that no other kind has, and num_positions.
+    """
+    file = _module_of(kind)
+    parameters = inspect.signature(file.make_config, eval_str=True).parameters
+    hints = {name: each.annotation for name, each in parameters.items() if name != "base"}
+    if hints.pop("options", None) is None:
+        return hints
+
+    config = getattr(file, _entry(kind)[1])
+    of_config, of_any = typing.get_type_hints(config), typing.get_type_hints(DrafterConfig)
+    own = (each.name for each in dataclasses.fields(config) if each.name not in of_any)
+    return {name: of_config[name] for name in ("num_positions", *own)} | hints
 
 
 def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
@@ -95,8 +110,7 @@ def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
 
 def plain_options(kind: str) -> dict[str, type]:
     """Return the options of a kind that a user may set by name: name -> str, int, float or bool."""
-    parameters = inspect.signature(_module_of(kind).make_config, eval_str=True).parameters
-    hints = {name: _without_none(each.annotation) for name, each in parameters.items()}
+    hints = {name: _without_none(hint) for name, hint in _options(kind).items()}
     return {name: hint for name, hint in hints.items() if hint in (str, int, float, bool)}
 
 
