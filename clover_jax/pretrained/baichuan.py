@@ -24,14 +24,12 @@ VOCABULARY_OF_2 = 125_696
 _EPS = 1e-12  # torch's, in `normalize`
 
 
-def parse_baichuan_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_baichuan_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Baichuan config into ours; there are no biases and no grouped heads."""
     # The first versions call the context's length by another name.
     fixed = {"attention_bias": False, "mlp_bias": False, "num_key_value_heads": None}
     length = {"max_position_embeddings": values.get("model_max_length", DEFAULT_LENGTH)}
-    config = parse_llama_config(length | values | fixed, path, generation)
+    config = parse_llama_config(length | values | fixed, path)
     return dataclasses.replace(config, alibi=_has_alibi(values))
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -13,7 +14,7 @@ from clover_jax.pretrained.baichuan import BAICHUAN
 from clover_jax.pretrained.family import Adjust, Family
 from clover_jax.pretrained.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
 from clover_jax.pretrained.gpt_oss import GPT_OSS
-from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_config import eos_ids, parse_llama_config
 from clover_jax.pretrained.mistral_qwen_config import (
     parse_mistral_config,
     parse_qwen2_config,
@@ -93,10 +94,13 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
     values = read_json_object(path)
     family = ARCHITECTURES[architecture_of(values, path)]
-    # Not every folder has one: it is newer than the format.
-    generation_path = directory / "generation_config.json"
-    generation = read_json_object(generation_path) if generation_path.is_file() else {}
-    config = family.parse(values, path, generation)
+    config = family.parse(values, path)
+    # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
+    # one id, and this the end of a turn too.
+    newer = directory / "generation_config.json"
+    ids = eos_ids(read_json_object(newer), newer) if newer.is_file() else None
+    if ids is not None:
+        config = dataclasses.replace(config, eos_token_ids=ids)
     adjust = family.adjust(values)
     return Checkpoint(config, family.leaves(config), adjust, family.ignored, family.files)
 

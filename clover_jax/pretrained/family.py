@@ -15,8 +15,8 @@ from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf
 
-# From the fields of config.json, its path for messages, and those of generation_config.json.
-ParseConfig = Callable[[dict[str, Any], Path, dict[str, Any] | None], BaseConfig]
+# From the fields of config.json and its path, for messages.
+ParseConfig = Callable[[dict[str, Any], Path], BaseConfig]
 Adjust = Callable[[str, np.ndarray], np.ndarray]
 
 

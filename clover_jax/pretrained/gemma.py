@@ -50,16 +50,12 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def parse_gemma2_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_gemma2_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Gemma 2 config into ours: every second layer sees everything."""
-    return _parse(GEMMA2_DEFAULTS | values, path, generation, every=2)
+    return _parse(GEMMA2_DEFAULTS | values, path, every=2)
 
 
-def parse_gemma3_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Gemma 3 text config into ours: every sixth layer sees everything."""
     values = GEMMA3_DEFAULTS | values
     # The newer object has a rotation for each type of layer, the older fields one for both.
@@ -72,15 +68,13 @@ def parse_gemma3_config(
     }
 
     every = values.get("sliding_window_pattern") or 6
-    config = _parse(values, path, generation, every)
+    config = _parse(values, path, every)
     # Scaling for long texts concerns the layers that see them.
     local_rope = parse_rope(local | {"rope_parameters": newer.get(SLIDING)}, path)
     return dataclasses.replace(config, query_key_norm=True, local_rope=local_rope)
 
 
-def parse_multimodal_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the config of a Gemma 3 that also reads images into that of its text."""
     text = values.get("text_config")
     if not isinstance(text, dict):
@@ -88,16 +82,14 @@ def parse_multimodal_config(
     # Special tokens may be named outside, for both parts.
     outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
     shared = {name: values[name] for name in outer if values.get(name) is not None}
-    return parse_gemma3_config(shared | text, path, generation)
+    return parse_gemma3_config(shared | text, path)
 
 
-def _parse(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None, every: int
-) -> BaseConfig:
+def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{path}: use_bidirectional_attention is not supported: text is causal")
     llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
-    config = parse_llama_config(llama, path, generation)
+    config = parse_llama_config(llama, path)
 
     # Published configs say the period of the layers that see everything, or list the types.
     full = tuple(range(every - 1, config.num_layers, every))

@@ -45,9 +45,7 @@ SCALE_BIAS = 127
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
-def parse_gpt_oss_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a gpt-oss config into ours; of quantized weights MXFP4 is read."""
     values = DEFAULTS | values | {"mlp_bias": False}
     if values.get("rope_scaling") is None and values.get("rope_parameters") is None:
@@ -61,7 +59,7 @@ def parse_gpt_oss_config(
             f"{values['swiglu_limit']} are not supported, only {CLAMPED_GAIN} and {CLAMP}"
         )
 
-    config = parse_llama_config(values, path, generation)
+    config = parse_llama_config(values, path)
     full = tuple(range(1, config.num_layers, 2))
     if values.get("layer_types") is not None:
         full = read_full_layers(values, 0, path)

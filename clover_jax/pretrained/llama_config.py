@@ -24,9 +24,7 @@ MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory 
 _REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
-def parse_llama_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Llama config into ours; `path` is for the error messages.
 
     Defaults are those of transformers' LlamaConfig, except that the shapes must be given; null is
@@ -47,7 +45,7 @@ def parse_llama_config(
     head_dim, rope = _head_dim(values, path), parse_rope(values, path)
     if rope.share != 1 and values.get("model_type") not in PARTLY_ROTATED:
         raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
-    eps = positive(values, "rms_norm_eps", 1e-6, path)
+    eps, eos = positive(values, "rms_norm_eps", 1e-6, path), eos_ids(values, path)
     try:
         return BaseConfig(
             vocab_size=values["vocab_size"],
@@ -66,7 +64,7 @@ def parse_llama_config(
             mlp_bias=bool(values.get("mlp_bias", False)),
             activation=ACTIVATIONS[values.get("hidden_act", "silu")],
             bos_token_id=values.get("bos_token_id"),
-            eos_token_ids=_eos_ids(values, generation or {}),
+            eos_token_ids=eos or (),
         )
     except (ValueError, TypeError) as error:
         raise UserError(f"{path}: {error}") from error
@@ -203,15 +201,14 @@ def _head_dim(values: dict[str, Any], path: Path) -> int:
     return width // heads
 
 
-def _eos_ids(values: dict[str, Any], generation: dict[str, Any]) -> tuple[int, ...]:
-    # generation_config.json wins: Llama 3's config.json names one id, and its generation config
-    # the end of a turn too.
-    ids = generation.get("eos_token_id")
+def eos_ids(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:
+    """Return the end-of-sequence ids that a config names; None where it does not."""
+    ids = values.get("eos_token_id")
     if ids is None:
-        ids = values.get("eos_token_id")
-    if ids is None:
-        return ()
+        return None
     listed = ids if isinstance(ids, list) else [ids]
     if not all(isinstance(each, int) for each in listed):
-        raise ValueError(f"eos_token_id must be a whole number or a list of them, not {ids!r}")
+        raise UserError(
+            f"{path}: eos_token_id must be a whole number or a list of them, not {ids!r}"
+        )
     return tuple(listed)

@@ -30,34 +30,26 @@ QWEN_DEFAULTS = {
 _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 
-def parse_mistral_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_mistral_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Mistral config into ours."""
     values = MISTRAL_DEFAULTS | values | _NO_BIASES
-    return _with_window(parse_llama_config(values, path, generation), values, 0, path)
+    return _with_window(parse_llama_config(values, path), values, 0, path)
 
 
-def parse_qwen2_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_qwen2_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Qwen2 config into ours: the biases are there without being named."""
-    config = _parse_qwen(QWEN_DEFAULTS | values | _NO_BIASES, path, generation)
+    config = _parse_qwen(QWEN_DEFAULTS | values | _NO_BIASES, path)
     return dataclasses.replace(config, qkv_bias=True)
 
 
-def parse_qwen3_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_qwen3_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Qwen3 config into ours."""
     values = QWEN_DEFAULTS | {"head_dim": 128} | values | {"mlp_bias": False}
-    return dataclasses.replace(_parse_qwen(values, path, generation), query_key_norm=True)
+    return dataclasses.replace(_parse_qwen(values, path), query_key_norm=True)
 
 
-def _parse_qwen(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None
-) -> BaseConfig:
-    config = parse_llama_config(values, path, generation)
+def _parse_qwen(values: dict[str, Any], path: Path) -> BaseConfig:
+    config = parse_llama_config(values, path)
     # These configs give a window even where it is not used.
     if not values.get("use_sliding_window"):
         return config

@@ -37,27 +37,23 @@ QWEN3_MOE_DEFAULTS: dict[str, Any] = {
 }
 
 
-def parse_mixtral_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_mixtral_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Mixtral config into ours: experts in every layer."""
     values = MIXTRAL_DEFAULTS | values | {"attention_bias": False, "mlp_bias": False}
-    config = parse_llama_config(values, path, generation)
+    config = parse_llama_config(values, path)
     window = read_window(values, path)
     size = config.intermediate_size
     return with_experts(config, values, path, "num_local_experts", size, sliding_window=window)
 
 
-def parse_qwen3_moe_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_qwen3_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Qwen3-MoE config into ours: some layers may have one plain MLP."""
     # Published configs and those that transformers writes name the number of experts otherwise.
     name = "num_local_experts" if "num_local_experts" in values else "num_experts"
     values = QWEN3_MOE_DEFAULTS | {name: 128} | values | {"mlp_bias": False}
     for count in ("moe_intermediate_size", "decoder_sparse_step"):
         check_count(values, count, path)
-    config = parse_llama_config(values, path, generation)
+    config = parse_llama_config(values, path)
 
     step, plain = values["decoder_sparse_step"], values["mlp_only_layers"] or []
     dense = (i for i in range(config.num_layers) if i in plain or (i + 1) % step)

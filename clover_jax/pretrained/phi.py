@@ -26,9 +26,7 @@ PHI3_DEFAULTS: dict[str, Any] = {
 }
 
 
-def parse_phi3_config(
-    values: dict[str, Any], path: Path, generation: dict[str, Any] | None = None
-) -> BaseConfig:
+def parse_phi3_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Phi-3 config into ours: no biases, and a window in every layer or none.
 
     The only scaling for long texts is longrope.
@@ -39,7 +37,7 @@ def parse_phi3_config(
         fields = values.get(name)
         if isinstance(fields, dict) and fields.get("rope_type", fields.get("type")) in LONGROPE:
             values[name] = fields | {"rope_type": "longrope"}
-    config = parse_llama_config(values, path, generation)
+    config = parse_llama_config(values, path)
     return dataclasses.replace(config, sliding_window=read_window(values, path))
 
 
