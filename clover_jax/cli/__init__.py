@@ -1,29 +1,20 @@
 """The wrapper that every command goes through, and the flags that several of them share."""
 
-from clover_jax.cli.command import (
-    HELP,
-    STATUS_INTERRUPTED,
-    STATUS_OK,
-    STATUS_SOME_FAILED,
-    STATUS_USER_ERROR,
-    define_common_flags,
-    flag_settings,
-    report,
-    run,
-    stop_signals_as_event,
-    workdir_of,
-)
+import lazy_loader
 
-__all__ = [
-    "HELP",
-    "STATUS_INTERRUPTED",
-    "STATUS_OK",
-    "STATUS_SOME_FAILED",
-    "STATUS_USER_ERROR",
-    "define_common_flags",
-    "flag_settings",
-    "report",
-    "run",
-    "stop_signals_as_event",
-    "workdir_of",
-]
+__getattr__, __dir__, __all__ = lazy_loader.attach(
+    __name__,
+    submod_attrs={
+        "command": [
+            "HELP",
+            "STATUS_INTERRUPTED",
+            "STATUS_OK",
+            "STATUS_SOME_FAILED",
+            "STATUS_USER_ERROR",
+            "report",
+            "run",
+            "stop_signals_as_event",
+        ],
+        "command_flags": ["define_common_flags", "flag_settings", "workdir_of"],
+    },
+)

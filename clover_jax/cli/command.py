@@ -23,21 +23,11 @@ from absl import flags as absl_flags
 
 from clover_jax import __version__
 from clover_jax.cli import command_flags
-from clover_jax.cli.command_flags import define_common_flags, flag_settings, workdir_of
 from clover_jax.cli.help_text import help_text
 from clover_jax.errors import UserError
 from clover_jax.runtime.compilation_cache import use_compilation_cache
 from clover_jax.storage.files import naming
 from clover_jax.storage.jsonl import to_json
-
-__all__ = [
-    "define_common_flags",
-    "flag_settings",
-    "report",
-    "run",
-    "stop_signals_as_event",
-    "workdir_of",
-]
 
 STATUS_OK = 0
 STATUS_SOME_FAILED = 1  # some rows failed, the others are there
