@@ -15,7 +15,7 @@ import numpy as np
 from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
 from clover_jax.errors import UserError
-from clover_jax.interchange.layout import Layout
+from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
 from clover_jax.interchange.llama_fields import beyond_llama, llama_fields
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count, parse_llama_config
@@ -85,12 +85,7 @@ def config_fields(config: Clover2Config, base: BaseModel) -> dict[str, Any]:
 def check_exportable(config: Clover2Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     layer, rope = config.layer, config.layer.rope
-    if config.draft_to_target is not None:
-        raise UserError(
-            f"this head drafts over {config.draft_vocab_size} of the base's {config.vocab_size} "
-            "tokens, and the official Clover-2 layout has no draft vocabulary; train one without "
-            "--draft_vocab to export it"
-        )
+    refuse_draft_vocabulary(config, "official Clover-2")
 
     # The release builds Llama's layers, with one flag for all biases of the attention.
     if beyond := beyond_llama(layer):

@@ -14,7 +14,7 @@ from typing import Any
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.dflash2 import DFlash2Config, method_loss, output_of
 from clover_jax.errors import UserError
-from clover_jax.interchange.layout import Layout
+from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
 from clover_jax.interchange.llama_fields import llama_fields
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import check_count
@@ -120,12 +120,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
 
 def check_exportable(config: DFlash2Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
-    if config.draft_to_target is not None:
-        raise UserError(
-            f"this head drafts over {len(config.draft_to_target)} of the base's "
-            f"{config.vocab_size} tokens, and the DFlash layout has no draft vocabulary; train one "
-            "without --draft_vocab to export it"
-        )
+    refuse_draft_vocabulary(config, "DFlash")
     _layer_ids(config, base)
 
 

@@ -21,7 +21,7 @@ import numpy as np
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle import METHOD_LOSS, EagleConfig
 from clover_jax.errors import UserError
-from clover_jax.interchange.layout import Layout
+from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
 from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields, read_eagle_layer
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import layer_leaves
@@ -59,12 +59,7 @@ def config_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
 
 def check_exportable(config: EagleConfig, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
-    if config.draft_to_target is not None:
-        raise UserError(
-            f"this head drafts over {len(config.draft_to_target)} of the base's "
-            f"{config.vocab_size} tokens, and the EAGLE-1 layout has no draft vocabulary; train "
-            "one without --draft_vocab to export it"
-        )
+    refuse_draft_vocabulary(config, "EAGLE-1")
     check_llama_layer(config.layer)
 
 

@@ -9,7 +9,8 @@ from typing import Any
 
 import numpy as np
 
-from clover_jax.config import BaseConfig
+from clover_jax.config import BaseConfig, DrafterConfig
+from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.tensor_map import Leaf
 
@@ -45,3 +46,13 @@ class Layout:
     optional: tuple[str, ...] = ()
     file: str = "model.safetensors"
     warning: str | None = None
+
+
+def refuse_draft_vocabulary(config: DrafterConfig, layout: str) -> None:
+    """Raise UserError for a head over a part of the vocabulary, which most layouts cannot say."""
+    if config.draft_to_target is not None:
+        raise UserError(
+            f"this head drafts over {config.draft_vocab_size} of the base's {config.vocab_size} "
+            f"tokens, and the {layout} layout has no draft vocabulary; train one without "
+            "--draft_vocab to export it"
+        )

@@ -14,7 +14,7 @@ from typing import Any
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.medusa import MedusaConfig, make_config
 from clover_jax.errors import UserError
-from clover_jax.interchange.layout import Layout
+from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count
 from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
@@ -82,12 +82,7 @@ def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
 
 def check_exportable(config: MedusaConfig, base: BaseConfig) -> None:
     """Raise UserError for heads without whole output matrices of their own."""
-    if config.draft_to_target is not None:
-        raise UserError(
-            f"these heads draft over {config.draft_vocab_size} of the base's {config.vocab_size} "
-            "tokens, and Medusa's layouts have no draft vocabulary; train without --draft_vocab to "
-            "export them"
-        )
+    refuse_draft_vocabulary(config, "Medusa")
     # The base's matrix is not copied for each head: it may be tied, or quantized here.
     if not config.own_output:
         raise UserError(
