@@ -21,7 +21,7 @@ from clover_jax.interchange.layouts import NATIVE, recognise
 from clover_jax.interchange.orbax_params import check_folder, read_leaf
 from clover_jax.models.int8 import Int8Matrix, widen
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.fingerprint import differences, fingerprint
+from clover_jax.pretrained.fingerprint import described_differences, fingerprint
 from clover_jax.pretrained.loading import place_as
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles, check_finite
@@ -197,15 +197,10 @@ def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
 
 
 def _check_base(card: Card, base: BaseModel, source: str) -> None:
-    differing = differences(card.base, fingerprint(base))
-    if differing:
-        # The beginning of a hash is enough to tell it from another.
-        listed = ", ".join(
-            f"{name} {str(a)[:12]} against {str(b)[:12]}" for name, (a, b) in differing.items()
-        )
+    if differing := described_differences(card.base, fingerprint(base)):
         raise UserError(
-            f"draft {source} was trained for another base than {base.source}: {listed}; give the "
-            "base that it was trained for, or --allow_base_mismatch"
+            f"draft {source} was trained for another base than {base.source}: {differing}; give "
+            "the base that it was trained for, or --allow_base_mismatch"
         )
 
 

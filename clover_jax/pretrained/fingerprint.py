@@ -103,6 +103,13 @@ def _mixed(bits: Array) -> Array:
     return bits ^ (bits >> 16)
 
 
+def described_differences(draft: BaseFingerprint, base: BaseFingerprint) -> str:
+    """Return `differences` in words, "" for none: "lm_head 1a2b against 3c4d", and so on."""
+    # The beginning of a hash is enough to tell it from another.
+    pairs = differences(draft, base).items()
+    return ", ".join(f"{name} {str(a)[:12]} against {str(b)[:12]}" for name, (a, b) in pairs)
+
+
 def differences(draft: BaseFingerprint, base: BaseFingerprint) -> dict[str, tuple]:
     """Return name -> (the draft's value, the base's value) where two fingerprints disagree."""
     pairs = {

@@ -15,7 +15,7 @@ from clover_jax.decoding.tree import Tree, default_tree, parse_tree
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.fingerprint import BaseFingerprint, differences, fingerprint
+from clover_jax.pretrained.fingerprint import BaseFingerprint, described_differences, fingerprint
 from clover_jax.pretrained.loading import load_base
 from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.runtime.dtypes import resolve_dtype
@@ -156,14 +156,10 @@ def open_data(
     assert isinstance(data.samples, PreparedSamples)  # others have no activations
     # Another base of the same sizes would train without an error, towards the wrong states.
     theirs = BaseFingerprint.from_dict(data.samples.hidden_made_from["base"])
-    differing = differences(theirs, base_fingerprint)
-    if differing:
-        listed = ", ".join(
-            f"{name} {str(a)[:12]} against {str(b)[:12]}" for name, (a, b) in differing.items()
-        )
+    if differing := described_differences(theirs, base_fingerprint):
         raise UserError(
             f"the activations in {settings.data} are of another base than {base.source}: "
-            f"{listed}; give the base they were made with, or --teacher=online"
+            f"{differing}; give the base they were made with, or --teacher=online"
         )
     return data
 
