@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 
 from jax.sharding import Mesh
@@ -20,6 +19,7 @@ from clover_jax.generation.row_stream import source_size
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, check_names, load
 from clover_jax.loading.spec import NO_DRAFT
+from clover_jax.runtime.progress import say
 from clover_jax.tree_search.attention_trial import with_attention
 from clover_jax.tree_search.auto_tree import with_auto_tree
 
@@ -114,7 +114,7 @@ def _with_tree_that_pays(
     if chosen.draft is not None:
         return chosen
     # A draft is there to be measured: the report then shows by how much it does not pay.
-    print(f"{name} is measured with {models.tree.name} all the same", file=sys.stderr, flush=True)
+    say(f"{name} is measured with {models.tree.name} all the same")
     return models
 
 
@@ -134,7 +134,7 @@ def make_engines(methods: Sequence[Method], plan: Plan) -> dict[int, dict[str, E
 
     def engine(models: Models, size: int) -> Engine:
         room = source_size(models, plan.prompts)
-        return models.engine(size, plan.sampling, plan.seed, source_size=room)
+        return models.engine(size, plan.sampling, seed=plan.seed, source_size=room)
 
     return {
         size: {method.name: engine(method.models, size) for method in methods}

@@ -92,7 +92,7 @@ def judge(
         others = [(number, None) for number in equal[:_EQUAL_ROWS]]
         cases = [_case(plain[number], one, plan) for number, one in [*divergences, *others]]
         sizes = (1, max(*plan.batch_sizes, _LEAST_BATCH))
-        engines = (vanilla.models.engine(size, plan.sampling, plan.seed) for size in sizes)
+        engines = (vanilla.models.engine(size, plan.sampling, seed=plan.seed) for size in sizes)
         judged = classify(cases, vanilla.models.base.params, *engines)
         divergences = [(number, one) for (number, _), one in zip(divergences, judged, strict=True)]
 

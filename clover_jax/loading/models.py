@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
@@ -115,33 +115,10 @@ class Models:
         """Return the same models with another tree."""
         return dataclasses.replace(self, tree=tree)
 
-    def engine(
-        self,
-        batch_size: int,
-        sampling: SamplingConfig = GREEDY,
-        seed: int = 0,
-        steps_per_chunk: int = 8,
-        source_size: int = 0,
-        adapts: bool = False,
-    ) -> Engine:
-        """Return an engine with `batch_size` slots.
-
-        source_size: tokens of other text that a row may bring to copy from.
-        adapts: whether each chunk of steps runs by the cheapest rules that its rows allow.
-        """
-        return Engine(
-            self.base.config,
-            self.head,
-            self.tree,
-            sampling,
-            seed=seed,
-            batch_size=batch_size,
-            steps_per_chunk=steps_per_chunk,
-            source_size=source_size,
-            adapts=adapts,
-            mesh=self.mesh,
-            attention=self.attention,
-        )
+    def engine(self, batch_size: int, sampling: SamplingConfig = GREEDY, **options: Any) -> Engine:
+        """Return an engine with `batch_size` slots; options are those of `Engine`."""
+        options |= {"batch_size": batch_size, "mesh": self.mesh, "attention": self.attention}
+        return Engine(self.base.config, self.head, self.tree, sampling, **options)
 
 
 def load(spec: ModelSpec, plain: Models | None = None) -> Models:

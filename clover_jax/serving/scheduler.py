@@ -91,8 +91,8 @@ class Scheduler:
         self._engine = self._models.engine(
             options.batch_size,
             SamplingConfig("lossless", truncate=True, biased=True),
-            options.seed,
-            MOST_STEPS,
+            seed=options.seed,
+            steps_per_chunk=MOST_STEPS,
             source_size=-(-room // CACHE_CHUNK) * CACHE_CHUNK,
             adapts=True,
         )
@@ -329,7 +329,6 @@ class Updates:
         self._has_ended = False
 
     def __aiter__(self) -> Updates:
-        """Return itself."""
         return self
 
     async def __anext__(self) -> TurnProgress:
