@@ -22,6 +22,7 @@ from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.conversion.options import ConvertOptions
 from clover_jax.loading.spec import ModelSpec
+from clover_jax.runtime.progress import say
 
 
 def define_flags(flags):
@@ -35,7 +36,7 @@ def main(flags) -> int:
     """Run the command."""
     report = execute(flags)
     if flags.verify:
-        print(_verdict(report), file=sys.stderr, flush=True)
+        say(_verdict(report))
     cli.report(report)
     return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-import sys
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from clover_jax.benchmark.step_shapes import StepShapes, gigabytes, step_shapes
 from clover_jax.errors import UserError
 from clover_jax.pretrained.shapes import cast_shapes
 from clover_jax.runtime.dtypes import resolve_dtype
-from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.progress import passing_note, say
 from clover_jax.sharding.device_bytes import bytes_per_device, gathered_bytes, whole_over_rows
 from clover_jax.sharding.meshes import AnyMesh, MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.sharding.placement import param_shardings
@@ -188,7 +187,7 @@ def dry_run_compiled(
         with passing_note(f"compiling for {target.name}"):
             compiled, text = compile_training_step(step, dry.mesh, target)
     except NoCompiler as error:
-        print(f"figures are computed only: {error}", file=sys.stderr, flush=True)
+        say(f"figures are computed only: {error}")
         return None
 
     if place is not None:

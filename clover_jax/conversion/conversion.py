@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +24,7 @@ from clover_jax.interchange.write_head import write_foreign, write_native
 from clover_jax.loading.models import load
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.loading import open_base
+from clover_jax.runtime.progress import say
 from clover_jax.storage.files import check_replaceable, put_in_place, scratch_directory
 
 
@@ -107,8 +107,7 @@ def write_head(output: Path, head: StoredHead, to: str, base: BaseModel, source:
         return
     layout = layout_for(to, head.config.kind)
     write_foreign(output, head, layout, base)
-    if layout.warning:
-        print(layout.warning, file=sys.stderr, flush=True)
+    say(layout.warning)
 
 
 def _check_output(output: Path, options: ConvertOptions, base: BaseModel) -> None:

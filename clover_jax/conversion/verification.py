@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from clover_jax.interchange.directory import read_draft
 from clover_jax.interchange.stored_head import StoredHead
 from clover_jax.loading.models import Models
 from clover_jax.pretrained.base import BaseModel
+from clover_jax.runtime.progress import say
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from clover_jax.training.decoding_eval import evaluation_prompts
 
@@ -69,13 +69,13 @@ def verification_prompts(
         source = f"--data={data}, which the head was trained with"
     except UserError as error:
         # Heads travel, and their data stay where they were; any text tells two heads apart.
-        print(f"the data of this head cannot be read here: {error}", file=sys.stderr, flush=True)
+        say(f"the data of this head cannot be read here: {error}")
         ids = []
     if not ids:
         step = max(1, base.config.vocab_size // count)
         ids = [[token] for token in range(0, base.config.vocab_size, step)]
         source = "single tokens of the base's vocabulary"
-    print(f"prompts to verify with: {source}", file=sys.stderr, flush=True)
+    say(f"prompts to verify with: {source}")
     return [Prompt(index, source, prompt_ids=tuple(row)) for index, row in enumerate(ids[:count])]
 
 

@@ -105,7 +105,6 @@ class CutInPieces(FlatMapTransform):
     """Cut a sample into pieces of at most `seq_len` tokens that have something to train on."""
 
     def __init__(self, seq_len: int):
-        """Take the longest piece's length."""
         self.seq_len = seq_len
 
     def flat_map(self, element: dict[str, np.ndarray]) -> list[dict[str, np.ndarray]]:

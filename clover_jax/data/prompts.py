@@ -86,9 +86,9 @@ class BadPrompt:
     error: str
 
 
-def text_prompt(text: str, source: str = "--prompt") -> Prompt:
+def text_prompt(text: str) -> Prompt:
     """Return the row of a prompt that was given as text, on the command line for example."""
-    return parse_prompt({"prompt": text}, index=0, source=source)
+    return parse_prompt({"prompt": text}, index=0, source="--prompt")
 
 
 def shipped_prompts(base: Path, instead: str) -> Path:

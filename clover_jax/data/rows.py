@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import IO, Any
 
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 STANDARD_INPUT = Path("-")
 # They say where a row is from, not what to do with it.
@@ -75,7 +76,7 @@ def tell_unread(fields: collections.Counter[str], source: str) -> None:
     if len(unread) > len(listed):
         listed.append("...")
     if listed:
-        print(f"{source}: no command reads {', '.join(listed)}", file=sys.stderr, flush=True)
+        say(f"{source}: no command reads {', '.join(listed)}")
 
 
 def is_text(value: Any) -> bool:

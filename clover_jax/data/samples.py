@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
@@ -11,6 +10,7 @@ import numpy as np
 from clover_jax.data.chat import Encoded, encode_record
 from clover_jax.data.records import Record, Text, cut_text
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -99,4 +99,4 @@ class RecordSamples:
         # Each time that there are ten times as many: the run goes on, and may be long.
         if str(len(self.refused)).strip("0") == "1":
             number = f"{len(self.refused)} samples" if len(self.refused) > 1 else "a sample"
-            print(f"left out {number}: {reason}", file=sys.stderr, flush=True)
+            say(f"left out {number}: {reason}")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -15,6 +14,7 @@ from clover_jax.data.records import Record, data_hash
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples, Samples
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 from clover_jax.tokenizers.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def load_training_data(
     counts = look_at(samples)
     counts.check(samples)
     for line in counts.warnings(samples):
-        print(line, file=sys.stderr, flush=True)
+        say(line)
     identity = sample_identity(data_hash(records.train), tokenizer)
     return TrainingData(samples, records.heldout, identity)
 

@@ -22,7 +22,6 @@ class AcceptedLengths:
     """
 
     def __init__(self):
-        """Start from nothing."""
         self.tokens = self.forwards = 0
         self._tokens_of_forwards = 0
         self._counts: collections.Counter[int] = collections.Counter()

@@ -140,7 +140,6 @@ class Clover(Drafter):
         self.heads = ResidualHeads(cfg.num_positions, cfg.layer.hidden_size)
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return the Augmenting Block's cache."""
         return init_cache(
             self.config.layer, self.config.num_augmenting_layers, batch, length, dtype
         )
@@ -148,7 +147,6 @@ class Clover(Drafter):
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[CloverState, Cache]:
-        """Run the Augmenting Block over accepted positions; see the contract."""
         trunk = functools.partial(augment, self.augmenting, accepted.features)
         last, cache = absorb_positions(trunk, accepted, cache)
         if self.regressive is None:
@@ -159,7 +157,6 @@ class Clover(Drafter):
         return CloverState(self._follow(frozen, last, token)), cache
 
     def propose(self, frozen: Frozen, state: CloverState, depth: int) -> Float[Array, "B W Vd"]:
-        """Return the logits of the tokens after each branch."""
         return self.logits(frozen, self._output(frozen, state.state, depth), depth)
 
     def advance(

@@ -96,7 +96,6 @@ class Clover2(Drafter):
             self.projector_1_bias = self.param("projector_1_bias", zeros, (width,))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return the Augmenting Block's cache."""
         return init_cache(
             self.config.layer, self.config.num_augmenting_layers, batch, length, dtype
         )
@@ -104,13 +103,11 @@ class Clover2(Drafter):
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[Clover2State, Cache]:
-        """Run the trunk over accepted positions; see the contract."""
         trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
         root, cache = absorb_positions(trunk, accepted, cache)
         return Clover2State(state=root, embedded=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:
-        """Return the logits of the tokens after each branch."""
         if depth == 0:
             return self.logits(frozen, self._first_output(state.state), depth)
         return self.logits(frozen, self._joint_output(state), depth)

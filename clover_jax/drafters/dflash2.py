@@ -139,12 +139,10 @@ class DFlash2(Drafter):
 
     @property
     def num_anchors(self) -> int:
-        """Places of a row at most that a training step is given."""
         return self.config.num_anchors
 
     @property
     def rescores(self) -> bool:
-        """Whether there is a selector."""
         return self.config.rank > 0
 
     @property
@@ -169,7 +167,6 @@ class DFlash2(Drafter):
             self.selector_gate = self.param("selector_gate", spread, (width, cfg.rank))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return the layers' cache of the context."""
         return init_cache(self.config.layer, self.config.num_layers, batch, length, dtype)
 
     def absorb(
@@ -252,7 +249,6 @@ class DFlash2(Drafter):
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D+r"], position: int
     ) -> Float[Array, "*b Vd"]:
-        """Return U."""
         width = self.config.layer.hidden_size
         return head_logits(self.config, frozen, hidden[..., :width])
 

@@ -105,7 +105,6 @@ class Eagle(LayerDrafter):
         length: Int[Array, " B"] | None = None,
         attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
-        """Return o and the layer's fresh keys and values."""
         # Two products instead of one over a concatenation, which would be stored first.
         x = embedded @ self.fc[0] + state @ self.fc[1]
         if self.config.fc_bias:

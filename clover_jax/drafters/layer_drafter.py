@@ -96,7 +96,6 @@ class LayerDrafter(Drafter, abc.ABC):
     config: DrafterConfig
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return the layer's cache."""
         return init_cache(self.config.layer, 1, batch, length, dtype)
 
     def absorb(
@@ -115,7 +114,6 @@ class LayerDrafter(Drafter, abc.ABC):
         return BranchState(root, path, (accepted.start + accepted.count)[:, None]), cache
 
     def propose(self, frozen: Frozen, state: BranchState, depth: int) -> Float[Array, "B W Vd"]:
-        """Return the logits of the tokens after each branch."""
         return self.logits(frozen, state.hidden, depth)
 
     def advance(

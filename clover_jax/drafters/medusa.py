@@ -81,12 +81,10 @@ class Medusa(Drafter):
 
     @property
     def output_params(self) -> tuple[str, ...]:
-        """Names of the params that `logits` reads."""
         cfg = self.config
         return tuple(f"lm_head_{i}" for i in range(cfg.num_positions if cfg.own_output else 0))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return no cache."""
         return ()
 
     def absorb(
@@ -97,7 +95,6 @@ class Medusa(Drafter):
 
     @property
     def reads_lm_head(self) -> bool:
-        """Whether the base's output matrix is needed in decoding."""
         return not self.config.own_output
 
     def propose(self, frozen: Frozen, state: MedusaState, depth: int) -> Float[Array, "B 1 Vd"]:
@@ -123,13 +120,11 @@ class Medusa(Drafter):
         batch: Batch,
         rng: Array | None = None,
     ) -> Float[Array, "P B S D"]:
-        """Return u^i of every position of the text."""
         return jnp.stack([self.heads(features, i) for i in range(self.config.num_positions)])
 
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
-        """Return lm_head_i u^i."""
         # A head of its own for each position, or the base's for all.
         own = self.matrices[position] if self.matrices else None
         return head_logits(self.config, frozen, hidden) if own is None else project(own, hidden)

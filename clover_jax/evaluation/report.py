@@ -71,12 +71,8 @@ def build_report(
         "split_turns": split_rounds(passes),
         "step_timing": METHOD,
         "training": {name: rows for name, rows in training.items() if rows},
-        # Mismatches first: they are what a reader looks for.
         "divergences": {
-            name: [
-                dataclasses.asdict(one)
-                for one in sorted(by_row.values(), key=lambda one: not one.is_mismatch)
-            ]
+            name: [dataclasses.asdict(one) for one in by_row.values()]
             for name, by_row in measured.divergences.items()
         },
     }

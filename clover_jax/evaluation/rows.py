@@ -40,7 +40,6 @@ class RowMaker:
     """Makes output rows of events; one for each pass over prompts."""
 
     def __init__(self):
-        """Start with no rows on their way."""
         self._forwards: dict[int, dict[str, list]] = {}
 
     def take(self, event: RowEvent) -> dict[str, Any] | None:

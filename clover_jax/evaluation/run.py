@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,7 +35,7 @@ from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
-from clover_jax.runtime.progress import Progress, passing_note, progress_bar
+from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
 from clover_jax.runtime.provenance import git_revision
 from clover_jax.tree_search.auto_tree import check_one_process
 
@@ -66,7 +65,7 @@ def evaluate(
             prompts = from_primary(lambda: read_prompts_and_mistakes(source))
 
         plan = make_plan(options, settings, plain, prompts, str(source))
-        _notice(template_notice(plan.prompts, plain.tokenizer))
+        say(template_notice(plan.prompts, plain.tokenizer))
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan)
 
@@ -95,11 +94,6 @@ def evaluate(
 def _journal(options: Options) -> PassJournal:
     here = conditions(options.spec.mesh)
     return PassJournal(options.directory, here, options.overwrite, git_revision())
-
-
-def _notice(line: str | None) -> None:
-    if line:
-        print(line, file=sys.stderr, flush=True)
 
 
 def make_plan(
@@ -143,7 +137,7 @@ def _positions(prompt: Prompt | BadPrompt, models: Models, settings: GenerationS
 def _decode(evaluation: Evaluation) -> None:
     """Run the passes that are not done, and say first what earlier sessions have left."""
     if evaluation.journal.num_dropped:
-        _notice(
+        say(
             f"{evaluation.journal.num_dropped} timed passes are of another machine or version, "
             "and are run again"
         )
@@ -151,7 +145,7 @@ def _decode(evaluation: Evaluation) -> None:
     if rows:
         total = evaluation.num_rows(evaluation.keys)
         done = total - evaluation.num_rows(evaluation.todo)
-        _notice(f"{rows} rows and {done} of {total} timed rows are there already")
+        say(f"{rows} rows and {done} of {total} timed rows are there already")
     evaluation.run_passes()
 
 

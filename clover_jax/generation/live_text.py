@@ -25,7 +25,6 @@ class LiveText:
     """
 
     def __init__(self, file: TextIO, tokenizer: PreTrainedTokenizerBase | None):
-        """Write to `file`."""
         self._file, self._tokenizer = file, tokenizer
         self._in_colour = wants_colour(file)
         self._turn_number = 0  # within its row

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
@@ -14,7 +13,7 @@ from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary
-from clover_jax.runtime.progress import Progress
+from clover_jax.runtime.progress import Progress, say
 from clover_jax.storage.jsonl import to_json
 from clover_jax.storage.row_writer import RowWriter
 
@@ -86,7 +85,6 @@ class DecodingClock:
     """Seconds since it was made, without those in which programs were compiled."""
 
     def __init__(self, compiling: CompileClock):
-        """Start now."""
         self._compiling = compiling
         self._started = time.perf_counter() - compiling.seconds
 
@@ -127,4 +125,4 @@ def decode_live(stream: RowStream, sink: RowSink, totals: RowTotals, screen: Liv
             sink.append(event.row)
             totals.add(event.row)
             if "skipped" in event.row:
-                print(event.row["skipped"], file=sys.stderr, flush=True)
+                say(event.row["skipped"])

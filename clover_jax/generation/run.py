@@ -41,7 +41,7 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
-from clover_jax.runtime.progress import Progress, passing_note, progress_bar
+from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
 from clover_jax.storage.jsonl import read_rows
 from clover_jax.storage.row_shards import join_rows
 from clover_jax.tree_search.attention_trial import with_attention
@@ -80,10 +80,9 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
         if prompts is None:
             shipped = shipped_prompts(models.base.directory, "--prompt=TEXT or --prompts=FILE")
             prompts = from_primary(lambda: read_prompts(shipped)[:1])
-        notice = template_notice(prompts, models.tokenizer)
-        notices = (notice, shape_notice(spec.base), quantization_notice(spec.int8))
-        for line in filter(None, notices):
-            print(line, file=sys.stderr, flush=True)
+        say(template_notice(prompts, models.tokenizer))
+        say(shape_notice(spec.base))
+        say(quantization_notice(spec.int8))
 
         # Before anything is written: a tree may not suit its head or the rules of sampling.
         models.engine(1, sampling_for(settings, prompts), source_size=source_size(models, prompts))
@@ -117,8 +116,7 @@ def _notice_predictions(models: Models, prompts: Sequence[Prompt | BadPrompt]) -
     given = [row for row in prompts if isinstance(row, Prompt) and row.prediction is not None]
     if given and not models.copies:
         how = "--copy=16" if models.draft else "--draft=lookup"
-        line = f"{len(given)} rows bring a prediction, which nothing copies from: give {how}"
-        print(line, file=sys.stderr, flush=True)
+        say(f"{len(given)} rows bring a prediction, which nothing copies from: give {how}")
 
 
 def _open_sink(
@@ -160,7 +158,7 @@ def _decode(
         totals.add(row)
     tokens_before = totals.tokens
     if sink.finished:
-        print(f"{sink.finished} rows are in {options.path} already", file=sys.stderr, flush=True)
+        say(f"{sink.finished} rows are in {options.path} already")
 
     rows = options.part.rows(len(prompts))
     stream = open_stream(
@@ -189,7 +187,7 @@ def _decode(
 
     new_tokens = totals.tokens - tokens_before
     speed = round(new_tokens / seconds, 2) if new_tokens else None
-    print(totals.summary(speed), file=sys.stderr, flush=True)
+    say(totals.summary(speed))
     return totals.to_dict() | {
         "seconds": round(sink.earlier_seconds + seconds, 3),
         "compile_seconds": round(compiling.seconds, 3),

@@ -23,7 +23,6 @@ class RMSNorm(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Normalise the last axis."""
         scale = self.param("scale", nn.initializers.ones, (x.shape[-1],))
         return rms_norm(x, scale, self.eps)
 

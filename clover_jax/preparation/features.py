@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -23,7 +22,7 @@ from clover_jax.preparation.options import PrepareOptions
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.runtime.distributed import from_primary
-from clover_jax.runtime.progress import progress_bar
+from clover_jax.runtime.progress import progress_bar, say
 from clover_jax.sharding.placement import gathered, row_shardings
 from clover_jax.training.teacher import read_base, stored_names
 
@@ -153,12 +152,12 @@ def _agree_to_size(needed: int, there: int, options: PrepareOptions) -> None:
     # Shards of an earlier run take no more room than they do.
     free = shutil.disk_usage(options.directory).free
     where = f"in {options.directory}, {free / 1e9:.1f} GB are free"
-    say = f"{needed / 1e9:.1f} GB for activations {where}"
-    print(say, file=sys.stderr, flush=True)
+    sizes = f"{needed / 1e9:.1f} GB for activations {where}"
+    say(sizes)
     if needed - there > free:
-        raise UserError(f"the disk is too small: {say}; give an --output elsewhere, or less data")
+        raise UserError(f"the disk is too small: {sizes}; give an --output elsewhere, or less data")
     if needed > ASK_FROM and not options.yes:
-        raise UserError(f"this takes {say}; add --yes to agree")
+        raise UserError(f"this takes {sizes}; add --yes to agree")
 
 
 def make_records(

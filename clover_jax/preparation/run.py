@@ -21,7 +21,7 @@ from clover_jax.pretrained.loading import describe_base, load_base
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import from_primary, is_primary, process_count
 from clover_jax.runtime.dtypes import resolve_dtype
-from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.progress import passing_note, say
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import place_on
 from clover_jax.storage.files import only_process_in
@@ -51,8 +51,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     reading = Reading(tokenizer, config.vocab_size, config.eos_token_ids)
     with passing_note(f"reading {options.data}"):
         records = read_records(options.data)
-    if notice := template_notice(records.train, tokenizer):
-        print(notice, file=sys.stderr, flush=True)
+    say(template_notice(records.train, tokenizer))
 
     if options.preview:
         return _preview(records, reading, options)
@@ -113,7 +112,7 @@ def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dic
     counts = look_at(samples)
     counts.check(samples, options.max_truncated)
     for line in counts.warnings(samples):
-        print(line, file=sys.stderr, flush=True)
+        say(line)
     return {"looked_at": counts.to_dict(), "samples": len(samples)}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -14,7 +13,7 @@ from clover_jax.data.samples import RecordSamples
 from clover_jax.data.shards import ShardWriter, in_shards
 from clover_jax.data.training_data import sample_identity
 from clover_jax.preparation.options import PrepareOptions
-from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.runtime.progress import Progress, progress_bar, say
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -71,7 +70,7 @@ def _write_split(
     if manifest == TRAIN:
         counts.check(samples, options.max_truncated)
         for line in counts.warnings(samples):
-            print(line, file=sys.stderr, flush=True)
+            say(line)
     return writer.finish(counts=counts.to_dict())
 
 

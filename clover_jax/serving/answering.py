@@ -35,7 +35,6 @@ class Answering(Response):
     """The response to one call, decoded while it is sent; a client that goes away ends it."""
 
     def __init__(self, service: Service, ready: Ready, call: Call):
-        """Take the call; `ready` decodes it."""
         super().__init__()
         self._service, self._call = service, call
         self._scheduler = ready.scheduler_with(call.draft)

@@ -14,15 +14,12 @@ class FairQueue(Generic[Job]):
     """Jobs that wait: one of each client in turn, however many it has."""
 
     def __init__(self):
-        """Begin empty."""
         self._jobs: collections.OrderedDict[str, collections.deque[Job]] = collections.OrderedDict()
 
     def __len__(self) -> int:
-        """Return how many jobs wait."""
         return sum(map(len, self._jobs.values()))
 
     def __iter__(self) -> Iterator[Job]:
-        """Iterate over all jobs."""
         return itertools.chain.from_iterable(self._jobs.values())
 
     def push(self, client: str, job: Job) -> None:

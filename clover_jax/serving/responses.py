@@ -241,7 +241,6 @@ class ChatAnswers(Answers):
     prefix = "chatcmpl"
 
     def first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
-        """Return the chunk with the role of the speaker."""
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk(choice)]

@@ -28,7 +28,6 @@ class DraftWriter:
     """Writes native draft directories, each replaced atomically."""
 
     def __init__(self, workdir: Path, settings: TrainSettings, inputs: TrainInputs):
-        """Take what is the same for every step of a run."""
         self._workdir, self._inputs = workdir, inputs
         # Read once: a checkout may change under a run that takes days.
         self._provenance = {

@@ -169,7 +169,6 @@ class Clock:
     """
 
     def __init__(self):
-        """Start."""
         self._compiling = CompileClock()
         self._restart()
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from clover_jax.loading.decode_states import cache_size, fitting_context, runnin
 from clover_jax.loading.models import Models
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import KeyValue
-from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.progress import passing_note, say
 from clover_jax.timing.parts import Bench, step_part
 from clover_jax.timing.turns import time_in_turns
 from clover_jax.tree_search.disk_cache import cache_folder, machine, remembered
@@ -53,7 +52,7 @@ def with_attention(
         trial = remembered(
             "attention", key, lambda: compare(models, batch, context, kernel), cache_folder()
         )
-    print(trial["line"], file=sys.stderr, flush=True)
+    say(trial["line"])
     return dataclasses.replace(models, attention=trial["attention"])
 
 

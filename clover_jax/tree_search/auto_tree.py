@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -19,7 +18,7 @@ from clover_jax.errors import UserError
 from clover_jax.loading.identity import identity_of
 from clover_jax.loading.models import Models
 from clover_jax.runtime.distributed import process_count
-from clover_jax.runtime.progress import passing_note
+from clover_jax.runtime.progress import passing_note, say
 from clover_jax.storage.json_files import read_json_object
 from clover_jax.storage.row_writer import manifest_path
 from clover_jax.timing.loops import steps_at_once
@@ -82,7 +81,7 @@ def with_auto_tree(
     # Another update or machine may choose another tree, which would be refused beside these rows.
     begun = None if rows is None else _tree_of(rows)
     if begun is not None:
-        _explain([f"{rows} was begun with the tree {begun.name}"])
+        say(f"{rows} was begun with the tree {begun.name}")
         return models.with_tree(begun) if begun.num_nodes else models.plain()
 
     # Parts of a step and the head's ranks select the trees for a trial.
@@ -92,12 +91,12 @@ def with_auto_tree(
         ranks = _ranks(models, prompts, warping)
     by_rank = sampling.draft_sampling == "topk"
     choice = choose_tree(costs, ranks, gaps=by_rank)
-    _explain(describe_prospects(choice, costs))
+    say("\n".join(describe_prospects(choice, costs)))
     assert models.head is not None  # only a head's tree is searched
     only_copies = models.head.config.kind == "lookup"
     trees = finalists(choice, by_rank=by_rank, only_copies=only_copies)
     if not trees:
-        _explain(["no tree comes near paying: plain decoding"])
+        say("no tree comes near paying: plain decoding")
         return models.plain()
 
     # Whole runs decide between them: parts leave out the host, and the places where steps begin.
@@ -106,7 +105,8 @@ def with_auto_tree(
     with passing_note(f"trying {len(trees)} trees"):
         of_plain, *trials = _trials(ways, rounds, sampling, warping, batch_size)
     num_prompts = len({tuple(prompt) for prompts in rounds for prompt in prompts})
-    _explain(describe([_name(tree) for tree in trees], trials, of_plain, num_prompts))
+    lines = describe([_name(tree) for tree in trees], trials, of_plain, num_prompts)
+    say("\n".join(lines))
     best = fastest([speed_up(trial, of_plain) for trial in trials])
     return ways[0 if best is None else best + 1]
 
@@ -119,11 +119,6 @@ def _tree_of(rows: Path) -> Tree | None:
         return parse_tree(read_json_object(manifest_path(rows))["settings"]["tree"])
     except (UserError, KeyError, TypeError, AttributeError):
         return None  # `RowWriter` reports what is wrong with the manifest
-
-
-def _explain(lines: Sequence[str]) -> None:
-    for line in lines:
-        print(line, file=sys.stderr, flush=True)
 
 
 def _name(tree: Tree) -> str:
