@@ -23,15 +23,13 @@ class AdaptiveTree(JsonConfig):
     width: nodes expanded on a level at most.
     """
 
-    name: str
+    name: str = dataclasses.field(compare=False)
     rule: str
     nodes: int
     depth: int
     width: int
 
     def __post_init__(self):
-        if self.rule not in ("dynamic", "clover4"):
-            raise UserError(f"tree {self.name!r}: rule {self.rule!r} is not dynamic or clover4")
         if min(self.nodes, self.depth, self.width) < 1:
             raise UserError(
                 f"tree {self.name!r}: nodes ({self.nodes}), depth ({self.depth}) and width "

@@ -44,11 +44,11 @@ class Level(NamedTuple):
 class TreeConfig(JsonConfig):
     """A static tree; fixes the shapes of the compiled step.
 
-    name: what the user wrote ("paper25", "chain:4", ...).
+    name: what the user wrote ("paper25", "chain:4", ...); trees of other names may be equal.
     paths: child ranks of every node, any order; every prefix of a path is a path.
     """
 
-    name: str
+    name: str = dataclasses.field(compare=False)
     paths: tuple[tuple[int, ...], ...] = ()
 
     def __post_init__(self):
@@ -167,7 +167,7 @@ class CopyTree(JsonConfig):
         for the nodes of both.
     """
 
-    name: str
+    name: str = dataclasses.field(compare=False)
     drafted: TreeConfig | AdaptiveTree
     copies: int
 
