@@ -182,6 +182,19 @@ def least_sampling(most: SamplingConfig, requests: Iterable[Request]) -> Samplin
     return dataclasses.replace(most, truncate=truncate, biased=False)
 
 
+def requests_of_every_kind(length: int) -> list[Request]:
+    """Return a request for each set of rules that `least_sampling` may return.
+
+    length: of the prompts.
+    """
+    plain = Request(0, [0] * length, 2)
+    drawn = dataclasses.replace(plain, temperature=1.0)
+    cut = dataclasses.replace(drawn, top_p=0.5)
+    scored = dataclasses.replace(plain, wants_scores=True)
+    biased = dataclasses.replace(plain, min_new_tokens=1)
+    return [plain, drawn, cut, scored, biased]
+
+
 def check_request(
     request: Request, base: BaseConfig, sampling: SamplingConfig, max_eos: int
 ) -> None:

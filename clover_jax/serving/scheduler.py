@@ -14,10 +14,15 @@ import itertools
 import signal
 import threading
 import traceback
-from contextlib import AbstractContextManager
 from typing import NamedTuple
 
-from clover_jax.decoding.requests import Generation, NewTokens, Request, RowUpdate
+from clover_jax.decoding.requests import (
+    Generation,
+    NewTokens,
+    Request,
+    RowUpdate,
+    requests_of_every_kind,
+)
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.slots import Slots
 from clover_jax.generation.overflow import ContextOverflow
@@ -125,8 +130,11 @@ class Scheduler:
         slots = self._open()
         # Long enough that the later ones go on from what a slot holds of the first.
         context = self._models.base.config.max_position_embeddings
-        kinds = _kinds_of_requests(min(self._engine.prefill_size + 2, context - 2))
-        with progress_bar(len(kinds), "compile", "program") as bar, self._exactly():
+        kinds = requests_of_every_kind(min(self._engine.prefill_size + 2, context - 2))
+        with (
+            progress_bar(len(kinds), "compile", "program") as bar,
+            exact_matmuls(str(self._models.dtype)),
+        ):
             for request in kinds:
                 slot = slots.add(request)
                 slots.read_prompts()
@@ -216,13 +224,10 @@ class Scheduler:
         """The slots; their caches are made when the first row comes."""
         return self._open()
 
-    def _exactly(self) -> AbstractContextManager[None]:
-        return exact_matmuls(str(self._models.dtype))
-
     def _drive(self) -> None:
         """Decode until the end; the engine's thread."""
         try:
-            with self._exactly():
+            with exact_matmuls(str(self._models.dtype)):
                 while turn := from_primary(self._next_turn):
                     self._run(turn)
         except Exception as error:
@@ -363,13 +368,3 @@ class Updates:
         if not self._has_ended:
             self._has_ended = True
             self._scheduler.leave(self._job)
-
-
-def _kinds_of_requests(length: int) -> list[Request]:
-    """Return a request for each set of rules that programs are compiled for."""
-    plain = Request(0, [0] * length, 2)
-    drawn = dataclasses.replace(plain, temperature=1.0)
-    cut = dataclasses.replace(drawn, top_p=0.5)
-    scored = dataclasses.replace(plain, wants_scores=True)
-    biased = dataclasses.replace(plain, min_new_tokens=1)
-    return [plain, drawn, cut, scored, biased]
