@@ -67,9 +67,7 @@ class Choice:
     considered: tuple[Choice, ...] = ()
 
 
-def choose_tree(
-    costs: CostTable, ranks: np.ndarray, most_nodes: int = MOST_NODES, *, gaps: bool = True
-) -> Choice:
+def choose_tree(costs: CostTable, ranks: np.ndarray, *, gaps: bool = True) -> Choice:
     """Return the static tree with the most tokens a second.
 
     ranks: [samples, depth] rank of the true token at each level; negative where the head could not
@@ -80,7 +78,7 @@ def choose_tree(
     path needs its earlier siblings, however rare these are.
     """
     depths = range(1, ranks.shape[1] + 1) if len(ranks) else ()
-    best = [_best_of_depth(costs, ranks, depth, most_nodes, gaps) for depth in depths]
+    best = [_best_of_depth(costs, ranks, depth, gaps) for depth in depths]
     considered = tuple(choice for choice in best if choice is not None)
     fastest = max(considered, key=lambda choice: choice.speed_up, default=None)
     if fastest is None or fastest.speed_up <= 1:
@@ -88,20 +86,9 @@ def choose_tree(
     return dataclasses.replace(fastest, considered=considered)
 
 
-def expected_accepted(tree: TreeConfig, ranks: np.ndarray) -> float:
-    """Return the mean number of drafted tokens of a tree that the samples accept.
-
-    Example: chain:2 and ranks [[0, 0], [0, 3], [1, 0]] accept 2, 1 and 0 tokens: 1.0.
-    """
-    counts = _path_counts(ranks, tree.depth)
-    return sum(counts[path] for path in tree.paths) / max(len(ranks), 1)
-
-
-def _best_of_depth(
-    costs: CostTable, ranks: np.ndarray, depth: int, most_nodes: int, gaps: bool
-) -> Choice | None:
+def _best_of_depth(costs: CostTable, ranks: np.ndarray, depth: int, gaps: bool) -> Choice | None:
     counts = _path_counts(ranks, depth)
-    order = _most_frequent(counts, gaps)[:most_nodes]
+    order = _most_frequent(counts, gaps)[:MOST_NODES]
     best, accepted = None, 0.0
     for size, path in enumerate(order, start=1):
         accepted += counts[path] / len(ranks)

@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding.tree import parse_tree
+from clover_jax.tree_search import tree_choice
 from clover_jax.tree_search.tree_choice import (
     CostTable,
     choose_tree,
     describe_prospects,
     dynamic_like,
-    expected_accepted,
     finalists,
 )
 
@@ -25,9 +25,12 @@ FREE_DRAFT = CostTable(
 RANKS = np.array([[0, 0, 0], [0, 0, 1], [0, 1, -1], [1, 0, 0]])
 
 
-def test_expected_accepted_of_the_docstring():
-    ranks = np.array([[0, 0], [0, 3], [1, 0]])
-    assert expected_accepted(parse_tree("chain:2"), ranks) == 1.0
+def expected_accepted(tree, ranks):
+    """Return the mean number of a tree's drafted tokens that the samples accept, one by one."""
+    paths, total = set(tree.paths), 0
+    for row in ranks.tolist():
+        total += sum(tuple(row[:length]) in paths for length in range(1, len(row) + 1))
+    return total / len(ranks)
 
 
 def test_where_nothing_costs_every_path_that_occurs_is_taken():
@@ -64,11 +67,12 @@ def test_without_samples_decoding_is_plain():
     assert (choice.tree.num_nodes, choice.considered) == (0, ())
 
 
-def test_the_most_nodes_bound_the_tree():
-    assert choose_tree(FREE_DRAFT, RANKS, most_nodes=3).tree.num_nodes == 3
+def test_the_most_nodes_bound_the_tree(monkeypatch):
+    monkeypatch.setattr(tree_choice, "MOST_NODES", 3)
+    assert choose_tree(FREE_DRAFT, RANKS).tree.num_nodes == 3
 
 
-def test_sampled_children_get_a_tree_without_gaps_at_what_it_costs():
+def test_sampled_children_get_a_tree_without_gaps_at_what_it_costs(monkeypatch):
     ranks = np.array([[0], [2], [0]])
     costs = dataclasses.replace(FREE_DRAFT, verify=((1, 1.0), (3, 1.0), (4, 1.1), (128, 127.0)))
     assert choose_tree(costs, ranks).tree.paths == ((0,), (2,))
@@ -76,7 +80,8 @@ def test_sampled_children_get_a_tree_without_gaps_at_what_it_costs():
     assert choice.tree.paths == ((0,), (1,), (2,))
     assert (choice.accepted, choice.seconds) == (1.0, 1.1)
     assert choice.accepted == expected_accepted(choice.tree, ranks)
-    assert choose_tree(costs, ranks, most_nodes=2, gaps=False).tree.paths == ((0,),)
+    monkeypatch.setattr(tree_choice, "MOST_NODES", 2)
+    assert choose_tree(costs, ranks, gaps=False).tree.paths == ((0,),)
 
 
 def test_without_gaps_every_tree_worth_a_trial_can_be_drawn():
