@@ -31,6 +31,7 @@ from tests.tiny_models import (
     LLAMA3_8B,
     SMALL_TREE,
     TINY,
+    decode_all,
     lively_params,
     random_base,
     random_head,
@@ -68,7 +69,7 @@ def plain_texts(rounded_base: bool):
 
 
 def texts(base, head, params, tree):
-    rows = Engine(TINY, head, tree, batch_size=3).generate(base, params, PROMPTS, 16)
+    rows = decode_all(Engine(TINY, head, tree, batch_size=3), base, params, PROMPTS, 16)
     return [row.output_ids for row in rows]
 
 

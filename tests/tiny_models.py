@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree import TreeConfig
 from clover_jax.drafters import registry
 from clover_jax.interchange.directory import Draft
@@ -105,6 +106,13 @@ def random_models(head, params, tree: TreeConfig) -> Models:
     """Return a head and the random base as an engine takes them, without a tokenizer."""
     base = BaseModel(TINY, random_base(), Path(), "random")
     return Models(base, None, Draft(head, params, None, {}, "random"), tree)
+
+
+def decode_all(engine, base_params, draft_params, prompts, max_new_tokens, eos_ids=()):
+    """Decode all prompts by an engine and return the generations in order."""
+    requests = [Request(i, p, max_new_tokens, eos_ids) for i, p in enumerate(prompts)]
+    rows = [p.row for p in engine.stream(base_params, draft_params, requests) if p.done]
+    return sorted(rows, key=lambda row: row.index)
 
 
 def random_prompts(count: int, seed: int = 0, vocab_size: int = TINY.vocab_size):

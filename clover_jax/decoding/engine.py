@@ -96,22 +96,6 @@ class Engine:
         self._programs: dict[SamplingConfig, Programs] = {}
         self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
 
-    def generate(
-        self,
-        base_params: Params,
-        draft_params: Params,
-        prompts: Sequence[Sequence[int]],
-        max_new_tokens: int,
-        eos_ids: Sequence[int] = (),
-    ) -> list[Generation]:
-        """Decode all prompts and return them in order.
-
-        Raises UserError for a prompt that `check` refuses.
-        """
-        requests = [Request(i, p, max_new_tokens, eos_ids) for i, p in enumerate(prompts)]
-        rows = [p.row for p in self.stream(base_params, draft_params, requests) if p.done]
-        return sorted(rows, key=lambda row: row.index)
-
     def stream(
         self, base_params: Params, draft_params: Params, requests: Iterable[Request | None]
     ) -> Generator[RowUpdate]:

@@ -13,7 +13,7 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.errors import UserError
-from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
+from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
 
 SMALL = dataclasses.replace(TINY, num_layers=1)
 
@@ -21,7 +21,7 @@ SMALL = dataclasses.replace(TINY, num_layers=1)
 def decoded(tree, attention, name="clover2", base=SMALL, count=2):
     head, params = random_head(base, name)
     engine = Engine(base, head, tree, batch_size=2, attention=attention)
-    return engine.generate(random_base(base), params, random_prompts(count), 12)
+    return decode_all(engine, random_base(base), params, random_prompts(count), 12)
 
 
 @pytest.mark.parametrize(
@@ -62,13 +62,13 @@ ON_A_MESH = """
 import json, sys
 from clover_jax.decoding.engine import Engine
 from clover_jax.sharding.meshes import make_mesh, parse_mesh
-from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
+from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
 
 head, params = random_head()
 for shape, attention in (("", "xla"), ("data=2,tensor=2", "pallas"), ("tensor=4", "pallas")):
     mesh = make_mesh(parse_mesh(shape, 4)) if shape else None
     engine = Engine(TINY, head, SMALL_TREE, batch_size=3, mesh=mesh, attention=attention)
-    rows = engine.generate(random_base(), params, random_prompts(6), 12)
+    rows = decode_all(engine, random_base(), params, random_prompts(6), 12)
     print(json.dumps([[row.output_ids, row.accepted] for row in rows]))
 """
 

@@ -17,7 +17,7 @@ from clover_jax.decoding.tree import CopyTree, TokenTree, TreeConfig, parse_tree
 from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.text_matches import known_text
 from clover_jax.errors import UserError
-from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
+from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
 
 NONE = TreeConfig.root_only()
 ROOM = 16  # of every buffer, so that few programs are compiled
@@ -164,7 +164,7 @@ PROMPTS = random_prompts(40)
 @pytest.fixture(scope="module")
 def plain():
     engine = Engine(TINY, None, NONE, batch_size=8)
-    return [row.output_ids for row in engine.generate(random_base(), None, PROMPTS, 40)]
+    return [row.output_ids for row in decode_all(engine, random_base(), None, PROMPTS, 40)]
 
 
 @pytest.mark.parametrize(
@@ -183,11 +183,11 @@ def test_text_is_plain_decodings_and_no_row_depends_on_its_neighbours(plain, hea
     drafter, params = random_head(name=head)
     tree = CopyTree("small+copy:5", SMALL_TREE, 5) if tree == "small" else parse_tree(tree)
     together = Engine(TINY, drafter, tree, batch_size=8)
-    rows = together.generate(random_base(), params, PROMPTS, 40)
+    rows = decode_all(together, random_base(), params, PROMPTS, 40)
     assert [row.output_ids for row in rows] == plain
     alone = Engine(TINY, drafter, tree, batch_size=1)
     for row in rows[:6]:
-        (single,) = alone.generate(random_base(), params, [row.prompt_ids], 40)
+        (single,) = decode_all(alone, random_base(), params, [row.prompt_ids], 40)
         assert (single.output_ids, single.accepted) == (row.output_ids, row.accepted)
         assert single.copied == row.copied
     if isinstance(tree, CopyTree):

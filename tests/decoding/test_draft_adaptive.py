@@ -15,7 +15,7 @@ from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 
 @functools.cache
@@ -148,9 +148,9 @@ def test_text_equals_plain_text(name, batch_size, verify):
     head, draft_params = random_head()
     prompts = random_prompts(30, seed=11)
     plain = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
-    expected = [row.output_ids for row in plain.generate(random_base(), None, prompts, 20)]
+    expected = [row.output_ids for row in decode_all(plain, random_base(), None, prompts, 20)]
     engine = Engine(TINY, head, parse_tree(name), SamplingConfig(verify), batch_size=batch_size)
-    rows = engine.generate(random_base(), draft_params, prompts, 20)
+    rows = decode_all(engine, random_base(), draft_params, prompts, 20)
     assert [row.output_ids for row in rows] == expected
     assert max(max(row.accepted) for row in rows) >= 1
 

@@ -18,7 +18,7 @@ from clover_jax.drafters.drafter import frozen_from_base, output_matrix, with_dr
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, train_step
 from tests.layer_heads import KINDS, lively_head
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 from tests.training.training_data import random_batch
 
 PROMPTS = random_prompts(12, seed=11)
@@ -27,7 +27,7 @@ PROMPTS = random_prompts(12, seed=11)
 @functools.cache
 def plain_texts():
     engine = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
-    return [row.output_ids for row in engine.generate(random_base(), None, PROMPTS, 24)]
+    return [row.output_ids for row in decode_all(engine, random_base(), None, PROMPTS, 24)]
 
 
 @functools.cache
@@ -55,8 +55,8 @@ def reduced_head(kind):
 )
 def test_greedy_text_equals_plain_text(kind, tree):
     head, params = reduced_head(kind)
-    rows = Engine(TINY, head, parse_tree(tree), batch_size=3).generate(
-        random_base(), params, PROMPTS, 24
+    rows = decode_all(
+        Engine(TINY, head, parse_tree(tree), batch_size=3), random_base(), params, PROMPTS, 24
     )
     assert [row.output_ids for row in rows] == plain_texts()
     # The texts also hold tokens that the head cannot propose.

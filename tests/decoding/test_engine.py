@@ -13,7 +13,7 @@ from clover_jax.decoding.state import bucket
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.runtime.compile_clock import CompileClock
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -22,7 +22,7 @@ def engine():
 
 
 def generate(engine, prompts, new_tokens=12, eos_ids=()):
-    return engine.generate(random_base(), random_head()[1], prompts, new_tokens, eos_ids)
+    return decode_all(engine, random_base(), random_head()[1], prompts, new_tokens, eos_ids)
 
 
 def test_a_row_decodes_alone_as_in_a_batch(engine):
@@ -124,7 +124,7 @@ def test_bfloat16_weights_decode_as_plainly():
         Engine(TINY, None, TreeConfig.root_only(), batch_size=2),
     ]
     prompts = random_prompts(2, seed=21)
-    speculative, plain = (e.generate(params, draft_params, prompts, 20) for e in engines)
+    speculative, plain = (decode_all(e, params, draft_params, prompts, 20) for e in engines)
     assert [row.output_ids for row in speculative] == [row.output_ids for row in plain]
 
 
@@ -147,7 +147,7 @@ def test_a_full_context_decodes_in_its_own_bucket():
         Engine(TINY, None, TreeConfig.root_only()),
     ]
     assert [engine.buffer_size(context) for engine in engines] == [1280, 1024]
-    rows = [e.generate(random_base(), draft_params, [prompt], 50)[0] for e in engines]
+    rows = [decode_all(e, random_base(), draft_params, [prompt], 50)[0] for e in engines]
     assert rows[0].output_ids == rows[1].output_ids
     assert len(rows[0].output_ids) == 24
 
@@ -191,6 +191,6 @@ def test_compilation_is_not_part_of_a_rows_time(monkeypatch):
     monkeypatch.setattr(slots, "time", SimpleNamespace(perf_counter=lambda: next(looks)))
     monkeypatch.setattr(CompileClock, "seconds", property(lambda clock: next(compiled)))
     engine = Engine(TINY, None, TreeConfig.root_only())
-    (row,) = engine.generate(random_base(), None, [[1, 2]], 4)
+    (row,) = decode_all(engine, random_base(), None, [[1, 2]], 4)
     # The first look is when the row came, the last one before the next when it ended.
     assert 0 < row.seconds == (next(looks) - 100) - next(compiled) + 90

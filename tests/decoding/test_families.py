@@ -16,6 +16,7 @@ from tests.tiny_models import (
     DRAFTERS,
     SMALL_TREE,
     TINY,
+    decode_all,
     random_base,
     random_head,
     random_prompts,
@@ -70,11 +71,11 @@ def test_speculative_text_equals_plain_text(family):
     config = dataclasses.replace(TINY, num_layers=2, **changes)
     base, (head, draft_params) = random_base(config), random_head(config)
     plain = Engine(config, None, TreeConfig.root_only(), batch_size=4)
-    texts = [row.output_ids for row in plain.generate(base, None, PROMPTS, NEW_TOKENS)]
+    texts = [row.output_ids for row in decode_all(plain, base, None, PROMPTS, NEW_TOKENS)]
     # The judge has no cache: it reads the whole text anew for every token.
     assert plain_greedy(config, base, PROMPTS[0], NEW_TOKENS) == texts[0]
     engine = Engine(config, head, tree, batch_size=4)
-    rows = engine.generate(base, draft_params, PROMPTS, NEW_TOKENS)
+    rows = decode_all(engine, base, draft_params, PROMPTS, NEW_TOKENS)
     assert [row.output_ids for row in rows] == texts
     assert np.concatenate([row.accepted for row in rows]).max() >= 2
 
@@ -94,7 +95,7 @@ def test_every_head_trains_a_step_and_decodes_the_plain_text(family, name):
 
     texts = [plain_greedy(config, base, prompt, NEW_TOKENS) for prompt in PROMPTS[:2]]
     tree = parse_tree(default_tree(head.config.max_depth))
-    rows = Engine(config, head, tree, batch_size=2).generate(
-        base, state.params, PROMPTS[:2], NEW_TOKENS
+    rows = decode_all(
+        Engine(config, head, tree, batch_size=2), base, state.params, PROMPTS[:2], NEW_TOKENS
     )
     assert [row.output_ids for row in rows] == texts

@@ -14,7 +14,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.sharding.meshes import make_mesh, parse_mesh
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)
 head, params = random_head(base)
@@ -33,7 +33,7 @@ for name in sys.argv[1:]:
     chunk.loops_on_device = lambda: name == shape
     mesh = make_mesh(parse_mesh(shape, 8)) if shape else None
     engine = Engine(base, head, parse_tree("paper25"), batch_size=3, mesh=mesh)
-    rows = engine.generate(random_base(base), params, prompts, 12)
+    rows = decode_all(engine, random_base(base), params, prompts, 12)
     print(json.dumps([[row.output_ids, row.accepted] for row in rows]))
 """
 )

@@ -13,7 +13,7 @@ from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 LOSSLESS = SamplingConfig("lossless")
 
@@ -113,7 +113,7 @@ def test_sampled_children_give_a_row_the_same_text_in_any_batch():
 def test_a_greedy_row_in_a_sampling_batch_is_greedy():
     mixed = texts_of_sampled_children(4)
     engine = Engine(TINY, None, TreeConfig.root_only())
-    greedy = engine.generate(random_base(), None, random_prompts(6, seed=2), 20)
+    greedy = decode_all(engine, random_base(), None, random_prompts(6, seed=2), 20)
     assert mixed[::2] == [row.output_ids for row in greedy[::2]]
 
 

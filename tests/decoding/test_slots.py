@@ -11,7 +11,7 @@ from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.runtime.compile_clock import CompileClock
-from tests.tiny_models import TINY, random_base, random_head, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +39,7 @@ def finish(slots, slot):
 
 def generated(engine, prompt, new_tokens):
     """Decode a prompt alone, read from its beginning."""
-    return engine.generate(random_base(), random_head()[1], [prompt], new_tokens)[0]
+    return decode_all(engine, random_base(), random_head()[1], [prompt], new_tokens)[0]
 
 
 def test_others_decode_while_a_long_prompt_is_read(engine):
@@ -121,8 +121,8 @@ def test_a_head_that_learns_from_its_row_does_not_see_another_s():
     prompts = [same + end for end in random_prompts(3, seed=11)]
     head = registry.head(registry.config_for_base("recycle", TINY))
     engine = Engine(TINY, head, parse_tree("dynamic:9:3"), batch_size=1, prefill_size=32)
-    together = engine.generate(random_base(), {}, prompts, 30)
-    alone = [engine.generate(random_base(), {}, [prompt], 30)[0] for prompt in prompts]
+    together = decode_all(engine, random_base(), {}, prompts, 30)
+    alone = [decode_all(engine, random_base(), {}, [prompt], 30)[0] for prompt in prompts]
     assert [row.accepted for row in together] == [row.accepted for row in alone]
 
 

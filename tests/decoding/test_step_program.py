@@ -17,7 +17,7 @@ from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.pretrained.shapes import base_shapes, cast_shapes
 from clover_jax.xla.hlo import Program
-from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head, random_prompts
+from tests.tiny_models import LLAMA3_8B, TINY, decode_all, random_base, random_head, random_prompts
 
 
 def chunk_and_shapes(
@@ -127,10 +127,10 @@ def test_a_second_run_of_the_same_bucket_compiles_nothing():
     head, draft_params = random_head()
     engine = Engine(TINY, head, parse_tree("chain:2"), batch_size=2)
     with compilations() as first:
-        engine.generate(random_base(), draft_params, random_prompts(3), 20)
+        decode_all(engine, random_base(), draft_params, random_prompts(3), 20)
     assert first  # the event still has this name
     with compilations() as again:
-        engine.generate(random_base(), draft_params, random_prompts(5, seed=1), 30)
+        decode_all(engine, random_base(), draft_params, random_prompts(5, seed=1), 30)
     assert again == []
 
 

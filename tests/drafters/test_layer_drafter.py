@@ -14,7 +14,7 @@ from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.decoder import causal_mask
 from tests.layer_heads import lively_head
-from tests.tiny_models import TINY, random_base, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_prompts
 
 KINDS = ("eagle", "eagle3")
 CONTEXT = (5, 9)  # committed positions of the two rows
@@ -117,9 +117,9 @@ def test_greedy_text_equals_plain_text(head, name, batch_size):
     drafter, params = head
     prompts, tree = random_prompts(12, seed=11), parse_tree(name)
     plain = Engine(TINY, None, TreeConfig.root_only(), batch_size=8)
-    expected = [row.output_ids for row in plain.generate(random_base(), None, prompts, 24)]
+    expected = [row.output_ids for row in decode_all(plain, random_base(), None, prompts, 24)]
     engine = Engine(TINY, drafter, tree, batch_size=batch_size)
-    rows = engine.generate(random_base(), params, prompts, 24)
+    rows = decode_all(engine, random_base(), params, prompts, 24)
     assert [row.output_ids for row in rows] == expected
     accepted = np.concatenate([row.accepted for row in rows])
     assert accepted.max() >= 2
@@ -133,7 +133,7 @@ def test_the_fast_path_accepts_what_the_slow_judge_accepts(kind, table):
     drafter, params = lively_head(kind, draft_to_target=table)
     tree = parse_tree("chain:3")
     prompts = random_prompts(2, seed=4)
-    rows = Engine(TINY, drafter, tree).generate(random_base(), params, prompts, 12)
+    rows = decode_all(Engine(TINY, drafter, tree), random_base(), params, prompts, 12)
     for prompt, row in zip(prompts, rows, strict=True):
         text, accepted = speculative_greedy(drafter, params, TINY, random_base(), prompt, 12, tree)
         assert (row.output_ids, row.accepted) == (text, accepted)

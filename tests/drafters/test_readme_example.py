@@ -16,7 +16,7 @@ from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.conftest import REPOSITORY
-from tests.tiny_models import TINY, init_head, random_base, random_prompts
+from tests.tiny_models import TINY, decode_all, init_head, random_base, random_prompts
 from tests.training.training_data import random_batch
 
 PAGE = REPOSITORY / "clover_jax" / "drafters" / "README.md"
@@ -74,7 +74,7 @@ def test_its_text_is_plain_decoding_s(head):
     params = init_head(head, random_base(), jax.random.key(0))
     prompts = random_prompts(2)
     tree = parse_tree("paths:0/1/0.0/1.0")
-    drafted = Engine(TINY, head, tree, batch_size=2).generate(random_base(), params, prompts, 12)
+    drafted = decode_all(Engine(TINY, head, tree, batch_size=2), random_base(), params, prompts, 12)
     plain = Engine(TINY, None, parse_tree("none"), batch_size=2)
-    expected = plain.generate(random_base(), None, prompts, 12)
+    expected = decode_all(plain, random_base(), None, prompts, 12)
     assert [row.output_ids for row in drafted] == [row.output_ids for row in expected]

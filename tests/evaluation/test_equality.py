@@ -25,7 +25,7 @@ from clover_jax.evaluation.methods import Method
 from clover_jax.loading.models import Models
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.sharding.meshes import MeshShape, make_mesh
-from tests.tiny_models import TINY, random_base, random_prompts
+from tests.tiny_models import TINY, decode_all, random_base, random_prompts
 
 
 def row(*outputs, index=3):
@@ -144,7 +144,7 @@ def test_a_threshold_in_bfloat16_is_that_of_tokens_read_at_once(twins):
     models = dataclasses.replace(twins.models, base=base)
     alone, batched = models.engine(1), models.engine(8)
     requests = [Request(i, p, 24) for i, p in enumerate(random_prompts(8, seed=4)[:4])]
-    rows = batched.generate(params, None, [request.prompt_ids for request in requests], 24)
+    rows = decode_all(batched, params, None, [request.prompt_ids for request in requests], 24)
     cases = [
         near_ties.Case(request, row.output_ids, Divergence(0, 0, 0, row.output_ids[0], 1))
         for request, row in zip(requests, rows, strict=True)

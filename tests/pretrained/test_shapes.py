@@ -15,6 +15,7 @@ from clover_jax.pretrained.shapes import (
     shape_config,
     shape_notice,
 )
+from tests.tiny_models import decode_all
 
 BILLION = 1e9
 
@@ -72,7 +73,7 @@ def test_random_weights_are_the_same_again_and_in_the_dtype_asked_for():
 def test_a_shape_decodes():
     base = load_base("shape:64x1x32")
     engine = Engine(base.config, None, TreeConfig.root_only())
-    (row,) = engine.generate(base.params, None, [[1, 2, 3]], 5)
+    (row,) = decode_all(engine, base.params, None, [[1, 2, 3]], 5)
     assert len(row.output_ids) == 5
 
 

@@ -8,7 +8,14 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters.drafter import FewTokens
 from clover_jax.tree_search.calibration import _rank_of, measure_ranks
-from tests.tiny_models import TINY, random_base, random_head, random_models, random_prompts
+from tests.tiny_models import (
+    TINY,
+    decode_all,
+    random_base,
+    random_head,
+    random_models,
+    random_prompts,
+)
 
 NEW_TOKENS = 24
 
@@ -20,8 +27,8 @@ def test_leading_zeros_are_what_a_chain_accepts(way):
     prompts = random_prompts(2, seed=4)
     ranks = measure_ranks(subject, prompts, NEW_TOKENS, depth=3, batch_size=2)
     samples = ranks.reshape(NEW_TOKENS - 4, 2, 3)
-    rows = Engine(TINY, head, tree, batch_size=2).generate(
-        random_base(), params, prompts, NEW_TOKENS
+    rows = decode_all(
+        Engine(TINY, head, tree, batch_size=2), random_base(), params, prompts, NEW_TOKENS
     )
     checked = 0
     for number, row in enumerate(rows):
