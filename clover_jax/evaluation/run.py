@@ -71,7 +71,10 @@ def evaluate(
 
         with open_row_files(options, methods, plan) as files:
             # Processes that found other passes done would run others.
-            journal = from_primary(lambda: _journal(options))
+            here = conditions(options.spec.mesh)
+            journal = from_primary(
+                lambda: PassJournal(options.directory, here, options.overwrite, git_revision())
+            )
             evaluation = Evaluation(methods, engines, plan, files, journal)
             _decode(evaluation)
             measured = _measure(evaluation)
@@ -89,11 +92,6 @@ def evaluate(
             return key_figures(values, options.directory)
 
         return from_primary(report)
-
-
-def _journal(options: Options) -> PassJournal:
-    here = conditions(options.spec.mesh)
-    return PassJournal(options.directory, here, options.overwrite, git_revision())
 
 
 def make_plan(
