@@ -80,7 +80,8 @@ def run(
             return STATUS_OK
         if HELP & asked:
             flags, everything = command_flags.defined(define_flags), "--help=all" in asked
-            print(help_text(command, _module_doc(main), flags, everything))
+            description = sys.modules[main.__module__].__doc__ or ""
+            print(help_text(command, description, flags, everything))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
         use_compilation_cache()
@@ -185,10 +186,6 @@ def _command_name(main: Callable) -> str:
     module = sys.modules[main.__module__]
     spec = getattr(module, "__spec__", None)
     return spec.name if spec else Path(getattr(module, "__file__", None) or main.__module__).stem
-
-
-def _module_doc(main: Callable) -> str:
-    return sys.modules[main.__module__].__doc__ or ""
 
 
 def _say(command: str, message: str) -> None:

@@ -55,7 +55,11 @@ def read_records(spec: str) -> Records:
             raise UserError(f"--data={part} is unknown; the built-in corpus is {BUILTIN}")
         else:
             # Its shards are no text, and its regenerated rows would be trained on a second time.
-            _refuse_prepared(part)
+            if is_prepared(part):
+                raise UserError(
+                    f"--data: {part} was made by `prepare`: it is tokenised already, and its files "
+                    "are no texts; give it to `train`, alone"
+                )
             for path, is_named in _find_files(part):
                 others += _read_file(path, is_named, unread)
     tell_unread(unread, f"--data={spec}")
@@ -74,26 +78,15 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
     if path.is_file():
         return [(path, True)]
     if path.is_dir():
-        # Manifests of row files lie beside the rows, and are no data.
-        below = (p for p in path.rglob("*") if not _is_hidden(p.relative_to(path)))
+        hidden = re.compile(r"(^|/)\.")
+        below = (p for p in path.rglob("*") if not hidden.search(str(p.relative_to(path))))
     else:
         below = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
+    # Manifests of row files lie beside the rows, and are no data.
     files = sorted(p for p in below if p.is_file() and not is_row_manifest(p))
     if not files:
         raise UserError(f"--data={part}: no such file, and no folder or glob with files in it")
     return [(file, False) for file in files]
-
-
-def _refuse_prepared(part: str) -> None:
-    if is_prepared(part):
-        raise UserError(
-            f"--data: {part} was made by `prepare`: it is tokenised already, and its files are no "
-            "texts; give it to `train`, alone"
-        )
-
-
-def _is_hidden(path: Path) -> bool:
-    return any(part.startswith(".") for part in path.parts)
 
 
 def _read_file(path: Path, is_named: bool, unread: collections.Counter[str]) -> Iterator[Record]:

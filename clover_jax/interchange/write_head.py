@@ -125,7 +125,10 @@ def _own_tensors(head: StoredHead, leaves: list[Leaf]) -> list[StreamedTensor]:
         if leaf.path not in last:
             last.clear()
             last[leaf.path] = head.read(leaf.path)
-        yield from _in_parts(piece.unpermuted(last[leaf.path]))
+        # A permuted view is copied when it is written: slices of it take little memory.
+        stored = piece.unpermuted(last[leaf.path])
+        for start, stop in _row_ranges(stored.shape, stored.dtype):
+            yield stored[start:stop]
 
     return [
         StreamedTensor(piece.name, head.dtype, piece.shape, parts(leaf, piece))
@@ -154,12 +157,6 @@ def _further_tensors(head: StoredHead, layout: Layout) -> list[StreamedTensor]:
         stored = value.astype(head.dtype) if value.dtype.kind == "f" else value
         tensors.append(StreamedTensor(name, stored.dtype, stored.shape, iter([stored])))
     return tensors
-
-
-def _in_parts(array: np.ndarray) -> Iterator[np.ndarray]:
-    # A permuted view is copied when it is written: slices of it take little memory.
-    for start, stop in _row_ranges(array.shape, array.dtype):
-        yield array[start:stop]
 
 
 def _row_ranges(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[int, int]]:

@@ -22,7 +22,7 @@ def identity_of(models: Models) -> dict[str, Any]:
     """Return JSON values that differ where the decoded rows may differ."""
     # The same tree has the same name here, whichever file it was read from.
     tree = dataclasses.replace(models.tree, name=portable_name(models.tree))
-    return {
+    values = {
         "dtype": str(models.dtype),
         "int8": list(models.int8),
         "base_hash": lm_head_hash(models.base),
@@ -33,14 +33,14 @@ def identity_of(models: Models) -> dict[str, Any]:
         "draft_config": _config_hash(models.head.config) if models.head else None,
         "tree": tree.name,
         "tree_hash": _config_hash(tree),
-        # Only where they are used, so that older outputs resume.
-        **({"copy_from": _ids_hash(models.copy_from)} if models.copy_from else {}),
-        **({"attention": models.attention} if models.attention != "xla" else {}),
     }
-
-
-def _ids_hash(ids: tuple[int, ...]) -> str:
-    return hashlib.sha256(np.array(ids, np.int32).tobytes()).hexdigest()
+    # Only where they are used, so that older outputs resume.
+    if models.copy_from:
+        ids = np.array(models.copy_from, np.int32)
+        values["copy_from"] = hashlib.sha256(ids.tobytes()).hexdigest()
+    if models.attention != "xla":
+        values["attention"] = models.attention
+    return values
 
 
 def _config_hash(config: Any) -> str:
