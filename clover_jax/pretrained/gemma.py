@@ -16,9 +16,16 @@ import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.models.sliding_window import FULL, SLIDING, read_full_layers, read_window
 from clover_jax.pretrained.family import Adjust, Family
-from clover_jax.pretrained.llama_config import parse_llama_config, parse_rope, positive
+from clover_jax.pretrained.llama_config import (
+    FULL,
+    SLIDING,
+    parse_llama_config,
+    parse_rope,
+    positive,
+    read_full_layers,
+    read_window,
+)
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import Leaf
 

@@ -16,9 +16,8 @@ import numpy as np
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.models.layers import CLAMP, CLAMPED_GAIN
-from clover_jax.models.sliding_window import read_full_layers, read_window
 from clover_jax.pretrained.family import Family
-from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_config import parse_llama_config, read_full_layers, read_window
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.moe import is_mlp_of, with_experts
 from clover_jax.pretrained.tensor_files import READABLE, TensorFiles

@@ -12,6 +12,7 @@ from clover_jax.errors import UserError
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 ORIGINAL = "original_max_position_embeddings"
+SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` lists
 _SHARED = ("rope_theta", "partial_rotary_factor")
 # What each type cannot be without.
 _ROPE_FIELDS = {
@@ -164,6 +165,38 @@ def positive(values: dict[str, Any], name: str, default: float, path: Path) -> f
     if not _is_positive(value):
         raise UserError(f"{path}: {name} must be a positive number, not {value!r}")
     return value
+
+
+def read_window(values: dict[str, Any], path: Path) -> int | None:
+    """Return `sliding_window`, None where there is none.
+
+    Raises UserError for a value that is no number of positions.
+    """
+    window = values.get("sliding_window")
+    if window is not None and (not isinstance(window, int) or window < 1):
+        raise UserError(
+            f"{path}: sliding_window must be a positive whole number or null, not {window!r}"
+        )
+    return window
+
+
+def read_full_layers(values: dict[str, Any], num_full: int, path: Path) -> tuple[int, ...]:
+    """Return the indices of the layers that see everything.
+
+    num_full: how many of the first layers do, where `layer_types` does not list them all.
+    Raises UserError for a list of another length or with another type.
+    """
+    num_layers, types = values["num_hidden_layers"], values.get("layer_types")
+    if types is None:
+        return tuple(range(min(num_full, num_layers)))
+    if not isinstance(types, list) or len(types) != num_layers:
+        raise UserError(f"{path}: layer_types must list {num_layers} types, one a layer")
+    for kind in types:
+        if kind not in (SLIDING, FULL):
+            raise UserError(
+                f"{path}: layer type {kind!r} is not supported, only {SLIDING} and {FULL}"
+            )
+    return tuple(index for index, kind in enumerate(types) if kind == FULL)
 
 
 def _is_positive(value: Any) -> bool:

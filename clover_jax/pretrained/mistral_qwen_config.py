@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.config import BaseConfig
-from clover_jax.models.sliding_window import read_full_layers, read_window
-from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_config import parse_llama_config, read_full_layers, read_window
 
 # What transformers' configs mean where a field is absent.
 MISTRAL_DEFAULTS = {

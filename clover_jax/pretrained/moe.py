@@ -9,9 +9,8 @@ from typing import Any
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.models.sliding_window import read_window
 from clover_jax.pretrained.family import Family
-from clover_jax.pretrained.llama_config import check_count, parse_llama_config
+from clover_jax.pretrained.llama_config import check_count, parse_llama_config, read_window
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed
 

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.config import BaseConfig
-from clover_jax.models.sliding_window import read_window
 from clover_jax.pretrained.family import Family
-from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_config import parse_llama_config, read_window
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import Leaf
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
@@ -27,6 +26,7 @@ from clover_jax.decoding.tree import Tree, TreeConfig, portable_name
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
+from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.storage.jsonl import to_json
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ class DecodingEvaluator:
         dtype = self._base.dtype
         params = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
         # Equality is promised in float32, which accelerators multiply less exactly by default.
-        with jax.default_matmul_precision("highest" if dtype == jnp.float32 else None):
+        with exact_matmuls(str(dtype)):
             if self._plain_outputs is None:
                 plain = self._decode(self._plain, None, stop)
                 self._plain_outputs = [row.output_ids for row in plain]
