@@ -21,20 +21,16 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count, parse_llama_config
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
-from clover_jax.storage.json_files import read_json_object
 
 ROPE_THETA = 10_000.0  # what readers of the layout use, whatever rope_theta says
 # Frozen copies of the base's output matrix.
 COPIES = ("lm_head.weight", "clover_embed_tokens.weight")
 
 
-def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Clover2Config:
-    """Read the head's config.
-
-    Raises UserError for missing or impossible fields.
-    """
-    path = directory / "config.json"
-    values = read_json_object(path)
+def parse_config(
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
+) -> Clover2Config:
+    """Turn the fields of a head's config into ours."""
     clover = values.get("clover")
     if not isinstance(clover, dict):
         raise UserError(f'{path} has no "clover" object; it is not an official Clover-2 head')
@@ -170,7 +166,7 @@ LAYOUT = Layout(
     name="clover2",
     to="clover2",
     kind="clover2",
-    read_config=read_config,
+    parse_config=parse_config,
     leaves=clover2_leaves,
     config_fields=config_fields,
     check_exportable=check_exportable,

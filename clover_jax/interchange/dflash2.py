@@ -21,7 +21,6 @@ from clover_jax.pretrained.llama_config import check_count
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
 from clover_jax.pretrained.mistral_qwen_config import parse_qwen3_config
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
-from clover_jax.storage.json_files import read_json_object
 
 FIELDS = "dflash_config"
 _LAYERS, _MASK, _BLOCK = "target_layer_ids", "mask_token_id", "block_size"
@@ -29,13 +28,10 @@ _LAYERS, _MASK, _BLOCK = "target_layer_ids", "mask_token_id", "block_size"
 _ADDED = {"selector_rank": 0, "selector_top_k": 16, "conv_kernel_size": 0, "conv_group_size": 16}
 
 
-def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> DFlash2Config:
-    """Read the head's config.
-
-    Raises UserError for missing, unknown or impossible fields.
-    """
-    path = directory / "config.json"
-    values = read_json_object(path)
+def parse_config(
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
+) -> DFlash2Config:
+    """Turn the fields of a head's config into ours; unknown ones are refused too."""
     own = _own_fields(values, path)
     layer_types = values.get("layer_types") or []
     if set(layer_types) - {"full_attention"}:
@@ -180,7 +176,7 @@ LAYOUT = Layout(
     name="dflash2",
     to="dflash2",
     kind="dflash2",
-    read_config=read_config,
+    parse_config=parse_config,
     leaves=dflash2_leaves,
     config_fields=config_fields,
     check_exportable=check_exportable,

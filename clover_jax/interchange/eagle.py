@@ -26,22 +26,14 @@ from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields,
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import layer_leaves
 from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
-from clover_jax.storage.json_files import read_json_object
 
 EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
 
 
-def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
-    """Read the head's config.
-
-    Raises UserError for missing or impossible fields.
-    """
-    path = directory / "config.json"
-    return parse_config(read_json_object(path), path, rope_theta)
-
-
-def parse_config(values: dict[str, Any], path: Path, rope_theta: float | None) -> EagleConfig:
-    """Turn the fields of a head's config into ours; raises as `read_config`."""
+def parse_config(
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
+) -> EagleConfig:
+    """Turn the fields of a head's config into ours."""
     return EagleConfig(
         layer=read_eagle_layer(values, path, rope_theta),
         vocab_size=values["vocab_size"],
@@ -110,7 +102,7 @@ LAYOUT = Layout(
     name="eagle",
     to="eagle",
     kind="eagle",
-    read_config=read_config,
+    parse_config=parse_config,
     leaves=eagle_leaves,
     config_fields=config_fields,
     check_exportable=check_exportable,

@@ -22,30 +22,14 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
 from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
-from clover_jax.storage.json_files import read_json_object
 
 OFFSETS, KEPT = "d2t", "t2d"
 
 
-def read_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> Eagle3Config:
-    """Read the head's config and its vocabulary.
-
-    Raises UserError for missing or impossible fields.
-    """
-    path = directory / "config.json"
-    # Not in the config: every reader takes the method's states.
-    features = feature_layers(base.num_layers)
-    return parse_config(read_json_object(path), path, rope_theta, features)
-
-
 def parse_config(
-    values: dict[str, Any], path: Path, rope_theta: float | None, features: tuple[str, ...]
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
 ) -> Eagle3Config:
-    """Turn the fields of a head's config into ours; raises as `read_config`.
-
-    path: of the config, for messages; the tensors d2t and t2d lie beside it.
-    features: the states of the base that the head reads.
-    """
+    """Turn the fields of a head's config into ours, with the tensors d2t and t2d beside it."""
     layer = read_eagle_layer(values, path, rope_theta)
     size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
@@ -56,7 +40,8 @@ def parse_config(
     return Eagle3Config(
         layer=layer,
         vocab_size=vocab_size,
-        features=features,
+        # Not in the config: every reader takes the method's states.
+        features=feature_layers(base.num_layers),
         draft_to_target=_read_vocabulary(TensorFiles(path.parent), size, vocab_size),
         loss=METHOD_LOSS,
     )
@@ -140,7 +125,7 @@ LAYOUT = Layout(
     name="eagle3",
     to="eagle3",
     kind="eagle3",
-    read_config=read_config,
+    parse_config=parse_config,
     leaves=eagle3_leaves,
     config_fields=config_fields,
     check_exportable=check_exportable,

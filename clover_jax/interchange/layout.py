@@ -22,8 +22,9 @@ class Layout:
     name: as `convert` reports it.
     to: as `convert --to` calls it; one value may stand for a layout of each of several kinds.
     kind: the drafter whose heads it holds.
-    read_config: from the folder, a rotary base (None for the layout's own) and the base's config,
-        the head's config.
+    parse_config: from the fields of config.json, its path (for messages, and for tensors beside
+        it), a rotary base (None for the layout's own) and the base's config, the head's config.
+        Raises UserError for missing or impossible fields.
     leaves: where the stored tensors lie in the head's params.
     config_fields: the content of config.json for a head of a base.
     check_exportable: raises UserError for a head that readers of the layout would run differently.
@@ -37,7 +38,7 @@ class Layout:
     name: str
     to: str
     kind: str
-    read_config: Callable[[Path, float | None, BaseConfig], Any]
+    parse_config: Callable[[dict[str, Any], Path, float | None, BaseConfig], Any]
     leaves: Callable[[Any], list[Leaf]]
     config_fields: Callable[[Any, BaseModel], dict[str, Any]]
     check_exportable: Callable[[Any, BaseConfig], None]

@@ -18,25 +18,21 @@ from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count
 from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
-from clover_jax.storage.json_files import read_json_object
 
 ORIGINAL_FILE = "medusa_lm_head.safetensors"
 
 
-def read_original(directory: Path, rope_theta: float | None, base: BaseConfig) -> MedusaConfig:
-    """Read the original's config; heads have no rotation, so a rotary base changes nothing."""
-    path = directory / "config.json"
-    return _config(read_json_object(path), path, "medusa_num_heads", "medusa_num_layers", base)
+def parse_original(
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
+) -> MedusaConfig:
+    """Turn the original's fields into ours; heads have no rotation to give another base."""
+    return _config(values, path, "medusa_num_heads", "medusa_num_layers", base)
 
 
-def read_vllm(directory: Path, rope_theta: float | None, base: BaseConfig) -> MedusaConfig:
-    """Read vLLM's config.
-
-    Raises UserError for a head of another width, or for a reduced vocabulary.
-    """
-    path = directory / "config.json"
-    values = read_json_object(path)
-
+def parse_vllm(
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
+) -> MedusaConfig:
+    """Turn vLLM's fields into ours; another width and a reduced vocabulary are refused."""
     # vLLM's heads may draft over the first tokens alone.
     vocab_size = values.get("vocab_size", base.vocab_size)
     if values.get("truncated_vocab_size", vocab_size) not in (None, vocab_size):
@@ -125,7 +121,7 @@ ORIGINAL = Layout(
     name="medusa",
     to="medusa",
     kind="medusa",
-    read_config=read_original,
+    parse_config=parse_original,
     leaves=functools.partial(_leaves, block="{}.0.linear", matrix="{}.1.weight"),
     config_fields=original_fields,
     check_exportable=check_exportable,
@@ -135,7 +131,7 @@ VLLM = Layout(
     name="medusa_vllm",
     to="medusa_vllm",
     kind="medusa",
-    read_config=read_vllm,
+    parse_config=parse_vllm,
     leaves=functools.partial(_leaves, block="blocks.{}.layers.0", matrix="lm_heads.{}.weight"),
     config_fields=vllm_fields,
     check_exportable=check_exportable,

@@ -11,20 +11,20 @@ layout that vLLM reads today is in eagle.py.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from pathlib import Path
 from typing import Any
 
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle import EagleConfig
-from clover_jax.drafters.eagle3 import NUM_FEATURES, Eagle3Config, feature_layers
+from clover_jax.drafters.eagle3 import NUM_FEATURES, Eagle3Config
 from clover_jax.errors import UserError
 from clover_jax.interchange import eagle, eagle3
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.families import read_architecture
-from clover_jax.storage.json_files import read_json_object
 
 TARGET = "speculators"
 VERSION = "0.1.0"
@@ -34,32 +34,33 @@ _ALGORITHM, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
 _STATES, _NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
 
 
-def _read_eagle_config(directory: Path, rope_theta: float | None, base: BaseConfig) -> EagleConfig:
-    path = directory / "config.json"
-    values = _read_values(path)
+def _parse_eagle(
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
+) -> EagleConfig:
     # The bias of fc has another name here.
-    fields = values[_LAYER_CONFIG] | {"bias": values.get("fusion_bias", False)}
-    return eagle.parse_config(fields, path, rope_theta)
+    fields = _layer_config(values, path) | {"bias": values.get("fusion_bias", False)}
+    return eagle.parse_config(fields, path, rope_theta, base)
 
 
-def _read_eagle3_config(
-    directory: Path, rope_theta: float | None, base: BaseConfig
+def _parse_eagle3(
+    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
 ) -> Eagle3Config:
-    path = directory / "config.json"
-    values = _read_values(path)
-
+    layer = _layer_config(values, path)
     # Absent means true to vLLM and false to the schema, so only a written false is sure.
     if values.get(_NORM_FIRST) is not False:
         raise UserError(
             f"{path}: {_NORM_FIRST} is {values.get(_NORM_FIRST, 'missing')}; only heads with false "
             "can be read, which add to the state as it was before its norm"
         )
-    fields = values[_LAYER_CONFIG] | {"draft_vocab_size": values.get("draft_vocab_size")}
-    return eagle3.parse_config(fields, path, rope_theta, _features(values, path, base))
+    fields = layer | {"draft_vocab_size": values.get("draft_vocab_size")}
+    config = eagle3.parse_config(fields, path, rope_theta, base)
+    ids = values.get(_STATES)  # a config without them means the method's own
+    return (
+        config if ids is None else dataclasses.replace(config, features=_features(ids, path, base))
+    )
 
 
-def _read_values(path: Path) -> dict[str, Any]:
-    values = read_json_object(path)
+def _layer_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
     # The library has other algorithms, whose heads have nothing in common with these.
     algorithm = values[_ALGORITHM]
     if algorithm not in ("eagle", "eagle3"):
@@ -68,14 +69,10 @@ def _read_values(path: Path) -> dict[str, Any]:
         )
     if not isinstance(values.get(_LAYER_CONFIG), dict):
         raise UserError(f"{path} has no {_LAYER_CONFIG} object")
-    return values
+    return values[_LAYER_CONFIG]
 
 
-def _features(values: dict[str, Any], path: Path, base: BaseConfig) -> tuple[str, ...]:
-    # A config without them means the method's own.
-    ids = values.get(_STATES)
-    if ids is None:
-        return feature_layers(base.num_layers)
+def _features(ids: Any, path: Path, base: BaseConfig) -> tuple[str, ...]:
     names = {index: name for name, index in _all_states(base).items()}
     if not _are_states(ids) or not set(ids) <= set(names):
         raise UserError(
@@ -180,7 +177,7 @@ EAGLE_LAYOUT = Layout(
     name="speculators",
     to=TARGET,
     kind="eagle",
-    read_config=_read_eagle_config,
+    parse_config=_parse_eagle,
     leaves=eagle.eagle_leaves,
     config_fields=_eagle1_fields,
     check_exportable=eagle.check_exportable,
@@ -194,7 +191,7 @@ EAGLE3_LAYOUT = Layout(
     name="speculators_eagle3",
     to=TARGET,
     kind="eagle3",
-    read_config=_read_eagle3_config,
+    parse_config=_parse_eagle3,
     leaves=functools.partial(eagle3.eagle3_leaves, prefix=LAYER),
     config_fields=_eagle3_fields,
     check_exportable=_check_eagle3,

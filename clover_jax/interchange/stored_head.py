@@ -27,6 +27,7 @@ from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles, check_finite
 from clover_jax.pretrained.tensor_map import Path as LeafPath
 from clover_jax.pretrained.tensor_map import fuse, nested, stored_shapes
+from clover_jax.storage.json_files import read_json_object
 
 _CHECKED_ROWS = 4096  # of a copy of a base's matrix, compared at a time
 _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
@@ -128,7 +129,8 @@ def open_head(
         return _open_native(directory, source, base, allow_base_mismatch)
 
     # The config says which tensors to expect, by the vocabulary as it is stored.
-    stored = layout.read_config(directory, rope_theta, base.config)
+    path = directory / "config.json"
+    stored = layout.parse_config(read_json_object(path), path, rope_theta, base.config)
     config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
     _check_widths(config, base, str(directory))
     files = _open_tensors(directory, layout, stored)

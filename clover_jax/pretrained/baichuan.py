@@ -7,6 +7,7 @@ whenever it is used; here that is done once, as it is loaded.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,7 @@ import numpy as np
 from clover_jax.config import BaseConfig
 from clover_jax.pretrained.family import Adjust, Family, unchanged
 from clover_jax.pretrained.llama_config import parse_llama_config
-from clover_jax.pretrained.llama_tensors import base_leaves
-from clover_jax.pretrained.tensor_map import Leaf, Piece
+from clover_jax.pretrained.llama_tensors import packed_leaves
 
 DEFAULT_LENGTH = 4096
 WIDTH_OF_13B = 5120
@@ -33,21 +33,11 @@ def parse_baichuan_config(values: dict[str, Any], path: Path) -> BaseConfig:
     return dataclasses.replace(config, alibi=_has_alibi(values))
 
 
-def baichuan_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return Llama's leaves with q, k and v read from `W_pack`."""
-    return [
-        _packed(leaf, config) if leaf.path[-1] == "qkv" else leaf for leaf in base_leaves(config)
-    ]
-
-
 def adjust_baichuan(values: dict[str, Any]) -> Adjust:
     """Return the normalisation of lm_head where the checkpoint is one of Baichuan 2."""
     # The config has no version; these two fields are new in the second.
     is_second = values.get("vocab_size") == VOCABULARY_OF_2 or "z_loss_weight" in values
     return _normalise_lm_head if is_second else unchanged
-
-
-BAICHUAN = Family(parse_baichuan_config, baichuan_leaves, adjust_baichuan)
 
 
 def _has_alibi(values: dict[str, Any]) -> bool:
@@ -57,15 +47,6 @@ def _has_alibi(values: dict[str, Any]) -> bool:
     return "max_position_embeddings" not in values or values["hidden_size"] == WIDTH_OF_13B
 
 
-def _packed(leaf: Leaf, config: BaseConfig) -> Leaf:
-    """Map to qkv [D, N, 3, H] from W_pack [3 N H, D]."""
-    width, heads, size = config.hidden_size, config.num_heads, config.head_dim
-    name = leaf.pieces[0].name.replace("q_proj", "W_pack")
-    split = (3, heads, size, width)
-    piece = Piece(name, (3 * heads * size, width), split, (3, 1, 0, 2))
-    return Leaf(leaf.path, leaf.shape, (piece,))
-
-
 def _normalise_lm_head(name: str, tensor: np.ndarray) -> np.ndarray:
     if name != "lm_head.weight":
         return tensor
@@ -73,3 +54,10 @@ def _normalise_lm_head(name: str, tensor: np.ndarray) -> np.ndarray:
     rows = tensor.astype(np.float32)
     rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _EPS)
     return rows
+
+
+BAICHUAN = Family(
+    parse_baichuan_config,
+    functools.partial(packed_leaves, names={"qkv": "W_pack"}),
+    adjust_baichuan,
+)

@@ -5,7 +5,11 @@ The rotary form needs no permutation: Hugging Face stores the half-split one, as
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import math
+import re
+from collections.abc import Mapping
 
 import numpy as np
 
@@ -35,6 +39,32 @@ def base_leaves(config: BaseConfig) -> list[Leaf]:
     if not config.tie_word_embeddings:
         leaves.append(whole(("lm_head",), "lm_head.weight", matrix))
     return leaves
+
+
+def packed_leaves(config: BaseConfig, names: Mapping[str, str]) -> list[Leaf]:
+    """Return `base_leaves` with some read from one stored matrix, their parts below each other.
+
+    names: of such a matrix, by the last key of its leaf: {"qkv": "W_pack"}.
+    """
+    leaves = base_leaves(config)
+    return [
+        _packed(leaf, names[leaf.path[-1]]) if leaf.path[-1] in names else leaf for leaf in leaves
+    ]
+
+
+def _packed(leaf: Leaf, name: str) -> Leaf:
+    ends = list(itertools.accumulate(piece.shape[0] for piece in leaf.pieces))
+    stored = re.sub(r"\w+_proj", name, leaf.pieces[0].name)
+    pieces = (
+        dataclasses.replace(
+            piece,
+            name=stored,
+            shape=(ends[-1], piece.shape[1]),
+            part=(slice(end - piece.shape[0], end),),
+        )
+        for piece, end in zip(leaf.pieces, ends, strict=True)
+    )
+    return dataclasses.replace(leaf, pieces=tuple(pieces))
 
 
 def layer_leaves(

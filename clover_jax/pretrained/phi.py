@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import re
+import functools
 from pathlib import Path
 from typing import Any
 
 from clover_jax.config import BaseConfig
 from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.llama_config import parse_llama_config, read_window
-from clover_jax.pretrained.llama_tensors import base_leaves
-from clover_jax.pretrained.tensor_map import Leaf
+from clover_jax.pretrained.llama_tensors import packed_leaves
 
 LONGROPE = ("su", "yarn")  # what the first versions call it
 PHI3_DEFAULTS: dict[str, Any] = {
@@ -40,29 +38,7 @@ def parse_phi3_config(values: dict[str, Any], path: Path) -> BaseConfig:
     return dataclasses.replace(config, sliding_window=read_window(values, path))
 
 
-def phi3_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return Llama's leaves with the fused ones read from `qkv_proj` and `gate_up_proj`."""
-    names = {"qkv": "qkv_proj", "gate_up": "gate_up_proj"}
-    leaves = base_leaves(config)
-    return [
-        _from_one(leaf, names[leaf.path[-1]]) if leaf.path[-1] in names else leaf for leaf in leaves
-    ]
-
-
-def _from_one(leaf: Leaf, name: str) -> Leaf:
-    """Return a leaf whose stored tensors lie below each other in one, in the leaf's own order."""
-    ends = list(itertools.accumulate(piece.shape[0] for piece in leaf.pieces))
-    stored = re.sub(r"\w+_proj", name, leaf.pieces[0].name)
-    pieces = (
-        dataclasses.replace(
-            piece,
-            name=stored,
-            shape=(ends[-1], piece.shape[1]),
-            part=(slice(end - piece.shape[0], end),),
-        )
-        for piece, end in zip(leaf.pieces, ends, strict=True)
-    )
-    return dataclasses.replace(leaf, pieces=tuple(pieces))
-
-
-PHI3 = Family(parse_phi3_config, phi3_leaves)
+PHI3 = Family(
+    parse_phi3_config,
+    functools.partial(packed_leaves, names={"qkv": "qkv_proj", "gate_up": "gate_up_proj"}),
+)

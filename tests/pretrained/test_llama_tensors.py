@@ -11,11 +11,11 @@ import pytest
 
 from clover_jax.drafters import registry
 from clover_jax.interchange.clover2 import clover2_leaves
-from clover_jax.pretrained.baichuan import baichuan_leaves
+from clover_jax.pretrained.baichuan import BAICHUAN
 from clover_jax.pretrained.gpt_oss import gpt_oss_leaves
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.moe import mixtral_leaves
-from clover_jax.pretrained.phi import phi3_leaves
+from clover_jax.pretrained.phi import PHI3
 from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.pretrained.tensor_map import fuse, stored_shapes
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
@@ -50,9 +50,30 @@ def test_the_base_is_covered(variant):
     assert_cover(base_leaves(config), base_shapes(config))
 
 
-def test_a_base_with_one_packed_matrix_is_covered():
-    config = dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)
-    assert_cover(baichuan_leaves(config), base_shapes(config))
+@pytest.mark.parametrize(
+    ("leaves_of", "names"),
+    [
+        (BAICHUAN.leaves, {"W_pack": "qkv"}),
+        (PHI3.leaves, {"qkv_proj": "qkv", "gate_up_proj": ("gate", "up")}),
+    ],
+)
+def test_a_packed_matrix_holds_others_below_each_other(leaves_of, names):
+    rng = np.random.default_rng(0)
+    apart = {
+        name: rng.standard_normal(shape, np.float32)
+        for name, shape in stored_shapes(base_leaves(TINY)).items()
+    }
+    packed, own = {}, stored_shapes(leaves_of(TINY))
+    for name, shape in own.items():
+        matrix = name.split(".")[-2]
+        parts = [name.replace(matrix, f"{part}_proj") for part in names.get(matrix, ())]
+        packed[name] = np.concatenate([apart[part] for part in parts]) if parts else apart[name]
+        assert packed[name].shape == shape
+
+    for leaf, of_llama in zip(leaves_of(TINY), base_leaves(TINY), strict=True):
+        assert leaf.path == of_llama.path
+        expected = fuse(of_llama, apart.__getitem__)
+        np.testing.assert_array_equal(fuse(leaf, packed.__getitem__), expected)
 
 
 @pytest.mark.parametrize("variant", ["tiny", "biases", "Llama 3 8B"])
@@ -85,8 +106,8 @@ def test_a_piece_fills_what_its_docstring_says():
 EXPERTS = dataclasses.replace(TINY, num_experts=4, experts_per_token=2, expert_size=24)
 FAMILIES = {
     "llama": (base_leaves, VARIANTS["biases"]),
-    "phi3": (phi3_leaves, TINY),
-    "baichuan": (baichuan_leaves, dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)),
+    "phi3": (PHI3.leaves, TINY),
+    "baichuan": (BAICHUAN.leaves, dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)),
     "mixtral": (mixtral_leaves, EXPERTS),
     "gpt-oss": (gpt_oss_leaves, dataclasses.replace(EXPERTS, sinks=True, expert_bias=True)),
 }
