@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from typing import Any
 
 import flax.linen as nn
 import jax
@@ -282,24 +283,17 @@ def _usual_odds(key: Array, shape: tuple[int, int]) -> Float[Array, "P M"]:
 
 def make_config(
     base: BaseConfig,
+    num_features: int | None = None,
+    rank: int | None = None,
+    rope: RopeConfig | None = None,
+    loss: LossSpec = clover_lr.METHOD_LOSS,
     pointers: int = 8,
     pointer_rank: int = 64,
-    num_positions: int = 5,
-    num_augmenting_layers: int = 2,
-    rank: int | None = None,
-    num_features: int | None = None,
-    rope: RopeConfig | None = None,
-    loss: LossSpec | None = None,
+    **options: Any,
 ) -> CloverCopyConfig:
-    """Return the head's config for a base; the rest is as of Clover-LR."""
+    """Return the head's config for a base; what is not of pointers is as of Clover-LR."""
     head = clover_lr.make_config(
-        base,
-        num_positions=num_positions,
-        num_augmenting_layers=num_augmenting_layers,
-        rank=rank,
-        num_features=num_features,
-        rope=rope,
-        loss=loss,
+        base, num_features=num_features, rank=rank, rope=rope, loss=loss, **options
     )
     own = {"kind": "clover_copy", "pointers": pointers, "pointer_rank": pointer_rank}
     return CloverCopyConfig(**(vars(head) | own))

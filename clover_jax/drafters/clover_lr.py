@@ -272,17 +272,17 @@ def _scaled(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
 def make_config(
     base: BaseConfig,
     num_positions: int = 5,
-    num_augmenting_layers: int = 2,
-    rank: int | None = None,
     num_features: int | None = None,
+    rank: int | None = None,
     rope: RopeConfig | None = None,
-    loss: LossSpec | None = None,
+    loss: LossSpec = METHOD_LOSS,
+    **options: Any,
 ) -> CloverLRConfig:
     """Return the head's config for a base.
 
-    rank: 256, or half the base's width where that is less.
     num_features: 1 reads the base's last state only, more add states entering evenly spaced layers;
         by default 3, or as many as the base has layers.
+    rank: 256, or half the base's width where that is less.
     Raises ValueError for what no such head can be.
     """
     # Features of evenly spaced layers; the last one is the base's own last state.
@@ -300,8 +300,8 @@ def make_config(
         features=(*layers, "pre_norm"),
         # A narrow base has no room for the default rank.
         rank=min(DEFAULT_RANK, base.hidden_size // 2) if rank is None else rank,
-        num_augmenting_layers=num_augmenting_layers,
-        loss=loss or METHOD_LOSS,
+        loss=loss,
+        **options,
     )
 
 
