@@ -126,7 +126,4 @@ def _rows(
 
 
 def _tau(rows: dict[int, dict[str, Any]]) -> float:
-    totals = RowTotals()
-    for row in rows.values():
-        totals.add(row)
-    return totals.tau or 0.0
+    return RowTotals(rows.values()).tau or 0.0

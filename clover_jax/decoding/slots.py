@@ -11,7 +11,6 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
-import time
 from typing import TYPE_CHECKING, NamedTuple
 
 import jax
@@ -143,7 +142,7 @@ class Slots:
             return not continues, self._last_used[slot]
 
         slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
-        self._rows[slot] = _Row(request, self._now())
+        self._rows[slot] = _Row(request, self._compiling.now())
         self._reading.append(slot)
         self._num_joined += 1
         self._last_used[slot] = self._num_joined
@@ -167,7 +166,7 @@ class Slots:
         num_chunks: read at most this many chunks; None: all.
         """
         # All are started at once, so that the device never waits for the host.
-        started, count = self._now(), 0
+        started, count = self._compiling.now(), 0
         while self._reading and count != num_chunks:
             last, count = self._read_chunk(self._reading[0]), count + 1
             self._reads = _Reads(started, count, last)
@@ -188,7 +187,7 @@ class Slots:
             return
         filled = np.array([slot in rows for slot in range(len(self._rows))])
         decode = self._engine.programs([row.request for row in rows.values()]).decode
-        started = self._now()
+        started = self._compiling.now()
         self._state, records = decode(self._weights, self._state, filled, num_steps)
         self._begun = _Chunk(rows, self._engine.text(self._state), records, started)
 
@@ -197,7 +196,7 @@ class Slots:
         # `read_prompts` returns before the chunks are read; their time is taken here.
         if self._reads is not None:
             jax.block_until_ready(self._reads.last)
-            now = self._now()
+            now = self._compiling.now()
             self._read_seconds = (now - self._reads.started) / self._reads.number
             if self._begun is not None:
                 self._begun = self._begun._replace(started=now)
@@ -207,7 +206,7 @@ class Slots:
 
         # The slot of an ended row is free for the next request before its last tokens are taken.
         finish = np.asarray(self._begun.text.finish)
-        self._done, self._begun = self._begun._replace(ended=self._now()), None
+        self._done, self._begun = self._begun._replace(ended=self._compiling.now()), None
         ended = [slot for slot in self._done.rows if _has_ended(finish[slot])]
         for slot in ended:
             self._rows[slot] = None
@@ -231,9 +230,6 @@ class Slots:
         if count := max(len(new.accepted) for new in given):
             self.step_seconds = (chunk.ended - chunk.started) / count
         return given
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._compiling.seconds
 
     def _read_chunk(self, slot: int) -> Array:
         """Start to read the next chunk of a slot's prompt; after the last one insert the row.

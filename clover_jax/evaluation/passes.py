@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import time
 from collections.abc import Iterable, Mapping, Sequence
 
 from clover_jax.decoding.engine import Engine
@@ -89,7 +88,7 @@ class Evaluation:
         engine = self.engines[key.batch_size][key.method]
         stream = RowStream(engine, models, prompts, self.plan.settings)
         maker, tokens, changed = RowMaker(), 0, []
-        started, compiled_before = time.perf_counter(), compiling.seconds
+        started, compiled_before = compiling.now(), compiling.seconds
 
         with memory_advice(key.batch_size):
             for event in stream:
@@ -107,21 +106,19 @@ class Evaluation:
                 if reason and (is_new or another_text):
                     what = "failed" if "error" in row else "skipped"
                     bar.write(f"{display_name(key.method)}: row {row['index']} {what}: {reason}")
-                compiled = compiling.seconds - compiled_before
-                rate = tokens / (time.perf_counter() - started - compiled)
+                rate = tokens / (compiling.now() - started)
                 bar.show(f"{self._figures(key)}{rate:.0f} tokens/s")
                 bar.update()
 
         # Longer buffers may have compiled after all; that is no time of the method.
-        compiled = compiling.seconds - compiled_before
         self.journal.add(
             TimedPass(
                 key,
                 self.journal.origin,
                 rows=len(prompts),
                 tokens=tokens,
-                seconds=time.perf_counter() - started - compiled,
-                compile_seconds=compiled,
+                seconds=compiling.now() - started,
+                compile_seconds=compiling.seconds - compiled_before,
                 changed=plain_values(changed),
             )
         )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -81,37 +80,25 @@ def open_rows(path: Path, **manifest: Any) -> RowSink:
     return writers[0] if writers else RowPrinter(quiet=True, finished=finished)
 
 
-class DecodingClock:
-    """Seconds since it was made, without those in which programs were compiled."""
-
-    def __init__(self, compiling: CompileClock):
-        self._compiling = compiling
-        self._started = time.perf_counter() - compiling.seconds
-
-    @property
-    def seconds(self) -> float:
-        """Seconds of decoding so far."""
-        return time.perf_counter() - self._compiling.seconds - self._started
-
-
 def decode_with_bar(
-    stream: RowStream, sink: RowSink, totals: RowTotals, bar: Progress, clock: DecodingClock
+    stream: RowStream, sink: RowSink, totals: RowTotals, bar: Progress, compiling: CompileClock
 ) -> None:
     """Decode all rows into `sink`; a row that fails gets a line above the bar."""
-    before = totals.tokens
+    started, before = compiling.now(), totals.tokens
     for event in stream:
         if event.row is None:
             continue
         # Rows first: what is shown may be wrong for a moment, what is kept may not.
         sink.append(event.row)
-        sink.note_seconds(clock.seconds)
+        seconds = compiling.now() - started
+        sink.note_seconds(seconds)
         totals.add(event.row)
 
         reason = event.row.get("error") or event.row.get("skipped")
         if reason:
             verb = "failed" if "error" in event.row else "skipped"
             bar.write(f"row {event.row['index']} {verb}: {reason}")
-        speed = (totals.tokens - before) / clock.seconds
+        speed = (totals.tokens - before) / seconds
         tau = "" if totals.tau is None else f"tau {totals.tau:.2f}, "
         bar.show(f"{tau}{speed:.0f} tokens/s")
         bar.update()

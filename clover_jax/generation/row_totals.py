@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
@@ -11,9 +11,12 @@ from clover_jax.decoding.accepted_lengths import AcceptedLengths
 class RowTotals:
     """Sums over output rows, those of an earlier run among them."""
 
-    def __init__(self):
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()):
+        """Begin with some rows."""
         self.rows = self.failed = self.skipped = 0
         self._lengths = AcceptedLengths()
+        for row in rows:
+            self.add(row)
 
     def add(self, row: dict[str, Any]) -> None:
         """Count an output row."""

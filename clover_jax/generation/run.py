@@ -23,7 +23,6 @@ from clover_jax.data.prompts import (
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.options import GenerateOptions
 from clover_jax.generation.output import (
-    DecodingClock,
     RowPrinter,
     RowSink,
     decode_live,
@@ -96,10 +95,7 @@ def _join(options: GenerateOptions) -> dict[str, Any]:
     """Make one file of what the jobs of --shard wrote, and return the figures of its rows."""
     assert options.path is not None  # as the options have checked
     join_rows(options.path, options.overwrite)
-    totals = RowTotals()
-    for row in read_rows(options.path):
-        totals.add(row)
-    return totals.to_dict()
+    return RowTotals(read_rows(options.path)).to_dict()
 
 
 def _read(options: GenerateOptions) -> Sequence[Prompt | BadPrompt] | None:
@@ -153,9 +149,7 @@ def _decode(
     sink: RowSink,
 ) -> dict[str, Any]:
     # Rows of earlier runs count in the report, and are not decoded again.
-    totals = RowTotals()
-    for row in sink.kept():
-        totals.add(row)
+    totals = RowTotals(sink.kept())
     tokens_before = totals.tokens
     if sink.finished:
         say(f"{sink.finished} rows are in {options.path} already")
@@ -176,13 +170,13 @@ def _decode(
     with CompileClock() as compiling, memory_advice(stream.batch_size):
         with passing_note("compiling"):
             stream.warm_up()
-        clock = DecodingClock(compiling)
+        started = compiling.now()
         if options.is_live:
             decode_live(stream, sink, totals, LiveText(sys.stdout, models.tokenizer))
         else:
             with _bar(options, len(rows), sink.finished, compiling) as bar:
-                decode_with_bar(stream, sink, totals, bar, clock)
-        seconds = clock.seconds
+                decode_with_bar(stream, sink, totals, bar, compiling)
+        seconds = compiling.now() - started
         sink.note_seconds(seconds)  # a resumed run counts what came after the last row too
 
     new_tokens = totals.tokens - tokens_before

@@ -11,7 +11,7 @@ from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt, prompts_hash
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
 from clover_jax.errors import UserError
-from clover_jax.generation.output import DecodingClock, RowSink, decode_with_bar, open_rows
+from clover_jax.generation.output import RowSink, decode_with_bar, open_rows
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.run import memory_advice
@@ -40,7 +40,7 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
         **vars(options.warping), max_new_tokens=options.max_new_tokens, context_overflow="skip"
     )
 
-    path, figures = options.part.path(options.directory / REGENERATED), RowTotals()
+    path = options.part.path(options.directory / REGENERATED)
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **identity_of(models)}
     with open_rows(
         path,
@@ -50,8 +50,7 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
         first=options.part.rows(len(prompts)).start,
         shard=options.part.entry(len(prompts)),
     ) as rows:
-        for row in rows.kept():
-            figures.add(row)
+        figures = RowTotals(rows.kept())
         _decode(models, prompts, settings, options, rows, figures)
     return figures.to_dict()
 
@@ -83,7 +82,7 @@ def _decode(
         progress_bar(len(part), "regenerate", "row", initial=start, compiling=compiling) as bar,
         memory_advice(options.batch_size),
     ):
-        decode_with_bar(stream, rows, figures, bar, DecodingClock(compiling))
+        decode_with_bar(stream, rows, figures, bar, compiling)
 
 
 def read_answered(directory: Path) -> list[Record]:

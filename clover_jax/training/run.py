@@ -133,7 +133,9 @@ def _train(
         writer = DraftWriter(workdir, settings, inputs)
         best = best_measured(workdir)
         measurement = Measurement(inputs.evaluator, log, writer, progress, stop, best)
-        trainer = Trainer(settings, inputs, batches, checkpoints, log, progress, measurement, stop)
+        trainer = Trainer(
+            settings, inputs, batches, checkpoints, log, progress, compiling, measurement, stop
+        )
         done = trainer.run(state, done)
 
         checkpoints.wait()  # a run has finished once its last checkpoint is on disk

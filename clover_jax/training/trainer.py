@@ -6,7 +6,6 @@ import contextlib
 import dataclasses
 import math
 import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -38,6 +37,7 @@ class Trainer:
     checkpoints: Checkpoints
     log: MetricsLog
     progress: Progress
+    compiling: CompileClock
     measurement: Measurement
     stop: threading.Event
 
@@ -56,37 +56,36 @@ class Trainer:
             if self._measured_at(done):
                 self.measurement(done, state)  # unless it was before the run was stopped
 
-        watch = FiniteWatch(self.checkpoints)
-        with Clock() as clock:
-            # Read once a step: a stop between two reads would end an unsaved run.
-            is_stopping = self.stop.is_set()
-            while done < steps and not is_stopping:
-                # The step is dispatched and not waited for: the next batch is made meanwhile.
-                with clock.waiting():
-                    batch = next(self.batches)
-                    batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
-                state, metrics = train_step(state, base_params, batch)
-                done += 1
-                watch.take(done, metrics)
-                clock.count(batch.tokens.size)
-                self.progress.update()
+        watch, clock = FiniteWatch(self.checkpoints), Clock(self.compiling)
+        # Read once a step: a stop between two reads would end an unsaved run.
+        is_stopping = self.stop.is_set()
+        while done < steps and not is_stopping:
+            # The step is dispatched and not waited for: the next batch is made meanwhile.
+            with clock.waiting():
+                batch = next(self.batches)
+                batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
+            state, metrics = train_step(state, base_params, batch)
+            done += 1
+            watch.take(done, metrics)
+            clock.count(batch.tokens.size)
+            self.progress.update()
 
-                # Nothing is logged, saved or measured of a step that is not known to be finite.
-                if self._due(self.settings.log_every, done):
-                    self._log(done, watch.settle(), clock)
-                is_saved = self._due(self.settings.checkpoint_every, done)
-                if is_saved:
-                    watch.settle()
-                    with clock.paused():
-                        self.save(done, state)
-                if self._measured_at(done):
-                    watch.settle()
-                    with clock.paused():
-                        self.measurement(done, state)
-                is_stopping = self.stop.is_set()
-                if is_stopping and not is_saved:
-                    watch.settle()
+            # Nothing is logged, saved or measured of a step that is not known to be finite.
+            if self._due(self.settings.log_every, done):
+                self._log(done, watch.settle(), clock)
+            is_saved = self._due(self.settings.checkpoint_every, done)
+            if is_saved:
+                watch.settle()
+                with clock.paused():
                     self.save(done, state)
+            if self._measured_at(done):
+                watch.settle()
+                with clock.paused():
+                    self.measurement(done, state)
+            is_stopping = self.stop.is_set()
+            if is_stopping and not is_saved:
+                watch.settle()
+                self.save(done, state)
         return done
 
     def save(self, done: int, state: TrainState) -> None:
@@ -163,21 +162,12 @@ class FiniteWatch:
 
 
 class Clock:
-    """Tokens per second since the last reading, and the share of time spent waiting for data.
+    """Tokens per second since the last reading, and the share of time spent waiting for data."""
 
-    A context manager; the clock stands still while programs are compiled.
-    """
-
-    def __init__(self):
-        self._compiling = CompileClock()
+    def __init__(self, compiling: CompileClock):
+        """Start; the clock stands still while programs are compiled."""
+        self._now = compiling.now
         self._restart()
-
-    def __enter__(self) -> Clock:
-        self._compiling.__enter__()
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._compiling.__exit__(*exception)
 
     def count(self, tokens: int) -> None:
         """Add tokens that were trained on (padding included)."""
@@ -203,9 +193,6 @@ class Clock:
         result = self._tokens / elapsed, self._waited / elapsed
         self._restart()
         return result
-
-    def _now(self) -> float:
-        return time.perf_counter() - self._compiling.seconds
 
     def _restart(self) -> None:
         self._started, self._tokens = self._now(), 0

@@ -100,7 +100,7 @@ def measure_trials(
     passes = [functools.partial(decode, models) for models in ways]
     with CompileClock() as compiling:
         # A longer prompt may need a program that no round before it needed.
-        return run_in_turns(passes, len(rounds), lambda: time.perf_counter() - compiling.seconds)
+        return run_in_turns(passes, len(rounds), compiling.now)
 
 
 def run_in_turns(

@@ -6,10 +6,7 @@ from clover_jax.generation.row_totals import RowTotals
 
 
 def summed(*rows):
-    figures = RowTotals()
-    for row in rows:
-        figures.add(row)
-    return figures
+    return RowTotals(rows)
 
 
 def row(output_ids, accepted, reason="length"):

@@ -4,7 +4,7 @@ import jax.monitoring
 import pytest
 
 from clover_jax.runtime import compile_clock
-from clover_jax.training import trainer
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.training.trainer import Clock
 
 
@@ -12,13 +12,13 @@ from clover_jax.training.trainer import Clock
 def now(monkeypatch):
     """A clock in a list, so that no test depends on how fast the machine is."""
     time = [100.0]
-    for module in (trainer, compile_clock):
-        monkeypatch.setattr(module.time, "perf_counter", lambda: time[0])
+    monkeypatch.setattr(compile_clock.time, "perf_counter", lambda: time[0])
     return time
 
 
 def test_tokens_per_second_leave_out_compiling_and_pauses(now):
-    with Clock() as clock:
+    with CompileClock() as compiling:
+        clock = Clock(compiling)
         with clock.waiting():
             now[0] += 1
         now[0] += 50  # the first step
