@@ -1,8 +1,8 @@
 """The built-in corpus: Python sources that every machine with Python already has.
 
-Documents are the modules of the interpreter's standard library. Which modules are held out depends
-on a hash of a module's relative path alone, so every machine and every Python version agrees about
-a module that both have.
+Documents are the modules of the interpreter's standard library (and, on request, of installed
+packages). Which modules are held out depends on a hash of a module's relative path alone, so every
+machine and every Python version agrees about a module that both have.
 """
 
 import ast
@@ -10,7 +10,7 @@ import hashlib
 import re
 import sysconfig
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -47,18 +47,26 @@ class Document(NamedTuple):
     text: str
 
 
-def builtin_documents(split: Split = "train", *, root: Path | str | None = None) -> list[Document]:
+def builtin_documents(
+    split: Split = "train", *, root: Path | str | None = None, packages: Iterable[str] = ()
+) -> list[Document]:
     """Return the built-in corpus's modules of one split, sorted by name.
 
     Args:
       split: "train", or "heldout" (about 5 % of the modules).
       root: the library tree to read; the running interpreter's standard library by default.
+      packages: names of installed packages to add, e.g. ("numpy",).
 
     Raises:
-      UserError: a library without sources.
+      UserError: a package that is not installed, or a library without sources.
     """
+    if split not in ("train", "heldout"):
+        raise ValueError(f"split ({split!r}) must be 'train' or 'heldout'")
+
     root = Path(root or sysconfig.get_path("stdlib"))
-    documents = list(_read_tree(root, split))
+    documents = list(_read_tree(root, "", split))
+    for package in packages:
+        documents.extend(_read_tree(_package_directory(package), package + "/", split))
     if not documents:
         raise UserError(
             f"{root} holds no Python sources for the split {split!r}; minimal installs leave them "
@@ -78,10 +86,10 @@ def is_heldout(name: str) -> bool:
     return int.from_bytes(digest[:8], "big") < HELDOUT_FRACTION * 2**64
 
 
-def _read_tree(root: Path, split: Split) -> Iterator[Document]:
+def _read_tree(root: Path, prefix: str, split: Split) -> Iterator[Document]:
     """Yield the usable modules of one split under `root`."""
     for path in _source_files(root):
-        name = path.relative_to(root).as_posix()
+        name = prefix + path.relative_to(root).as_posix()
         if is_heldout(name) == (split == "heldout"):
             text = _read_module(path)
             if text is not None:
@@ -115,6 +123,13 @@ def parse_module(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
+
+
+def _package_directory(package: str) -> Path:
+    directory = Path(sysconfig.get_path("purelib")) / package
+    if not directory.is_dir():
+        raise UserError(f"package {package!r} is not installed: {directory} is no directory")
+    return directory
 
 
 def _without_repeats(documents: list[Document]) -> list[Document]:

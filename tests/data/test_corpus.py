@@ -92,3 +92,8 @@ def test_reads_the_standard_library_of_this_python():
 def test_says_what_to_do_without_sources(tmp_path):
     with pytest.raises(UserError, match="install Python's full standard library"):
         builtin_documents("train", root=tmp_path)
+
+
+def test_says_when_a_package_is_missing(tmp_path):
+    with pytest.raises(UserError, match="'no_such_package' is not installed"):
+        builtin_documents("train", root=tmp_path, packages=["no_such_package"])
