@@ -150,7 +150,7 @@ CANNOT_HOLD = {
     "clover2, few tokens": (("clover2", VOCABULARY), "clover2", "layout has no draft vocabulary"),
     "eagle, few tokens": (("eagle", VOCABULARY), "eagle", "layout has no draft vocabulary"),
     "eagle, few, for vLLM": (("eagle", VOCABULARY), "speculators", "has no draft vocabulary"),
-    "medusa, few tokens": (("medusa", VOCABULARY), "medusa", "Medusa's layouts have no draft voc"),
+    "medusa, few tokens": (("medusa", VOCABULARY), "medusa", "layout has no draft vocabulary"),
     "eagle3 of a short base": (
         ("eagle3",),
         "eagle3",

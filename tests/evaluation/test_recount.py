@@ -14,7 +14,7 @@ DEPTHS = {"vanilla": 0, "chain": 2, "short": 1}
 @pytest.fixture(scope="module")
 def measured(finished, folder):
     """The reports of two runs: greedy, and sampled with stop strings, which cut more answers."""
-    cut = ("--batch_sizes=1", "--temperature=0.8", "--stop=e", "--stop=a")
+    cut = ("--temperature=0.8", "--stop=e", "--stop=a")
     stopped = run(folder, folder / "stopped", *cut)
     assert stopped.status == 0, stopped.err
     return [finished, stopped]
@@ -112,7 +112,7 @@ def test_speeds_of_each_repeat_are_all_tokens_over_all_seconds(measured):
     for finished in measured:
         lines = (finished.output / "legs.jsonl").read_text().splitlines()
         timed = [json.loads(line) for line in lines]
-        for size in ("1", "2"):
+        for size in map(str, finished.report["batch_sizes"]):
             for task in ("writing", "qa", None):
                 rates = {
                     name: [rate(timed, int(size), name, repeat, task) for repeat in range(2)]
