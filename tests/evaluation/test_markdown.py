@@ -14,7 +14,8 @@ def test_plain_decoding_has_one_name_and_its_key_is_explained_once(finished):
 
 
 def test_definitions_say_what_an_end_cuts_and_how_tasks_are_joined(finished):
-    definitions = report_text(finished.report, []).split("## Definitions")[1]
+    page = report_text(finished.report, [])
+    definitions = " ".join(page.split("## Definitions")[1].split())  # wherever its lines end
     assert "tau counts tokens after this cut" in definitions
     assert "count what was accepted before it" in definitions
     assert "micro-average" in definitions
