@@ -14,7 +14,8 @@ from tests.evaluation.command import ROWS, run, write_rows
 
 
 def test_a_row_that_fails_fails_the_run_and_is_counted(folder):
-    write_rows(folder, "bad.jsonl", [*ROWS[1:2], {"category": "qa", "promp": "misspelt"}])
+    # Of the longest row, so that the programs are those of the whole run.
+    write_rows(folder, "bad.jsonl", [*ROWS[2:3], {"category": "qa", "promp": "misspelt"}])
     failing = run(folder, folder / "failing", "--repeats=1", prompts="bad.jsonl")
     assert failing.status == 1
     assert failing.result["failed"] == 1

@@ -35,20 +35,18 @@ def test_a_right_prediction_makes_text_arrive_sooner_and_a_wrong_one_changes_not
     right = [
         {"prompt": p, "prediction": row["text"]} for p, row in zip(PROMPTS, plain, strict=True)
     ]
-    wrong = [{"prompt": p, "prediction": "Nothing of this is Python. " * 9} for p in PROMPTS]
-    hostile = [{"prompt": p, "prediction": "a" * 100_000} for p in PROMPTS]
-    alone = decode(models, [{"prompt": p} for p in PROMPTS])
-    decoded = {
-        name: decode(models, rows)
-        for name, rows in {"right": right, "wrong": wrong, "hostile": hostile}.items()
-    }
-    for rows in (alone, *decoded.values()):
+    predictions = ("Nothing of this is Python. " * 9, "a" * 100_000, "a" * 100_000)
+    wrong = [{"prompt": p, "prediction": w} for p, w in zip(PROMPTS, predictions, strict=True)]
+    alone, helped, misled = (
+        decode(models, rows) for rows in ([{"prompt": p} for p in PROMPTS], right, wrong)
+    )
+    for rows in (alone, helped, misled):
         assert [row["text"] for row in rows] == [row["text"] for row in plain]
-    assert max(forwards(decoded["right"])) < min(forwards(plain)) / 4
-    assert sum(forwards(decoded["right"])) < sum(forwards(alone))
+    assert max(forwards(helped)) < min(forwards(plain)) / 4
+    assert sum(forwards(helped)) < sum(forwards(alone))
     # What one row brings is no other's.
-    mixed = decode(models, [right[0], {"prompt": PROMPTS[1]}, hostile[2]])
-    assert forwards(mixed)[0] == forwards(decoded["right"])[0]
+    mixed = decode(models, [right[0], {"prompt": PROMPTS[1]}, wrong[2]])
+    assert forwards(mixed)[0] == forwards(helped)[0]
 
 
 def test_all_rows_copy_from_one_file(base, plain, tmp_path):
