@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 from flax import struct
@@ -13,6 +15,7 @@ from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.models.cache import Cache, gather_rows, ordered_after, write_rows
+from clover_jax.sharding.placement import over_rows_and_heads
 
 
 class StepRecord(struct.PyTreeNode):
@@ -89,6 +92,7 @@ def commit(
     emitted = jnp.where(running, emission.count, 0)
     # The write must wait for the read. In plain decoding the path is constant, the bonus is not.
     write_at = ordered_after(state.length, accepted.bonus)
+    write = functools.partial(write_rows, by_kernel=by_kernel)
 
     new = state.replace(
         # Beyond the emitted tokens this leaves garbage, which later steps overwrite.
@@ -96,7 +100,7 @@ def commit(
         length=state.length + emitted,
         end=state.end + emitted,
         finish=jnp.where(running, emission.finish, state.finish),
-        cache=write_rows(state.cache, gather_rows(fresh, accepted.path), write_at, by_kernel),
+        cache=over_rows_and_heads(write, state.cache, gather_rows(fresh, accepted.path), write_at),
         features=jnp.take_along_axis(features, accepted.path[..., None], axis=1).astype(
             state.features.dtype
         ),

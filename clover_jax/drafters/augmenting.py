@@ -13,6 +13,7 @@ from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask
+from clover_jax.sharding.placement import over_rows_and_heads
 
 
 def augment(
@@ -69,7 +70,8 @@ def absorb_positions(
     # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
     z, fresh = trunk(positions, causal_mask(batch, size), cache, start)
     last = take_last(z, accepted.count)
-    return TrunkOutput(last, write_rows(cache, fresh, ordered_after(start, last)))
+    write_at = ordered_after(start, last)
+    return TrunkOutput(last, over_rows_and_heads(write_rows, cache, fresh, write_at))
 
 
 def from_last_layer(

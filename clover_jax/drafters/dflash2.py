@@ -53,7 +53,7 @@ from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows
 from clover_jax.models.decoder import Attend, project
 from clover_jax.models.int8 import contract
 from clover_jax.models.layers import RMSNorm
-from clover_jax.sharding.placement import by_rows
+from clover_jax.sharding.placement import by_rows, over_rows_and_heads
 from clover_jax.sharding.top_k import top_k
 
 DEFAULT_RANK = 256
@@ -187,7 +187,7 @@ class DFlash2(Drafter):
         u, fresh = self._run(context, slots, jnp.concatenate(positions, 1), own, cache, start)
 
         rows = jax.tree.map(lambda x: x[:, :, :size], fresh)
-        cache = write_rows(cache, rows, ordered_after(start, u))
+        cache = over_rows_and_heads(write_rows, cache, rows, ordered_after(start, u))
         return self._root_state(frozen, u[:, 1:], anchor), cache
 
     def propose(self, frozen: Frozen, state: DFlash2State, depth: int) -> FewTokens:

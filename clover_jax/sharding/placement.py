@@ -242,7 +242,8 @@ def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyT
     """Apply a function to the rows and heads that each device of the mesh in use has.
 
     arrays: as in a decode state; what is made of them lies as the first of them.
-    For a kernel, which the compiler cannot split.
+    For a kernel, which the compiler cannot split, and for rows that a cache takes, which it would
+    send to all devices, to be written there or not.
     """
     mesh = _mesh_in_use()
     if mesh is None or mesh.size == 1:
