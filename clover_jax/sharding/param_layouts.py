@@ -1,9 +1,9 @@
 """Over which mesh axes the dimensions of each parameter are split.
 
 A parameter is laid out by the last name of its path (`LAYOUTS`), one letter for each dimension: D a
-width, E a width as output, F an MLP's width, K and N heads, R a rank, V the vocabulary. These are
-not the axis letters of `array_types`, where E, F and R are EOS ids, features and flattened rows.
-A new drafter adds its leaves here.
+width, E a width as output, F an MLP's width, K and N heads, H a head's entries, R a rank, V the
+vocabulary. These are not the axis letters of `array_types`, where E, F and R are EOS ids, features
+and flattened rows. A new drafter adds its leaves here.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from clover_jax.sharding.meshes import AnyMesh
 # square matrix is split over both axes; R is the rank of a correction.
 _AXIS = {"D": "fsdp", "E": "tensor", "F": "tensor", "K": "tensor", "N": "tensor", "V": "tensor"}
 _AXIS |= {"R": "fsdp"}
-# A device cannot hold part of a head: where there are fewer heads than it takes, each holds all. A
-# rank may be small and odd.
+# Where heads cannot be dealt out, each device holds all of them, or a part of each where a product
+# with one is a sum over its entries only (H). A rank may be small and odd.
 _WHOLE_IF_INDIVISIBLE = frozenset("KNR")
 
 # Name of a leaf, without its number where numbered ones are alike -> its dimensions; several where
@@ -56,10 +56,10 @@ LAYOUTS: dict[str, tuple[str, ...]] = {
     "expert_up": ("- D F",),
     "expert_down": ("- F D",),
     # Clover-2 (and Clover): Attention Decoders and projectors.
-    "query": ("D N -",),
-    "query_bias": ("N -",),
-    "key_value": ("D - N -",),
-    "key_value_bias": ("- N -",),
+    "query": ("D N H",),
+    "query_bias": ("N H",),
+    "key_value": ("D - N H",),
+    "key_value_bias": ("- N H",),
     "projector_0": ("D E",),
     "projector_0_bias": ("-",),
     "projector_1": ("- D E",),
@@ -115,12 +115,15 @@ def param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSp
     if path[-1] in _FIELDS:
         path = path[:-1]
     layout = _layout_of(path, len(shape))
-    return PartitionSpec(
-        *(
-            _axis_for(letter, size, path, mesh) if letter != "-" else None
-            for letter, size in zip(layout, shape, strict=True)
-        )
-    )
+    axes = [
+        _axis_for(letter, size, path, mesh) if letter not in "-H" else None
+        for letter, size in zip(layout, shape, strict=True)
+    ]
+    # Where the heads cannot be dealt out, every device has a part of each.
+    if "H" in layout and axes[layout.index("N")] is None:
+        entries = layout.index("H")
+        axes[entries] = "tensor" if shape[entries] % mesh.shape["tensor"] == 0 else None
+    return PartitionSpec(*axes)
 
 
 def _layout_of(path: Path, rank: int) -> list[str]:

@@ -126,6 +126,20 @@ def test_fewer_heads_than_shards_are_on_every_device():
     assert found["layers_0/mlp/down"] == P("tensor", "fsdp")
 
 
+def test_decoder_heads_that_shards_do_not_divide_are_cut():
+    base = shape_config("shape:gemma3-27b:1")  # 42 heads of 128 for an Attention Decoder
+    head = registry.head(registry.config_for_base("clover2", base))
+    mesh = make_abstract_mesh(MeshShape(fsdp=2, tensor=4))
+    found = specs(param_shardings(registry.init_shapes(head, base_shapes(base)), mesh))
+    names = ("query", "query_bias", "key_value", "key_value_bias")
+    assert [found[f"attention_decoder_1/{name}"] for name in names] == [
+        P("fsdp", None, "tensor"),
+        P(None, "tensor"),
+        P("fsdp", None, None, "tensor"),
+        P(None, None, "tensor"),
+    ]
+
+
 def test_an_unknown_leaf_is_an_error_that_says_where_its_rule_goes():
     params = {"block": {"gate": jax.ShapeDtypeStruct((8, 8), jnp.float32)}}
     with pytest.raises(
