@@ -135,6 +135,33 @@ def test_a_mesh_axis_may_be_a_part_of_a_side_of_the_chips():
     assert len({device.id for device in mesh.devices.flat}) == 16
 
 
+def compiled(flags):
+    """Return the figures of a step that `bench` compiles for a target."""
+    # The precision that the other tests ask for widens a GPU's bfloat16 products.
+    environment = {k: v for k, v in os.environ.items() if k != "JAX_DEFAULT_MATMUL_PRECISION"}
+    finished = subprocess.run(
+        [sys.executable, "-m", "clover_jax.bench", *flags],
+        cwd=REPOSITORY,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr
+    return json.loads(finished.stdout.splitlines()[-1])
+
+
+@pytest.mark.aot
+def test_rows_are_written_to_a_cache_by_the_devices_that_have_it():
+    if not is_installed("libtpu"):
+        pytest.skip("libtpu is not installed")
+    flags = ["--target=tpu-v6e:4x4", "--base=shape:llama3-70b:1", "--mesh=data=2,tensor=8"]
+    flags += ["--batch_size=16", "--draft=lookup", "--tree=chain:5", "--context=2000"]
+    figures = compiled(flags)
+    assert [sent for sent in figures["collectives"] if "commit" in sent] == []
+    assert figures["cache_copies"] == []
+
+
 @pytest.mark.aot
 @pytest.mark.parametrize(
     ("batch", "draft"), [(1, "random:clover2"), (16, "random:clover2"), (1, "none")]
@@ -147,18 +174,7 @@ def test_a_compiled_step_copies_no_cache_and_no_weight(target, attention, batch,
         pytest.skip(f"{COMPILERS[target]} is not installed")
     flags = [f"--target={target}", "--base=shape:llama3-8b:1", "--context=2000"]
     flags += [f"--batch_size={batch}", f"--draft={draft}", f"--attention={attention}"]
-    # The precision that the other tests ask for widens a GPU's bfloat16 products.
-    environment = {k: v for k, v in os.environ.items() if k != "JAX_DEFAULT_MATMUL_PRECISION"}
-    finished = subprocess.run(
-        [sys.executable, "-m", "clover_jax.bench", *flags],
-        cwd=REPOSITORY,
-        env=environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr
-    figures = json.loads(finished.stdout.splitlines()[-1])
+    figures = compiled(flags)
     assert figures["cache_copies"] == []
     assert figures["weight_copies"] == []
     assert figures["moved_over_floor"] < 2
