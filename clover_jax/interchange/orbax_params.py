@@ -1,4 +1,4 @@
-"""The params of a draft in an orbax folder, read leaf by leaf: at most one is in memory."""
+"""The params of a draft in an orbax folder: checked, and written leaf by leaf."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 
 from clover_jax.array_types import Params
 from clover_jax.errors import UserError
+from clover_jax.pretrained.orbax_leaves import by_path, stored_leaves
 from clover_jax.pretrained.tensor_map import Path as LeafPath
 from clover_jax.pretrained.tensor_map import nested
 from clover_jax.storage.files import hash_files
@@ -93,26 +94,9 @@ def check_folder(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
     """
     # Hashes first: orbax fails in many ways on an altered file.
     _check_files(folder, files)
-    with ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(folder.absolute()).item_metadata
-    if metadata is None:
-        raise UserError(f"{folder} holds no params that orbax can read")
-    stored = _by_path(metadata.tree)
-    _check_tensors(folder, stored, _by_path(expected))
+    stored = stored_leaves(folder)
+    _check_tensors(folder, stored, by_path(expected))
     return stored
-
-
-def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
-    """Return one leaf as it is stored."""
-    # Without these types orbax would put the leaf where it was when it was written.
-    item = nested({path: 0})
-    wanted = nested({path: ocp.RestoreArgs(restore_type=np.ndarray)})
-    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
-        arguments = ocp.args.PyTreeRestore(item=item, restore_args=wanted, partial_restore=True)
-        value: Any = checkpointer.restore(folder.absolute(), args=arguments)
-    for key in path:
-        value = value[key]
-    return value
 
 
 def _check_files(folder: Path, files: Any) -> None:
@@ -124,11 +108,6 @@ def _check_files(folder: Path, files: Any) -> None:
             raise UserError(f"{folder / name} is missing; was the draft copied whole?")
         if hashes[name] != wanted:
             raise UserError(f"{folder / name} has changed since it was written; copy it again")
-
-
-def _by_path(tree: Params) -> dict[LeafPath, Any]:
-    leaves = jax.tree_util.tree_leaves_with_path(tree)
-    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
 
 
 def _check_tensors(

@@ -18,11 +18,12 @@ from clover_jax.errors import UserError, reason_of
 from clover_jax.interchange.card import CARD, PARAMS, Card, native_directory, read_card
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.layouts import NATIVE, recognise
-from clover_jax.interchange.orbax_params import check_folder, read_leaf
+from clover_jax.interchange.orbax_params import check_folder
 from clover_jax.models.int8 import Int8Matrix, widen
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import described_differences, fingerprint
 from clover_jax.pretrained.loading import place_as
+from clover_jax.pretrained.orbax_leaves import read_leaf
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles, check_finite
 from clover_jax.pretrained.tensor_map import Path as LeafPath

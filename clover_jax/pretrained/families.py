@@ -13,6 +13,7 @@ from clover_jax.errors import UserError
 from clover_jax.pretrained.baichuan import BAICHUAN
 from clover_jax.pretrained.family import Adjust, Family
 from clover_jax.pretrained.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
+from clover_jax.pretrained.gemma_orbax import in_orbax, is_orbax
 from clover_jax.pretrained.gpt_oss import GPT_OSS
 from clover_jax.pretrained.llama_config import eos_ids, parse_llama_config
 from clover_jax.pretrained.mistral_qwen_config import (
@@ -94,6 +95,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
     values = read_json_object(path)
     family = ARCHITECTURES[architecture_of(values, path)]
+    if is_orbax(directory):
+        family = in_orbax(family, directory)
     config = family.parse(values, path)
     # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
     # one id, and this the end of a turn too.
