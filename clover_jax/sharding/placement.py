@@ -33,7 +33,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from clover_jax.array_types import Array, PyTree
+from clover_jax.array_types import Array, Params, PyTree
 from clover_jax.errors import UserError
 from clover_jax.pretrained.tensor_map import Path, Place
 from clover_jax.sharding.meshes import AXES, AnyMesh, shape_of
@@ -236,6 +236,27 @@ def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
         return function(*arrays)
     rows = PartitionSpec(ROWS)
     return jax.shard_map(function, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
+
+
+def over_rows_of(mesh: AnyMesh, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
+    """Make a function of params and rows one that each device applies to its own rows.
+
+    The params are whole over data and fsdp; over tensor they stay as they are split.
+    """
+
+    def apply(params: Params, *rows: Array) -> PyTree:
+        in_specs = (PartitionSpec(), *(PartitionSpec(ROWS) for _ in rows))
+        split = jax.shard_map(
+            function,
+            mesh=mesh,
+            in_specs=in_specs,
+            out_specs=PartitionSpec(ROWS),
+            axis_names=set(ROWS),
+            check_vma=False,
+        )
+        return split(params, *rows)
+
+    return apply
 
 
 def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:

@@ -168,7 +168,8 @@ def batch_gradient(
 ) -> BatchGradient:
     """Run the teacher and differentiate the head's loss; the arguments are `head_loss`'s."""
     base_params = gathered(base_params, config.mesh)
-    teacher = teach(config.base, base_params, config.head.config.features, batch)
+    features = config.head.config.features
+    teacher = teach(config.base, base_params, features, batch, config.mesh)
     # Outside of the gradient, so that the teacher's activations are no residuals.
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
     (loss, positions), gradient = differentiate(
@@ -226,7 +227,8 @@ def _counts_of_all(
         if config.head.config.loss.label_mask:
             base, part = jax.lax.optimization_barrier((base_params, part))
             base = gathered(base, config.mesh)
-            states = teach(config.base, base, config.head.config.features, part).states
+            features = config.head.config.features
+            states = teach(config.base, base, features, part, config.mesh).states
         part = _with_anchors(config, part, jax.random.fold_in(key, number))
         mask = counted_pairs(
             config.head,

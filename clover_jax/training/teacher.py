@@ -13,6 +13,8 @@ from clover_jax.drafters.drafter import select_features
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, packed_mask
 from clover_jax.models.layers import RMSNorm
+from clover_jax.sharding.meshes import AnyMesh
+from clover_jax.sharding.placement import over_rows_of
 
 
 class TeacherOutput(struct.PyTreeNode):
@@ -27,16 +29,21 @@ class TeacherOutput(struct.PyTreeNode):
 
 
 def teach(
-    base: BaseConfig, base_params: Params, features: tuple[str, ...], batch: Batch
+    base: BaseConfig,
+    base_params: Params,
+    features: tuple[str, ...],
+    batch: Batch,
+    mesh: AnyMesh | None = None,
 ) -> TeacherOutput:
     """Return the base's activations: those stored in the batch, else by running the base.
 
     features: names of the activations, as in `DrafterConfig.features`.
+    mesh: as `read_base` has it.
     """
     with jax.named_scope("teacher"):
         if batch.hidden is None:
             packed = batch.tokens, batch.segment_ids, batch.positions
-            hidden = read_base(base, base_params, *packed)
+            hidden = read_base(base, base_params, *packed, mesh)
         else:
             hidden = _stored_activations(base, base_params, batch.hidden)
         features_read = select_features(hidden, features)
@@ -73,13 +80,21 @@ def read_base(
     tokens: Int[Array, "B S"],
     segment_ids: Int[Array, "B S"],
     positions: Int[Array, "B S"],
+    mesh: AnyMesh | None = None,
 ) -> dict[str, Float[Array, "B S D"]]:
     """Return all activations of packed rows, by name; those unused cost nothing in jit.
 
     Documents of one row do not see each other.
+    mesh: the devices that rows and params are split over; params are gathered over fsdp already.
     """
-    decoder = Decoder(base)
-    output: Any = decoder.apply(
-        {"params": base_params}, tokens, positions, packed_mask(segment_ids)
-    )
-    return output.hidden
+
+    def read(params: Params, tokens: Array, segment_ids: Array, positions: Array) -> dict:
+        mask = packed_mask(segment_ids)
+        output: Any = Decoder(base).apply({"params": params}, tokens, positions, mask)
+        return output.hidden
+
+    # Tokens are sorted by their experts: left alone, the compiler sorts those of all devices on
+    # each, and computes all of them.
+    if mesh is not None and base.num_experts:
+        read = over_rows_of(mesh, read)
+    return read(base_params, tokens, segment_ids, positions)

@@ -233,3 +233,40 @@ def test_a_run_goes_on_with_another_number_of_devices(run_python, fixtures_dir, 
     assert len(alone) == len(changed) == 4
     for a, b in zip(alone, changed, strict=True):
         assert abs(a / b - 1) < 1e-4
+
+
+# Prints how far the activations of a base with experts are from those of one device, and the most
+# rows of any matrix in the program.
+EXPERTS = """
+import dataclasses, functools, re
+import jax, jax.numpy as jnp
+from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from clover_jax.sharding.placement import gathered, param_shardings, place_rows
+from clover_jax.training.teacher import read_base
+from tests.tiny_models import TINY, random_base
+from tests.training.training_data import random_batch
+
+base = dataclasses.replace(TINY, num_layers=1, num_experts=8, experts_per_token=2, expert_size=32)
+params, batch = random_base(base), random_batch(8, 640, 32, 0)
+packed = batch.tokens, batch.segment_ids, batch.positions
+alone = jax.jit(functools.partial(read_base, base))(params, *packed)["post_norm"]
+
+
+def read(params, *packed):
+    return read_base(base, gathered(params, mesh), *packed, mesh)["post_norm"]
+
+
+mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8))
+placed = jax.device_put(params, param_shardings(params, mesh)), *place_rows(packed, mesh)
+program = jax.jit(read).lower(*placed).compile()
+print(float(jnp.abs(program(*placed) - alone).max()))
+print(max(int(rows) for rows in re.findall(r"\\[(\\d+),\\d+\\]", program.as_text())))
+"""
+
+
+def test_a_device_groups_the_experts_of_its_own_rows(run_python):
+    difference, rows = run_python(EXPERTS, devices=8).split()
+    assert float(difference) < 1e-5
+    assert (
+        int(rows) == 2 * 640 * 2
+    )  # two rows of 640 tokens, two experts each; of all rows four times
