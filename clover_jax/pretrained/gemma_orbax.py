@@ -18,11 +18,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
+from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.gemma import adjust_gemma
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_files import READABLE, TensorFiles, check_finite
+from clover_jax.pretrained.tensor_map import Leaf
 
 Take = Callable[[np.ndarray], np.ndarray]
 MARK = "_METADATA"  # a file of every orbax folder
@@ -161,4 +163,15 @@ def in_orbax(family: Family, directory: Path) -> Family:
             "only; give a Hugging Face folder"
         )
     # The images' part has names of its own there, the text none for being beside it.
-    return dataclasses.replace(family, leaves=base_leaves, ignored=None, files=GemmaOrbaxFiles)
+    leaves = functools.partial(_leaves, directory)
+    return dataclasses.replace(family, leaves=leaves, ignored=None, files=GemmaOrbaxFiles)
+
+
+def _leaves(directory: Path, config: BaseConfig) -> list[Leaf]:
+    """Return the text's leaves; of an embedding with more rows than tokens its first ones."""
+    embedding, *others = base_leaves(config)
+    (piece,) = embedding.pieces
+    rows, width = piece.shape
+    stored, _ = GemmaOrbaxFiles(directory).shapes.get(piece.name, piece.shape)
+    cut = dataclasses.replace(piece, shape=(max(stored, rows), width), part=np.s_[:rows])
+    return [dataclasses.replace(embedding, pieces=(cut,)), *others]
