@@ -6,8 +6,8 @@ import pytest
 
 from tests.tiny_models import DRAFTERS
 
-MESHES = ("data=8", "data=2,fsdp=2,tensor=2", "tensor=8")
-OTHERS = ("fsdp=4,tensor=2", "fsdp=8", "data=4,tensor=2")
+MESHES = ("data=8", "data=2,fsdp=2,tensor=2")
+OTHERS = ("tensor=8", "fsdp=4,tensor=2", "fsdp=8", "data=4,tensor=2")
 IN_PARTS = "data=2,fsdp=2,tensor=2:2"  # the batch in two parts
 
 HEAD = """registry.head(
