@@ -85,7 +85,8 @@ class GemmaOrbaxFiles(TensorFiles):
         named = {_name_of(path): path for path in leaves}
         width = _width(directory, {name: leaves[path].shape for name, path in named.items()})
         self.directory = directory
-        self.shapes, self._taken = {}, {}
+        self.shapes = {}
+        self._taken: dict[str, tuple[tuple[str, ...], Take]] = {}
         for name, path in named.items():
             if not _TEXT.fullmatch(name):
                 continue

@@ -238,25 +238,22 @@ def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
     return jax.shard_map(function, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
 
 
-def over_rows_of(mesh: AnyMesh, function: Callable[..., PyTree]) -> Callable[..., PyTree]:
-    """Make a function of params and rows one that each device applies to its own rows.
+def over_rows_of(
+    mesh: AnyMesh, function: Callable[..., PyTree], params: Params, *rows: Array
+) -> PyTree:
+    """Apply a function of params and rows to the rows of each device.
 
     The params are whole over data and fsdp; over tensor they stay as they are split.
     """
-
-    def apply(params: Params, *rows: Array) -> PyTree:
-        in_specs = (PartitionSpec(), *(PartitionSpec(ROWS) for _ in rows))
-        split = jax.shard_map(
-            function,
-            mesh=mesh,
-            in_specs=in_specs,
-            out_specs=PartitionSpec(ROWS),
-            axis_names=set(ROWS),
-            check_vma=False,
-        )
-        return split(params, *rows)
-
-    return apply
+    split = jax.shard_map(
+        function,
+        mesh=mesh,
+        in_specs=(PartitionSpec(), *(PartitionSpec(ROWS) for _ in rows)),
+        out_specs=PartitionSpec(ROWS),
+        axis_names=set(ROWS),
+        check_vma=False,
+    )
+    return split(params, *rows)
 
 
 def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:

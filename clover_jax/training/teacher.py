@@ -93,8 +93,8 @@ def read_base(
         output: Any = Decoder(base).apply({"params": params}, tokens, positions, mask)
         return output.hidden
 
+    if mesh is None or not base.num_experts:
+        return read(base_params, tokens, segment_ids, positions)
     # Tokens are sorted by their experts: left alone, the compiler sorts those of all devices on
     # each, and computes all of them.
-    if mesh is not None and base.num_experts:
-        read = over_rows_of(mesh, read)
-    return read(base_params, tokens, segment_ids, positions)
+    return over_rows_of(mesh, read, base_params, tokens, segment_ids, positions)
