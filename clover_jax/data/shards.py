@@ -11,6 +11,7 @@ keeps a hash of every record, and checks it when the record is read.
 from __future__ import annotations
 
 import bisect
+import contextlib
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -79,8 +80,8 @@ class ShardWriter:
 
     def write(self, records: Sequence[bytes], **facts: Any) -> None:
         """Write one shard; `facts` are kept beside its name."""
-        from array_record.python.array_record_module import ArrayRecordWriter
-
+        with _explained_absence():
+            from array_record.python.array_record_module import ArrayRecordWriter
         name = f"{self._stem}-{len(self.shards):05}.array_record"
 
         with atomic_file(self.directory / name) as unfinished:
@@ -130,8 +131,6 @@ class ShardReader:
 
         Raises UserError where it is missing, unfinished, or a shard is not as it was written.
         """
-        from grain.sources import ArrayRecordDataSource
-
         self.path, self.manifest = path, read_json_object(path)
         _check_version(self.manifest, path)
         if not self.manifest["complete"]:
@@ -141,8 +140,8 @@ class ShardReader:
             if damage:
                 raise UserError(f"{damage}; repeat the `prepare` that made it, which mends it")
         self._ends = list(itertools.accumulate(s["records"] for s in self.manifest["shards"]))
-        paths = [str(path.parent / shard["file"]) for shard in self.manifest["shards"]]
-        self._source = ArrayRecordDataSource(paths) if paths else ()
+        paths = [path.parent / shard["file"] for shard in self.manifest["shards"]]
+        self._source = _open_shards(paths) if paths else ()
 
     def __len__(self) -> int:
         return self._ends[-1] if self._ends else 0
@@ -203,6 +202,24 @@ def in_shards(records: Iterator[bytes], max_bytes: int) -> Iterator[list[bytes]]
             shard, size = [], 0
     if shard:
         yield shard
+
+
+def _open_shards(paths: list[Path]) -> Any:
+    with _explained_absence():
+        from grain.sources import ArrayRecordDataSource
+    return ArrayRecordDataSource([str(path) for path in paths])
+
+
+@contextlib.contextmanager
+def _explained_absence() -> Iterator[None]:
+    """Turn the lack of the library into a user's message; it comes with grain, not everywhere."""
+    try:
+        yield
+    except ImportError as error:
+        raise UserError(
+            f"prepared data need the package array_record, which this platform lacks ({error}); "
+            "train on the raw files instead"
+        ) from error
 
 
 def _check_version(manifest: dict[str, Any], path: Path) -> None:
