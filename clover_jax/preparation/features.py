@@ -129,7 +129,7 @@ def reader(base: BaseModel, names: tuple[str, ...], dtype: str, mesh: Mesh | Non
         if mesh is not None:
             rows = jax.lax.with_sharding_constraint(rows, row_shardings(rows, mesh))
         # Cast on the device, so that fewer bytes come to the host.
-        hidden = read_base(base.config, gathered(params, mesh), *rows, mesh)
+        hidden = read_base(base.config, gathered(params, mesh), *rows, mesh=mesh)
         return placement.whole({name: hidden[name].astype(dtype) for name in names})
 
     compiled = jax.jit(read_rows)

@@ -174,5 +174,5 @@ def _leaves(directory: Path, config: BaseConfig) -> list[Leaf]:
     (piece,) = embedding.pieces
     rows, width = piece.shape
     stored, _ = GemmaOrbaxFiles(directory).shapes.get(piece.name, piece.shape)
-    cut = dataclasses.replace(piece, shape=(max(stored, rows), width), part=np.s_[:rows])
+    cut = dataclasses.replace(piece, shape=(max(stored, rows), width), part=(slice(rows),))
     return [dataclasses.replace(embedding, pieces=(cut,)), *others]

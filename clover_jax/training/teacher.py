@@ -43,7 +43,7 @@ def teach(
     with jax.named_scope("teacher"):
         if batch.hidden is None:
             packed = batch.tokens, batch.segment_ids, batch.positions
-            hidden = read_base(base, base_params, *packed, mesh)
+            hidden = read_base(base, base_params, *packed, mesh=mesh)
         else:
             hidden = _stored_activations(base, base_params, batch.hidden)
         features_read = select_features(hidden, features)
@@ -80,6 +80,7 @@ def read_base(
     tokens: Int[Array, "B S"],
     segment_ids: Int[Array, "B S"],
     positions: Int[Array, "B S"],
+    *,
     mesh: AnyMesh | None = None,
 ) -> dict[str, Float[Array, "B S D"]]:
     """Return all activations of packed rows, by name; those unused cost nothing in jit.

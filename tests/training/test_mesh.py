@@ -253,7 +253,7 @@ alone = jax.jit(functools.partial(read_base, base))(params, *packed)["post_norm"
 
 
 def read(params, *packed):
-    return read_base(base, gathered(params, mesh), *packed, mesh)["post_norm"]
+    return read_base(base, gathered(params, mesh), *packed, mesh=mesh)["post_norm"]
 
 
 mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8))
