@@ -97,7 +97,7 @@ class CloverLRConfig(DrafterConfig):
 
     def __post_init__(self):
         super().__post_init__()
-        # The trunk is Clover-2's, so its bounds hold here too.
+        # The Augmenting Block has Clover-2's bounds.
         check_depth(self.num_positions, self.num_augmenting_layers)
         if not 0 <= self.rank <= self.layer.hidden_size:
             raise ValueError(
@@ -136,7 +136,7 @@ class CloverLR(Drafter):
         return ("correction_out",) if self.config.rank else ()
 
     def setup(self):
-        # The trunk, as in Clover-2.
+        # The trunk: what the base and the newest token say, and the Augmenting Block.
         cfg = self.config
         width, rank, num_features = cfg.layer.hidden_size, cfg.rank, len(cfg.features)
         matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
