@@ -110,6 +110,6 @@ def _longest(
     return Accepted(path, count, jnp.take_along_axis(following, end, axis=1)[:, 0])
 
 
-def log_softmax(warped: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+def finite_log_softmax(warped: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
     """Return log probabilities of warped logits, finite where a token was dropped."""
     return jnp.maximum(jax.nn.log_softmax(warped, axis=-1), -1e30)

@@ -8,7 +8,7 @@ import numpy as np
 from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
-from clover_jax.decoding.accept import log_softmax
+from clover_jax.decoding.accept import finite_log_softmax
 from clover_jax.decoding.requests import TokenScore
 
 MOST_ALTERNATIVES = 20  # tokens whose log-probabilities are given beside the text's own
@@ -28,7 +28,7 @@ class Scores(struct.PyTreeNode):
 
 def score(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Scores:
     """Return the scores of tokens that follow the positions of these logits."""
-    log_probability = log_softmax(logits)
+    log_probability = finite_log_softmax(logits)
     own = jnp.take_along_axis(log_probability, tokens[..., None], axis=-1)[..., 0]
     top, ids = jax.lax.top_k(log_probability, min(MOST_ALTERNATIVES, logits.shape[-1]))
     return Scores(own, ids, top)

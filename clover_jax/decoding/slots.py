@@ -135,8 +135,8 @@ class Slots:
         self._engine.check(request)
         prompt = self._sharable(request)
 
-        # The slot whose text the prompt continues, else the least recently used one: the texts of
-        # the others may still serve as prefixes.
+        # The slot whose text the prompt continues (more than half of it is shared), else the one
+        # whose row joined first: the texts of the others may still serve as prefixes.
         def order(slot: int) -> tuple[bool, int]:
             continues = 2 * self._shared(slot, prompt) > len(self._held[slot])
             return not continues, self._last_used[slot]
@@ -282,7 +282,7 @@ class Slots:
         change its accepted lengths. No tokens where the prompt's own scores are wanted.
         """
         head = self._engine.config.head
-        learns = head is not None and getattr(head.module, "observes", False)
+        learns = head is not None and head.module.observes
         is_read_whole = learns or request.wants_prompt_scores
         return np.array([] if is_read_whole else request.prompt_ids, np.int32)
 

@@ -21,7 +21,7 @@ from clover_jax.decoding.accept import (
     accept_forced,
     accept_path,
     accept_typical,
-    log_softmax,
+    finite_log_softmax,
 )
 from clover_jax.decoding.adaptive_tree import AdaptiveTree
 from clover_jax.decoding.cache_reading import reading
@@ -230,8 +230,9 @@ def absorb_pending(
 ) -> tuple[Any, DraftCache]:
     """Return the head's root state and the draft cache after the positions accepted last."""
     assert config.head is not None  # plain decoding drafts nothing
-    # As in `verify_tree` an ended row must not make the others read as far as its text. It
-    # overwrites the first positions of its draft cache instead, which `state.extract` restores.
+    # Attention reads as far as the longest row of the batch, so an ended row has length 0, as in
+    # `verify_tree`. It overwrites the first positions of its draft cache, which `state.extract`
+    # restores.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     accepted = AcceptedPositions(
         state.features, state.next_tokens, start, state.count, searched(state, state.length)
@@ -250,31 +251,31 @@ def draft_tree(
 ) -> Drafted:
     """Grow the tree from the head's state at the root; `state` has its draft cache updated."""
     assert config.head is not None  # plain decoding drafts nothing
-    frozen, own = frozen_from_base(weights.base), config.tree
-    if isinstance(own, CopyTree):
-        own = own.candidates
+    frozen, head_tree = frozen_from_base(weights.base), config.tree
+    if isinstance(head_tree, CopyTree):
+        head_tree = head_tree.candidates
 
     # What the head drafts itself, with the log of each node's probability to be accepted.
     head = (config.head, weights.draft, frozen, root, head_state, state.draft_cache)
-    if isinstance(own, AdaptiveTree):
-        tree, score = draft_adaptive(*head, own)
+    if isinstance(head_tree, AdaptiveTree):
+        tree, node_scores = draft_adaptive(*head, head_tree)
         drafted = Drafted(tree)
     else:
-        drafted = draft(*head, own, _children(config, own, state))
-        score = guessed_scores(own)
+        drafted = draft(*head, head_tree, _children(config, head_tree, state))
+        node_scores = guessed_scores(head_tree)
     if not isinstance(config.tree, CopyTree):
         return drafted
 
     assert state.copies is not None  # as for every tree with copies
     copied, best = add_copies(
         drafted.tree,
-        jnp.broadcast_to(score, drafted.tree.tokens.shape),
+        jnp.broadcast_to(node_scores, drafted.tree.tokens.shape),
         searched(state, state.length),
         state.length,
         state.copies,
         nodes=config.tree.num_nodes,
         depth=config.tree.depth,
-        keep_drafted=isinstance(own, TreeConfig),
+        keep_drafted=isinstance(head_tree, TreeConfig),
     )
     return Drafted(copied, copy=best)
 
@@ -295,7 +296,7 @@ def verify_tree(
 ) -> Verified:
     """Run the base over every slot of the tree."""
     weights = gathered_in_use(weights)
-    # A row that has ended must not make the others read as far as its text.
+    # Attention reads as far as the longest row of the batch: an ended row counts as empty.
     length = jnp.where(state.finish == RUNNING, state.length, 0)
     output = verify(config.base, weights.base, tree, state.cache, length)
     features = tree_features(config, output.hidden)
@@ -337,9 +338,9 @@ def accept(
         logits = add_bias(logits, state.sampling, state.eos, positions)
     if sampling.verify == "greedy":
         return accept_path(tree, argmax(logits))
-    # It judges drafted tokens: without any, plain decoding draws as ever.
+    # Typical acceptance judges drafted tokens; plain decoding has none and draws as usual.
     if sampling.verify == "typical" and config.head is not None:
-        log_probability = log_softmax(warp(logits, state.sampling, sampling.truncate))
+        log_probability = finite_log_softmax(warp(logits, state.sampling, sampling.truncate))
         return accept_typical(
             tree, log_probability, sampling.typical_epsilon, sampling.typical_delta
         )

@@ -69,10 +69,10 @@ def cosine_similarity(
     """Return q.k / (max(|q|, eps) max(|k|, eps)), each norm clamped by itself, in float32."""
     # Cosines of bfloat16 lose the small differences that decide between tokens.
     query, key = query.astype(jnp.float32), key.astype(jnp.float32)
-    return (unit(query, eps) * unit(key, eps)).sum(axis=-1)
+    return (l2_normalize(query, eps) * l2_normalize(key, eps)).sum(axis=-1)
 
 
-def unit(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
+def l2_normalize(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
     """Scale the last axis to length 1; vectors shorter than eps are divided by eps."""
     square = jnp.sum(x * x, axis=-1, keepdims=True)
     # The clamp acts on the square, so that the gradient at x = 0 is 0 and not NaN.

@@ -33,7 +33,12 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
-from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, unit, with_matrices
+from clover_jax.drafters.attention_decoder import (
+    AttentionDecoder,
+    check_heads,
+    l2_normalize,
+    with_matrices,
+)
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, head_logits
 from clover_jax.drafters.residual_heads import ResidualHeads
@@ -209,7 +214,7 @@ class Clover(Drafter):
     def _read(self, frozen: Frozen, tokens: Int[Array, "*b"]) -> Array:
         # A row's length follows its token's frequency, which is no use to the state.
         rows = embed(frozen, tokens)
-        direction = unit(rows.astype(jnp.float32), self.config.layer.rms_norm_eps)
+        direction = l2_normalize(rows.astype(jnp.float32), self.config.layer.rms_norm_eps)
         assert self.regressive is not None  # the caller has checked
         return self.regressive.read(direction.astype(rows.dtype))
 

@@ -5,15 +5,15 @@ quarters of what its draft reads. Here the trunk proposes all P positions in *on
 what a drafted token changes is a correction of rank r. With f_t the base's states entering some of
 its layers, h_t its last one, and E the rows of lm_head:
 
-    x_t = unit(h_t + sum_j W_f^j f_t^j)                    fused features; starts as h_t
-    a_t = x_t + W_t unit(e'_{t+1})                         e' a row of the base's input embedding
+    x_t = rms(h_t + sum_j W_f^j f_t^j)                    fused features; starts as h_t
+    a_t = x_t + W_t rms(e'_{t+1})                         e' a row of the base's input embedding
     z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))          as in Clover-2
     u^i = head_norm(W_i z_t + b_i),  i = 0 .. P-1          all positions at once
     s^0 = tanh(W_s z_t)                                    [r]
-    s^i = GRU(s^{i-1}, W_e e_{t+1+i})                      the regressive connection; e = unit(E[x])
+    s^i = GRU(s^{i-1}, W_e e_{t+1+i})                      the regressive connection; e = rms(E[x])
     logits^i = lm_head u^i + R C s^i                       proposes x_{t+2+i}; C s^0 counts as 0
 
-unit(x) has a mean square of 1. A base's last state may be tens of times larger than its rows of
+rms(x) has a mean square of 1. A base's last state may be tens of times larger than its rows of
 lm_head: left so, as Clover-2 leaves them, the head learns slowly what a token says. The newest
 token enters by a matrix, as in EAGLE, and not by an Attention Decoder, as in Clover-2: that reads
 one [D, D] for three, and drafts more.
@@ -25,8 +25,8 @@ R = lm_head Q with Q the r directions along which lm_head's rows are longest, so
 begin with similar corrections.
 
 Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
-corrected logits; position i weighs 0.8^i and what it is worth for the accepted length (D-PACE).
-What each part brings is in experiments/results/next_head.md.
+corrected logits. A position weighs what it is worth for the accepted length (D-PACE); without
+D-PACE position i weighs 0.8^i. What each part brings is in experiments/results/next_head.md.
 
 In training x_{t+2}, x_{t+3}, .. are the text's; the states are the head's own.
 """
@@ -45,7 +45,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters import layer_drafter
-from clover_jax.drafters.attention_decoder import unit
+from clover_jax.drafters.attention_decoder import l2_normalize
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
@@ -196,7 +196,7 @@ class CloverLR(Drafter):
             return state
         # Rank r, not D: this is all that a drafted token costs.
         above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
-        following = self.recurrence(above, _scaled(embed(frozen, token)) @ self.token_in)
+        following = self.recurrence(above, _rms_normalize(embed(frozen, token)) @ self.token_in)
         return CloverLRState(block=state.block, state=following)
 
     def train_forward(
@@ -226,7 +226,7 @@ class CloverLR(Drafter):
         state = self._first(z)
         corrections = [jnp.zeros_like(state)]
         # What depends on a token alone is computed once; every position shifts it further.
-        embedded = _scaled(embed(frozen, extend(tokens, len(block)))) @ self.token_in
+        embedded = _rms_normalize(embed(frozen, extend(tokens, len(block)))) @ self.token_in
         for depth in range(1, len(block)):
             state = self.recurrence(state, window(embedded, depth + 1, tokens.shape[1]))
             corrections.append(state @ self.mix)
@@ -243,8 +243,8 @@ class CloverLR(Drafter):
         return soft_cap(logits, self.config.logit_cap)
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
-        token = _scaled(layer_drafter.embed(self.config, frozen, next_tokens))
-        x = _scaled(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
+        token = _rms_normalize(layer_drafter.embed_input(self.config, frozen, next_tokens))
+        x = _rms_normalize(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh
 
@@ -263,10 +263,10 @@ class CloverLR(Drafter):
         return jnp.tanh(z @ self.state_in) if self.config.rank else z[..., :0]
 
 
-def _scaled(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-    """Return unit(x), of a mean square of 1."""
+def _rms_normalize(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    """Return rms(x), of a mean square of 1."""
     length = x.shape[-1] ** 0.5  # without an eps that counts: rows of lm_head may be small
-    return (length * unit(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
+    return (length * l2_normalize(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
 
 
 def make_config(

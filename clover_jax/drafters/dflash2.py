@@ -47,7 +47,7 @@ from clover_jax.drafters.drafter import (
     Frozen,
     head_logits,
 )
-from clover_jax.drafters.layer_drafter import embed, layer_for
+from clover_jax.drafters.layer_drafter import embed_input, layer_for
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows
 from clover_jax.models.decoder import Attend, project
@@ -269,7 +269,7 @@ class DFlash2(Drafter):
         """Return what the slots of M blocks begin as, block by block."""
         masks = ((0, 0), (0, 0), (0, self.config.num_positions))
         tokens = jnp.pad(anchors[..., None], masks, constant_values=self.config.mask_token_id)
-        return embed(self.config, frozen, tokens.reshape(len(tokens), -1))
+        return embed_input(self.config, frozen, tokens.reshape(len(tokens), -1))
 
     def _run(
         self,

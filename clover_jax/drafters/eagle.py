@@ -22,7 +22,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.drafter import Frozen, head_logits
-from clover_jax.drafters.layer_drafter import LayerDrafter, embed, layer_for
+from clover_jax.drafters.layer_drafter import LayerDrafter, embed_input, layer_for
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
@@ -81,7 +81,7 @@ class Eagle(LayerDrafter):
         if rng is not None and self.config.feature_noise:
             noise = self.config.feature_noise
             features = features + noise_like(features, batch.segment_ids, rng, noise)
-        embedded = embed(self.config, frozen, shift_left(batch.tokens, 1))
+        embedded = embed_input(self.config, frozen, shift_left(batch.tokens, 1))
         hidden, _ = self.run(embedded, features, batch.positions, packed_mask(batch.segment_ids))
         return hidden[None]
 

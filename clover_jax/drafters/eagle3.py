@@ -30,7 +30,7 @@ from clover_jax.drafters.layer_drafter import (
     LayerDrafter,
     Prefix,
     attend_path,
-    embed,
+    embed_input,
     empty_path,
     layer_for,
 )
@@ -93,14 +93,14 @@ class Eagle3(LayerDrafter):
         """Return the output of every step; a segment's last j + 1 positions have no pair at j."""
         tokens, positions, mask = batch.tokens, batch.positions, packed_mask(batch.segment_ids)
         # Step 0 reads the base's states.
-        embedded = embed(self.config, frozen, shift_left(tokens, 1))
+        embedded = embed_input(self.config, frozen, shift_left(tokens, 1))
         hidden, rows = self.run(embedded, self.fuse(features), positions, mask)
         outputs, prefix = [hidden], Prefix(rows, mask, positions)
         path = empty_path(self.config.layer, len(tokens), tokens.shape[1], hidden.dtype)
 
         # Later steps read their own output, and attend along their own path only.
         for step in range(1, self.config.num_positions):
-            embedded = embed(self.config, frozen, shift_left(tokens, step + 1))
+            embedded = embed_input(self.config, frozen, shift_left(tokens, step + 1))
             own = functools.partial(attend_path, path=path, prefix=prefix)
             hidden, fresh = self.run(embedded, hidden, positions + step, None, attend=own)
             outputs.append(hidden)

@@ -102,7 +102,7 @@ class LayerDrafter(Drafter, abc.ABC):
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[BranchState, Cache]:
         """Run the layer over accepted positions, from the base's own states; see the contract."""
-        embedded = embed(self.config, frozen, accepted.next_tokens)
+        embedded = embed_input(self.config, frozen, accepted.next_tokens)
         states = self.fuse(accepted.features)
 
         def trunk(positions, mask, cache, length):
@@ -129,7 +129,7 @@ class LayerDrafter(Drafter, abc.ABC):
         # Each branch continues from its own parent: state, path and length.
         above = jax.tree.map(functools.partial(_take_branches, index=parent), state)
         hidden, fresh = self.run(
-            embed(self.config, frozen, token),
+            embed_input(self.config, frozen, token),
             above.hidden,
             above.length - 1 + depth,
             None,
@@ -163,7 +163,9 @@ class LayerDrafter(Drafter, abc.ABC):
         """Map the layer's output to logits."""
 
 
-def embed(config: DrafterConfig, frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
+def embed_input(
+    config: DrafterConfig, frozen: Frozen, tokens: Int[Array, "*b"]
+) -> Float[Array, "*b D"]:
     """Return the tokens' rows of the base's input embedding, as its first layer reads them."""
     rows = by_rows(jnp.take(frozen.embedding, tokens, axis=0, mode="clip"))
     return scale_rows(rows, config.embedding_scale)

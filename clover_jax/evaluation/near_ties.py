@@ -39,7 +39,7 @@ from clover_jax.sharding.top_k import top_k
 # rows than those that differ.
 _LEAST_BATCH = 8
 _EQUAL_ROWS = 16
-# A batch alone may not show it: many kernels give a row the same bits beside any others. Tokens
+# A batch alone may not show it: many kernels compute a row to the same bits in any batch. Tokens
 # that are read at once meet other kernels, and are attended to before the cache instead of in it.
 _AT_ONCE = 16
 

@@ -2,7 +2,8 @@
 
 The event loop reads requests and writes answers; other threads tokenize. The engine's thread only
 calls the device: it moves requests from the queue into slots and hands their tokens back. Of
-several processes only the primary has a queue; before every turn it tells the others what to do.
+several processes only the primary has a queue; before each iteration it tells the others
+what to do.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ from clover_jax.serving.options import ServeOptions
 RETRY_SECONDS = 5  # until a full queue may have room
 MOST_STEPS = 8  # from one look at the queue to the next
 MOST_WAITED = 4  # steps: how long rows that decode may wait while prompts are read
-IDLE_SECONDS = 10  # without a request, until the primary sends the other processes an empty turn
+IDLE_SECONDS = 10  # without a request, until the primary sends the others an empty iteration
 # How long a chunk of steps should last: text should flow, and a change in the queue be seen soon.
 CHUNK_SECONDS = 0.02
 
@@ -64,7 +65,7 @@ class _Job:
     )
 
 
-class _Turn(NamedTuple):
+class _Iteration(NamedTuple):
     """What all processes do next.
 
     left: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
@@ -228,8 +229,8 @@ class Scheduler:
         """Decode until the end; the engine's thread."""
         try:
             with exact_matmuls(str(self._models.dtype)):
-                while turn := from_primary(self._next_turn):
-                    self._run(turn)
+                while iteration := from_primary(self._next_iteration):
+                    self._run(iteration)
         except Exception as error:
             is_alone = process_count() == 1
             if is_alone:
@@ -244,7 +245,7 @@ class Scheduler:
             if not is_alone:  # the others wait for this process: let all of them end
                 signal.raise_signal(signal.SIGTERM)
 
-    def _next_turn(self) -> _Turn | None:
+    def _next_iteration(self) -> _Iteration | None:
         """Return what to do next; None at the end. Waits while there is nothing to decode."""
         with self._changed:
             idle = IDLE_SECONDS if process_count() > 1 else None
@@ -267,30 +268,30 @@ class Scheduler:
         decoding = max(self._engine.batch_size - num_free - self._slots.num_reading, 1)
         waited = min(max(reading / decoding, 1), MOST_WAITED) * self._step_seconds
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
-        return _Turn(
+        return _Iteration(
             left,
             [job.request for job in self._joining],
             self._slots.chunks_within(max(CHUNK_SECONDS, waited)),
             max(1, min(num_steps, MOST_STEPS)),
         )
 
-    def _run(self, turn: _Turn) -> None:
+    def _run(self, iteration: _Iteration) -> None:
         """Remove and add rows, read prompts, run a chunk of steps; hand out the last one's tokens.
 
         Every process does the same; only the primary has jobs.
         """
         slots = self._slots
         with self._changed:
-            for slot in turn.left:
+            for slot in iteration.left:
                 self._running.pop(slot, None)
                 slots.remove(slot)
-            joined = [slots.add(request) for request in turn.joined]
+            joined = [slots.add(request) for request in iteration.joined]
             # In the other processes `_joining` is empty, and so stays `_running`.
             self._running.update(zip(joined, self._joining, strict=False))
             self._joining = []
 
-        slots.read_prompts(turn.num_chunks)
-        slots.begin(1 if slots.num_reading else turn.num_steps)
+        slots.read_prompts(iteration.num_chunks)
+        slots.begin(1 if slots.num_reading else iteration.num_steps)
 
         # The device computes now; what the host does costs it nothing.
         for new in slots.take():

@@ -47,14 +47,15 @@ def pair_terms(
     cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
-    # Two sums, since one from the other is rounded away: A where p and q hardly overlap
-    # and V where they are nearly the same.
+    # Two sums: 1 - A would round V away where p and q are nearly the same, and 1 - V would round A
+    # away where they hardly overlap.
     probability = jnp.exp(logits - log_total[..., None])
     acceptance = jnp.minimum(chunk.teacher, probability).sum(axis=-1)
     refusal = 0.5 * jnp.abs(chunk.teacher - probability).sum(axis=-1)
     by_acceptance = -jnp.log(jnp.maximum(acceptance, TINY))
     by_refusal = -jnp.log1p(-jnp.minimum(refusal, 0.5))
-    from_divergence = jax.lax.stop_gradient(jnp.exp(-head.config.loss.lk_eta * acceptance))
+    kl = cross_entropy - chunk.entropy
+    kl_share = jax.lax.stop_gradient(jnp.exp(-head.config.loss.lk_eta * acceptance))
 
     # The targets of the chunk that each term counts; see the module's docstring.
     mask, of_next = chunk.mask, of_next_token(scores, chunk)
@@ -69,11 +70,7 @@ def pair_terms(
         neg_log_acceptance=jnp.where(
             in_reach, jnp.where(refusal < 0.5, by_refusal, by_acceptance), 0.0
         ),
-        lk=jnp.where(
-            in_reach,
-            from_divergence * (cross_entropy - chunk.entropy) + (1 - from_divergence) * refusal,
-            0.0,
-        ),
+        lk=jnp.where(in_reach, kl_share * kl + (1 - kl_share) * refusal, 0.0),
         candidate_ce=jnp.where(
             labelled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
         ),

@@ -7,8 +7,9 @@ Over the pairs (t, i) that count (`pairs.py`), with the terms of `loss_terms.py`
 
 each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
 1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3; or by the sum of w_i over
-all counted pairs, as in DFlash 2. A head that trains at few anchors n = t+1 has no other pairs.
-H counts the pairs whose target has a next token in its own document; a document's last has none.
+all counted pairs, as in DFlash 2. A head that trains at sampled anchors (DFlash 2) has pairs only
+there; an anchor is n = t+1, the index of the token that its block begins with. H and C count the
+pairs whose target has a next token in its own document; a document's last has none.
 
 C averages over pairs whose true token is one of the candidates. Its divisor is multiplied by the
 weighted share of such pairs in the batch (or in a part of it, with gradient accumulation), which an
@@ -256,7 +257,7 @@ def _value_and_gradient(
         scaled = divisors._replace(candidate_ce=divisors.candidate_ce * share)
         operands = operands.replace(divisors=scaled)
 
-    differentiate = jax.grad(_position_loss, argnums=(3, 4), has_aux=True)
+    differentiate = jax.grad(_position_loss, argnums=(3, 4), has_aux=True)  # owned, u
 
     def body(number: Array, carry: _Carry) -> _Carry:
         parts, gradients, d_owned = [], [], carry.d_owned
@@ -300,8 +301,8 @@ def _dpace(
     # By source all positions of a t lie in one column; 0 is left where a pair does not count.
     factors = ((1 - least) * labels + least)[..., None]
     factor = to_sources(factors, operands, (num_positions, rows, length, 1))[..., 0]
-    counts = factor > 0
-    reached = jnp.where(counts, jnp.cumprod(jnp.where(counts, factor, 1), axis=0), 0)
+    is_counted = factor > 0
+    reached = jnp.where(is_counted, jnp.cumprod(jnp.where(is_counted, factor, 1), axis=0), 0)
     weights = jax.lax.cumsum(reached, axis=0, reverse=True)
     if operands.anchors is None:
         weights = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(weights)])
@@ -312,7 +313,8 @@ def _candidates_share(
     static: _Static, owned: Params, hidden: Array, operands: Operands
 ) -> Float[Array, ""]:
     """Return the share of pairs, by weight, whose true token is one of the head's candidates."""
-    labelled = operands.mask & operands.has_next if operands.anchors is None else operands.mask
+    # An anchored pair always has a true token.
+    labelled = operands.mask if operands.anchors is not None else operands.mask & operands.has_next
     whole = jnp.where(labelled, operands.weight, 0).sum()
     covered = _of_pairs(_candidate_weight, static, owned, hidden, operands).sum()
     # Without such a pair the sum of the term is 0 as well, for any divisor.

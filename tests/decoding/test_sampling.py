@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.accept import accept_typical, log_softmax
+from clover_jax.decoding.accept import accept_typical, finite_log_softmax
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
@@ -132,11 +132,11 @@ def test_typical_acceptance_follows_medusas_rule():
     threshold = np.minimum(0.09, 0.3 * np.exp(-entropy))
     assert p[0, 1] > threshold[0]
     assert p[1, 2] > threshold[1]
-    accepted = accept_typical(tree, log_softmax(jnp.log(p))[None], 0.09, 0.3)
+    accepted = accept_typical(tree, finite_log_softmax(jnp.log(p))[None], 0.09, 0.3)
     assert accepted.path.tolist() == [[0, 1, 3]]
     # Between paths of one length the more probable wins: slot 2 has p = 0.6, slot 1 has 0.3.
     shallow = TokenTree(jnp.array([[0, 1, 0]]), jnp.array([[-1, 0, 0]]), depth=1)
-    accepted = accept_typical(shallow, log_softmax(jnp.log(p[:3]))[None], 0.09, 0.3)
+    accepted = accept_typical(shallow, finite_log_softmax(jnp.log(p[:3]))[None], 0.09, 0.3)
     assert accepted.path.tolist() == [[0, 2]]
     assert accepted.bonus.tolist() == [1]
 
