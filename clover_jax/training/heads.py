@@ -79,6 +79,12 @@ def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
             raise UserError(f"give --{flag} or {name} in --loss, not both")
         options[name] = value
 
+    # D-PACE computes the weights of positions itself.
+    if "decay" in options and options.get("dpace", default.dpace):
+        raise UserError(
+            f"position_decay ({options['decay']}) has no effect beside dpace "
+            f"({options.get('dpace', default.dpace)}); add --loss=dpace=0"
+        )
     try:
         return dataclasses.replace(default, **options)
     except ValueError as error:

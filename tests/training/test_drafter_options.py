@@ -104,6 +104,10 @@ def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
             {"loss": "soft_ce=0", "soft_ce_weight": 1.0},
             "give --soft_ce_weight or soft_ce in --loss",
         ),
+        (
+            {"drafter": "clover_lr", "position_decay": 0.3},
+            r"position_decay \(0.3\) has no effect beside dpace \(0.5\); add --loss=dpace=0",
+        ),
         ({"drafter": "clover", "drafter_options": "regressive_block=x"}, "'x' is not one of"),
         ({"num_augmenting_layers": 0}, r"num_augmenting_layers \(0\) must be at least 1"),
     ],
