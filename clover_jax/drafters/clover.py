@@ -94,10 +94,10 @@ class CloverConfig(DrafterConfig):
 class CloverState(struct.PyTreeNode):
     """What a branch knows.
 
-    state: [B, W, D] h^i; [B, 1, D] z at all levels where there is no regressive connection.
+    hidden: [B, W, D] h^i; [B, 1, D] z at all levels where there is no regressive connection.
     """
 
-    state: Float[Array, "B W D"]
+    hidden: Float[Array, "B W D"]
 
 
 class RegressiveMLP(nn.Module):
@@ -162,7 +162,7 @@ class Clover(Drafter):
         return CloverState(self._follow(frozen, last, token)), cache
 
     def propose(self, frozen: Frozen, state: CloverState, depth: int) -> Float[Array, "B W Vd"]:
-        return self.logits(frozen, self._output(frozen, state.state, depth), depth)
+        return self.logits(frozen, self._output(frozen, state.hidden, depth), depth)
 
     def advance(
         self,
@@ -176,7 +176,7 @@ class Clover(Drafter):
         """Feed a drafted token back: the regressive connection."""
         if self.regressive is None:
             return state
-        above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
+        above = jnp.take_along_axis(state.hidden, parent[..., None], axis=1)
         return CloverState(self._follow(frozen, above, token))
 
     def train_forward(

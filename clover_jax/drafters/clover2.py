@@ -67,11 +67,11 @@ class Clover2Config(DrafterConfig):
 class Clover2State(struct.PyTreeNode):
     """The recurrent state of W branches.
 
-    state: [B, W, D] s^i.
+    hidden: [B, W, D] s^i.
     embedded: [B, W, D] the embedding of the token that led here; unused at the root.
     """
 
-    state: Float[Array, "B W D"]
+    hidden: Float[Array, "B W D"]
     embedded: Float[Array, "B W D"]
 
 
@@ -105,11 +105,11 @@ class Clover2(Drafter):
     ) -> tuple[Clover2State, Cache]:
         trunk = functools.partial(self._trunk, frozen, accepted.features, accepted.next_tokens)
         root, cache = absorb_positions(trunk, accepted, cache)
-        return Clover2State(state=root, embedded=jnp.zeros_like(root)), cache
+        return Clover2State(hidden=root, embedded=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:
         if depth == 0:
-            return self.logits(frozen, self._first_output(state.state), depth)
+            return self.logits(frozen, self._first_output(state.hidden), depth)
         return self.logits(frozen, self._joint_output(state), depth)
 
     def advance(
@@ -122,7 +122,7 @@ class Clover2(Drafter):
         depth: int,
     ) -> Clover2State:
         """Feed a drafted token back: the regressive connection."""
-        above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
+        above = jnp.take_along_axis(state.hidden, parent[..., None], axis=1)
         embedded = embed(frozen, token)
         return Clover2State(self.attention_decoder_2(above, embedded), embedded)
 
@@ -182,7 +182,7 @@ class Clover2(Drafter):
     # W_1s s + W_1e e, because the token's part is shared among positions (`_project_token`).
     def _joint_output(self, branch: Clover2State) -> Float[Array, "B W D"]:
         """Return u^i of drafted branches."""
-        x = branch.state
+        x = branch.hidden
         if self.config.output_projector:
             both = jnp.stack([x, branch.embedded], axis=-2)  # not along D, which a mesh may split
             matrix = self.projector_1.reshape(-1, x.shape[-1])

@@ -117,12 +117,12 @@ class CloverLRConfig(DrafterConfig):
 class CloverLRState(struct.PyTreeNode):
     """What a level of branches carries.
 
-    block: [B, P, Vd] logits of all positions before any correction, shared by all branches.
-    state: [B, W, r] s^i.
+    block_logits: [B, P, Vd] logits of all positions before any correction, shared by all branches.
+    recurrent: [B, W, r] s^i.
     """
 
-    block: Float[Array, "B P Vd"]
-    state: Float[Array, "B W r"]
+    block_logits: Float[Array, "B P Vd"]
+    recurrent: Float[Array, "B W r"]
 
 
 class CloverLR(Drafter):
@@ -172,14 +172,14 @@ class CloverLR(Drafter):
 
     def _root_state(self, frozen: Frozen, z: Float[Array, "B 1 D"]) -> CloverLRState:
         # The one pass over the vocabulary of this step: every level reads its own part.
-        block = project(output_matrix(self.config, frozen), self._block(z[:, 0]))
-        return CloverLRState(block=block, state=self._first(z))
+        block = project(output_matrix(self.config, frozen), self._position_outputs(z[:, 0]))
+        return CloverLRState(block_logits=block, recurrent=self._first(z))
 
     def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the block's logits of this level, corrected for each branch."""
-        logits = state.block[:, depth, None]
+        logits = state.block_logits[:, depth, None]
         if depth and self.config.rank:
-            logits = logits + project(self.correction_out, state.state @ self.mix)
+            logits = logits + project(self.correction_out, state.recurrent @ self.mix)
         return soft_cap(logits, self.config.logit_cap)
 
     def advance(
@@ -195,9 +195,9 @@ class CloverLR(Drafter):
         if not self.config.rank:
             return state
         # Rank r, not D: this is all that a drafted token costs.
-        above = jnp.take_along_axis(state.state, parent[..., None], axis=1)
+        above = jnp.take_along_axis(state.recurrent, parent[..., None], axis=1)
         following = self.recurrence(above, _rms_normalize(embed(frozen, token)) @ self.token_in)
-        return CloverLRState(block=state.block, state=following)
+        return CloverLRState(block_logits=state.block_logits, recurrent=following)
 
     def train_forward(
         self,
@@ -216,7 +216,7 @@ class CloverLR(Drafter):
     def _unrolled(
         self, frozen: Frozen, z: Float[Array, "B S D"], tokens: Int[Array, "B S"]
     ) -> Float[Array, "P B S D+r"]:
-        block = jnp.moveaxis(self._block(z), -2, 0)
+        block = jnp.moveaxis(self._position_outputs(z), -2, 0)
         if not self.config.rank:
             return block
         if self.is_initializing():  # one position trains no feedback, but all params are made
@@ -255,7 +255,7 @@ class CloverLR(Drafter):
         each = features.reshape(*features.shape[:-1], len(self.config.features), -1)
         return each[..., -1, :] + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
 
-    def _block(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
+    def _position_outputs(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
         return self.head_norm(contract("...d,dpe->...pe", z, self.block) + self.block_bias)
 
     def _first(self, z: Float[Array, "*b D"]) -> Float[Array, "*b r"]:

@@ -60,9 +60,9 @@ class MedusaConfig(DrafterConfig):
 
 
 class MedusaState(struct.PyTreeNode):
-    """What every head reads, the same on all levels. state: [B, 1, D] g at the last position."""
+    """What every head reads, the same on all levels. hidden: [B, 1, D] g at the last position."""
 
-    state: Float[Array, "B 1 D"]
+    hidden: Float[Array, "B 1 D"]
 
 
 class Medusa(Drafter):
@@ -99,7 +99,7 @@ class Medusa(Drafter):
 
     def propose(self, frozen: Frozen, state: MedusaState, depth: int) -> Float[Array, "B 1 Vd"]:
         """Return the logits that all branches of this level share."""
-        return self.logits(frozen, self.heads(state.state, depth), depth)
+        return self.logits(frozen, self.heads(state.hidden, depth), depth)
 
     def advance(
         self,

@@ -9,7 +9,10 @@ from clover_jax.array_types import Array, Float
 
 
 class GatedRecurrence(nn.Module):
-    """A gated recurrent unit: s' = (1 - g) s + g tanh(V [c s ; e]), gates from [s ; e]."""
+    """A gated recurrent unit: s' = (1 - gate) s + gate tanh(candidate [reset * s ; e]).
+
+    gate and reset are sigmoids of [s ; e].
+    """
 
     rank: int
 

@@ -13,6 +13,9 @@ from clover_jax.serving.errors import ApiError
 class Ask:
     """One choice of one API request: what takes one slot.
 
+    A body becomes a Call (`requests.py`), which has an Ask for each choice; the scheduler puts each
+    into a slot as a Request of the engine.
+
     client: the queue is round-robin over clients.
     choice: number of the choice of `n`; each has its own random key.
     watched_by: the parts in which text is streamed, as in `RowState`.

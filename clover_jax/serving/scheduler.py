@@ -68,11 +68,11 @@ class _Job:
 class _Iteration(NamedTuple):
     """What all processes do next.
 
-    left: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
+    freed: slots of cancelled rows. joined: requests to add. num_chunks: most chunks of prompts to
     read. num_steps: most steps to decode.
     """
 
-    left: list[int]
+    freed: list[int]
     joined: list[Request]
     num_chunks: int
     num_steps: int
@@ -111,7 +111,7 @@ class Scheduler:
         self._running: dict[int, _Job] = {}  # by slot
         self._begun: dict[int, _Job] = {}  # those of the steps whose tokens come next
         self._joining: list[_Job] = []  # out of the queue, and not yet in a slot
-        self._left: set[_Job] = set()  # whose clients went away
+        self._cancelled: set[_Job] = set()  # their slots are freed next
         self._is_closing = False
         self._failure: Exception | None = None
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
@@ -188,11 +188,11 @@ class Scheduler:
         if self._failure is not None:
             raise self._failure
 
-    def leave(self, job: _Job) -> None:
+    def cancel(self, job: _Job) -> None:
         """Cancel a job, in the queue or in its slot."""
         with self._changed:
             self._waiting.discard(job.ask.client, job)
-            self._left.add(job)
+            self._cancelled.add(job)
             self._changed.notify()
 
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
@@ -256,9 +256,9 @@ class Scheduler:
                 return None
 
             # The slots of cancelled rows are free for the jobs that wait.
-            left = [slot for slot, job in self._running.items() if job in self._left]
-            self._left.clear()
-            num_free = self._slots.num_free + len(left)
+            freed = [slot for slot, job in self._running.items() if job in self._cancelled]
+            self._cancelled.clear()
+            num_free = self._slots.num_free + len(freed)
             count = min(num_free, len(self._waiting))
             self._joining = [self._waiting.pop() for _ in range(count)]
 
@@ -269,7 +269,7 @@ class Scheduler:
         waited = min(max(reading / decoding, 1), MOST_WAITED) * self._step_seconds
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
         return _Iteration(
-            left,
+            freed,
             [job.request for job in self._joining],
             self._slots.chunks_within(max(CHUNK_SECONDS, waited)),
             max(1, min(num_steps, MOST_STEPS)),
@@ -282,7 +282,7 @@ class Scheduler:
         """
         slots = self._slots
         with self._changed:
-            for slot in iteration.left:
+            for slot in iteration.freed:
                 self._running.pop(slot, None)
                 slots.remove(slot)
             joined = [slots.add(request) for request in iteration.joined]
@@ -319,7 +319,7 @@ class Scheduler:
         try:
             job.loop.call_soon_threadsafe(job.news.put_nowait, news)
         except RuntimeError:  # the client's loop has ended
-            self.leave(job)
+            self.cancel(job)
 
 
 class Updates:
@@ -359,7 +359,7 @@ class Updates:
             progress = self._job.row.take(RowUpdate(generation, ids, is_last))
             self._has_ended = progress.ended
             if progress.ended and not is_last:  # a stop string has cut it
-                self._scheduler.leave(self._job)
+                self._scheduler.cancel(self._job)
             if progress.ended or progress.pieces:
                 return progress
         raise StopAsyncIteration
@@ -368,4 +368,4 @@ class Updates:
         """Cancel the ask if it runs; the slot is free before the next chunk of steps."""
         if not self._has_ended:
             self._has_ended = True
-            self._scheduler.leave(self._job)
+            self._scheduler.cancel(self._job)
