@@ -56,7 +56,7 @@ def test_a_row_that_ended_with_its_prompt_ends_the_chunk(way):
     assert record.emitted[:, 1].sum() == {"in a loop": 0, "by calls": chunk.QUEUED}[way]
 
 
-@pytest.mark.parametrize("tree", ["paper25", "dynamic:8:3:2"])
+@pytest.mark.parametrize("tree", [pytest.param("paper25", marks=pytest.mark.slow), "dynamic:8:3:2"])
 def test_calls_and_loops_decode_the_same(tree, monkeypatch, fresh_programs):
     head, params = random_head()
     requests = [Request(i, p, 5 + 9 * (i % 3)) for i, p in enumerate(random_prompts(7, seed=6))]

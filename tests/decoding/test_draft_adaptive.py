@@ -142,7 +142,11 @@ def test_clover4_spends_four_nodes_on_the_most_probable(hot):
 
 @pytest.mark.parametrize(
     ("name", "batch_size", "verify"),
-    [("dynamic:12:5:4", 3, "greedy"), ("clover4", 8, "greedy"), ("dynamic:12:5:4", 8, "lossless")],
+    [
+        pytest.param("dynamic:12:5:4", 3, "greedy", marks=pytest.mark.slow),
+        ("clover4", 8, "greedy"),
+        ("dynamic:12:5:4", 8, "lossless"),
+    ],
 )
 def test_text_equals_plain_text(name, batch_size, verify):
     head, draft_params = random_head()

@@ -47,7 +47,7 @@ def reduced_head(kind):
 @pytest.mark.parametrize(
     ("kind", "tree"),
     [
-        ("clover2", "paper25"),
+        pytest.param("clover2", "paper25", marks=pytest.mark.slow),
         ("clover_lr", "paper25"),
         pytest.param("eagle", "dynamic:12:5:4", marks=pytest.mark.slow),
         ("eagle3", "dynamic:12:5:4"),

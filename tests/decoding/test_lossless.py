@@ -154,8 +154,6 @@ USUAL = [  # the others of the product are slow
     ("dflash2", "small", "sampled", CUT),  # of three candidates
     ("medusa", "chain:3", "topk", CUT),
     ("lookup", "copy:6", "topk", CUT),
-    ("recycle", "small", "topk", HOT),
-    ("clover", "dynamic:5:3:3+copy:4", "topk", CUT),
 ]
 PRODUCT = [
     ("clover2", "none", "topk", HOT),
@@ -214,7 +212,7 @@ def test_tokens_that_the_draft_gives_no_mass_are_reached(monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "draft_sampling", "table"),
     [
-        ("eagle", "topk", None),
+        pytest.param("eagle", "topk", None, marks=pytest.mark.slow),
         ("eagle3", "sampled", (0, 2, 3)),
         pytest.param("clover_lr", "sampled", (0, 2, 3), marks=pytest.mark.slow),
         pytest.param("clover_copy", "sampled", (0, 2, 3), marks=pytest.mark.slow),
@@ -237,7 +235,7 @@ def test_heads_that_feed_on_their_output_and_reduced_vocabularies(kind, draft_sa
 @pytest.mark.parametrize(
     ("drafter", "fault"),
     [
-        ("clover2", "q_kept"),
+        pytest.param("clover2", "q_kept", marks=pytest.mark.slow),
         ("clover2", "p_kept"),
         pytest.param("clover", "p_kept", marks=pytest.mark.slow),
         pytest.param("medusa", "p_kept", marks=pytest.mark.slow),

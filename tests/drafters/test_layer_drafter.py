@@ -108,7 +108,7 @@ def test_states_of_a_drafted_tree_equal_a_full_recomputation_along_each_path(any
 @pytest.mark.parametrize(
     ("name", "batch_size"),
     [
-        ("chain:6", 3),
+        pytest.param("chain:6", 3, marks=pytest.mark.slow),
         pytest.param("paper25", 1, marks=pytest.mark.slow),
         ("dynamic:12:5:4", 3),
     ],

@@ -79,7 +79,7 @@ FEW = {"num_positions": 3}  # of 5: each is compiled by itself
 @pytest.mark.parametrize(
     ("chunk", "groups", "changes"),
     [
-        (16, 1, {}),
+        pytest.param(16, 1, {}, marks=pytest.mark.slow),
         pytest.param(512, 1, {}, marks=pytest.mark.slow),
         (7, 3, FEW),
         pytest.param(16, 1, {"draft_to_target": tuple(range(1, 96, 2))}, marks=pytest.mark.slow),
@@ -136,7 +136,13 @@ def test_the_cross_entropy_to_the_text_ends_with_the_document():
     assert loss(within) != loss(batch)
 
 
-@pytest.mark.parametrize("loss", [ALL_TERMS, DPACE], ids=["decay", "D-PACE"])
+@pytest.mark.parametrize(
+    "loss",
+    [
+        pytest.param(ALL_TERMS, id="decay"),
+        pytest.param(DPACE, id="D-PACE", marks=pytest.mark.slow),
+    ],
+)
 def test_anchors_at_every_position_give_the_loss_of_all_positions(loss):
     head = registry.head(registry.config_for_base("medusa", TINY, loss=loss, **FEW))
     params = init_head(head, random_base(), jax.random.key(1))
