@@ -107,7 +107,7 @@ def server(tmp_path_factory):
     template = tmp_path_factory.mktemp("serving") / "template.jinja"
     template.write_text(TEMPLATE)
     options = ServeOptions(
-        ServeSpec("builtin:tiny", chat_template=str(template)),
+        ServeSpec("builtin:tiny", chat_template=str(template), tree="copy:9"),
         port=0,
         api_key=(KEY,),
         served_model_name="tiny",
