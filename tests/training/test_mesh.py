@@ -75,9 +75,7 @@ for name in ["data=1", *sys.argv[1:]]:
 """
 
 
-@pytest.mark.parametrize(
-    "meshes", [(MESH, IN_PARTS), pytest.param(OTHERS, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("meshes", [(MESH, IN_PARTS), pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_every_mesh_trains_as_one_device_does(run_python, meshes):
     rows = [json.loads(line) for line in run_python(STEPS, *meshes, devices=8).splitlines()]
     alone, *others = rows
