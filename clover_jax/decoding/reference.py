@@ -30,18 +30,12 @@ _NONE = (PAD_TOKEN,) * 64  # what a head that knows few tokens proposes beyond t
 
 
 def plain_greedy(
-    config: BaseConfig,
-    params: Params,
-    prompt: Sequence[int],
-    max_new_tokens: int,
-    eos_ids: Sequence[int] = (),
+    config: BaseConfig, params: Params, prompt: Sequence[int], max_new_tokens: int
 ) -> list[int]:
     """Emit the argmax of a full forward over the whole text, one token after another."""
     text = list(prompt)
     for _ in range(max_new_tokens):
         text.append(int(np.argmax(_logits(config, params, text)[len(text) - 1])))
-        if text[-1] in eos_ids:
-            break
     return text[len(prompt) :]
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import os
-from collections.abc import Mapping
 from pathlib import Path
 
 from clover_jax.errors import UserError
@@ -97,15 +96,15 @@ class ServeOptions:
             )
         return self.max_model_len
 
-    def api_keys(self, environment: Mapping[str, str] = os.environ) -> tuple[str, ...]:
+    def api_keys(self) -> tuple[str, ...]:
         """Return all keys that a client may send; none where no key is needed.
 
         Raises UserError for an empty key, and a file that is missing or holds none.
         """
         keys = list(self.api_key)
         # A variable that is set to nothing is a mistake that would leave the door open.
-        if KEY_VARIABLE in environment:
-            keys.append(environment[KEY_VARIABLE])
+        if KEY_VARIABLE in os.environ:
+            keys.append(os.environ[KEY_VARIABLE])
         if self.api_key_file is not None:
             lines = Path(self.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
             listed = [line.strip() for line in lines if line.strip()]
