@@ -30,6 +30,12 @@ def finished(folder):
 
 
 @pytest.fixture(scope="session")
+def stopped(folder):
+    """A sampled run with stop strings, which cut more answers."""
+    return run(folder, folder / "stopped", "--temperature=0.8", "--stop=e", "--stop=a")
+
+
+@pytest.fixture(scope="session")
 def copying(folder):
     """A run with nothing but the baseline of lookup."""
     rows = [{"category": "qa", "turns": ["he", "he"]}, {"category": "rag", "prompt": "a b a b"}]
