@@ -60,8 +60,14 @@ def exact(
     tokens = np.concatenate([np.tile(PROMPT, (len(texts), 1)), texts], axis=1)
     positions = np.broadcast_to(np.arange(tokens.shape[1]), tokens.shape)
     params = peaked_params(base)
-    output = Decoder(base).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
-    logits = np.asarray(base_logits(base, params, output.hidden["post_norm"]))
+
+    @jax.jit
+    def forward(params, tokens, positions):
+        mask = causal_mask(*tokens.shape)
+        output = Decoder(base).apply({"params": params}, tokens, positions, mask)
+        return base_logits(base, params, output.hidden["post_norm"])
+
+    logits = np.asarray(forward(params, tokens, positions))
     probability = np.ones(len(texts))
     for i in range(LENGTH):
         here = logits[:, len(PROMPT) - 1 + i].astype(np.float64)

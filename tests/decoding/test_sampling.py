@@ -132,11 +132,12 @@ def test_typical_acceptance_follows_medusas_rule():
     threshold = np.minimum(0.09, 0.3 * np.exp(-entropy))
     assert p[0, 1] > threshold[0]
     assert p[1, 2] > threshold[1]
-    accepted = accept_typical(tree, finite_log_softmax(jnp.log(p))[None], 0.09, 0.3)
+    accept = jax.jit(accept_typical)
+    accepted = accept(tree, finite_log_softmax(jnp.log(p))[None], 0.09, 0.3)
     assert accepted.path.tolist() == [[0, 1, 3]]
     # Between paths of one length the more probable wins: slot 2 has p = 0.6, slot 1 has 0.3.
     shallow = TokenTree(jnp.array([[0, 1, 0]]), jnp.array([[-1, 0, 0]]), depth=1)
-    accepted = accept_typical(shallow, finite_log_softmax(jnp.log(p[:3]))[None], 0.09, 0.3)
+    accepted = accept(shallow, finite_log_softmax(jnp.log(p[:3]))[None], 0.09, 0.3)
     assert accepted.path.tolist() == [[0, 2]]
     assert accepted.bonus.tolist() == [1]
 

@@ -1,6 +1,7 @@
 """Clover against its equations, and what its ablations leave."""
 
 import dataclasses
+import functools
 import re
 
 import jax
@@ -26,9 +27,8 @@ def train_forward(name, params, features, tokens, **changed):
     positions = jnp.broadcast_to(jnp.arange(SIZE), tokens.shape)
     frozen, ones = frozen_from_base(random_base()), jnp.ones_like(tokens)
     batch = Batch(tokens, ones, positions, ones > 0)
-    return head.module.apply(
-        {"params": params}, frozen, features, batch, None, method="train_forward"
-    )
+    forward = jax.jit(functools.partial(head.module.apply, method="train_forward"))
+    return forward({"params": params}, frozen, features, batch, None)
 
 
 def random_text(seed=0):
@@ -57,7 +57,7 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
     found = train_forward("clover", params, features, tokens, decoder_heads=heads)
     positions, mask = jnp.arange(SIZE)[None].repeat(2, 0), causal_mask(2, SIZE)
     layer = {"params": params["augmenting_0"]}
-    z = np.asarray(DecoderLayer(TINY.layer).apply(layer, features, positions, mask)[0])
+    z = np.asarray(jax.jit(DecoderLayer(TINY.layer).apply)(layer, features, positions, mask)[0])
     frozen = frozen_from_base(random_base())
     lm_head = np.asarray(frozen.lm_head)
     for b, t in [(0, 0), (1, 3), (0, SIZE - 4)]:

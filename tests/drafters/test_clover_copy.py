@@ -22,9 +22,11 @@ def batch_of(tokens, segment_ids=None):
 
 
 @functools.cache
-def compiled(method):
+def compiled(method, *depth):
     head, _ = random_head(name="clover_copy")
-    return jax.jit(lambda params, *x: head.module.apply({"params": params}, *x, method=method))
+    return jax.jit(
+        lambda params, *x: head.module.apply({"params": params}, *x, *depth, method=method)
+    )
 
 
 def features_of(tokens):
@@ -70,14 +72,12 @@ def test_drafting_a_looping_text_gives_the_logits_of_training(last):
     hidden = trained(params, tokens)
     state, cache = drafted_root(params, tokens, last)
     for depth in range(head.config.num_positions):
-        found = head.module.apply({"params": params}, frozen, state, depth, method="propose")
-        expected = head.module.apply(
-            {"params": params}, frozen, hidden[depth, last], depth, method="logits"
-        )
+        found = compiled("propose", depth)(params, frozen, state)
+        expected = compiled("logits", depth)(params, frozen, hidden[depth, last])
         np.testing.assert_allclose(found[0, 0], expected, atol=1e-4, err_msg=f"depth {depth}")
         token = jnp.asarray([[tokens[last + 2 + depth]]])
-        arguments = (frozen, state, cache, jnp.zeros((1, 1), jnp.int32), token, depth + 1)
-        state = head.module.apply({"params": params}, *arguments, method="advance")
+        arguments = (frozen, state, cache, jnp.zeros((1, 1), jnp.int32), token)
+        state = compiled("advance", depth + 1)(params, *arguments)
 
 
 def test_copies_come_from_the_same_document_and_from_what_is_known():
@@ -88,8 +88,7 @@ def test_copies_come_from_the_same_document_and_from_what_is_known():
     def proposed(tokens):
         """Return the logits of position 0, in which pointers to nothing do not show."""
         frozen, hidden = frozen_from_base(random_base()), trained(params, tokens, segment_ids)[0]
-        head, _ = random_head(name="clover_copy")
-        return head.module.apply({"params": params}, frozen, hidden, 0, method="logits")
+        return compiled("logits", 0)(params, frozen, hidden)
 
     found = proposed(tokens)
     np.testing.assert_allclose(found[3:], proposed(other)[3:], atol=1e-5)

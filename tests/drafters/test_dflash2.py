@@ -52,17 +52,24 @@ def test_features_are_those_of_the_reference(reference, batch):
     np.testing.assert_allclose(features, expected["features"], **CLOSE)
 
 
+@pytest.fixture(scope="module")
+def trained(reference, batch):
+    """The states of training at every position: [P, B, S, D + r]."""
+    base, head, params, expected = reference
+    forward = jax.jit(functools.partial(head.module.apply, method="train_forward"))
+    frozen = frozen_from_base(base.params)
+    return forward({"params": params}, frozen, expected["features"], batch, None)
+
+
 @pytest.mark.parametrize("anchor", [1, 7, 16])
-def test_states_logits_and_pair_scores_of_training(reference, batch, anchor):
+def test_states_logits_and_pair_scores_of_training(reference, trained, anchor):
     base, head, params, expected = reference
     frozen, width = frozen_from_base(base.params), head.config.layer.hidden_size
-    apply = functools.partial(head.module.apply, {"params": params}, frozen)
-    hidden = apply(expected["features"], batch, None, method="train_forward")
     # A block belongs to the position before its anchor.
-    hidden = jnp.moveaxis(hidden[:, :, anchor - 1], 0, 1)
+    hidden = jnp.moveaxis(trained[:, :, anchor - 1], 0, 1)
     wanted = {name: expected[f"block{anchor}_{name}"] for name in ("hidden", "logits")}
     np.testing.assert_allclose(hidden[..., :width], wanted["hidden"][:, 1:], **CLOSE)
-    logits = apply(hidden, 0, method="logits")
+    logits = head.module.apply({"params": params}, frozen, hidden, 0, method="logits")
     scores = head.module.apply({"params": params}, hidden, logits, method="rescore")
     np.testing.assert_allclose(logits, wanted["logits"], **CLOSE)
     candidates = expected[f"block{anchor}_candidates"]
