@@ -7,12 +7,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from clover_jax.array_types import Params
 from clover_jax.config import BaseConfig
 from clover_jax.pretrained.base import BaseModel
-from tests import tiny_models
+from clover_jax.pretrained.shapes import base_shapes
 from tests.tiny_models import TINY
 
 Tensors = dict[str, np.ndarray]
@@ -20,8 +22,14 @@ Tensors = dict[str, np.ndarray]
 
 def random_base(directory: Path, config: BaseConfig = TINY, seed: int = 0) -> BaseModel:
     """Return a random base that has no files but a folder, which may hold a tokenizer."""
-    params = tiny_models.random_base(config, seed)
+    params = random_leaves(base_shapes(config), seed)
     return BaseModel(config=config, params=params, directory=directory, source="random")
+
+
+def random_leaves(shapes: Params, seed: int = 1) -> Params:
+    """Return params of these shapes, for tests that do not decode: nothing is compiled for them."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), shapes)
 
 
 def copy_of(source: Path, target: Path) -> Path:

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
@@ -22,8 +21,9 @@ from tests.tiny_checkpoints import (
     edit_json,
     edit_tensors,
     random_base,
+    random_leaves,
 )
-from tests.tiny_models import TINY, init_head
+from tests.tiny_models import TINY
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +65,7 @@ def test_reading_and_writing_gives_the_same_tensors(reference_dir, tmp_path, bas
 def test_writing_and_reading_gives_the_same_head(tmp_path, changes, options):
     base = random_base(tmp_path, dataclasses.replace(TINY, **changes))
     config = registry.config_for_base("clover2", base.config, **options)
-    params = init_head(registry.head(config), base.params, jax.random.key(1))
+    params = random_leaves(registry.init_shapes(registry.head(config), base.params))
     write_layout("clover2", tmp_path / "head", config, params, base)
     found_config, found_params = read_layout("clover2", tmp_path / "head", base)
     assert found_config == config

@@ -3,7 +3,6 @@
 import dataclasses
 import json
 
-import jax
 import pytest
 
 from clover_jax.config import RopeConfig
@@ -19,8 +18,9 @@ from tests.tiny_checkpoints import (
     copy_of,
     edit_json,
     random_base,
+    random_leaves,
 )
-from tests.tiny_models import TINY, init_head
+from tests.tiny_models import TINY
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +50,7 @@ def test_writing_and_reading_gives_the_same_head(tmp_path, options):
     changes = {"num_layers": 8, "rope": RopeConfig(5e5, "llama3", 8.0), "qkv_bias": True}
     base = random_base(tmp_path, dataclasses.replace(TINY, **changes))
     config = registry.config_for_base("dflash2", base.config, num_layers=2, **options)
-    params = init_head(registry.head(config), base.params, jax.random.key(1))
+    params = random_leaves(registry.init_shapes(registry.head(config), base.params))
     write_layout("dflash2", tmp_path / "head", config, params, base)
     found_config, found_params = read_layout("dflash2", tmp_path / "head", base)
     assert found_config == config

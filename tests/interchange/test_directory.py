@@ -12,8 +12,14 @@ from clover_jax.errors import UserError
 from clover_jax.interchange.directory import load_draft, save_draft
 from clover_jax.interchange.orbax_params import save_params
 from clover_jax.pretrained.fingerprint import fingerprint
-from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, random_base
-from tests.tiny_models import TINY, init_head
+from tests.tiny_checkpoints import (
+    assert_trees_equal,
+    copy_of,
+    edit_json,
+    random_base,
+    random_leaves,
+)
+from tests.tiny_models import TINY
 
 PROVENANCE = {"flags": {"steps": 3}, "tau": 2.5}
 
@@ -30,7 +36,7 @@ def config(base):
 
 @pytest.fixture(scope="module")
 def params(base, config):
-    return init_head(registry.head(config), base.params, jax.random.key(1))
+    return random_leaves(registry.init_shapes(registry.head(config), base.params))
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +132,7 @@ def test_another_width_is_refused_even_if_a_mismatch_is_allowed(
 
 def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base):
     config = registry.config_for_base("clover_lr", base.config)
-    params = init_head(registry.head(config), base.params, jax.random.key(1))
+    params = random_leaves(registry.init_shapes(registry.head(config), base.params))
     save_draft(tmp_path / "head", config, params, None, fingerprint(base), {})
     other = random_base(tmp_path, dataclasses.replace(TINY, num_layers=2))
     with pytest.raises(UserError, match="reads the state that enters layer 2, but base .* has 2"):

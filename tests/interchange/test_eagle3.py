@@ -21,8 +21,9 @@ from tests.tiny_checkpoints import (
     edit_json,
     edit_tensors,
     random_base,
+    random_leaves,
 )
-from tests.tiny_models import TINY, init_head
+from tests.tiny_models import TINY
 
 
 @pytest.fixture(scope="module")
@@ -64,7 +65,7 @@ def test_writing_and_reading_gives_the_same_head(tmp_path, table):
     base = random_base(tmp_path, dataclasses.replace(TINY, **changes))
     config = registry.config_for_base("eagle3", base.config)
     config = dataclasses.replace(config, draft_to_target=table)
-    params = init_head(registry.head(config), base.params, jax.random.key(1))
+    params = random_leaves(registry.init_shapes(registry.head(config), base.params))
     write_layout("eagle3", tmp_path / "head", config, params, base)
     found_config, found_params = read_layout("eagle3", tmp_path / "head", base)
     assert found_config == config
