@@ -8,7 +8,6 @@ the readers of both ask for, by the files named in `interchange/eagle.py`, `spec
 import dataclasses
 import json
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -22,6 +21,8 @@ from clover_jax.interchange.directory import load_draft, save_draft
 from clover_jax.interchange.layouts import LAYOUTS, NATIVE
 from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.pretrained.loading import load_base
+from clover_jax.pretrained.shapes import cast_shapes
+from tests.tiny_checkpoints import random_leaves
 from tests.tiny_folders import SPEAKING, save_tiny_base
 
 BASE = dataclasses.replace(SPEAKING, num_layers=8, num_kv_heads=2)
@@ -127,8 +128,7 @@ def save_head(folder, base, kind, options=(), **changes):
     config = registry.config_for_base(kind, base.config, **dict(options))
     config = dataclasses.replace(config, **changes)
     shapes = registry.init_shapes(registry.head(config), base.params)
-    rng = np.random.default_rng(0)
-    params = jax.tree.map(lambda x: jnp.asarray(rng.normal(size=x.shape), jnp.bfloat16), shapes)
+    params = random_leaves(cast_shapes(shapes, jnp.bfloat16))
     save_draft(folder, config, params, None, fingerprint(base), {})
 
 
