@@ -109,7 +109,7 @@ def test_the_jobset_has_a_pod_for_every_host():
     job, pod = container(HOSTS="2", TOPOLOGY="2x4")
     assert job["parallelism"] == job["completions"] == 2
     assert job["template"]["spec"]["nodeSelector"]["cloud.google.com/gke-tpu-topology"] == "2x4"
-    assert pod["args"][1:] == ["/data/runs/clover", *FLAGS]
+    assert pod["args"][1:] == ["/data/runs/clover", "--workdir=/data/runs/clover", *FLAGS]
 
 
 @pytest.mark.parametrize("finished", [True, False])
@@ -123,6 +123,18 @@ def test_a_pod_succeeds_only_when_all_steps_are_done(tmp_path, finished):
     assert (ended.returncode == 0) == finished
     arguments = (tmp_path / "arguments").read_text().splitlines()
     assert arguments == ["-m", "clover_jax.train", f"--workdir={tmp_path}", *FLAGS]
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_pod_of_another_command_ends_as_that_does(tmp_path, status):
+    _, pod = container(COMMAND="generate")
+    kept = f"printf '%s\\n' \"$@\" >{tmp_path}/arguments"
+    executable(tmp_path / "python", f"{kept}; exit {status}")
+    environment = {"PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    ended = subprocess.run([*pod["command"], *pod["args"]], env=environment, check=False)
+    assert ended.returncode == status
+    arguments = (tmp_path / "arguments").read_text().splitlines()
+    assert arguments == ["-m", "clover_jax.generate", *FLAGS]
 
 
 def test_a_pod_hands_sigterm_on_and_waits_for_the_checkpoint(tmp_path):
