@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Int, Params
 from clover_jax.config import BaseConfig
@@ -70,6 +71,7 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
     base, head = method.models.base, method.models.head
     assert head is not None  # plain decoding proposes nothing
     weights = weights_for(head, base.params, method.models.draft_params)
+    placement = Placement(method.models.mesh)
 
     # One number of targets for all batches, or every longest answer would be another program.
     longest = max((len(text.output_ids) for text in texts), default=1)
@@ -81,14 +83,13 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
 
     for size, numbers in by_size.items():
         # Every batch of a length has as many rows, so its program compiles once.
-        rows = max(1, _POSITIONS_AT_ONCE // size)
+        rows = placement.whole_rows(max(1, _POSITIONS_AT_ONCE // size))
         for start in range(0, len(numbers), rows):
             group = numbers[start : start + rows]
             batch, first, end = _pack([texts[number] for number in group], rows, size)
             arguments = (weights.base, weights.draft, batch, first, end, np.zeros(num_targets))
-            placement = Placement(method.models.mesh)
             with placement.in_use():
-                counted = count_hits(base.config, head, *arguments)
+                counted = count_hits(base.config, head, placement.mesh, *arguments)
             pairs, hits = placement.read(counted)
             for row, number in enumerate(group):
                 yield number, Hits(pairs[row], hits[row])
@@ -115,10 +116,11 @@ def _pack(texts: Sequence[Text], rows: int, size: int) -> tuple[Batch, np.ndarra
     return Batch(*fields), first, end
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
+@functools.partial(jax.jit, static_argnums=(0, 1, 2))
 def count_hits(
     base: BaseConfig,
     head: DraftHead,
+    mesh: Mesh | None,
     base_params: Params,
     params: Params,
     batch: Batch,
@@ -128,12 +130,13 @@ def count_hits(
 ) -> tuple[Int[Array, "B P"], Int[Array, "B K P"]]:
     """Return the counted pairs and the hits of every row of a batch.
 
+    mesh: that params are split over; rows are split with them, evenly.
     first, end: where a row's emitted tokens begin and where it ends. slots: [n], at least as many
         as a row has emitted tokens; only its length matters.
     """
     base_params, params = gathered_in_use((base_params, params))
     frozen = frozen_from_base(base_params)
-    teacher = teach(base, base_params, head.config.features, batch)
+    teacher = teach(base, base_params, head.config.features, batch, mesh)
     hidden = head.apply(params, "train_forward", frozen, teacher.features, batch, None)
 
     # Target index s = t + 1 + i: the base's state there gives the token at s + 1.
