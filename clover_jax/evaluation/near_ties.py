@@ -32,7 +32,7 @@ from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
-from clover_jax.sharding.placement import gathered_in_use
+from clover_jax.sharding.placement import gathered_in_use, over_rows_and_heads
 from clover_jax.sharding.top_k import top_k
 
 # How much margins depend on the batch is seen in a batch of at least this size, and on some more
@@ -253,7 +253,8 @@ def add_margin(
     new = Margins(best[:, 0] - best[:, 1], _gap(scores, rival[:, None]))
     filled = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), margins_so_far, new)
     # The cache is written only after the scores that need it as it was.
-    return write_rows(cache, output.fresh, ordered_after(start, scores.noisy)), filled
+    write_at = ordered_after(start, scores.noisy)
+    return over_rows_and_heads(write_rows, cache, output.fresh, write_at), filled
 
 
 class Scores(NamedTuple):
