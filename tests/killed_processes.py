@@ -13,10 +13,19 @@ from tests.conftest import REPOSITORY, WARNINGS
 LAUNCH = REPOSITORY / "launch" / "local_processes"
 
 
-def start(count, command, *flags):
-    """Start a command of the package as several processes, or as one."""
+def start(count, command, *flags, changes=None):
+    """Start a command of the package as several processes, or as one.
+
+    changes: Python that runs before the command, in every process.
+    """
+    module = f"clover_jax.{command}"
+    if changes is None:
+        program = ["-m", module]
+    else:
+        run = f"import runpy; runpy.run_module({module!r}, run_name='__main__', alter_sys=True)"
+        program = ["-c", f"{changes}\n{run}"]
     return subprocess.Popen(
-        [LAUNCH, str(count), sys.executable, *WARNINGS, "-m", f"clover_jax.{command}", *flags],
+        [LAUNCH, str(count), sys.executable, *WARNINGS, *program, *flags],
         cwd=REPOSITORY,
         env=os.environ | {"GRACE": "60"},
         stdout=subprocess.PIPE,
@@ -25,22 +34,26 @@ def start(count, command, *flags):
     )
 
 
-def run_through_kills(kills, outputs, total, count, *command):
+def lines_in(*files):
+    """Return a function that counts the rows in these files."""
+    return lambda: sum(path.read_bytes().count(b"\n") for path in files if path.exists())
+
+
+def run_through_kills(kills, num_done, total, count, *command, changes=None):
     """Kill a process after a number of rows, several times; return what the last run says.
 
-    outputs: the files of rows, `total` of them in the end.
+    num_done: a function that counts what is written so far, rows or files, `total` in the end.
+    changes: as `start` has it.
     Returns its status, stdout and stderr.
     """
     draw = random.Random(count)
 
-    def num_rows():
-        return sum(path.read_bytes().count(b"\n") for path in outputs if path.exists())
-
     for kill in range(kills):
         # From the start of the processes to the last rows.
-        run, least = start(count, *command), kill * (total - 1) // kills + draw.randrange(2)
+        run = start(count, *command, changes=changes)
+        least = kill * (total - 1) // kills + draw.randrange(2)
         numbers = re.search(r"process ids (.*)", run.stderr.readline())[1].split()
-        while num_rows() < least:
+        while num_done() < least:
             assert run.poll() is None, run.communicate()[1]
             time.sleep(0.01)
 
@@ -49,8 +62,8 @@ def run_through_kills(kills, outputs, total, count, *command):
         _, errors = run.communicate()
         assert run.returncode == 128 + signal.SIGKILL, errors
         assert f"process {killed} was killed by signal 9; ending the other" in errors
-        print(f"killed process {killed} of {count} with {num_rows()} of {total} rows there")
+        print(f"killed process {killed} of {count} with {num_done()} of {total} written")
 
-    last = start(count, *command)
+    last = start(count, *command, changes=changes)
     said, errors = last.communicate()
     return last.returncode, said, errors

@@ -11,7 +11,7 @@ import pytest
 from tests.conftest import REPOSITORY, WARNINGS
 from tests.generation.test_rows import ragged_rows
 from tests.generation.test_shards import rows_of
-from tests.killed_processes import LAUNCH, run_through_kills, start
+from tests.killed_processes import LAUNCH, lines_in, run_through_kills, start
 
 
 @pytest.fixture
@@ -49,7 +49,7 @@ def test_processes_that_are_killed_at_random_write_the_rows_of_one(
     assert alone.returncode == 1, errors  # the bad row
     rows, output = rows_of(tmp_path / "one.jsonl"), tmp_path / "out.jsonl"
     status, said_last, errors = run_through_kills(
-        kills, [output], len(rows), count, *generate("out.jsonl")
+        kills, lines_in(output), len(rows), count, *generate("out.jsonl")
     )
     assert status == 1, errors
     assert "rows are in" in errors

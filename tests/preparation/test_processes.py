@@ -1,8 +1,10 @@
 """Real processes that read activations as one: the folder is that of one."""
 
+import numpy as np
 import pytest
 
-from tests.killed_processes import start
+from clover_jax.data.prepared import PreparedSamples
+from tests.killed_processes import run_through_kills, start
 from tests.preparation.prepared_data import FLAGS
 
 
@@ -33,6 +35,39 @@ def test_processes_write_the_folder_of_one(prepare, tmp_path, count, flags):
     _, errors = again.communicate()
     assert again.returncode == 0, errors
     assert contents(tmp_path / "ours") == contents(tmp_path / "one")
+
+
+SMALL_SHARDS = (
+    "from clover_jax.preparation import features, samples\n"
+    "features.SHARD_BYTES, samples.SHARD_BYTES = 40_000, 4_000\n"
+)
+
+
+@pytest.mark.slow
+def test_processes_that_are_killed_at_random_write_the_activations_of_one(prepare, tmp_path):
+    one, ours = tmp_path / "one", tmp_path / "ours"
+    alone = start(1, *prepare("one"), changes=SMALL_SHARDS)
+    _, errors = alone.communicate()
+    assert alone.returncode == 0, errors
+
+    def num_shards(folder=ours):
+        return len(list(folder.glob("*.array_record")))
+
+    total = num_shards(one)
+    assert total > 10
+    killed = run_through_kills(10, num_shards, total, 2, *prepare("ours"), changes=SMALL_SHARDS)
+    status, said, errors = killed
+    assert status == 0, errors
+    assert said.count("train with --data=") == 1
+
+    # Files of the same names. After a kill a sample may lie in another row, and rounds otherwise.
+    assert sorted(contents(ours)) == sorted(contents(one))
+    mine, theirs = (PreparedSamples(folder, ("pre_norm",)) for folder in (ours, one))
+    assert len(mine) == len(theirs)
+    for index in range(len(mine)):
+        np.testing.assert_array_equal(mine[index].tokens, theirs[index].tokens)
+        hidden = [samples.hidden(index)["pre_norm"] for samples in (mine, theirs)]
+        np.testing.assert_allclose(*hidden, atol=2e-6)
 
 
 @pytest.mark.slow

@@ -12,7 +12,7 @@ from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.errors import UserError
 from clover_jax.preparation.regenerate import _prompt
 from clover_jax.tokenizers.tokenizer import load_tokenizer
-from tests.killed_processes import run_through_kills
+from tests.killed_processes import lines_in, run_through_kills
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_tokenizers import CHAT_TEMPLATE
 
@@ -104,8 +104,10 @@ def test_jobs_that_share_conversations_give_the_answers_of_one(folders, plain, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, kills", [(2, 5), (4, 2)])
-def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, count, kills):
+@pytest.mark.parametrize(
+    "count, kills, mesh", [(2, 5, None), (4, 2, None), (2, 5, "tensor=2"), (2, 5, "data=2")]
+)
+def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, count, kills, mesh):
     rows = [{"prompt": "ab" * i, "response": "x"} for i in range(1, 13)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -113,10 +115,10 @@ def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, co
 
     ours, plain = tmp_path / "ours", rows_of(tmp_path / "one")
     flags = {"base": folders[0], "data": data, "output": ours, "seq_len": 96, "max_new_tokens": 9}
-    flags |= {"regenerate": "true", "batch_size": 2}
+    flags |= {"regenerate": "true", "batch_size": 2} | ({"mesh": mesh} if mesh else {})
     command = ["prepare", *(f"--{name}={value}" for name, value in flags.items())]
-    kept = ours / "regenerated.jsonl"
-    status, said, errors = run_through_kills(kills, [kept], len(plain), count, *command)
+    kept = lines_in(ours / "regenerated.jsonl")
+    status, said, errors = run_through_kills(kills, kept, len(plain), count, *command)
     assert status == 0, errors
     assert said.count("train with --data=") == 1
     assert [row["output_ids"] for row in rows_of(ours)] == [row["output_ids"] for row in plain]
