@@ -5,8 +5,8 @@ quarters of what its draft reads. Here the trunk proposes all P positions in *on
 what a drafted token changes is a correction of rank r. With f_t the base's states entering some of
 its layers, h_t its last one, and E the rows of lm_head:
 
-    x_t = rms(h_t + sum_j W_f^j f_t^j)                    fused features; starts as h_t
-    a_t = x_t + W_t rms(e'_{t+1})                         e' a row of the base's input embedding
+    x_t = rms(h_t + sum_j W_f^j f_t^j)                     fused features; starts as h_t
+    a_t = x_t + W_t rms(e'_{t+1})                          e' a row of the base's input embedding
     z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))          as in Clover-2
     u^i = head_norm(W_i z_t + b_i),  i = 0 .. P-1          all positions at once
     s^0 = tanh(W_s z_t)                                    [r]
