@@ -47,7 +47,7 @@ def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
     plots["speedup_by_task"] = lambda: _speedup_by_task(report, overall)
     if len(report["batch_sizes"]) > 1:
         plots["speedup_by_batch_size"] = lambda: _speedup_by_batch_size(report, list(overall))
-    for by in ("step", "tokens"):
+    for by in ("step", "tokens", "seconds"):
         # A draft has no points where its run did not note what `by` counts.
         runs = {
             name: [(row[by], row["tau"]) for row in report["training"].get(name, []) if by in row]
@@ -152,7 +152,7 @@ def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> 
 
 
 def _tau_by(runs: Mapping[str, Sequence[tuple[float, float]]], by: str) -> Figure:
-    """Draw tau against what `by` counts, "step" or "tokens"."""
+    """Draw tau against what `by` counts, "step", "tokens" or "seconds"."""
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     figure, (axes,) = new_figure()

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
 from clover_jax.evaluation.markdown import report_text, speed_of
@@ -18,7 +20,7 @@ from clover_jax.evaluation.stage_times import METHOD, StageTimes
 from clover_jax.evaluation.timed_passes import TimedPass, speed, split_rounds
 from clover_jax.storage.files import write_json, write_text
 from clover_jax.storage.jsonl import plain_values, read_rows
-from clover_jax.training.metrics import EVAL, comparable
+from clover_jax.training.metrics import EVAL, METRICS, comparable
 from clover_jax.training.settings import recorded_settings
 
 FORMAT = 1
@@ -188,10 +190,12 @@ def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
 
 
 def _training(source: str | None) -> list[dict[str, Any]]:
-    """Return step, tokens and tau of the measurements in training of a draft in a workdir.
+    """Return step, tokens, seconds and tau of the measurements in training of a draft in a workdir.
 
     Of a run that was continued with other prompts or another tree, the newest comparable ones.
-    Tokens are those of all batches so far; left out where the run's settings are not there.
+    Tokens are those of all batches so far, seconds what these took without compiling, saving and
+    measuring. Both are left out where the run's settings are not there, seconds of steps that its
+    log does not reach, too.
     """
     # A draft is named by its workdir or by a folder in it, such as best/.
     assert source is not None  # a draft comes from somewhere
@@ -206,4 +210,17 @@ def _training(source: str | None) -> list[dict[str, Any]]:
     if settings is None:
         return rows
     size = settings.batch_size * settings.seq_len
-    return [row | {"tokens": row["step"] * size} for row in rows]
+    rows = [row | {"tokens": row["step"] * size} for row in rows]
+
+    # A row of the log has the rate since the row before; it is rounded to a tenth.
+    log = workdirs[0] / METRICS
+    logged = list(read_rows(log)) if log.is_file() else []
+    steps = [0, *(row["step"] for row in logged)]
+    rates = [max(row["tokens_per_second"], 0.1) for row in logged]
+    seconds = np.cumsum([0, *(np.diff(steps) * size / rates)])
+    return [
+        row | {"seconds": round(float(np.interp(row["step"], steps, seconds)), 1)}
+        if row["step"] <= steps[-1]
+        else row
+        for row in rows
+    ]

@@ -17,6 +17,8 @@ def folder(tmp_path_factory):
     workdir = folder / "work"
     save_tiny_draft(workdir / "draft", base)
     (workdir / "eval.jsonl").write_text('{"step": 5, "tau": 1.5}\n{"step": 10, "tau": 1.75}\n')
+    rates = [{"step": 6, "tokens_per_second": 96.0}, {"step": 10, "tokens_per_second": 64.0}]
+    write_rows(workdir, "metrics.jsonl", rates)
     settings = {"settings": TrainSettings(batch_size=4, seq_len=8).to_dict(), "identity": {}}
     (workdir / "settings.json").write_text(json.dumps(settings))
     write_rows(folder, "bench.jsonl", ROWS)

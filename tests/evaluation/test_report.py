@@ -63,7 +63,8 @@ def test_the_page_and_the_plots_are_there(finished):
     assert "| chain | chain:2 (2) |" in page
     assert "cut on the left to fit it: 1." in page
     names = ("hit_rate", "accepted_lengths", "accepted_by_context", "speedup_by_task")
-    for name in (*names, "speedup_by_batch_size", "tau_by_step", "tau_by_tokens"):
+    curves = ("tau_by_step", "tau_by_tokens", "tau_by_seconds")
+    for name in (*names, "speedup_by_batch_size", *curves):
         assert f"![{name}](plots/{name}.png)" in page
         assert (finished.output / "plots" / f"{name}.png").stat().st_size > 5000
         assert (finished.output / "plots" / f"{name}.svg").exists()
@@ -75,6 +76,7 @@ def test_the_page_and_the_plots_are_there(finished):
         "step": 10,
         "tau": 1.75,
         "tokens": 320,
+        "seconds": 4.0,
     }
     assert "qa (batch size 2): plain decoding" in finished.err
     assert "no chat template: messages of 4 conversations" in finished.err

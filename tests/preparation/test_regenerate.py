@@ -104,8 +104,8 @@ def test_jobs_that_share_conversations_give_the_answers_of_one(folders, plain, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, kills", [(2, 5), (4, 2)])
-def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, count, kills):
+@pytest.mark.parametrize("count, kills, mesh", [(2, 5, []), (4, 10, ["--mesh=data=2,fsdp=2"])])
+def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, count, kills, mesh):
     rows = [{"prompt": "ab" * i, "response": "x"} for i in range(1, 13)]
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -114,7 +114,7 @@ def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, co
     ours, plain = tmp_path / "ours", rows_of(tmp_path / "one")
     flags = {"base": folders[0], "data": data, "output": ours, "seq_len": 96, "max_new_tokens": 9}
     flags |= {"regenerate": "true", "batch_size": 2}
-    command = ["prepare", *(f"--{name}={value}" for name, value in flags.items())]
+    command = ["prepare", *(f"--{name}={value}" for name, value in flags.items()), *mesh]
     kept = lines_in(ours / "regenerated.jsonl")
     status, said, errors = run_through_kills(kills, kept, len(plain), count, *command)
     assert status == 0, errors
