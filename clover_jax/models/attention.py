@@ -129,6 +129,30 @@ def attend(
     cache, length: [B, K, S, H] committed keys and values, of which the first length[b] are live.
     rules: what else the layer does to its scores; None where that is nothing.
     """
+    groups = query.shape[2]
+    if cache is not None and rules is None and groups > 1:
+        # To a key head all queries of its group are alike. As one axis they lie dense on a TPU,
+        # which pads the T of each to a multiple of 8.
+        flat = query.reshape(*query.shape[:2], 1, -1, query.shape[-1])
+        mask = jnp.tile(fresh_mask, (1, groups, 1))
+        return _attend(flat, fresh, mask, cache, length, None).reshape(query.shape)
+    return _attend(query, fresh, fresh_mask, cache, length, rules)
+
+
+def _attend(
+    query: Float[Array, "B K G T H"],
+    fresh: KeyValue,
+    fresh_mask: Bool[Array, "B T S"],
+    cache: KeyValue | None,
+    length: Int[Array, " B"] | None,
+    rules: ScoreRules | None,
+) -> Float[Array, "B K G T H"]:
+    reader = _reader.get()
+    if cache is not None and rules is None and reader is not None:
+        seen = reader(query, cache, length, None)
+        if seen is not None:
+            return _attend_after(seen, query, fresh, fresh_mask)
+
     # First the fresh rows, under their own mask.
     size, num_cached = query.shape[3], 0 if cache is None else cache.key.shape[2]
     # Fresh rows lie less than T apart, so a window of T or more hides none of them.
@@ -146,6 +170,20 @@ def attend(
         rules = rules and rules.within(num_cached + size)
         softmax = absorb_cache(query, cache, length, softmax, rules)
     return finish(softmax, query.dtype, rules)
+
+
+def _attend_after(
+    seen: RunningSoftmax, query: Array, fresh: KeyValue, fresh_mask: Array
+) -> Float[Array, "B K G T H"]:
+    """Return the weighted mean of the values that a kernel has read and of the fresh ones."""
+    scores = _scores(query, fresh.key, fresh_mask[:, None, None], None)
+    peak = jnp.maximum(seen.peak, scores.max(axis=-1))
+    weight, shrink = jnp.exp(scores - peak[..., None]), jnp.exp(seen.peak - peak)
+    # All weights are divided by their sum before the product. A TPU takes longer to divide what
+    # comes out, since there each query's factor has to be spread over H lanes.
+    total = seen.total * shrink + weight.sum(axis=-1)
+    mixed = _mix(weight / total[..., None], fresh.value)
+    return (mixed + seen.mixed * (shrink / total)[..., None]).astype(query.dtype)
 
 
 def finish(

@@ -90,11 +90,11 @@ class SelfAttention(nn.Module):
         rules = ScoreRules.of(cfg, positions, sinks)
         mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, rules)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
-        heads_last = jnp.moveaxis(mixed, 3, 1).reshape(len(x), mixed.shape[3], -1)
-        result = contract("btn,nd->btd", heads_last, out.reshape(-1, width))
+        heads_last = jnp.moveaxis(mixed, 3, 1).reshape(len(x) * mixed.shape[3], -1)
+        result = contract("rn,nd->rd", heads_last, out.reshape(-1, width))
         if cfg.output_bias:
             result = result + self.param("out_bias", nn.initializers.zeros, (width,))
-        return result, fresh
+        return result.reshape(len(x), -1, width), fresh
 
     def _norm_heads(self, query_key: Float[Array, "B K c T H"]) -> Float[Array, "B K c T H"]:
         """Normalise each head by itself; all queries share one scale, all keys another."""
@@ -152,11 +152,16 @@ class DecoderLayer(nn.Module):
 
         attend: which keys the queries meet, where mask and cache do not say all of it.
         """
+        # B and T as one axis: of [B, T, D] a TPU pads each T to a multiple of 8.
+        rows = x.reshape(-1, x.shape[-1])
         # EAGLE-1's layer reads what fc gives, which has no scale to take away.
-        normed = self.attention_norm(x) if self.input_norm else x
-        mixed, fresh = self.attention(normed, positions, mask, cache, length, attend)
-        x = x + self.attention_post_norm(mixed)
-        return x + self.mlp_post_norm(self.mlp(self.mlp_norm(x))), fresh
+        normed = self.attention_norm(rows) if self.input_norm else rows
+        mixed, fresh = self.attention(
+            normed.reshape(x.shape), positions, mask, cache, length, attend
+        )
+        rows = rows + self.attention_post_norm(mixed.reshape(rows.shape))
+        rows = rows + self.mlp_post_norm(self.mlp(self.mlp_norm(rows)))
+        return rows.reshape(x.shape), fresh
 
 
 def _no_norm(eps: float) -> Callable[[Array], Array]:

@@ -58,7 +58,7 @@ class ExpertMLP(nn.Module):
     config: LayerConfig
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Apply to each position the experts that are chosen for it."""
         cfg = self.config
         number, width, inner = cfg.num_experts, cfg.hidden_size, cfg.expert_size

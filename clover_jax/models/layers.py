@@ -114,22 +114,24 @@ class GatedMLP(nn.Module):
     config: LayerConfig
 
     @nn.compact
-    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
         """Apply the MLP position by position."""
         cfg = self.config
         width, inner = cfg.hidden_size, cfg.intermediate_size
         gate_up = self.param("gate_up", matrix_init(width), (width, 2, inner))
         down = self.param("down", matrix_init(inner), (inner, width))
-        # Gate and up in one product, which reads x once.
-        both = contract("btd,dcf->btcf", x, gate_up)
+        # Gate and up in one product, which reads x once. Of [B, T, D] a TPU pads each T to a
+        # multiple of 8.
+        rows = x.reshape(-1, width)
+        both = contract("rd,dcf->rcf", rows, gate_up)
         if cfg.mlp_bias:
             both = both + self.param("gate_up_bias", nn.initializers.zeros, (2, inner))
         kind = cfg.activation
-        hidden = activate(kind, both[:, :, 0]) * let_through(kind, both[:, :, 1])
-        hidden = contract("btf,fd->btd", hidden, down)
+        hidden = activate(kind, both[:, 0]) * let_through(kind, both[:, 1])
+        hidden = contract("rf,fd->rd", hidden, down)
         if cfg.mlp_bias:
             hidden = hidden + self.param("down_bias", nn.initializers.zeros, (width,))
-        return hidden
+        return hidden.reshape(x.shape)
 
 
 def matrix_init(fan_in: int):
