@@ -170,7 +170,8 @@ def attend_last(
     size: int,
 ) -> Float[Array, "B K G T H"]:
     """Attend from the last `size` rows, a block's slots, to what is seen and to the cache."""
-    return attend(query[:, :, :, -size:], fresh, seen[:, None], cache, length)
+    mask = jnp.repeat(seen[:, None], size, axis=1)  # all slots see alike
+    return attend(query[:, :, :, -size:], fresh, mask, cache, length)
 
 
 def attend_blocks(
