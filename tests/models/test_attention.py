@@ -9,6 +9,7 @@ import pytest
 
 from clover_jax.models.attention import CACHE_CHUNK, READ_POLICIES, CacheReadPolicy, attend
 from clover_jax.models.cache import KeyValue
+from clover_jax.models.layers import quarter_turn, quarter_turn_by_product
 
 FEW_SCORES = {
     f"{name}, few scores": dataclasses.replace(READ_POLICIES[name], most_scores=2**17)
@@ -74,3 +75,13 @@ def test_a_cache_of_no_whole_chunks_is_refused():
         fresh = KeyValue(jnp.zeros((1, 1, 1, 8)), jnp.zeros((1, 1, 1, 8)))
         mask = jnp.ones((1, 1, 1), bool)
         attend(jnp.zeros((1, 1, 1, 1, 8)), fresh, mask, rows, jnp.array([1]))
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("num_pairs", [8, 6])
+def test_a_product_turns_heads_exactly(dtype, num_pairs):
+    x = jax.random.normal(jax.random.key(0), (2, 3, 5, 16)).astype(dtype)
+    turned = quarter_turn(x, num_pairs)
+    np.testing.assert_array_equal(quarter_turn_by_product(x, num_pairs), turned)
+    np.testing.assert_array_equal(turned[..., num_pairs : 2 * num_pairs], x[..., :num_pairs])
+    assert not turned[..., 2 * num_pairs :].any()
