@@ -149,6 +149,7 @@ def _attend(
 ) -> Float[Array, "B K G T H"]:
     reader = _reader.get()
     if cache is not None and rules is None and reader is not None:
+        assert length is not None  # a cache and its lengths come together
         seen = reader(query, cache, length, None)
         if seen is not None:
             return _attend_after(seen, query, fresh, fresh_mask)
@@ -166,7 +167,7 @@ def _attend(
 
     # Then the committed cache, in chunks.
     if cache is not None:
-        assert length is not None  # a cache and its lengths come together
+        assert length is not None
         rules = rules and rules.within(num_cached + size)
         softmax = absorb_cache(query, cache, length, softmax, rules)
     return finish(softmax, query.dtype, rules)
