@@ -147,6 +147,7 @@ def _attend(
     length: Int[Array, " B"] | None,
     rules: ScoreRules | None,
 ) -> Float[Array, "B K G T H"]:
+    """Attend as `attend` says."""
     reader = _reader.get()
     if cache is not None and rules is None and reader is not None:
         assert length is not None  # a cache and its lengths come together
