@@ -75,20 +75,20 @@ class SelfAttention(nn.Module):
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
             fused = fused + bias[:, :, None]
 
-        # Queries and keys are normed and rotated together, as one array.
-        query_key = fused[:, :, : groups + 1]
+        # Apart from here on: out of one rotated array, a TPU copies the queries beside their keys.
+        query, key, value = fused[:, :, :groups], fused[:, :, groups], fused[:, :, groups + 1]
         if cfg.query_key_norm:
-            query_key = self._norm_heads(query_key)
+            query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
         if not cfg.alibi:
-            query_key = apply_rope(query_key, positions, cfg.rope)
+            query, key = (apply_rope(each, positions, cfg.rope) for each in (query, key))
 
         # The new keys and values stay outside of the cache until they are accepted.
-        fresh = KeyValue(key=query_key[:, :, groups], value=fused[:, :, groups + 1])
+        fresh = KeyValue(key, value)
         sinks = None
         if cfg.sinks:
             sinks = self.param("sinks", nn.initializers.zeros, (cfg.num_kv_heads, groups))
         rules = ScoreRules.of(cfg, positions, sinks)
-        mixed = attend(query_key[:, :, :groups], fresh, mask, cache, length, rules)
+        mixed = attend(query, fresh, mask, cache, length, rules)
         # Both flattened: contracting three axes at once makes XLA transpose `out` at every step.
         heads_last = jnp.moveaxis(mixed, 3, 1).reshape(len(x) * mixed.shape[3], -1)
         result = contract("rn,nd->rd", heads_last, out.reshape(-1, width))
@@ -96,14 +96,10 @@ class SelfAttention(nn.Module):
             result = result + self.param("out_bias", nn.initializers.zeros, (width,))
         return result.reshape(len(x), -1, width), fresh
 
-    def _norm_heads(self, query_key: Float[Array, "B K c T H"]) -> Float[Array, "B K c T H"]:
+    def _norm(self, x: Float[Array, "*b H"], name: str) -> Float[Array, "*b H"]:
         """Normalise each head by itself; all queries share one scale, all keys another."""
-        cfg = self.config
-        shape = (cfg.head_dim,)
-        query = self.param("query_norm", nn.initializers.ones, shape)
-        key = self.param("key_norm", nn.initializers.ones, shape)
-        scale = jnp.stack([query] * cfg.num_groups + [key])[:, None]
-        return rms_norm(query_key, scale, cfg.rms_norm_eps)
+        scale = self.param(name, nn.initializers.ones, (self.config.head_dim,))
+        return rms_norm(x, scale, self.config.rms_norm_eps)
 
 
 def _split_heads(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
