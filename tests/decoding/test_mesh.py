@@ -53,7 +53,10 @@ EVERY_DRAFTER = (
     .replace('"paper25"', "default_tree(head.config.max_depth)")
     .replace("import parse_tree", "import default_tree, parse_tree")
 )
-WITH_COPIES = EVERY_DRAFTER.replace("config.max_depth)", "config.max_depth) + '+copy:6'")
+# Texts are longer: in all of them something repeats.
+WITH_COPIES = EVERY_DRAFTER.replace("config.max_depth)", "config.max_depth) + '+copy:6'").replace(
+    "prompts, 12)", "prompts, 32)"
+)
 MESHES = (
     "data=2",
     "fsdp=2",
