@@ -21,7 +21,7 @@ from clover_jax.xla.targets import Target, find_devices
 
 MEGA = 1e6
 PARTS = ("teacher", "head", "loss", "update")  # scopes of the step
-_FULL = re.compile(r"Used ([\d.]+\w) of ([\d.]+\w) hbm")
+_FULL = re.compile(r"(?:Used|temporaries) \(?([\d.]+\w).*? (?:of|HBM) \(?([\d.]+\w)")
 
 
 @dataclasses.dataclass(frozen=True)

@@ -134,9 +134,9 @@ def count_hits(
     first, end: where a row's emitted tokens begin and where it ends. slots: [n], at least as many
         as a row has emitted tokens; only its length matters.
     """
+    teacher = teach(base, base_params, head.config.features, batch, mesh)
     base_params, params = gathered_in_use((base_params, params))
     frozen = frozen_from_base(base_params)
-    teacher = teach(base, base_params, head.config.features, batch, mesh)
     hidden = head.apply(params, "train_forward", frozen, teacher.features, batch, None)
 
     # Target index s = t + 1 + i: the base's state there gives the token at s + 1.

@@ -6,6 +6,7 @@ verification (a token tree after a cache): they differ in mask and positions onl
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -25,6 +26,8 @@ from clover_jax.models.score_rules import ScoreRules, soft_cap
 
 # (query, fresh, fresh_mask, cache, length, bias) -> mixed values, as `attend` does it
 Attend = Callable[..., Array]
+# (a layer's number, its input) -> (its params, its input)
+LayerParams = Callable[[int, Array], tuple[Params, Array]]
 
 
 class DecoderOutput(struct.PyTreeNode):
@@ -165,9 +168,14 @@ def _no_norm(eps: float) -> Callable[[Array], Array]:
 
 
 class Decoder(nn.Module):
-    """The base model up to the final norm; `project` gives logits."""
+    """The base model up to the final norm; `project` gives logits.
+
+    layer_params: gathers a layer's params when it is its turn, where they are split over devices;
+        None has them whole.
+    """
 
     config: BaseConfig
+    layer_params: LayerParams | None = None
 
     def setup(self):
         cfg = self.config
@@ -198,7 +206,11 @@ class Decoder(nn.Module):
         hidden, fresh = {}, []
         for index, layer in enumerate(self.layers):
             hidden[f"layer_{index}"] = x
-            x, rows = layer(x, positions, mask, None if cache is None else cache[index], length)
+            run: Callable[..., Any] = layer
+            if self.layer_params is not None:
+                params, x = self.layer_params(index, x)
+                run = functools.partial(layer.clone(parent=None).apply, {"params": params})
+            x, rows = run(x, positions, mask, None if cache is None else cache[index], length)
             fresh.append(rows)
         hidden["pre_norm"] = x
         hidden["post_norm"] = self.final_norm(x)

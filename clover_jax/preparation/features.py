@@ -23,7 +23,7 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.progress import progress_bar, say
-from clover_jax.sharding.placement import gathered, row_shardings
+from clover_jax.sharding.placement import row_shardings
 from clover_jax.training.teacher import read_base, stored_names
 
 SHARD_BYTES = 256 << 20
@@ -129,7 +129,7 @@ def reader(base: BaseModel, names: tuple[str, ...], dtype: str, mesh: Mesh | Non
         if mesh is not None:
             rows = jax.lax.with_sharding_constraint(rows, row_shardings(rows, mesh))
         # Cast on the device, so that fewer bytes come to the host.
-        hidden = read_base(base.config, gathered(params, mesh), *rows, mesh=mesh)
+        hidden = read_base(base.config, params, *rows, mesh=mesh)
         return placement.whole({name: hidden[name].astype(dtype) for name in names})
 
     compiled = jax.jit(read_rows)

@@ -241,19 +241,37 @@ def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
 def over_rows_of(
     mesh: AnyMesh, function: Callable[..., PyTree], params: Params, *rows: Array
 ) -> PyTree:
-    """Apply a function of params and rows to the rows of each device.
+    """Apply a function to the params and the rows that each device has.
 
-    The params are whole over data and fsdp; over tensor they stay as they are split.
+    function: (params, gather, *rows), where gather(name, part) makes `part`, which lies as
+        params[name] does, whole over fsdp. Over tensor params stay as they are split.
     """
+
+    def over_fsdp(path: tuple, leaf: Array) -> PartitionSpec:
+        spec = param_spec(leaf_path(path), leaf.shape, mesh)
+        return PartitionSpec(*(axis if axis == "fsdp" else None for axis in spec))
+
+    specs = jax.tree.map_with_path(over_fsdp, params)
+
+    def gather(name: str, part: PyTree) -> PyTree:
+        return jax.tree.map(_gather_here, part, specs[name])
+
     split = jax.shard_map(
-        function,
+        lambda params, *rows: function(params, gather, *rows),
         mesh=mesh,
-        in_specs=(PartitionSpec(), *(PartitionSpec(ROWS) for _ in rows)),
+        in_specs=(specs, *(PartitionSpec(ROWS) for _ in rows)),
         out_specs=PartitionSpec(ROWS),
         axis_names=set(ROWS),
         check_vma=False,
     )
     return split(params, *rows)
+
+
+def _gather_here(leaf: Array, spec: PartitionSpec) -> Array:
+    """Make a leaf whole, from within a function of a single device."""
+    if "fsdp" not in spec:
+        return leaf
+    return jax.lax.all_gather(leaf, "fsdp", axis=tuple(spec).index("fsdp"), tiled=True)
 
 
 def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:

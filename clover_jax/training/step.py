@@ -167,14 +167,12 @@ def batch_gradient(
     counts: PairCounts | None = None,
 ) -> BatchGradient:
     """Run the teacher and differentiate the head's loss; the arguments are `head_loss`'s."""
-    base_params = gathered(base_params, config.mesh)
     features = config.head.config.features
     teacher = teach(config.base, base_params, features, batch, config.mesh)
     # Outside of the gradient, so that the teacher's activations are no residuals.
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
-    (loss, positions), gradient = differentiate(
-        config, params, base_params, teacher, batch, key, counts
-    )
+    whole = gathered(base_params, config.mesh)
+    (loss, positions), gradient = differentiate(config, params, whole, teacher, batch, key, counts)
     return BatchGradient(loss, positions, gradient)
 
 
@@ -226,9 +224,9 @@ def _counts_of_all(
         # The base runs twice then: keeping its states of all parts would undo what parts save.
         if config.head.config.loss.label_mask:
             base, part = jax.lax.optimization_barrier((base_params, part))
-            base = gathered(base, config.mesh)
             features = config.head.config.features
             states = teach(config.base, base, features, part, config.mesh).states
+            base = gathered(base, config.mesh)
         part = _with_anchors(config, part, jax.random.fold_in(key, number))
         mask = counted_pairs(
             config.head,

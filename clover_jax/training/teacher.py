@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -11,10 +12,10 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.drafter import select_features
 from clover_jax.models.batch import Batch
-from clover_jax.models.decoder import Decoder, packed_mask
+from clover_jax.models.decoder import Decoder, LayerParams, packed_mask
 from clover_jax.models.layers import RMSNorm
 from clover_jax.sharding.meshes import AnyMesh
-from clover_jax.sharding.placement import over_rows_of
+from clover_jax.sharding.placement import gathered, over_rows_of
 
 
 class TeacherOutput(struct.PyTreeNode):
@@ -86,16 +87,44 @@ def read_base(
     """Return all activations of packed rows, by name; those unused cost nothing in jit.
 
     Documents of one row do not see each other.
-    mesh: the devices that rows and params are split over; params are gathered over fsdp already.
+    mesh: the devices that rows and params are split over; params are gathered over fsdp here.
     """
 
-    def read(params: Params, tokens: Array, segment_ids: Array, positions: Array) -> dict:
-        mask = packed_mask(segment_ids)
-        output: Any = Decoder(base).apply({"params": params}, tokens, positions, mask)
+    def read(params: Params, *packed: Array, layer_params: LayerParams | None = None) -> dict:
+        tokens, segment_ids, positions = packed
+        decoder = Decoder(base, layer_params)
+        output: Any = decoder.apply({"params": params}, tokens, positions, packed_mask(segment_ids))
         return output.hidden
 
+    packed = tokens, segment_ids, positions
     if mesh is None or not base.num_experts:
-        return read(base_params, tokens, segment_ids, positions)
+        return read(gathered(base_params, mesh), *packed)
+
+    def read_here(params: Params, gather: Callable[..., Params], *packed: Array) -> dict:
+        layers = [f"layers_{index}" for index in range(base.num_layers)]
+        rest = {name: gather(name, each) for name, each in params.items() if name not in layers}
+        in_turn = _gathered_in_turn(gather, [(name, params[name]) for name in layers])
+        return read(rest, *packed, layer_params=in_turn)
+
     # Tokens are sorted by their experts: left alone, the compiler sorts those of all devices on
     # each, and computes all of them.
-    return over_rows_of(mesh, read, base_params, tokens, segment_ids, positions)
+    return over_rows_of(mesh, read_here, base_params, *packed)
+
+
+def _gathered_in_turn(
+    gather: Callable[..., Params], layers: list[tuple[str, Params]]
+) -> LayerParams:
+    """Return the `layer_params` of a Decoder that gathers a layer's while the one before runs."""
+    ready = [gather(*layers[0])]
+
+    def take(index: int, x: Array) -> tuple[Params, Array]:
+        params = ready.pop()
+        if index + 1 < len(layers):
+            # Not before this layer's input is there: the compiler gathered all experts first, and
+            # they stayed in memory until it was their turn.
+            name, following = layers[index + 1]
+            following, x = jax.lax.optimization_barrier((following, x))
+            ready.append(gather(name, following))
+        return params, x
+
+    return take

@@ -244,14 +244,14 @@ from clover_jax.training.teacher import read_base
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch
 
-base = dataclasses.replace(TINY, num_layers=1, num_experts=8, experts_per_token=2, expert_size=32)
+base = dataclasses.replace(TINY, num_layers=3, num_experts=8, experts_per_token=2, expert_size=32)
 params, batch = random_base(base), random_batch(8, 640, 32, 0)
 packed = batch.tokens, batch.segment_ids, batch.positions
 alone = jax.jit(functools.partial(read_base, base))(params, *packed)["post_norm"]
 
 
 def read(params, *packed):
-    return read_base(base, gathered(params, mesh), *packed, mesh=mesh)["post_norm"]
+    return read_base(base, params, *packed, mesh=mesh)["post_norm"]
 
 
 mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8))
