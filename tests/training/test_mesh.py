@@ -92,7 +92,9 @@ def test_every_mesh_trains_as_one_device_does(run_python, meshes):
     for name in set(meshes) - {IN_PARTS}:
         vocabulary = [shape for shape in gathered[name] if shape[-1] == 128]
         assert vocabulary == [], f"{name}: logits are gathered"
-        assert (128, 32) not in gathered[name], f"{name}: the whole lm_head is gathered"
+        # By fsdp alone it is, when it is used; tensor splits what the products read.
+        if "tensor" in name:
+            assert (128, 32) not in gathered[name], f"{name}: the whole lm_head is gathered"
 
 
 EVERY_DRAFTER = (
