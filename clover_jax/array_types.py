@@ -18,13 +18,16 @@ from __future__ import annotations
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from beartype import beartype
 from jaxtyping import Bool, Float, Int, PyTree, jaxtyped
 
 Array = jax.Array
 Params = PyTree[Any]
+FLOAT32 = jnp.dtype("float32")  # jnp.float32 itself is a scalar type
 
 __all__ = [
+    "FLOAT32",
     "Array",
     "Bool",
     "Float",

@@ -120,5 +120,5 @@ def heldout_rows(directory: Path) -> list[TokenRow]:
 def _as_row(source: str, sample: Mapping[str, np.ndarray]) -> TokenRow:
     # Without an answer all is prompt; argmax would say 0.
     tokens, mask = sample["tokens"].tolist(), sample["loss_mask"]
-    answer = int(mask.argmax()) if mask.any() else len(tokens)
+    answer = int(np.argmax(mask)) if mask.any() else len(tokens)
     return TokenRow(source, tuple(tokens[:answer]), tuple(tokens[answer:]))

@@ -18,7 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Array, Int
+from clover_jax.array_types import FLOAT32, Array, Int
 from clover_jax.decoding.accept import accept_path
 from clover_jax.decoding.chunk import recorded_steps
 from clover_jax.decoding.commit import StepRecord, commit
@@ -124,7 +124,7 @@ def _begin(
     """Return the state after prefill: the prompts are read, and each row's first token is out."""
     rows, size = text.shape
     places = jnp.arange(size)
-    state = empty_state(config.base, config.head, config.tree, rows, size, 1, jnp.float32)
+    state = empty_state(config.base, config.head, config.tree, rows, size, 1, FLOAT32)
     prompts = jnp.where(places < first[:, None], text, 0)
     state = state.replace(tokens=prompts, end=first)
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import FLOAT32, Params
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.interchange.card import PARAMS, Card, write_card
@@ -62,7 +62,7 @@ def save_draft(
 def load_draft(
     source: str | Path,
     base: BaseModel,
-    dtype: jnp.dtype = jnp.float32,
+    dtype: jnp.dtype = FLOAT32,
     *,
     allow_base_mismatch: bool = False,
     rope_theta: float | None = None,

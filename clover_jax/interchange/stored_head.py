@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import FLOAT32, Params
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError, reason_of
@@ -265,7 +265,7 @@ def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> N
     matrix = base.lm_head if which == "lm_head" else base.params["embedding"]
     for start in range(0, matrix.shape[0], _CHECKED_ROWS):
         rows = matrix[start : start + _CHECKED_ROWS]
-        expected = np.asarray(widen(rows, jnp.float32)).astype(np.float32)
+        expected = np.asarray(widen(rows, FLOAT32)).astype(np.float32)
         stored = files.read(name, slice(start, start + len(expected))).astype(np.float32)
 
         # To a bfloat16 rounding, as the head may be stored in another dtype than the base, and to

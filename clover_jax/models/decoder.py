@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int, Params, typed
+from clover_jax.array_types import FLOAT32, Array, Bool, Float, Int, Params, typed
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import Cache, KeyValue
@@ -240,7 +240,7 @@ def project(
     # One product of two matrices, whatever axes the states have.
     rows = hidden.reshape(-1, hidden.shape[-1])
     if isinstance(matrix, Int8Matrix):
-        logits = contract("rd,vd->rv", rows, matrix, jnp.float32)
+        logits = contract("rd,vd->rv", rows, matrix, FLOAT32)
     else:
         logits = _row_logits(matrix, rows)
     return soft_cap(logits, cap).reshape(*hidden.shape[:-1], matrix.shape[0])
@@ -272,9 +272,9 @@ def _row_logits_backward(operands: tuple[Array, Array], gradient: Array) -> tupl
     # Both products in the operands' dtype, with float32 sums.
     matrix, rows = operands
     gradient = gradient.astype(rows.dtype)
-    accumulate = {"preferred_element_type": jnp.float32}
-    d_matrix = jnp.einsum("rv,rd->vd", gradient, rows, **accumulate).astype(matrix.dtype)
-    d_rows = jnp.einsum("rv,vd->rd", gradient, matrix, **accumulate).astype(rows.dtype)
+    product = functools.partial(jnp.einsum, preferred_element_type=jnp.float32)
+    d_matrix = product("rv,rd->vd", gradient, rows).astype(matrix.dtype)
+    d_rows = product("rv,vd->rd", gradient, matrix).astype(rows.dtype)
     return d_matrix, d_rows
 
 

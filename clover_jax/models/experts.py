@@ -24,7 +24,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Float, Int
+from clover_jax.array_types import FLOAT32, Array, Float, Int
 from clover_jax.config import LayerConfig
 from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import activate, let_through, matrix_init
@@ -146,9 +146,9 @@ def _all(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D
     counts = weights.T[..., None]
     hidden = jnp.where(counts > 0, hidden * counts, 0).astype(tokens.dtype)
     if isinstance(experts.down, Int8Matrix):  # each expert has steps of its own
-        total = contract("xnf,xfd->xnd", hidden, experts.down, jnp.float32).sum(axis=0)
+        total = contract("xnf,xfd->xnd", hidden, experts.down, FLOAT32).sum(axis=0)
     else:
-        total = contract("xnf,xfd->nd", hidden, experts.down, jnp.float32)
+        total = contract("xnf,xfd->nd", hidden, experts.down, FLOAT32)
     return total if experts.down_bias is None else total + weights @ experts.down_bias
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from tokenizers import Tokenizer
 
-from clover_jax.array_types import Array
+from clover_jax.array_types import FLOAT32, Array
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
@@ -31,7 +31,7 @@ from clover_jax.tokenizers.tokenizer import load_tokenizer
 _SHOWN_FROM = 10**9  # bytes of a base whose loading is shown
 
 
-def load_base(source: str, dtype: jnp.dtype = jnp.float32, place: Place | None = None) -> BaseModel:
+def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = None) -> BaseModel:
     """Load the frozen base.
 
     source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
@@ -107,7 +107,7 @@ def open_base(source: str) -> BaseModel:
     when the fingerprint is taken.
     """
     if is_shape(source):
-        return random_base(source, jnp.float32, None)
+        return random_base(source, FLOAT32, None)
     directory = find_directory(source)
     checkpoint = read_checkpoint(directory)
     files = _open_files(directory, checkpoint)

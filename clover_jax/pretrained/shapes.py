@@ -16,7 +16,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Params
+from clover_jax.array_types import FLOAT32, Array, Params
 from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask
@@ -189,7 +189,7 @@ def shape_config(source: str) -> BaseConfig:
     return _llama(vocabulary, width, inner, layers, width // 64, width // 64)
 
 
-def base_shapes(config: BaseConfig, dtype: jnp.dtype = jnp.float32) -> Params:
+def base_shapes(config: BaseConfig, dtype: jnp.dtype = FLOAT32) -> Params:
     """Return a base's params as ShapeDtypeStructs; allocates nothing."""
 
     def init() -> Params:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
+import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
@@ -183,7 +184,7 @@ def evaluation_prompts(
 def _opening(encoded: Encoded) -> list[int]:
     """Return what comes before a sample's answer, or its first tokens where that is too little."""
     # What `generate` would be asked: all up to the first token that the head learns to draft.
-    answer = int(encoded.loss_mask.argmax()) if encoded.loss_mask.any() else 0
+    answer = int(np.argmax(encoded.loss_mask)) if encoded.loss_mask.any() else 0
     size = answer if answer >= SHORTEST_PROMPT else min(OPENING_TOKENS, len(encoded.tokens) // 2)
     return encoded.tokens[:size].tolist()
 
