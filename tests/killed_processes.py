@@ -61,7 +61,7 @@ def run_through_kills(kills, num_done, total, count, *command, changes=None):
         os.kill(int(numbers[killed]), signal.SIGKILL)
         _, errors = run.communicate()
         assert run.returncode == 128 + signal.SIGKILL, errors
-        assert f"process {killed} was killed by signal 9; ending the other" in errors
+        assert f"process {killed} was killed by signal 9; the others end too" in errors
         print(f"killed process {killed} of {count} with {num_done()} of {total} written")
 
     last = start(count, *command, changes=changes)

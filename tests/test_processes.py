@@ -130,7 +130,7 @@ def test_a_killed_process_ends_the_others_and_a_restart_goes_on(train, tmp_path)
     os.kill(second, signal.SIGKILL)
     said = run.communicate()[1]
     assert run.returncode == 128 + signal.SIGKILL
-    assert "local_processes: process 1 was killed by signal 9; ending the other 1." in said
+    assert "local_processes: process 1 was killed by signal 9; the others end too." in said
     assert "process 0: another process of this run has ended" in said
     reached = len(losses(tmp_path / "w"))
     last = reached + 4
@@ -159,7 +159,18 @@ def test_the_launcher_ends_all_when_one_fails():
         command, capture_output=True, text=True, env=os.environ | {"GRACE": "0"}
     )
     assert finished.returncode == 7
-    assert "process 1 ended with status 7; ending the other 2." in finished.stderr
+    assert "process 1 ended with status 7; the others end too." in finished.stderr
+
+
+def test_the_launcher_names_the_process_that_was_killed_and_not_one_that_lost_it(tmp_path):
+    # Process 0 reads until process 1 is gone, and ends as one that has lost another.
+    os.mkfifo(tmp_path / "pipe")
+    script = '[ "$JAX_PROCESS_ID" = 1 ] && exec 3> pipe && kill -9 $$; cat pipe; exit 3'
+    finished = subprocess.run(
+        [LAUNCH, "2", "bash", "-c", script], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert finished.returncode == 128 + signal.SIGKILL
+    assert "process 1 was killed by signal 9; the others end too." in finished.stderr
 
 
 def test_the_launcher_waits_for_processes_that_it_was_told_to_stop():
@@ -220,5 +231,5 @@ def test_a_process_that_is_killed_before_the_last_has_started_ends_the_others():
         timeout=50,
         check=False,
     )
-    assert b"process 0 was killed by signal 9; ending the other 19." in run.stderr
+    assert b"process 0 was killed by signal 9; the others end too." in run.stderr
     assert run.returncode == 128 + 9

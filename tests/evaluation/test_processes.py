@@ -25,7 +25,7 @@ def evaluate(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, kills", [(2, 10), (4, 5)])
+@pytest.mark.parametrize("count, kills", [(2, 10), (4, 10)])
 def test_processes_give_the_rows_and_figures_of_one(evaluate, tmp_path, count, kills):
     alone = start(1, *evaluate("one"))
     _, errors = alone.communicate()

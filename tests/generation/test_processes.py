@@ -40,7 +40,7 @@ def test_several_processes_measure_no_tree(generate):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, kills", [(2, 10), (4, 5)])
+@pytest.mark.parametrize("count, kills", [(2, 10), (4, 10)])
 def test_processes_that_are_killed_at_random_write_the_rows_of_one(
     generate, tmp_path, count, kills
 ):
