@@ -55,8 +55,8 @@ class TrainSettings(ChatSettings, CommonSettings):
     )
     remat: bool = _memory(
         False,
-        "compute the attention's scores of the head's layers again for the gradient: less memory, "
-        "same values",
+        "keep the head's products with weights only, and compute the rest again for the gradient: "
+        "less memory, same values",
         may_change=True,
     )
     learning_rate: float = _optimiser(1e-3, "peak learning rate; it falls to 0 at the last step")

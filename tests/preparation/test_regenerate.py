@@ -104,7 +104,7 @@ def test_jobs_that_share_conversations_give_the_answers_of_one(folders, plain, t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("count, kills, mesh", [(2, 5, []), (4, 10, ["--mesh=data=2,fsdp=2"])])
+@pytest.mark.parametrize("count, kills, mesh", [(2, 10, []), (4, 10, ["--mesh=data=2,fsdp=2"])])
 def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, count, kills, mesh):
     rows = [{"prompt": "ab" * i, "response": "x"} for i in range(1, 13)]
     data = tmp_path / "rows.jsonl"
