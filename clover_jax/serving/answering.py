@@ -15,7 +15,7 @@ from starlette.types import Receive, Scope, Send
 
 from clover_jax.errors import UserError
 from clover_jax.generation.row_state import TurnProgress
-from clover_jax.serving.asks import Overloaded, TimeLimit
+from clover_jax.serving.asks import TimeLimit
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.requests import Call
 from clover_jax.serving.responses import DONE, Answers, answers_for, event
@@ -187,20 +187,6 @@ def as_api_error(error: Exception) -> ApiError:
     """Return the refusal that a client gets for an error of the server."""
     if isinstance(error, ApiError):
         return error
-    if isinstance(error, Overloaded):
-        return ApiError(
-            "too many requests are waiting; try again later",
-            HTTPStatus.TOO_MANY_REQUESTS,
-            code="rate_limit_exceeded",
-            retry_after=error.retry_after,
-        )
-    if isinstance(error, TimeLimit):
-        # Clients would try again, and wait as long for the same.
-        return ApiError(
-            "the answer took longer than the server allows; ask for fewer tokens",
-            HTTPStatus.GATEWAY_TIMEOUT,
-            headers={"x-should-retry": "false"},
-        )
     if isinstance(error, UserError):
         # Messages begin with the place in the body.
         place = re.match(r"(prompt|messages|logit_bias)[^:]*(?=:)", str(error))

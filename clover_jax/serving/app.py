@@ -22,7 +22,6 @@ from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.serving.answering import Answering, as_api_error
-from clover_jax.serving.asks import Overloaded, TimeLimit
 from clover_jax.serving.body import read_object
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.requests import (
@@ -73,11 +72,15 @@ def make_app(service: Service) -> Starlette:
         allow_methods=["GET", "POST"],
         allow_headers=["Authorization", "Content-Type"],
     )
-    handled = (ApiError, UserError, Overloaded, TimeLimit, Exception)
     app = Starlette(
         routes=routes,
         middleware=[cors] if origins else [],
-        exception_handlers=dict.fromkeys(handled, _refuse) | {HTTPException: _refuse_http},
+        exception_handlers={
+            HTTPException: _refuse_http,
+            ApiError: _refuse,
+            UserError: _refuse,
+            Exception: _refuse,  # a bug: starlette raises it again, and uvicorn logs it
+        },
     )
     app.router.redirect_slashes = False
     app.state.service = service

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+from http import HTTPStatus
 
 from clover_jax.data.prompts import Prompt
 from clover_jax.generation.settings import GenerationSettings, Grain
 from clover_jax.serving.errors import ApiError
+
+_RETRY_SECONDS = 5  # until a full queue may have room
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,13 +54,25 @@ class Ask:
         )
 
 
-class Overloaded(Exception):
-    """The queue is full; retry after `retry_after` seconds."""
+class Overloaded(ApiError):
+    """The queue is full."""
 
-    def __init__(self, retry_after: int = 1):
-        super().__init__("the queue is full")
-        self.retry_after = retry_after
+    def __init__(self):
+        super().__init__(
+            "too many requests are waiting; try again later",
+            HTTPStatus.TOO_MANY_REQUESTS,
+            code="rate_limit_exceeded",
+            retry_after=_RETRY_SECONDS,
+        )
 
 
-class TimeLimit(Exception):
+class TimeLimit(ApiError):
     """A request took longer than it may."""
+
+    def __init__(self):
+        # Clients would try again, and wait as long for the same.
+        super().__init__(
+            "the answer took longer than the server allows; ask for fewer tokens",
+            HTTPStatus.GATEWAY_TIMEOUT,
+            headers={"x-should-retry": "false"},
+        )

@@ -38,7 +38,6 @@ from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
 from clover_jax.serving.fair_queue import FairQueue
 from clover_jax.serving.options import ServeOptions
 
-RETRY_SECONDS = 5  # until a full queue may have room
 MOST_STEPS = 8  # from one look at the queue to the next
 MOST_WAITED = 4  # steps: how long rows that decode may wait while prompts are read
 IDLE_SECONDS = 10  # without a request, until the primary sends the others an empty iteration
@@ -165,7 +164,7 @@ class Scheduler:
 
     def _check_room(self) -> None:
         if self.num_waiting >= self._options.max_waiting:
-            raise Overloaded(RETRY_SECONDS)
+            raise Overloaded
 
     async def close(self) -> None:
         """End the engine's thread; rows that still run get no further tokens.
