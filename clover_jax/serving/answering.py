@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Seque
 from http import HTTPStatus
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
@@ -18,7 +19,7 @@ from clover_jax.generation.row_state import TurnProgress
 from clover_jax.serving.asks import TimeLimit
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.requests import Call
-from clover_jax.serving.responses import DONE, Answers, answers_for, event
+from clover_jax.serving.responses import DONE, answers_for, event
 from clover_jax.serving.service import Ready, Service
 
 WRITE_SECONDS = 60.0  # for a client to take what is written; slower ones are cut off
@@ -38,7 +39,7 @@ class Answering(Response):
         super().__init__()
         self._service, self._call = service, call
         self._scheduler = ready.scheduler_with(call.draft)
-        self._answers: Answers = answers_for(call, ready.served.model, ready.texts)
+        self._answers = answers_for(call, ready.served.model, ready.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decode and answer; raises ApiError and what the scheduler raises before it has begun."""
@@ -54,13 +55,10 @@ class Answering(Response):
         await JSONResponse(self._answers.whole(ended))(scope, receive, send)
 
     async def _stream(self, send: Send) -> None:
-        answers, told = self._answers, set[int]()
         writer = _EventWriter(send)
 
         async def take(index: int, progress: TurnProgress) -> None:
-            chunks = [] if index in told else answers.first(index, progress)
-            told.add(index)
-            await writer.write([*chunks, *answers.next(index, progress)])
+            await writer.write(self._answers.next(index, progress))
 
         # A refusal before anything is decoded still gets its own HTTP status.
         async with self._decoding() as updates:
@@ -70,7 +68,7 @@ class Answering(Response):
             except (TimeLimit, UserError) as error:
                 await writer.end([as_api_error(error).body()])
                 return
-        await writer.end(answers.last(ended))
+        await writer.end(self._answers.last(ended))
 
     @contextlib.asynccontextmanager
     async def _decoding(self) -> AsyncIterator[Sequence[AsyncIterator[TurnProgress]]]:
@@ -107,11 +105,12 @@ class Answering(Response):
             async for progress in updates:
                 count = sum(len(piece.ids) for piece in progress.pieces)
                 now = time.monotonic()
-                if count and last_tokens is None:
-                    metrics.first_tokens(now - started)
-                elif count and last_tokens is not None:
-                    metrics.later_tokens(count, now - last_tokens)
-                last_tokens = now if count else last_tokens
+                if count:
+                    if last_tokens is None:
+                        metrics.first_tokens(now - started)
+                    else:
+                        metrics.later_tokens(count, now - last_tokens)
+                    last_tokens = now
 
                 # Before the last bytes: a client that has its answer finds it in the metrics.
                 if progress.ended:
@@ -134,7 +133,7 @@ class _EventWriter:
 
     async def start(self) -> None:
         """Begin the response."""
-        headers = [(name.lower().encode(), v.encode()) for name, v in _EVENT_HEADERS.items()]
+        headers = Headers(_EVENT_HEADERS).raw
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, values: list[dict[str, Any]]) -> None:

@@ -49,7 +49,8 @@ class Answers(abc.ABC):
             "created": int(time.time()),
             "model": model,
         }
-        # Tokens and characters already sent of each streamed choice.
+        # Streamed choices that have begun; tokens and characters already sent of each.
+        self._begun: set[int] = set()
         self._num_told = [0] * len(call.asks)
         self._offsets = [0] * len(call.asks)
 
@@ -66,14 +67,10 @@ class Answers(abc.ABC):
             choices.append(self._choice(index, text, logprobs, self._finish(progress)))
         return self._body(self.kind, choices) | {"usage": self.usage(ended)}
 
-    def first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
-        """Return the chunks that a choice begins with, when its first tokens are there."""
-        text, scored = self._prompt_text(index), self._scored_prompt(index, progress)
-        return [self._chunk(self._piece(index, text, scored))] if text or scored else []
-
     def next(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
-        """Return the chunks of what is new of a choice, its end included."""
-        chunks = []
+        """Return the chunks of what is new of a choice, its beginning and its end included."""
+        chunks = [] if index in self._begun else self._first(index, progress)
+        self._begun.add(index)
         pieces = [] if self.call.no_output else progress.pieces
         # One piece is of one forward; without `forwards` all of them are joined.
         for piece in pieces if self.call.tells_forwards else _joined(pieces):
@@ -92,6 +89,11 @@ class Answers(abc.ABC):
         if progress.ended:
             chunks.append(self._chunk(self._piece(index, None, [], self._finish(progress))))
         return chunks
+
+    def _first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
+        """Return the chunks that a choice begins with, when its first tokens are there."""
+        text, scored = self._prompt_text(index), self._scored_prompt(index, progress)
+        return [self._chunk(self._piece(index, text, scored))] if text or scored else []
 
     def last(self, ended: Sequence[TurnProgress]) -> list[dict[str, Any]]:
         """Return the chunks after the last choice has ended."""
@@ -240,7 +242,7 @@ class ChatAnswers(Answers):
     kind, chunk_kind = "chat.completion", "chat.completion.chunk"
     prefix = "chatcmpl"
 
-    def first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
+    def _first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
         delta = {"role": "assistant", "content": ""}
         choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
         return [self._chunk(choice)]
