@@ -78,7 +78,10 @@ class _Iteration(NamedTuple):
 
 
 class Scheduler:
-    """Keeps the slots of an engine full with the asks of many clients."""
+    """Keeps the slots of an engine full with the asks of many clients.
+
+    context: tokens of a prompt and its answer, at most.
+    """
 
     def __init__(self, models: Models, options: ServeOptions):
         """Prepare the engine; `compile` makes it ready.
@@ -86,13 +89,13 @@ class Scheduler:
         Raises UserError where the draft's tree cannot be decoded with.
         """
         # A shorter context is the same base: positions beyond it are never reached.
-        context = options.model_len(models.base.config.max_position_embeddings)
-        config = dataclasses.replace(models.base.config, max_position_embeddings=context)
+        self.context = options.model_len(models.base.config.max_position_embeddings)
+        config = dataclasses.replace(models.base.config, max_position_embeddings=self.context)
         self._models = dataclasses.replace(
             models, base=dataclasses.replace(models.base, config=config)
         )
         # Each text to copy from begins with a padding token.
-        room = context + len(models.copy_from) + 2 if models.copies else 0
+        room = self.context + len(models.copy_from) + 2 if models.copies else 0
         self._engine = self._models.engine(
             options.batch_size,
             SamplingConfig("lossless", truncate=True, biased=True),
@@ -129,8 +132,7 @@ class Scheduler:
         """Compile all programs, with a bar; without it each compiles when it is needed."""
         slots = self._open()
         # Long enough that the later ones go on from what a slot holds of the first.
-        context = self._models.base.config.max_position_embeddings
-        kinds = requests_of_every_kind(min(self._engine.prefill_size + 2, context - 2))
+        kinds = requests_of_every_kind(min(self._engine.prefill_size + 2, self.context - 2))
         with (
             progress_bar(len(kinds), "compile", "program") as bar,
             exact_matmuls(str(self._models.dtype)),
@@ -197,13 +199,12 @@ class Scheduler:
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
         row = RowState(prompt, ask.settings, self._models, ask.watched_by)
-        context = self._models.base.config.max_position_embeddings
         try:
             request = row.next_request()
         except ContextOverflow as error:
-            ask.check_room(error.num_tokens, context)  # in words of the API
+            ask.check_room(error.num_tokens, self.context)  # in words of the API
             raise
-        ask.check_room(len(request.prompt_ids), context)
+        ask.check_room(len(request.prompt_ids), self.context)
         request = dataclasses.replace(
             request,
             turn=ask.choice,  # so that each choice draws by a key of its own
@@ -215,7 +216,7 @@ class Scheduler:
 
     def _open(self) -> Slots:
         models = self._models
-        size = self._engine.buffer_size(models.base.config.max_position_embeddings)
+        size = self._engine.buffer_size(self.context)
         # Programs were compiled before: there is nothing to take off a row's time.
         return self._engine.open(models.base.params, models.draft_params, CompileClock(), size)
 

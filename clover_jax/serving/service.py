@@ -76,13 +76,9 @@ class Service:
         self._is_draining, self._num_open = False, 0
         self._all_answered = asyncio.Event()
 
-    def open(
-        self, models: Models, scheduler: Scheduler, others: Mapping[str, Scheduler] | None = None
-    ) -> None:
+    def open(self, models: Models, scheduler: Scheduler, others: Mapping[str, Scheduler]) -> None:
         """Admit requests from now on: all programs of `scheduler` are compiled."""
-        others = others or {}
-        length = self.options.model_len(models.base.config.max_position_embeddings)
-        served = Served(self.options.model_name, length, self.options.max_waiting)
+        served = Served(self.options.model_name, scheduler.context, self.options.max_waiting)
         self._ready = Ready(scheduler, others, served, TokenTexts(models.tokenizer), models)
         every = [scheduler, *others.values()]
         self.metrics.watch_queue(
