@@ -70,7 +70,8 @@ def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> No
     for name, declared in declared_settings(kind).items():
         if name not in flags and (not names or name in names):
             _define(flags, name, kinds[name], defaults[name], declared)
-            _group(flags, name, declared.group)
+            flag: Any = flags[name]  # absl's own flags have no group
+            flag.group = declared.group
 
 
 def _define(
@@ -81,6 +82,7 @@ def _define(
     declared: Setting,
 ) -> None:
     shared: dict[str, Any] = {"default": default, "help": declared.help, "flag_values": flags}
+    # absl's message would show an infinite bound.
     most = None if math.isinf(declared.most) else declared.most
     bounds: dict[str, Any] = {"lower_bound": declared.least, "upper_bound": most}
 
@@ -118,16 +120,20 @@ class _CommonFlags(CommonSettings):
     )
 
 
+@dataclasses.dataclass(frozen=True)
+class _Flagfiles:
+    flagfile: tuple[str, ...] = setting(
+        (),
+        "read flags from this file, one a line; what comes later wins",
+        group=COMMON,
+        repeated=True,
+    )
+
+
 def define_common_flags(flags: absl_flags.FlagValues) -> None:
     """Define the flags that mean the same in every command."""
     define_settings(flags, _CommonFlags)
     define_settings(flags, ModelSpec, "mesh")
-
-
-def _group(flags: absl_flags.FlagValues, name: str, title: str) -> None:
-    """Let `--help` list a flag under a heading."""
-    flag: Any = flags[name]  # absl's own flags have no group
-    flag.group = title
 
 
 def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:
@@ -150,13 +156,7 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
     """Return flag values, not yet parsed, on which `define_flags` has defined its flags."""
     values = absl_flags.FlagValues()
     define_flags(values)
-    absl_flags.DEFINE_multi_string(
-        "flagfile",
-        [],
-        "read flags from this file, one a line; what comes later wins",
-        flag_values=values,
-    )
-    _group(values, "flagfile", COMMON)
+    define_settings(values, _Flagfiles)
     return values
 
 
