@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from clover_jax.data.prompts import prompts_hash
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.plan import Plan
@@ -77,11 +76,8 @@ def open_row_files(
     with contextlib.ExitStack() as stack:
         files = {}
         for method in methods:
-            sink = open_rows(
-                options.rows_path(method.name),
-                settings={"draft": method.source, **common, **identity_of(method.models)},
-                prompts_hash=prompts_hash(plan.prompts),
-                overwrite=options.overwrite,
-            )
+            path = options.rows_path(method.name)
+            depends_on = {"draft": method.source, **common, **identity_of(method.models)}
+            sink = open_rows(path, plan.prompts, depends_on, options.overwrite)
             files[method.name] = RowFile(stack.enter_context(sink), plan, method)
         yield files

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, Protocol
 
+from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.row_totals import RowTotals
@@ -14,6 +15,7 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.progress import Progress, say
 from clover_jax.storage.jsonl import to_json
+from clover_jax.storage.row_shards import Shard
 from clover_jax.storage.row_writer import RowWriter
 
 
@@ -33,7 +35,7 @@ class RowSink(AbstractContextManager, Protocol):
         """Record for how long this run has decoded."""
 
 
-class RowPrinter:
+class RowPrinter(AbstractContextManager):
     """Prints rows on stdout, in input order; or nothing where only the figures are printed."""
 
     def __init__(self, quiet: bool = False, finished: int = 0):
@@ -58,23 +60,38 @@ class RowPrinter:
     def note_seconds(self, seconds: float) -> None:
         """Do nothing: printed rows cannot be resumed."""
 
-    def __enter__(self) -> RowPrinter:
-        return self
-
     def __exit__(self, *exception: object) -> None:
         return None
 
 
-def open_rows(path: Path, **manifest: Any) -> RowSink:
+def open_rows(
+    path: Path,
+    prompts: Sequence[Prompt | BadPrompt],
+    settings: dict[str, Any],
+    overwrite: bool,
+    part: Shard | None = None,
+) -> RowSink:
     """Return a RowWriter in the primary process, and in the others a sink that drops rows.
 
     All processes call it, and all resume after the rows that are there.
+
+    prompts: all of them, also where `path` has the rows of a part only; None is the whole.
+    settings: what the rows depend on, as JSON values.
     """
+    part = part or Shard()
     writers: list[RowWriter] = []
 
     def open_writer() -> int:
-        writers.append(RowWriter(path, **manifest))
-        return writers[0].finished
+        writer = RowWriter(
+            path,
+            settings=settings,
+            prompts_hash=prompts_hash(prompts),
+            overwrite=overwrite,
+            first=part.rows(len(prompts)).start,
+            shard=part.entry(len(prompts)),
+        )
+        writers.append(writer)
+        return writer.finished
 
     finished = from_primary(open_writer)
     return writers[0] if writers else RowPrinter(quiet=True, finished=finished)

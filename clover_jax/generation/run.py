@@ -14,7 +14,6 @@ from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompts import (
     BadPrompt,
     Prompt,
-    prompts_hash,
     read_prompts,
     read_prompts_and_mistakes,
     shipped_prompts,
@@ -131,14 +130,7 @@ def _open_sink(
         **settings.to_dict(),
         **identity_of(models),
     }
-    return open_rows(
-        options.path,
-        settings=depends_on,
-        prompts_hash=prompts_hash(prompts),
-        overwrite=options.overwrite,
-        first=options.part.rows(len(prompts)).start,
-        shard=options.part.entry(len(prompts)),
-    )
+    return open_rows(options.path, prompts, depends_on, options.overwrite, options.part)
 
 
 def _decode(

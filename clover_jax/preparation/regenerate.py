@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.data.prepared import REGENERATED
-from clover_jax.data.prompts import Prompt, prompts_hash
+from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
 from clover_jax.errors import UserError
 from clover_jax.generation.output import RowSink, decode_with_bar, open_rows
@@ -42,14 +42,7 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
 
     path = options.part.path(options.directory / REGENERATED)
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **identity_of(models)}
-    with open_rows(
-        path,
-        settings=depends_on,
-        prompts_hash=prompts_hash(prompts),
-        overwrite=options.overwrite,
-        first=options.part.rows(len(prompts)).start,
-        shard=options.part.entry(len(prompts)),
-    ) as rows:
+    with open_rows(path, prompts, depends_on, options.overwrite, options.part) as rows:
         figures = RowTotals(rows.kept())
         _decode(models, prompts, settings, options, rows, figures)
     return figures.to_dict()
