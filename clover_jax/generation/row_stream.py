@@ -15,7 +15,7 @@ from clover_jax.decoding.requests import Request, RowUpdate
 from clover_jax.errors import UserError
 from clover_jax.generation.overflow import Skipped
 from clover_jax.generation.row_state import RowState, TurnProgress
-from clover_jax.generation.settings import GenerationSettings, sampling_for
+from clover_jax.generation.settings import GenerationSettings, Grain, sampling_for
 from clover_jax.loading.models import Models
 from clover_jax.runtime.dtypes import exact_matmuls
 
@@ -107,7 +107,8 @@ class RowStream:
         """
         self.batch_size = engine.batch_size
         self._engine, self._models = engine, models
-        self._settings, self._strict, self._is_watched = settings, strict, is_watched
+        self._settings, self._strict = settings, strict
+        self._watched_by: Grain | None = "forward" if is_watched else None
         self._failure: UserError | None = None
         self._states: dict[int, RowState] = {}
         self._next_turns: collections.deque[Prompt] = collections.deque()
@@ -184,9 +185,7 @@ class RowStream:
             if isinstance(prompt, BadPrompt):
                 raise UserError(prompt.error)
             if prompt.index not in self._states:
-                state = RowState(
-                    prompt, self._settings, self._models, "forward" if self._is_watched else None
-                )
+                state = RowState(prompt, self._settings, self._models, self._watched_by)
                 self._states[prompt.index] = state
             request = self._states[prompt.index].next_request()
             try:
