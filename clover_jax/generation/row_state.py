@@ -201,7 +201,7 @@ class RowState:
         return {"index": self.prompt.index, **joined}
 
 
-def forward_groups(turn: Generation, first: int) -> Iterator[tuple[int, list[int]]]:
+def forward_groups(turn: Generation | Turn, first: int) -> Iterator[tuple[int, list[int]]]:
     """Yield the tokens from number `first` on, by the forward that gave them; prefill is 0.
 
     Example: ids 5 6 7 8 9 with accepted [2, 4] were given as (0, [5]), (1, [6, 7, 8]) and

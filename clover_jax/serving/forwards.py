@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import NamedTuple
 
 from clover_jax.generation.row_state import TurnProgress, copied_parts, forward_groups
@@ -33,10 +32,9 @@ def forwards_of(progress: TurnProgress) -> list[Forward]:
 
     So 1 + accepted / forwards is the tau of the answer.
     """
-    row, turn = progress.generation, progress.turn
-    kept = dataclasses.replace(row, output_ids=turn.output_ids, accepted=turn.accepted)
-    forwards = []
-    for number, ids in forward_groups(kept, 1):
+    row, forwards = progress.generation, []
+    # The turn ends where a stop string has cut it; the engine's result may go on.
+    for number, ids in forward_groups(progress.turn, 1):
         copied = sum(len(part) for part, is_copied in copied_parts(row, number, ids) if is_copied)
         forwards.append(Forward(len(ids), row.proposed[number - 1], copied))
     return forwards
