@@ -157,9 +157,8 @@ async def _tokenize(request: Request) -> Response:
     # In a thread: a long text takes its time, and others wait for events meanwhile.
     if asked.messages is not None:
         prompt = Prompt(0, "messages", messages=as_messages(asked.messages))
-        ids = await asyncio.to_thread(
-            encode_prompt, prompt, ready.models.tokenizer, ready.base.vocab_size
-        )
+        vocab_size = ready.models.base.config.vocab_size
+        ids = await asyncio.to_thread(encode_prompt, prompt, ready.models.tokenizer, vocab_size)
     else:
         special = asked.add_special_tokens is not False
         ids = await asyncio.to_thread(ready.texts.encode, asked.prompt or "", special)
@@ -174,11 +173,9 @@ async def _detokenize(request: Request) -> Response:
     ready = _service(request).admit(request)
     asked = validated(DetokenizeRequest, await _body(request))
     check_model(asked.model, ready.served.model)
-    if asked.tokens and max(asked.tokens) >= ready.base.vocab_size:
-        raise ApiError(
-            f"tokens must lie in 0 .. {ready.base.vocab_size - 1}, not {max(asked.tokens)}",
-            param="tokens",
-        )
+    vocab_size, largest = ready.models.base.config.vocab_size, max(asked.tokens, default=0)
+    if largest >= vocab_size:
+        raise ApiError(f"tokens must lie in 0 .. {vocab_size - 1}, not {largest}", param="tokens")
     return JSONResponse({"prompt": await asyncio.to_thread(ready.texts.decode, asked.tokens)})
 
 

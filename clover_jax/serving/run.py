@@ -26,8 +26,10 @@ from clover_jax.runtime.progress import passing_note, say
 from clover_jax.serving.app import make_app
 from clover_jax.serving.connections import Protocol
 from clover_jax.serving.options import ServeOptions
+from clover_jax.serving.requests import Served
 from clover_jax.serving.scheduler import Scheduler
-from clover_jax.serving.service import Service, is_loopback
+from clover_jax.serving.service import Ready, Service, is_loopback
+from clover_jax.serving.token_texts import TokenTexts
 
 T = TypeVar("T")
 
@@ -85,13 +87,13 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
     server = _server(service)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
-        models, scheduler, others = await _in_thread(lambda: _start(service.options))
-        service.open(models, scheduler, others)
-        _tell_ready(service.options, models, listener)
+        ready = await _in_thread(lambda: _start(service.options))
+        service.open(ready)
+        _tell_ready(service, ready.models, listener)
         await stop.wait()
         await service.drain()
-        for each in (scheduler, *others.values()):
-            await each.close()
+        for scheduler in ready.schedulers:
+            await scheduler.close()
     finally:
         server.should_exit = True
         await serving
@@ -123,8 +125,8 @@ class _Server(uvicorn.Server):
         yield
 
 
-def _start(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Scheduler]]:
-    """Return the models and what decodes with them, and with other drafts by their names."""
+def _start(options: ServeOptions) -> Ready:
+    """Load the models, and start what decodes with them and with other drafts."""
     models, scheduler = _load(options)
     scheduler.start()
     with exact_matmuls(str(models.dtype)):
@@ -134,7 +136,8 @@ def _start(options: ServeOptions) -> tuple[Models, Scheduler, dict[str, Schedule
         }
     for other in others.values():
         other.start()
-    return models, scheduler, others
+    served = Served(options.model_name, scheduler.context, options.max_waiting)
+    return Ready(models, served, TokenTexts(models.tokenizer), scheduler, others)
 
 
 def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
@@ -171,14 +174,15 @@ def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]
     return compared
 
 
-def _tell_ready(options: ServeOptions, models: Models, listener: socket.socket) -> None:
+def _tell_ready(service: Service, models: Models, listener: socket.socket) -> None:
+    options = service.options
     host, port = listener.getsockname()[:2]
     if models.tokenizer is not None and models.tokenizer.chat_template is None:
         say(
             "the base has no chat template: messages are joined by newlines, and nothing says who "
             "speaks; --chat_template=FILE gives one"
         )
-    if not (is_loopback(options.host) or options.api_keys()):
+    if not (is_loopback(options.host) or service.needs_key):
         say(f"anybody who reaches {host} may use this server; --api_key_file=FILE asks for a key")
 
     draft = "no draft" if options.spec.draft == NO_DRAFT else options.spec.draft

@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from clover_jax.config import BaseConfig
 from clover_jax.loading.models import Models
 from clover_jax.loading.spec import NO_DRAFT
 from clover_jax.serving.errors import ApiError
@@ -34,16 +33,16 @@ class Ready(NamedTuple):
     others: schedulers with other drafts, by name, to compare with.
     """
 
-    scheduler: Scheduler
-    others: Mapping[str, Scheduler]
+    models: Models
     served: Served
     texts: TokenTexts
-    models: Models
+    scheduler: Scheduler
+    others: Mapping[str, Scheduler]
 
     @property
-    def base(self) -> BaseConfig:
-        """The base's config."""
-        return self.models.base.config
+    def schedulers(self) -> list[Scheduler]:
+        """All schedulers, the server's own first."""
+        return [self.scheduler, *self.others.values()]
 
     def scheduler_with(self, draft: str | None) -> Scheduler:
         """Return the scheduler of a draft; None is the server's own.
@@ -76,16 +75,19 @@ class Service:
         self._is_draining, self._num_open = False, 0
         self._all_answered = asyncio.Event()
 
-    def open(self, models: Models, scheduler: Scheduler, others: Mapping[str, Scheduler]) -> None:
-        """Admit requests from now on: all programs of `scheduler` are compiled."""
-        served = Served(self.options.model_name, scheduler.context, self.options.max_waiting)
-        self._ready = Ready(scheduler, others, served, TokenTexts(models.tokenizer), models)
-        every = [scheduler, *others.values()]
+    def open(self, ready: Ready) -> None:
+        """Admit requests from now on: all programs of the server's own scheduler are compiled."""
+        self._ready = ready
         self.metrics.watch_queue(
-            lambda: sum(each.num_running for each in every),
-            lambda: sum(each.num_waiting for each in every),
+            lambda: sum(each.num_running for each in ready.schedulers),
+            lambda: sum(each.num_waiting for each in ready.schedulers),
         )
         self.opened.set()
+
+    @property
+    def needs_key(self) -> bool:
+        """Whether a request must bring a key."""
+        return bool(self._keys)
 
     def admit(self, request: Request) -> Ready:
         """Admit a request; raises ApiError for one without a key, and where nothing can answer."""
@@ -128,7 +130,7 @@ class Service:
         # Digests have one length, and all are compared, so the time does not depend on the key.
         digest = _digest(key.strip().encode())
         is_known = [hmac.compare_digest(digest, known) for known in self._keys]
-        if self._keys and not (kind.lower() == "bearer" and any(is_known)):
+        if self.needs_key and not (kind.lower() == "bearer" and any(is_known)):
             raise ApiError(
                 "a key is needed, and this is none of those: send Authorization: Bearer KEY",
                 HTTPStatus.UNAUTHORIZED,
@@ -140,7 +142,7 @@ class Service:
         """Raise ApiError for a page elsewhere that has pointed its own name at this machine."""
         # A browser always sends the host name that it used.
         name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
-        is_open = self._keys or not is_loopback(self.options.host)
+        is_open = self.needs_key or not is_loopback(self.options.host)
         if not is_open and not is_loopback(name.strip("[]")):
             raise ApiError(
                 f"without --api_key, a server at {self.options.host} answers to localhost only, "
