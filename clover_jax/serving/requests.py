@@ -59,11 +59,6 @@ class Call:
     tells_forwards: bool = False
     draft: str | None = None
 
-    @property
-    def prompts(self) -> list[Prompt]:
-        """The prompts, each once."""
-        return [ask.prompt for ask in self.asks[:: self.n]]
-
 
 def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     """Check a body of /v1/completions.

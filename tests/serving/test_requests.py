@@ -32,7 +32,7 @@ def chat(**body):
     ],
 )
 def test_a_prompt_has_four_forms(given, texts, ids):
-    prompts = completion(prompt=given).prompts
+    prompts = [ask.prompt for ask in completion(prompt=given).asks]
     assert [prompt.text for prompt in prompts] == texts
     assert [prompt.prompt_ids for prompt in prompts] == ids
 
@@ -86,7 +86,7 @@ def test_max_tokens_of_zero_shows_the_prompt_alone():
 def test_parts_of_text_are_joined_and_a_developer_is_the_system():
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
     messages = [{"role": "developer", "content": parts}, *MESSAGES]
-    assert chat(messages=messages).prompts[0].messages == (
+    assert chat(messages=messages).asks[0].prompt.messages == (
         {"role": "system", "content": "a\nb"},
         {"role": "user", "content": "Hi"},
     )
@@ -95,7 +95,7 @@ def test_parts_of_text_are_joined_and_a_developer_is_the_system():
 def test_a_prediction_is_text_or_parts_of_it():
     for content in ("foo", [{"type": "text", "text": "foo"}]):
         call = chat(prediction={"type": "content", "content": content})
-        assert call.prompts[0].prediction == "foo"
+        assert call.asks[0].prompt.prediction == "foo"
 
 
 def test_what_changes_nothing_passes():
