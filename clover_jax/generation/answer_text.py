@@ -64,20 +64,17 @@ class AnswerText:
 
     def settled(self) -> str:
         """Return new text that neither later tokens nor stop strings can change."""
-        return self._hand_out(self._text[: settled_length(self._text, self._stops)])
+        return self.rest(self._text[: settled_length(self._text, self._stops)])
 
     def rest(self, text: str) -> str:
-        """Return the text not returned yet; the whole ends where a stop string cut it."""
-        return self._hand_out(text)
+        """Return what was not returned yet of this text, which a stop string may have cut."""
+        piece = text[self._num_handed_out :]
+        self._num_handed_out += len(piece)
+        return piece
 
     def whole(self) -> str:
         """Return the text of all tokens, as it reads when nothing follows."""
         return self._text + self._pieces.held()
-
-    def _hand_out(self, text: str) -> str:
-        piece = text[self._num_handed_out :]
-        self._num_handed_out += len(piece)
-        return piece
 
 
 def find_stop(

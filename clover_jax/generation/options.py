@@ -48,7 +48,8 @@ class GenerateOptions:
         # What the prompts are, and where rows go, before minutes are spent on a base.
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
-        if self.output is not None and _resolved(self.output) in map(_resolved, self._inputs):
+        inputs = [path for path in (self.prompts, self.calibration) if path is not None]
+        if self.output is not None and _resolved(self.output) in map(_resolved, inputs):
             raise UserError(f"--output={self.output} is a file of prompts; give another name")
         if self.output is not None and not _can_keep_rows(Path(self.output).expanduser()):
             raise UserError(
@@ -67,10 +68,6 @@ class GenerateOptions:
     def searches_tree(self) -> bool:
         """Whether the tree is found by measurement."""
         return self.spec.tree == AUTO
-
-    @property
-    def _inputs(self) -> list[str]:
-        return [path for path in (self.prompts, self.calibration) if path is not None]
 
     @property
     def part(self) -> Shard:
