@@ -233,7 +233,7 @@ class Scheduler:
                     self._run(iteration)
         except Exception as error:
             is_alone = process_count() == 1
-            if is_alone:
+            if is_alone:  # else `close` and `follow` raise it
                 traceback.print_exc()
             with self._changed:
                 self._failure = error
@@ -248,10 +248,10 @@ class Scheduler:
     def _next_iteration(self) -> _Iteration | None:
         """Return what to do next; None at the end. Waits while there is nothing to decode."""
         with self._changed:
-            idle = IDLE_SECONDS if process_count() > 1 else None
-            while not (self._running or self._waiting or self._begun or self._is_closing):
-                if not self._changed.wait(idle):
-                    break
+            self._changed.wait_for(
+                lambda: self._running or self._waiting or self._begun or self._is_closing,
+                IDLE_SECONDS if process_count() > 1 else None,
+            )
             if self._is_closing:
                 return None
 
