@@ -66,9 +66,9 @@ class Answering(Response):
             try:
                 ended = await self._follow_all(updates, take)
             except (TimeLimit, UserError) as error:
-                await writer.end([as_api_error(error).body()])
+                await writer.write([as_api_error(error).body()], is_last=True)
                 return
-        await writer.end(self._answers.last(ended))
+        await writer.write(self._answers.last(ended), is_last=True)
 
     @contextlib.asynccontextmanager
     async def _decoding(self) -> AsyncIterator[Sequence[AsyncIterator[TurnProgress]]]:
@@ -117,12 +117,10 @@ class Answering(Response):
                     metrics.ended(progress, now - started, self._call.draft is None)
                 if take is not None:
                     await take(index, progress)
-                if progress.ended:
-                    return progress
         except asyncio.CancelledError:
             metrics.aborted()
             raise
-        raise RuntimeError("the updates of an ask stopped before its end")
+        return progress  # the last one: updates stop with the end of the ask
 
 
 class _EventWriter:
@@ -136,24 +134,17 @@ class _EventWriter:
         headers = Headers(_EVENT_HEADERS).raw
         await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
-    async def write(self, values: list[dict[str, Any]]) -> None:
-        """Write an event for each value."""
-        await self._write(b"".join(map(event, values)), True)
-
-    async def end(self, values: list[dict[str, Any]]) -> None:
-        """Write the last events, and the line that ends a stream."""
-        await self._write(b"".join(map(event, values)) + DONE, False)
-
-    async def _write(self, body: bytes, more: bool) -> None:
+    async def write(self, values: list[dict[str, Any]], is_last: bool = False) -> None:
+        """Write an event for each value; after the last ones the line that ends a stream."""
+        body = b"".join(map(event, values)) + (DONE if is_last else b"")
         if not body:
             return
+        message = {"type": "http.response.body", "body": body, "more_body": not is_last}
         # Choices come side by side, and a client may read slowly, but not for ever.
         async with self._lock:
             try:
                 async with asyncio.timeout(WRITE_SECONDS):
-                    await self._send(
-                        {"type": "http.response.body", "body": body, "more_body": more}
-                    )
+                    await self._send(message)
             except TimeoutError:
                 raise _Gone from None
 
