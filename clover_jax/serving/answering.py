@@ -178,7 +178,7 @@ def as_api_error(error: Exception) -> ApiError:
     if isinstance(error, ApiError):
         return error
     if isinstance(error, UserError):
-        # Messages begin with the place in the body.
-        place = re.match(r"(prompt|messages|logit_bias)[^:]*(?=:)", str(error))
+        # Messages begin with the place in the body, or with a value that is too large.
+        place = re.match(r"temperature|(prompt|messages|logit_bias)[^:]*(?=:)", str(error))
         return ApiError(str(error), param=place and place[0])
     return ApiError("the server has failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import re
 from collections.abc import Callable, Mapping
 from http import HTTPStatus
 from pathlib import Path
@@ -104,20 +103,9 @@ def _answers(read: Read) -> Callable[[Request], Any]:
         body = await _body(request)
         peer = request.client.host if request.client else ""
         ready = service.ready()  # it may have begun to stop meanwhile
-        try:
-            call = read(body, ready.served, peer)
-        except UserError as error:
-            raise _naming_field(error, body) from error
-        return Answering(service, ready, call)
+        return Answering(service, ready, read(body, ready.served, peer))
 
     return endpoint
-
-
-def _naming_field(error: UserError, body: Mapping[str, Any]) -> ApiError:
-    """Return a refusal with the field that its message begins with."""
-    word = re.match("[a-z_]*", str(error))
-    name = word[0] if word else ""
-    return ApiError(str(error), param=name if name in body else None)
 
 
 async def _models(request: Request) -> Response:

@@ -67,6 +67,8 @@ def test_what_does_not_fit_is_refused_with_both_numbers(client):
     assert "max_tokens (510) exceed" in said("/v1/chat/completions", chat, "messages")
     strange = client.post("/v1/completions", json=GREEDY | {"logit_bias": {"2048": 1}})
     assert "must lie in 0 .. 2047, not 2048" in refused(strange, 400, "logit_bias")
+    hot = client.post("/v1/completions", json=GREEDY | {"temperature": 1e39})
+    assert "3.40282e+38 or less" in refused(hot, 400, "temperature")
     unknown = client.post("/v1/completions", json=GREEDY | {"prompt": [10**6]})
     assert "1000000" in refused(unknown, 400, "prompt")
 
