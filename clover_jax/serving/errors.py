@@ -7,7 +7,7 @@ from http import HTTPStatus
 from typing import Any
 
 # How OpenAI names the kinds; clients choose what to raise by the status.
-_KINDS = {
+_KINDS: dict[int, str] = {
     HTTPStatus.UNAUTHORIZED: "authentication_error",
     HTTPStatus.TOO_MANY_REQUESTS: "rate_limit_error",
     HTTPStatus.GATEWAY_TIMEOUT: "timeout_error",
@@ -39,11 +39,11 @@ class ApiError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the error object of OpenAI's API."""
-        client_s = "server_error" if self.status >= 500 else "invalid_request_error"
+        usual = "server_error" if self.status >= 500 else "invalid_request_error"
         return {
             "error": {
                 "message": " ".join(str(self).split()),
-                "type": _KINDS.get(HTTPStatus(self.status), client_s),
+                "type": _KINDS.get(self.status, usual),
                 "param": self.param,
                 "code": self.code,
             }
