@@ -71,6 +71,7 @@ def _refuse_idle_flags(flags) -> None:
         idle = ["program", "output", "batch_sizes", "nodes"]
         why = "for --target (program) and --sweep (the others)"
 
+    # A flag that is given at its default changes nothing.
     for name in idle:
         if flags[name].value != flags[name].default:
             raise UserError(f"--{name} is {why}")

@@ -60,6 +60,7 @@ def execute(flags: absl_flags.FlagValues) -> dict:
         spec=settings_from(flags, ModelSpec),
         warping=settings_from(flags, Warping),
         seed=flags.seed,
+        # Declared by `TrainSettings`, so that both commands mean the same.
         data=flags.data,
         seq_len=flags.seq_len,
         workdir=cli.workdir_of(flags, "prepare"),

@@ -26,6 +26,7 @@ def define_flags(flags):
 
 def main(flags) -> None:
     """Run the command."""
+    # All that is missing at once; an import would tell of the first one.
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(

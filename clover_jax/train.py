@@ -76,6 +76,7 @@ def main(flags: absl_flags.FlagValues) -> int:
 
     workdir = cli.workdir_of(flags, "train")
     with joined_processes(), cli.stop_signals_as_event() as stop:
+        # By the library's function, so that a program trains the same.
         report = api.train(workdir, stop=stop, mesh=flags.mesh, **vars(settings))
         if is_primary():
             print(_summary(report))

@@ -32,6 +32,7 @@ class LiveText:
 
     def take(self, event: RowEvent) -> None:
         """Write what an event brought."""
+        # A row without progress has failed or was skipped, which is reported elsewhere.
         progress = event.progress
         if progress is None or isinstance(event.prompt, BadPrompt):
             return

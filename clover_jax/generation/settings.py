@@ -66,6 +66,7 @@ class GenerationSettings(Warping):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
+        # Callers of the library give one text, several or none.
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         stop = [] if stop is None else stop
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)

@@ -41,6 +41,7 @@ class Ask:
         max_tokens = self.settings.max_new_tokens if self.must_fit else 1
         if num_tokens + max_tokens <= context:
             return
+        # A shorter answer helps only where the prompt by itself leaves room.
         if num_tokens >= context:
             words = f"and the context is {context}, answer included; give {context - 1} or fewer"
         else:

@@ -87,6 +87,7 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     if request.top_logprobs and not request.logprobs:
         raise ApiError("top_logprobs needs logprobs to be true", param="top_logprobs")
     messages = as_messages(request.messages)
+    # Clients send the limit by its newer name, by its older one, or by both.
     newer, older = request.max_completion_tokens, request.max_tokens
     return _call(
         request,

@@ -103,6 +103,7 @@ class Answers(abc.ABC):
 
     def usage(self, ended: Sequence[TurnProgress]) -> dict[str, Any]:
         """Return the tokens that were read and given; a prompt counts once for all its choices."""
+        # The choices of a prompt follow one another; the first stands for it.
         prompts = ended[:: self.call.n]
         prompt_tokens = sum(len(progress.turn.prompt_ids) for progress in prompts)
         cached_tokens = sum(progress.generation.num_cached for progress in prompts)

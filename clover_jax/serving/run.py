@@ -95,7 +95,7 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
         for scheduler in ready.schedulers:
             await scheduler.close()
     finally:
-        server.should_exit = True
+        server.should_exit = True  # also where the models could not be loaded
         await serving
 
 

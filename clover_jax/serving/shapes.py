@@ -120,6 +120,7 @@ def _as_content(value: Any) -> str:
         return value
     if not isinstance(value, list):
         raise ValueError("must be a string or a list of parts")
+    # `_refusal` puts the field's name before these messages.
     texts = []
     for index, part in enumerate(value):
         kind = part.get("type") if isinstance(part, dict) else None
