@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
+
+from clover_jax.tokenizers.detokenization import TextStream
 
 # A character that lacks bytes reads as this; a later token may complete it.
 _INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -20,26 +22,13 @@ class StopCut(NamedTuple):
     text: str
 
 
-class Pieces(Protocol):
-    """Turns tokens into text that no later token changes, as `TextStream` does."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Return the text that becomes final with more tokens."""
-
-    def held(self) -> str:
-        """Return the rest, as it reads if nothing follows."""
-
-    def holds_back(self, ids: Sequence[int]) -> bool:
-        """Return whether text of some of these tokens may read otherwise after later ones."""
-
-
 class AnswerText:
     """The text of one answer, detokenized once as its tokens come.
 
     `take` looks for stop strings as `find_stop` does; `settled` returns the new text.
     """
 
-    def __init__(self, stops: Sequence[str], open_pieces: Callable[[], Pieces]):
+    def __init__(self, stops: Sequence[str], open_pieces: Callable[[], TextStream]):
         """Begin a text; `open_pieces` gives it from its first token on."""
         self._stops, self._open = stops, open_pieces
         self._pieces = open_pieces()
@@ -78,7 +67,7 @@ class AnswerText:
 
 
 def find_stop(
-    open_pieces: Callable[[], Pieces],
+    open_pieces: Callable[[], TextStream],
     ids: Sequence[int],
     stops: Sequence[str],
     num_clean: int = 0,
@@ -113,12 +102,12 @@ def settled_length(text: str, stops: Sequence[str]) -> int:
     return min((_settled(text, stop) for stop in stops), default=len(text))
 
 
-def _readable(settled: str, pieces: Pieces) -> str:
+def _readable(settled: str, pieces: TextStream) -> str:
     """Return a text with what is held back of it, but for a character that may lack bytes."""
     return settled + pieces.held().rstrip(_INCOMPLETE)
 
 
-def _num_before(open_pieces: Callable[[], Pieces], ids: Sequence[int], position: int) -> int:
+def _num_before(open_pieces: Callable[[], TextStream], ids: Sequence[int], position: int) -> int:
     """Return how many tokens have a text that ends at `position` or before."""
 
     def length(count: int) -> int:
