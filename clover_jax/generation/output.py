@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash
 from clover_jax.generation.live_text import LiveText
@@ -17,22 +17,6 @@ from clover_jax.runtime.progress import Progress, say
 from clover_jax.storage.jsonl import to_json
 from clover_jax.storage.row_shards import Shard
 from clover_jax.storage.row_writer import RowWriter
-
-
-class RowSink(AbstractContextManager, Protocol):
-    """Takes output rows in any order and keeps them in input order: RowWriter, RowPrinter."""
-
-    finished: int
-    earlier_seconds: float  # that earlier runs decoded for their rows
-
-    def kept(self) -> Iterable[dict[str, Any]]:
-        """Return the rows of earlier runs, `finished` of them."""
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Take a row."""
-
-    def note_seconds(self, seconds: float) -> None:
-        """Record for how long this run has decoded."""
 
 
 class RowPrinter(AbstractContextManager):
@@ -62,6 +46,10 @@ class RowPrinter(AbstractContextManager):
 
     def __exit__(self, *exception: object) -> None:
         return None
+
+
+# Takes output rows in any order and keeps them in input order.
+RowSink = RowWriter | RowPrinter
 
 
 def open_rows(
