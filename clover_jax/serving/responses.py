@@ -64,7 +64,7 @@ class Answers(abc.ABC):
             ]
             text = self._prompt_text(index) + self._text(progress)
             logprobs = self._logprobs(index, scored) if self._wants_scores else None
-            choices.append(self._choice(index, text, logprobs, self._finish(progress)))
+            choices.append(_choice(index, self._message(text), logprobs, self._finish(progress)))
         return self._body(self.kind, choices) | {"usage": self.usage(ended)}
 
     def next(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
@@ -184,17 +184,20 @@ class Answers(abc.ABC):
     def _body(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
         return {"object": kind, **self._head, "choices": choices}
 
-    @abc.abstractmethod
-    def _choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None
-    ) -> dict[str, Any]:
-        """Return a choice of a whole body."""
-
-    @abc.abstractmethod
     def _piece(
         self, index: int, text: str | None, scored: list[Scored], finish: str | None = None
     ) -> dict[str, Any]:
         """Return a choice of a chunk; no text at its end."""
+        logprobs = self._logprobs(index, scored) if scored else None
+        return _choice(index, self._delta(text), logprobs, finish)
+
+    @abc.abstractmethod
+    def _message(self, text: str) -> dict[str, Any]:
+        """Return what a choice of a whole body has for its text."""
+
+    @abc.abstractmethod
+    def _delta(self, text: str | None) -> dict[str, Any]:
+        """Return what a choice of a chunk has for its text."""
 
     @abc.abstractmethod
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
@@ -207,16 +210,11 @@ class CompletionAnswers(Answers):
     kind = chunk_kind = "text_completion"
     prefix = "cmpl"
 
-    def _choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None
-    ) -> dict[str, Any]:
-        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"text": text}
 
-    def _piece(
-        self, index: int, text: str | None, scored: list[Scored], finish: str | None = None
-    ) -> dict[str, Any]:
-        logprobs = self._logprobs(index, scored) if scored else None
-        return self._choice(index, text or "", logprobs, finish)
+    def _delta(self, text: str | None) -> dict[str, Any]:
+        return {"text": text or ""}
 
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
         texts, offsets, tops = self._texts, [], []
@@ -244,22 +242,14 @@ class ChatAnswers(Answers):
     prefix = "chatcmpl"
 
     def _first(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
-        delta = {"role": "assistant", "content": ""}
-        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
-        return [self._chunk(choice)]
+        delta = {"delta": {"role": "assistant", "content": ""}}
+        return [self._chunk(_choice(index, delta, None, None))]
 
-    def _choice(
-        self, index: int, text: str, logprobs: dict[str, Any] | None, finish: str | None
-    ) -> dict[str, Any]:
-        message = {"role": "assistant", "content": text, "refusal": None}
-        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+    def _message(self, text: str) -> dict[str, Any]:
+        return {"message": {"role": "assistant", "content": text, "refusal": None}}
 
-    def _piece(
-        self, index: int, text: str | None, scored: list[Scored], finish: str | None = None
-    ) -> dict[str, Any]:
-        delta = {} if text is None else {"content": text}
-        logprobs = self._logprobs(index, scored) if scored else None
-        return {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish}
+    def _delta(self, text: str | None) -> dict[str, Any]:
+        return {"delta": {} if text is None else {"content": text}}
 
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
         content = []
@@ -276,6 +266,12 @@ class ChatAnswers(Answers):
 def answers_for(call: Call, model: str, texts: TokenTexts) -> Answers:
     """Return what forms the bodies of a call."""
     return (ChatAnswers if call.is_chat else CompletionAnswers)(call, model, texts)
+
+
+def _choice(
+    index: int, text: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
+) -> dict[str, Any]:
+    return {"index": index, **text, "logprobs": logprobs, "finish_reason": finish}
 
 
 def _joined(pieces: Sequence[Piece]) -> list[Piece]:
