@@ -13,18 +13,13 @@ FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}
 class Forward(NamedTuple):
     """One forward after prefill.
 
-    num_tokens: tokens that it emitted. num_drafted: drafted tokens that it verified. num_copied:
-        how many of its tokens were copies of the text.
+    num_accepted: tokens beyond the one that plain decoding would have given. num_drafted: drafted
+        tokens that it verified. num_copied: how many of its tokens were copies of the text.
     """
 
-    num_tokens: int
+    num_accepted: int
     num_drafted: int
     num_copied: int
-
-    @property
-    def num_accepted(self) -> int:
-        """Tokens beyond the one that plain decoding would have given."""
-        return self.num_tokens - 1
 
 
 def forwards_of(progress: TurnProgress) -> list[Forward]:
@@ -36,5 +31,5 @@ def forwards_of(progress: TurnProgress) -> list[Forward]:
     # The turn ends where a stop string has cut it; the engine's result may go on.
     for number, ids in forward_groups(progress.turn, 1):
         copied = sum(len(part) for part, is_copied in copied_parts(row, number, ids) if is_copied)
-        forwards.append(Forward(len(ids), row.proposed[number - 1], copied))
+        forwards.append(Forward(len(ids) - 1, row.proposed[number - 1], copied))
     return forwards
