@@ -19,7 +19,7 @@ from clover_jax.generation.row_state import TurnProgress
 from clover_jax.serving.asks import TimeLimit
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.requests import Call
-from clover_jax.serving.responses import DONE, answers_for, event
+from clover_jax.serving.responses import DONE, ChatAnswers, CompletionAnswers, event
 from clover_jax.serving.service import Ready, Service
 
 WRITE_SECONDS = 60.0  # for a client to take what is written; slower ones are cut off
@@ -39,7 +39,8 @@ class Answering(Response):
         super().__init__()
         self._service, self._call = service, call
         self._scheduler = ready.scheduler_with(call.draft)
-        self._answers = answers_for(call, ready.served.model, ready.texts)
+        kind = ChatAnswers if call.is_chat else CompletionAnswers
+        self._answers = kind(call, ready.served.model, ready.texts)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decode and answer; raises ApiError and what the scheduler raises before it has begun."""

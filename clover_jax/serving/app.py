@@ -60,7 +60,7 @@ def make_app(service: Service) -> Starlette:
         Route("/health", _health),
         Route("/metrics", _metrics),
     ]
-    if service.options.page and PAGE.is_file():
+    if service.options.page:
         routes.append(Route("/", _page))
 
     # No page of another origin may call the server unless its user has said so.

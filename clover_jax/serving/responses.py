@@ -263,11 +263,6 @@ class ChatAnswers(Answers):
         return {"token": texts.text(id_), "logprob": value, "bytes": texts.spelled(id_)}
 
 
-def answers_for(call: Call, model: str, texts: TokenTexts) -> Answers:
-    """Return what forms the bodies of a call."""
-    return (ChatAnswers if call.is_chat else CompletionAnswers)(call, model, texts)
-
-
 def _choice(
     index: int, text: dict[str, Any], logprobs: dict[str, Any] | None, finish: str | None
 ) -> dict[str, Any]:
