@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -235,12 +236,8 @@ def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:
     Example: accepted [2, 0, 3] emits 1 + 3 + 1 + 4 tokens, so 1 token took 0 forwards, 4 took 1,
     5 took 2 and 6 took 3.
     """
-    emitted = 1
-    for forwards, count in enumerate(accepted):
-        if emitted >= num_tokens:
-            return forwards
-        emitted += count + 1
-    return len(accepted)
+    emitted = list(accumulate((count + 1 for count in accepted), initial=1))
+    return min(bisect_left(emitted, num_tokens), len(accepted))
 
 
 def _turn(row: Generation, text: str | None) -> Turn:
