@@ -29,6 +29,9 @@ from typing import Any, TypeVar
 
 from absl import flags as absl_flags
 
+from clover_jax import convert as convert_command
+from clover_jax import evaluate as evaluate_command
+from clover_jax import prepare as prepare_command
 from clover_jax.cli import command_flags
 from clover_jax.data.prompts import BadPrompt, Prompt, parse_prompt
 from clover_jax.errors import UserError
@@ -210,11 +213,9 @@ def evaluate(
         the baselines.
     settings: the flags of `python -m clover_jax.evaluate`: base, prompts, repeats, ...
     """
-    from clover_jax import evaluate as command
-
     # The command's own parser checks these, so both refuse the same.
     named = ",".join(f"{name}={source}" for name, source in (drafts or {}).items())
-    return command.execute(_flags(command, output=output, drafts=named or None, **settings))
+    return _execute(evaluate_command, output=output, drafts=named or None, **settings)
 
 
 def prepare(output: str | Path, **settings: Any) -> dict[str, Any]:
@@ -222,9 +223,7 @@ def prepare(output: str | Path, **settings: Any) -> dict[str, Any]:
 
     settings: the flags of `python -m clover_jax.prepare`: data, base, seq_len, features, ...
     """
-    from clover_jax import prepare as command
-
-    return command.execute(_flags(command, output=output, **settings))
+    return _execute(prepare_command, output=output, **settings)
 
 
 def convert(input: str | Path, output: str | Path, **settings: Any) -> dict[str, Any]:
@@ -232,9 +231,7 @@ def convert(input: str | Path, output: str | Path, **settings: Any) -> dict[str,
 
     settings: the flags of `python -m clover_jax.convert`: base, to, verify, ...
     """
-    from clover_jax import convert as command
-
-    return command.execute(_flags(command, input=input, output=output, **settings))
+    return _execute(convert_command, input=input, output=output, **settings)
 
 
 def _row(prompt: PromptLike | Mapping[str, Any], index: int, strict: bool) -> Prompt | BadPrompt:
@@ -277,8 +274,8 @@ def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
     return kind(**plain)
 
 
-def _flags(command: ModuleType, **given: Any) -> absl_flags.FlagValues:
-    """Return a command's flags with these values, checked as on the command line; None is unset."""
+def _execute(command: ModuleType, **given: Any) -> dict[str, Any]:
+    """Run a command with these flags, checked as on the command line; None is unset."""
     # Values go through the flags' own text form, which has one checker.
     defined = command_flags.defined(command.define_flags)
     argv = []
@@ -295,6 +292,7 @@ def _flags(command: ModuleType, **given: Any) -> absl_flags.FlagValues:
 
     # The command turns these into one line; a caller of the library gets the same line.
     try:
-        return command_flags.parse_flags(command.define_flags, argv)
+        flags = command_flags.parse_flags(command.define_flags, argv)
     except absl_flags.Error as error:
         raise UserError(str(error)) from error
+    return command.execute(flags)
