@@ -25,7 +25,10 @@ from clover_jax.pretrained.tensor_map import Place
 
 PREFIX = "shape:"
 _SPREAD = 0.02  # of random weights, as models of this family are initialised
-_LLAMA3_ROPE, _LONG_ROPE = RopeConfig(theta=500_000.0), RopeConfig(theta=1_000_000.0)
+_LONG_ROPE = RopeConfig(theta=1_000_000.0)
+# What several of the shapes have in common.
+_LLAMA3: dict[str, Any] = {"rope": RopeConfig(theta=500_000.0), "max_position_embeddings": 8192}
+_MISTRAL: dict[str, Any] = {"rope": _LONG_ROPE, "max_position_embeddings": 32_768}
 
 
 def _llama(vocabulary, width, inner, layers, heads, kv_heads, **options) -> BaseConfig:
@@ -64,20 +67,12 @@ def _experts(number: int, per_token: int, size: int) -> dict[str, Any]:
 
 # From the config.json of each.
 SHAPES = {
-    "llama3-8b": _llama(
-        128_256, 4096, 14_336, 32, 32, 8, rope=_LLAMA3_ROPE, max_position_embeddings=8192
-    ),
-    "llama3-70b": _llama(
-        128_256, 8192, 28_672, 80, 64, 8, rope=_LLAMA3_ROPE, max_position_embeddings=8192
-    ),
-    "llama3-405b": _llama(
-        128_256, 16_384, 53_248, 126, 128, 8, rope=_LLAMA3_ROPE, max_position_embeddings=8192
-    ),
+    "llama3-8b": _llama(128_256, 4096, 14_336, 32, 32, 8, **_LLAMA3),
+    "llama3-70b": _llama(128_256, 8192, 28_672, 80, 64, 8, **_LLAMA3),
+    "llama3-405b": _llama(128_256, 16_384, 53_248, 126, 128, 8, **_LLAMA3),
     "llama2-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
     "vicuna-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
-    "mistral-7b": _llama(
-        32_768, 4096, 14_336, 32, 32, 8, rope=_LONG_ROPE, max_position_embeddings=32_768
-    ),
+    "mistral-7b": _llama(32_768, 4096, 14_336, 32, 32, 8, **_MISTRAL),
     "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
     "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
     "qwen3-8b": _qwen3(4096, 12_288, 36, 32),
@@ -110,17 +105,7 @@ SHAPES = {
         activation="clamped",
         **_experts(32, 4, 2880),
     ),
-    "mixtral-8x7b": _llama(
-        32_000,
-        4096,
-        14_336,
-        32,
-        32,
-        8,
-        rope=_LONG_ROPE,
-        max_position_embeddings=32_768,
-        **_experts(8, 2, 14_336),
-    ),
+    "mixtral-8x7b": _llama(32_000, 4096, 14_336, 32, 32, 8, **_MISTRAL, **_experts(8, 2, 14_336)),
     "gemma3-27b": BaseConfig(
         vocab_size=262_208,
         hidden_size=5376,
