@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from clover_jax.errors import UserError
-from clover_jax.pretrained.torch_file import TorchFile
+from clover_jax.pretrained.torch_file import open_torch
 from clover_jax.storage.json_files import read_json_object
 
 SINGLE = "model.safetensors"
@@ -34,18 +35,17 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path):
-        self._handles: dict[str, safe_open | TorchFile] = {}
+        self._tensors: dict[str, Any] = {}  # slices, of which a part is read when it is indexed
         self._places: dict[str, Path] = {}
         self._offsets: dict[str, int] = {}  # into its safetensors file
         self.directory = directory
         self.shapes: dict[str, tuple[int, ...]] = {}
         # Every header is read now, so that a broken file is named before anything is loaded.
         for path in _files_of(directory):
-            handle = _open(path)
-            for name in handle.keys():  # noqa: SIM118, the handle is no mapping
-                self._handles[name], self._places[name] = handle, path
-                self.shapes[name] = tuple(handle.get_slice(name).get_shape())
-            if isinstance(handle, safe_open):
+            for name, tensor in _open(path).items():
+                self._tensors[name], self._places[name] = tensor, path
+                self.shapes[name] = tuple(tensor.get_shape())
+            if path.suffix not in TORCH_SUFFIXES:
                 self._offsets |= _offsets_in(path)
 
     def read(
@@ -57,7 +57,7 @@ class TensorFiles:
         Raises UserError for a quantised or otherwise unreadable tensor, or one with NaN in it.
         """
         self._check_type(name, types)
-        array = self._handles[name].get_slice(name)[rows]
+        array = self._tensors[name][rows]
         check_finite(array, name, self._places[name])
         return array
 
@@ -68,7 +68,7 @@ class TensorFiles:
         """
         dtype = self.dtype(name)
         if name not in self._offsets:
-            return self._handles[name].get_slice(name)[:]
+            return self._tensors[name][:]
         # Mapped for this view alone: a mapping that stays would keep all that was read resident.
         mapped = np.memmap(self._places[name], dtype, "r", self._offsets[name], self.shapes[name])
         return mapped.view(np.ndarray)
@@ -84,7 +84,7 @@ class TensorFiles:
         return READABLE[self._check_type(name)]
 
     def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
-        stored = self._handles[name].get_slice(name).get_dtype()
+        stored = self._tensors[name].get_dtype()
         if stored not in types:
             unquantised = ", so give an unquantised checkpoint" if types is READABLE else ""
             raise UserError(
@@ -170,11 +170,13 @@ def _shards_of(index: Path) -> list[Path]:
     return shards
 
 
-def _open(path: Path) -> safe_open | TorchFile:
+def _open(path: Path) -> Mapping[str, Any]:
+    """Return the slices of one file by name."""
     if path.suffix in TORCH_SUFFIXES:
-        return TorchFile(path)
+        return open_torch(path)
     try:
-        return safe_open(path, framework="numpy")
+        file = safe_open(path, framework="numpy")
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
 

@@ -23,30 +23,8 @@ _TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF1
 _ADVICE = "save the weights as model.safetensors (save_pretrained of transformers does)"
 
 
-class TorchFile:
-    """The tensors of one archive, by the methods of safetensors' `safe_open` that are used here."""
-
-    def __init__(self, path: Path):
-        # Not imported here: most checkpoints need no torch, and it is slow.
-        if importlib.util.find_spec("torch") is None:
-            raise UserError(
-                f"{path} holds PyTorch weights, and torch, which reads them, is not installed; "
-                f"{_ADVICE} or install torch"
-            )
-        _check_archive(path)
-        self._tensors = _load(path)
-
-    def keys(self) -> list[str]:
-        """Return the tensors' names."""
-        return list(self._tensors)
-
-    def get_slice(self, name: str) -> TorchSlice:
-        """Return a tensor whose shape, type and rows can be asked for."""
-        return TorchSlice(self._tensors[name])
-
-
 class TorchSlice:
-    """One tensor of an archive, not yet read."""
+    """One tensor of an archive, not yet read, by the methods of a slice of safetensors."""
 
     def __init__(self, tensor: Any):
         self._tensor = tensor
@@ -62,6 +40,21 @@ class TorchSlice:
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         return _to_numpy(self._tensor[rows])
+
+
+def open_torch(path: Path) -> dict[str, TorchSlice]:
+    """Return the tensors of one archive by name.
+
+    Raises UserError for what is no archive of tensors alone, and where torch is not installed.
+    """
+    # Not imported here: most checkpoints need no torch, and it is slow.
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            f"{path} holds PyTorch weights, and torch, which reads them, is not installed; "
+            f"{_ADVICE} or install torch"
+        )
+    _check_archive(path)
+    return {name: TorchSlice(tensor) for name, tensor in _load(path).items()}
 
 
 def _check_archive(path: Path) -> None:
