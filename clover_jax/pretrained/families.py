@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +22,6 @@ from clover_jax.pretrained.mistral_qwen_config import (
 )
 from clover_jax.pretrained.moe import MIXTRAL, QWEN3_MOE
 from clover_jax.pretrained.phi import PHI3
-from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf
 from clover_jax.storage.json_files import read_json_object
 
@@ -63,15 +61,14 @@ _ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
 class Checkpoint(NamedTuple):
     """The config of a folder and what it says about the weights beside it.
 
-    leaves: where they lie in the params. adjust: what is done to each before it is used. ignored:
-    tensors that the family's text does not need. files: opens the weight files.
+    family: how its files are opened and which of their tensors are ignored.
+    leaves: where they lie in the params. adjust: what is done to each before it is used.
     """
 
+    family: Family
     config: BaseConfig
     leaves: list[Leaf]
     adjust: Adjust
-    ignored: re.Pattern[str] | None
-    files: Callable[[Path], TensorFiles]
 
     def is_harmless(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without its being read.
@@ -80,7 +77,8 @@ class Checkpoint(NamedTuple):
         matrix a second time although it is tied to the embedding.
         """
         tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
-        is_ignored = self.ignored is not None and self.ignored.fullmatch(name) is not None
+        ignored = self.family.ignored
+        is_ignored = ignored is not None and ignored.fullmatch(name) is not None
         return tied_copy or is_ignored or _ROTARY_BUFFER.fullmatch(name) is not None
 
 
@@ -104,8 +102,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     ids = eos_ids(read_json_object(newer), newer) if newer.is_file() else None
     if ids is not None:
         config = dataclasses.replace(config, eos_token_ids=ids)
-    adjust = family.adjust(values)
-    return Checkpoint(config, family.leaves(config), adjust, family.ignored, family.files)
+    return Checkpoint(family, config, family.leaves(config), family.adjust(values))
 
 
 def read_architecture(directory: Path) -> str:

@@ -128,7 +128,7 @@ def open_base(source: str) -> BaseModel:
 
 
 def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
-    files = checkpoint.files(directory)
+    files = checkpoint.family.files(directory)
     files.check(stored_shapes(checkpoint.leaves), harmless=checkpoint.is_harmless)
     return files
 
