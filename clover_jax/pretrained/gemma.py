@@ -99,9 +99,7 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     config = parse_llama_config(llama, path)
 
     # Published configs say the period of the layers that see everything, or list the types.
-    full = tuple(range(every - 1, config.num_layers, every))
-    if values.get("layer_types") is not None:
-        full = read_full_layers(values, 0, path)
+    full = range(every - 1, config.num_layers, every)
     return dataclasses.replace(
         config,
         embedding_scale=config.hidden_size**0.5,
@@ -110,7 +108,7 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
         logit_cap=_cap(values, "final_logit_softcapping", path),
         post_norms=True,
         sliding_window=read_window(values, path),
-        full_attention_layers=full,
+        full_attention_layers=read_full_layers(values, full, path),
     )
 
 

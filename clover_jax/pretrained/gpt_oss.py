@@ -59,9 +59,7 @@ def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
         )
 
     config = parse_llama_config(values, path)
-    full = tuple(range(1, config.num_layers, 2))
-    if values.get("layer_types") is not None:
-        full = read_full_layers(values, 0, path)
+    every_second = range(1, config.num_layers, 2)
     return with_experts(
         config,
         values,
@@ -72,7 +70,7 @@ def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
         expert_bias=True,
         activation="clamped",
         sliding_window=read_window(values, path),
-        full_attention_layers=full,
+        full_attention_layers=read_full_layers(values, every_second, path),
     )
 
 

@@ -180,15 +180,15 @@ def read_window(values: dict[str, Any], path: Path) -> int | None:
     return window
 
 
-def read_full_layers(values: dict[str, Any], num_full: int, path: Path) -> tuple[int, ...]:
+def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tuple[int, ...]:
     """Return the indices of the layers that see everything.
 
-    num_full: how many of the first layers do, where `layer_types` does not list them all.
+    default: those that do where `layer_types` does not list them.
     Raises UserError for a list of another length or with another type.
     """
     num_layers, types = values["num_hidden_layers"], values.get("layer_types")
     if types is None:
-        return tuple(range(min(num_full, num_layers)))
+        return tuple(default)
     if not isinstance(types, list) or len(types) != num_layers:
         raise UserError(f"{path}: layer_types must list {num_layers} types, one a layer")
     for kind in types:

@@ -58,8 +58,9 @@ def _parse_qwen(values: dict[str, Any], path: Path) -> BaseConfig:
 def _with_window(
     config: BaseConfig, values: dict[str, Any], num_full: int, path: Path
 ) -> BaseConfig:
+    first = range(config.num_layers)[:num_full]
     return dataclasses.replace(
         config,
         sliding_window=read_window(values, path),
-        full_attention_layers=read_full_layers(values, num_full, path),
+        full_attention_layers=read_full_layers(values, first, path),
     )
