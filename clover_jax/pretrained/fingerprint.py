@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from clover_jax.array_types import Array, Float, Params
+from clover_jax.array_types import Array, Params
 from clover_jax.config import JsonConfig
 from clover_jax.models.int8 import Int8Matrix
 from clover_jax.pretrained.base import BaseModel
@@ -58,15 +58,15 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
 
 
 def lm_head_hash(base: BaseModel) -> str:
-    """Return the hash of the output matrix as it was read."""
+    """Return the hash of the output matrix as it was read.
+
+    It is SHA-256 over the little-endian bfloat16 values, row by row.
+    """
     if base.lm_head_hash is not None:
         return base.lm_head_hash
-    assert not isinstance(base.lm_head, Int8Matrix)  # a quantized base keeps the hash
-    return matrix_hash(base.lm_head)
+    matrix = base.lm_head
+    assert not isinstance(matrix, Int8Matrix)  # a quantized base keeps the hash
 
-
-def matrix_hash(matrix: Float[Array, "V D"]) -> str:
-    """Return SHA-256 over the little-endian bfloat16 values, row by row."""
     digest = hashlib.sha256()
     for start in range(0, matrix.shape[0], _HASHED_ROWS):
         # bfloat16 keeps the hash of a base that is loaded in another type.
