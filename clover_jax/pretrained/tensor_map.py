@@ -115,8 +115,7 @@ class StoredLeaf:
 
     def __getitem__(self, box: Box | types.EllipsisType) -> np.ndarray:
         """Return a part as an array of its own; raises what the check does."""
-        whole = (slice(None),) * len(self.shape)
-        part = fuse(self.leaf, self._stored.__getitem__, whole if box is ... else box)
+        part = fuse(self.leaf, self._stored.__getitem__, None if box is ... else box)
         self._check(self._stored, part)
         return part
 
@@ -158,7 +157,7 @@ def fuse(leaf: Leaf, read: Callable[[str], np.ndarray], box: Box | None = None) 
     for piece in leaf.pieces:
         ours = piece.to_ours(read(piece.name))[piece.within(box)]
         fused = np.empty(shape, ours.dtype) if fused is None else fused
-        _copy(piece.in_stored_order(ours), piece.in_stored_order(fused[piece.index]))
+        _copy(piece.in_stored_order(ours), piece.unpermuted(fused))
     assert fused is not None
     return fused
 
