@@ -97,7 +97,21 @@ def scratch_directory(path: str | os.PathLike) -> Iterator[Path]:
 
 def put_in_place(new: Path, path: Path) -> None:
     """Move a whole file or folder to `path`, in one step where the system can; delete the old."""
-    _put_in_place(new, path)
+    replaced = _replaced(path)
+    if not os.path.lexists(path):
+        os.rename(new, path)
+    elif not _exchange(new, path):
+        # No atomic exchange on this system: for an instant nothing is at `path`.
+        _remove(replaced)
+        os.rename(path, replaced)
+        try:
+            os.rename(new, path)
+        except OSError:
+            os.rename(replaced, path)
+            raise
+
+    # What was there before lies under one of two names now: the second after an exchange.
+    _remove(replaced)
     _sync(path.parent)
     _remove(new)
 
@@ -221,22 +235,6 @@ def _unfinished(path: Path, infix: str = "") -> Path:
 
 def _replaced(path: Path) -> Path:
     return path.with_name(f".{path.name}.replaced")
-
-
-def _put_in_place(new: Path, path: Path) -> None:
-    replaced = _replaced(path)
-    if not os.path.lexists(path):
-        os.rename(new, path)
-    elif not _exchange(new, path):
-        # No atomic exchange on this system: for an instant nothing is at `path`.
-        _remove(replaced)
-        os.rename(path, replaced)
-        try:
-            os.rename(new, path)
-        except OSError:
-            os.rename(replaced, path)
-            raise
-    _remove(replaced)
 
 
 def _exchange(a: Path, b: Path) -> bool:
