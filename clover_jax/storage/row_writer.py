@@ -73,8 +73,7 @@ class RowWriter:
                 )
             self.finished, self.earlier_seconds = 0, 0.0
             if not overwrite:
-                self._refuse_other_rows(self._manifest)
-                self._take_over_seconds()
+                self._resume_manifest()
                 write_json(self.manifest_path, self._manifest)
                 self.finished = self._drop_torn_line()
         except BaseException:
@@ -141,13 +140,8 @@ class RowWriter:
             write_json(self.manifest_path, self._manifest)
             self._replaces = False
 
-    def _take_over_seconds(self) -> None:
-        if self._file.tell() and self.manifest_path.is_file():
-            seconds = read_json_object(self.manifest_path).get("seconds")
-            if isinstance(seconds, int | float):
-                self._manifest["seconds"] = self.earlier_seconds = seconds
-
-    def _refuse_other_rows(self, manifest: dict[str, Any]) -> None:
+    def _resume_manifest(self) -> None:
+        """Refuse rows of another command, and take over the seconds that went into these."""
         # Opened for appending, the file stands at its end: 0 is an empty one, anybody's.
         if self._file.tell() == 0:
             return
@@ -162,12 +156,16 @@ class RowWriter:
         except UserError as error:
             raise UserError(f"{error}; --overwrite starts anew") from error
 
-        difference = first_difference(before, manifest)
+        difference = first_difference(before, self._manifest)
         if difference:
             raise UserError(
                 f"{self.path} was written with {difference}; "
                 "repeat that command to resume it, give another --output, or --overwrite"
             )
+        # A run that was killed early has noted none.
+        seconds = before.get("seconds")
+        if isinstance(seconds, int | float):
+            self._manifest["seconds"] = self.earlier_seconds = seconds
 
     def _drop_torn_line(self) -> int:
         """Cut what follows the last newline and return how many rows remain."""
