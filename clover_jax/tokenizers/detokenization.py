@@ -64,7 +64,8 @@ class TextStream:
             end -= 1
         text = _decode(self._tokenizer, self._ids[:end])
         settled = text.rstrip(_INCOMPLETE)
-        piece = self._emit(settled)
+        piece = settled[self._num_emitted :]
+        self._num_emitted += len(piece)
 
         # Without a run at the end the text is whole, and need not be decoded again.
         self._held = text[self._num_emitted :] if end == len(self._ids) else None
@@ -84,11 +85,6 @@ class TextStream:
     def holds_back(self, ids: Sequence[int]) -> bool:
         """Return whether text of some of these tokens may read otherwise after later ones."""
         return any(id_ in self._in_run for id_ in ids)
-
-    def _emit(self, text: str) -> str:
-        piece = text[self._num_emitted :]
-        self._num_emitted += len(piece)
-        return piece
 
     def _forget(self, end: int) -> None:
         """Let go of tokens far before `end`, up to which all text is out.
