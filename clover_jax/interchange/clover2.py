@@ -20,7 +20,7 @@ from clover_jax.interchange.llama_fields import beyond_llama, llama_fields
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count, parse_llama_config
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
-from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
+from clover_jax.pretrained.tensor_map import Leaf, Piece, over_states, transposed, whole
 
 ROPE_THETA = 10_000.0  # what readers of the layout use, whatever rope_theta says
 # Frozen copies of the base's output matrix.
@@ -126,15 +126,13 @@ def clover2_leaves(config: Clover2Config) -> list[Leaf]:
         leaves += layer_leaves(config.layer, (f"augmenting_{index}",), f"layers.{index}.")
     leaves += _attention_decoder(config.layer, "attention_decoder_2", "clover_head_mlp_rnn2")
 
-    # projector_1 [2, D, D], state first, is stored as [D, 2D] over concat(state, token).
-    both = Piece("clover_head_mlp2.weight", (width, 2 * width), (width, 2, width), (1, 2, 0))
     return [
         *leaves,
         norm_leaf(("trunk_norm",), "clover_norm", width),
         norm_leaf(("head_norm",), "clover_head_norm", width),
         transposed(("projector_0",), "clover_head_mlp.weight", (width, width)),
         whole(("projector_0_bias",), "clover_head_mlp.bias", (width,)),
-        Leaf(("projector_1",), (2, width, width), (both,)),
+        over_states(("projector_1",), "clover_head_mlp2.weight", 2, width),  # state, then token
         whole(("projector_1_bias",), "clover_head_mlp2.bias", (width,)),
     ]
 

@@ -20,7 +20,7 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import check_count
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
 from clover_jax.pretrained.mistral_qwen_config import parse_qwen3_config
-from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
+from clover_jax.pretrained.tensor_map import Leaf, Piece, over_states, transposed, whole
 
 FIELDS = "dflash_config"
 _LAYERS, _MASK, _BLOCK = "target_layer_ids", "mask_token_id", "block_size"
@@ -133,11 +133,9 @@ def _layer_ids(config: DFlash2Config, base: BaseConfig) -> list[int]:
 
 def dflash2_leaves(config: DFlash2Config) -> list[Leaf]:
     """Return where the stored tensors lie in `drafters.dflash2.DFlash2`'s params."""
-    width, count = config.layer.hidden_size, len(config.features)
-    # [D, n D] over the states to fc [n, D, D].
-    piece = Piece("fc.weight", (width, count * width), (width, count, width), (1, 2, 0))
+    width = config.layer.hidden_size
     leaves = [
-        Leaf(("fc",), (count, width, width), (piece,)),
+        over_states(("fc",), "fc.weight", len(config.features), width),
         norm_leaf(("context_norm",), "hidden_norm", width),
     ]
     for index in range(config.num_layers):

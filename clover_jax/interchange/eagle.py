@@ -25,7 +25,7 @@ from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
 from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields, read_eagle_layer
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import layer_leaves
-from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
+from clover_jax.pretrained.tensor_map import Leaf, over_states, whole
 
 EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
 
@@ -58,9 +58,7 @@ def check_exportable(config: EagleConfig, base: BaseConfig) -> None:
 def eagle_leaves(config: EagleConfig) -> list[Leaf]:
     """Return where the official tensors lie in `drafters.eagle.Eagle`'s params."""
     width = config.layer.hidden_size
-    # [D, 2D] over concat(embedding, state) to fc [2, D, D].
-    piece = Piece("fc.weight", (width, 2 * width), (width, 2, width), (1, 2, 0))
-    leaves = [Leaf(("fc",), (2, width, width), (piece,))]
+    leaves = [over_states(("fc",), "fc.weight", 2, width)]  # embedding, then state
     if config.fc_bias:
         leaves.append(whole(("fc_bias",), "fc.bias", (width,)))
     return leaves + layer_leaves(config.layer, ("layer",), "layers.0.", input_norm=False)

@@ -21,7 +21,7 @@ from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields,
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
 from clover_jax.pretrained.tensor_files import TensorFiles
-from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
+from clover_jax.pretrained.tensor_map import Leaf, over_states, whole
 
 OFFSETS, KEPT = "d2t", "t2d"
 
@@ -83,13 +83,8 @@ def eagle3_leaves(config: Eagle3Config, prefix: str = "midlayer.") -> list[Leaf]
     prefix: of the names of the layer's tensors.
     """
     width = config.layer.hidden_size
-
-    # [D, 3D] over the three states to fc [3, D, D].
-    shape = (width, NUM_FEATURES * width)
-    piece = Piece("fc.weight", shape, (width, NUM_FEATURES, width), (1, 2, 0))
-
     return [
-        Leaf(("fc",), (NUM_FEATURES, width, width), (piece,)),
+        over_states(("fc",), "fc.weight", NUM_FEATURES, width),
         norm_leaf(("embedding_norm",), f"{prefix}input_layernorm", width),
         norm_leaf(("state_norm",), f"{prefix}hidden_norm", width),
         *layer_leaves(config.layer, (), prefix, input_norm=False, read_width=2 * width),

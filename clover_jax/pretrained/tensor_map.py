@@ -97,6 +97,12 @@ def transposed(path: Path, name: str, shape: tuple[int, int]) -> Leaf:
     return Leaf(path, shape, (Piece(name, shape[::-1], shape[::-1], (1, 0)),))
 
 
+def over_states(path: Path, name: str, count: int, width: int) -> Leaf:
+    """Return the [n, D, D] leaf stored as [D, n D], over n states beside each other."""
+    piece = Piece(name, (width, count * width), (width, count, width), (1, 2, 0))
+    return Leaf(path, (count, width, width), (piece,))
+
+
 def stored_shapes(leaves: Iterable[Leaf]) -> dict[str, tuple[int, ...]]:
     """Return the shape of every stored tensor that the leaves need."""
     return {piece.name: piece.shape for leaf in leaves for piece in leaf.pieces}
