@@ -60,6 +60,7 @@ class Checkpoints:
     def __init__(self, directory: Path):
         """Open `directory`, making it where needed."""
         self.directory = directory.absolute()
+        self._damaged = self.directory / "damaged"
         (self.directory / HASHES).mkdir(parents=True, exist_ok=True)
         # Every error is raised as well; these logs would add pages of traceback to one line.
         logging.getLogger("absl").addFilter(_is_not_orbax)
@@ -197,10 +198,6 @@ class Checkpoints:
 
     def _hash_file(self, step: int) -> Path:
         return self.directory / HASHES / f"{step}.json"
-
-    @property
-    def _damaged(self) -> Path:
-        return self.directory / "damaged"
 
     def _hashes(self, step: int) -> dict[str, str]:
         """Return the hashes of a checkpoint's files; none where they were lost."""

@@ -53,6 +53,7 @@ class RowWriter:
             or is being written by another process.
         """
         self.path, self._first = Path(path), first
+        self._manifest_path = manifest_path(self.path)
         self._waiting: dict[int, dict[str, Any]] = {}
         self._replaces, self._noted = overwrite, 0.0
         manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
@@ -74,16 +75,11 @@ class RowWriter:
             self.finished, self.earlier_seconds = 0, 0.0
             if not overwrite:
                 self._resume_manifest()
-                write_json(self.manifest_path, self._manifest)
+                write_json(self._manifest_path, self._manifest)
                 self.finished = self._drop_torn_line()
         except BaseException:
             self._file.close()
             raise
-
-    @property
-    def manifest_path(self) -> Path:
-        """Where the settings and the prompts' hash are kept."""
-        return manifest_path(self.path)
 
     def kept(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of earlier runs that this one resumes."""
@@ -115,7 +111,7 @@ class RowWriter:
         self._manifest["seconds"] = self.earlier_seconds + seconds
         if not self._replaces and time.monotonic() - self._noted > _SECONDS_BETWEEN_NOTES:
             self._noted = time.monotonic()
-            write_json(self.manifest_path, self._manifest)
+            write_json(self._manifest_path, self._manifest)
 
     def __enter__(self) -> "RowWriter":
         return self
@@ -124,7 +120,7 @@ class RowWriter:
         if exception_type is None:
             self._replace()  # by no rows, where none came
         if "seconds" in self._manifest and not self._replaces:
-            write_json(self.manifest_path, self._manifest)
+            write_json(self._manifest_path, self._manifest)
         self._file.close()
         # A run that ended well has lost a row; one that failed has other worries.
         if exception_type is None and self._waiting:
@@ -137,7 +133,7 @@ class RowWriter:
         """Empty the file that is to be overwritten, once there is a row to write."""
         if self._replaces:
             self._file.truncate(0)
-            write_json(self.manifest_path, self._manifest)
+            write_json(self._manifest_path, self._manifest)
             self._replaces = False
 
     def _resume_manifest(self) -> None:
@@ -146,13 +142,13 @@ class RowWriter:
         if self._file.tell() == 0:
             return
         # Rows of an unknown origin are never appended to, and never deleted unasked.
-        if not self.manifest_path.is_file():
+        if not self._manifest_path.is_file():
             raise UserError(
                 f"{self.path} exists and has no manifest to resume from; "
                 "give another --output, or --overwrite to start anew"
             )
         try:
-            before = read_json_object(self.manifest_path)
+            before = read_json_object(self._manifest_path)
         except UserError as error:
             raise UserError(f"{error}; --overwrite starts anew") from error
 
