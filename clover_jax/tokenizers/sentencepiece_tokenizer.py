@@ -165,11 +165,10 @@ def _ends(
     """Return what puts the tokens of start and end around a text, as the settings ask."""
     bos = roles.get("bos_token") if settings.get("add_bos_token", True) else None
     eos = roles.get("eos_token") if settings.get("add_eos_token", False) else None
-    used = [text for text in (bos, eos) if text]
-    if not used:
+    if not bos and not eos:
         return None
-    single = [*([bos] if bos else []), "$A", *([eos] if eos else [])]
-    ids = [(text, tokenizer.token_to_id(text)) for text in used]
+    single = [text for text in (bos, "$A", eos) if text]
+    ids = [(text, tokenizer.token_to_id(text)) for text in (bos, eos) if text]
     return processors.TemplateProcessing(single=single, special_tokens=ids)
 
 
