@@ -54,10 +54,10 @@ def _parse_eagle3(
         )
     fields = layer | {"draft_vocab_size": values.get("draft_vocab_size")}
     config = eagle3.parse_config(fields, path, rope_theta, base)
-    ids = values.get(_STATES)  # a config without them means the method's own
-    return (
-        config if ids is None else dataclasses.replace(config, features=_features(ids, path, base))
-    )
+    ids = values.get(_STATES)
+    if ids is None:  # a config without them means the method's own
+        return config
+    return dataclasses.replace(config, features=_features(ids, path, base))
 
 
 def _layer_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -73,8 +73,8 @@ def _layer_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _features(ids: Any, path: Path, base: BaseConfig) -> tuple[str, ...]:
-    names = {index: name for name, index in _all_states(base).items()}
-    if not _are_states(ids) or not set(ids) <= set(names):
+    names = _all_states(base)
+    if not _are_states(ids) or not set(ids) <= set(range(len(names))):
         raise UserError(
             f"{path}: {_STATES} must be {NUM_FEATURES} different ids from 0 to {base.num_layers}, "
             f"the number of the base's layers, in ascending order, not {ids!r}"
@@ -155,8 +155,8 @@ def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
 
 def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
     # Two features may be the same state in a base of two layers.
-    ids = _all_states(base)
-    read = [ids[name] for name in config.features if name in ids]
+    names = _all_states(base)
+    read = [names.index(name) for name in config.features if name in names]
     if not _are_states(read):
         raise UserError(
             f"this head reads {', '.join(config.features)} of its base, but vLLM gives heads the "
@@ -166,11 +166,9 @@ def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
     return read
 
 
-def _all_states(base: BaseConfig) -> dict[str, int]:
-    # By our names of them; the id of a state is the number of layers before it.
-    return {f"layer_{index}": index for index in range(base.num_layers)} | {
-        "pre_norm": base.num_layers
-    }
+def _all_states(base: BaseConfig) -> list[str]:
+    # Our names of them; the id of a state is its place, the number of layers before it.
+    return [*(f"layer_{index}" for index in range(base.num_layers)), "pre_norm"]
 
 
 EAGLE_LAYOUT = Layout(

@@ -127,8 +127,8 @@ def _own_tensors(head: StoredHead, leaves: list[Leaf]) -> list[StreamedTensor]:
             last[leaf.path] = head.read(leaf.path)
         # A permuted view is copied when it is written: slices of it take little memory.
         stored = piece.unpermuted(last[leaf.path])
-        for start, stop in _row_ranges(stored.shape, stored.dtype):
-            yield stored[start:stop]
+        for rows in _row_slices(stored.shape, stored.dtype):
+            yield stored[rows]
 
     return [
         StreamedTensor(piece.name, head.dtype, piece.shape, parts(leaf, piece))
@@ -140,8 +140,8 @@ def _own_tensors(head: StoredHead, leaves: list[Leaf]) -> list[StreamedTensor]:
 def _copies(head: StoredHead, layout: Layout, base: BaseModel) -> list[StreamedTensor]:
     # Rows at a time: an output matrix is often the largest tensor of all.
     def parts(matrix: Any) -> Iterator[np.ndarray]:
-        for start, stop in _row_ranges(matrix.shape, head.dtype):
-            yield np.asarray(matrix[start:stop]).astype(head.dtype)
+        for rows in _row_slices(matrix.shape, head.dtype):
+            yield np.asarray(matrix[rows]).astype(head.dtype)
 
     matrices = {"lm_head": base.lm_head, "embedding": base.params["embedding"]}
     return [
@@ -159,9 +159,9 @@ def _further_tensors(head: StoredHead, layout: Layout) -> list[StreamedTensor]:
     return tensors
 
 
-def _row_ranges(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[tuple[int, int]]:
+def _row_slices(shape: tuple[int, ...], dtype: np.dtype) -> Iterator[slice]:
     # A row at least, however wide it is.
-    row_bytes = math.prod(shape[1:]) * np.dtype(dtype).itemsize
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
     step = max(1, PART_BYTES // max(1, row_bytes))
     for start in range(0, shape[0], step):
-        yield start, min(start + step, shape[0])
+        yield slice(start, start + step)
