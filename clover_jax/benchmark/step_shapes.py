@@ -14,7 +14,6 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.batch import Batch
-from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.loading import describe_base
 from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.sharding.meshes import MeshShape
@@ -92,8 +91,7 @@ def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
 
     Raises UserError for settings that cannot work.
     """
-    described = describe_base(settings.base)
-    base = BaseModel(described.config, {}, described.directory, settings.base)
+    base = describe_base(settings.base)
     head = make_head(settings, base)
     pipeline_config(settings, base, head)  # raises for rows that cannot be
     if settings.draft_vocab is not None:  # any tokens will do: the shapes are the same

@@ -162,11 +162,11 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
             f"--draft={spec.draft}: to compile for other hardware only shapes are needed; give "
             f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
         )
-    described, parts = describe_base(spec.base), parse_parts(spec.int8)
+    base, parts = describe_base(spec.base), parse_parts(spec.int8)
     # The same functions as in `load`, traced: what is compiled is what would be loaded.
-    shapes = base_shapes(described.config, resolve_dtype(spec.dtype))
+    shapes = base_shapes(base.config, resolve_dtype(spec.dtype))
     params = jax.eval_shape(functools.partial(quantize_base, parts=parts), shapes)
-    base = BaseModel(described.config, params, described.directory, spec.base)
+    base = dataclasses.replace(base, params=params)
     attention = resolve_attention(spec.attention, platform)
     plain = Models(base, None, None, TreeConfig.root_only(), int8=parts, attention=attention)
     if spec.draft == NO_DRAFT:

@@ -38,7 +38,8 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
             f"{process_count()} processes run a base for --regenerate or --features; without "
             "these prepare in one"
         )
-    config, directory = describe_base(options.spec.base)
+    described = describe_base(options.spec.base)
+    config, directory = described.config, described.directory
     if options.seq_len > config.max_position_embeddings:
         raise UserError(
             f"--seq_len={options.seq_len} is longer than the base's context, "

@@ -17,7 +17,7 @@ class BaseModel:
     """A loaded base.
 
     config: its shapes.
-    params: the tree of `models.decoder.Decoder`.
+    params: the tree of `models.decoder.Decoder`; empty where a base is only described.
     directory: the folder that holds its config, weights and tokenizer.
     source: what the user asked for: a folder, a hub id, "builtin:NAME", or "shape:NAME", whose
         weights are random.

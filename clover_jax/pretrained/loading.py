@@ -9,7 +9,7 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
@@ -19,7 +19,7 @@ from clover_jax.array_types import FLOAT32, Array
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.families import Checkpoint, read_checkpoint
+from clover_jax.pretrained.families import Checkpoint, read_base_config, read_checkpoint
 from clover_jax.pretrained.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles
@@ -133,19 +133,12 @@ def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
     return files
 
 
-class BaseDescription(NamedTuple):
-    """A base without its weights. directory: where its tokenizer is, if it has one."""
-
-    config: BaseConfig
-    directory: Path
-
-
-def describe_base(source: str) -> BaseDescription:
-    """Describe a base before its weights are read; raises as `load_base` does."""
+def describe_base(source: str) -> BaseModel:
+    """Return a base that has no params yet; raises as `load_base` does."""
     if is_shape(source):
-        return BaseDescription(shape_config(source), Path(source))
+        return BaseModel(shape_config(source), {}, Path(source), source)
     directory = find_directory(source)
-    return BaseDescription(read_checkpoint(directory).config, directory)
+    return BaseModel(read_base_config(directory), {}, directory, source)
 
 
 def place_as(dtype: jnp.dtype) -> Place:
