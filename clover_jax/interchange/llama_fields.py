@@ -8,7 +8,7 @@ from typing import Any
 
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
 from clover_jax.errors import UserError
-from clover_jax.pretrained.llama_config import parse_llama_config
+from clover_jax.pretrained.llama_config import ORIGINAL, parse_llama_config
 
 
 def read_eagle_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> LayerConfig:
@@ -59,11 +59,10 @@ def eagle_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
     return llama_fields(config, base) | more
 
 
-_ORIGINAL = "original_max_position_embeddings"
 _OF_ROPE = {
     "linear": (),
-    "llama3": ("low_freq_factor", "high_freq_factor", _ORIGINAL),
-    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", _ORIGINAL),
+    "llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL),
+    "yarn": ("beta_fast", "beta_slow", "truncate", "attention_factor", ORIGINAL),
 }
 
 
