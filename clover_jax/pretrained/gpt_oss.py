@@ -18,8 +18,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.layers import CLAMP, CLAMPED_GAIN
 from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.llama_config import parse_llama_config, read_full_layers, read_window
-from clover_jax.pretrained.llama_tensors import base_leaves
-from clover_jax.pretrained.moe import is_mlp_of, with_experts
+from clover_jax.pretrained.moe import leaves_without_mlp, with_experts
 from clover_jax.pretrained.tensor_files import READABLE, TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
 
@@ -77,7 +76,7 @@ def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
 def gpt_oss_leaves(config: BaseConfig) -> list[Leaf]:
     """Return Llama's leaves, with experts that are stored together, gate and up in turns."""
     number, width, inner = config.num_experts, config.hidden_size, config.expert_size
-    leaves = [leaf for leaf in base_leaves(config) if not is_mlp_of(leaf, range(config.num_layers))]
+    leaves = leaves_without_mlp(config, range(config.num_layers))
     for index in range(config.num_layers):
         path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.mlp"
         leaves += [

@@ -98,8 +98,7 @@ def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> lis
     shapes = ((width, inner), (width, inner), (inner, width))
     sparse = [i for i in range(config.num_layers) if i not in config.dense_layers]
 
-    # The plain MLP gives way where there are experts.
-    leaves = [leaf for leaf in base_leaves(config) if not is_mlp_of(leaf, sparse)]
+    leaves = leaves_without_mlp(config, sparse)
     for index in sparse:
         path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.{module}"
         leaves.append(transposed((*path, "router"), f"{prefix}.gate.weight", (width, number)))
@@ -112,9 +111,10 @@ def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> lis
     return leaves
 
 
-def is_mlp_of(leaf: Leaf, layers: Collection[int]) -> bool:
-    """Say whether a leaf belongs to the MLP of one of these layers."""
-    return leaf.path[1:2] == ("mlp",) and int(leaf.path[0].removeprefix("layers_")) in layers
+def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf]:
+    """Return Llama's leaves, less the plain MLPs of these layers, which give way to experts."""
+    mlps = {(f"layers_{index}", "mlp") for index in layers}
+    return [leaf for leaf in base_leaves(config) if leaf.path[:2] not in mlps]
 
 
 MIXTRAL = Family(parse_mixtral_config, mixtral_leaves)
