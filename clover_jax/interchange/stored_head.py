@@ -87,7 +87,7 @@ class FoundHead(NamedTuple):
     layout: Layout | None
 
 
-def find_head(source: str, rope_theta: float | None = None) -> FoundHead:
+def find_head(source: str, rope_theta: float | None) -> FoundHead:
     """Find a head by its name and recognise its layout; the arguments are `load_draft`'s.
 
     Raises UserError if there is no head, or if `rope_theta` is given for a native head.

@@ -206,7 +206,7 @@ def random_params(shapes: Params, seed: int, place: Place | None = None) -> Para
     return jax.tree.unflatten(structure, arrays)
 
 
-def random_base(source: str, dtype: jnp.dtype, place: Place | None = None) -> BaseModel:
+def random_base(source: str, dtype: jnp.dtype, place: Place | None) -> BaseModel:
     """Return the base that `shape:...` stands for, with random weights and no tokenizer.
 
     Raises UserError as `shape_config` does.

@@ -93,9 +93,7 @@ class TensorFiles:
             )
         return stored
 
-    def check(
-        self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool] | None = None
-    ) -> None:
+    def check(self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool]) -> None:
         """Compare names and shapes with what a config asks for.
 
         harmless: says which tensors may be there beside the expected ones.
@@ -115,8 +113,7 @@ class TensorFiles:
                 )
 
         # An unknown tensor would be a part of the model that is left out without a word.
-        others = [name for name in self.shapes if name not in expected]
-        unknown = [name for name in others if not (harmless and harmless(name))]
+        unknown = [name for name in self.shapes if name not in expected and not harmless(name)]
         if unknown:
             raise UserError(
                 f"{self.directory} has {_listed(unknown)}, which its config.json does not ask for"
