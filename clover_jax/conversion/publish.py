@@ -77,6 +77,7 @@ def license_of(base: BaseModel, given: str | None) -> str:
 
     Raises UserError where there is neither.
     """
+    # The fields of a card stand between two lines of dashes at its beginning.
     card = base.directory / MODEL_CARD
     text = card.read_text(encoding="utf-8", errors="replace") if card.is_file() else ""
     front = text.split("---", 2)[1] if text.startswith("---") and text.count("---") > 1 else ""

@@ -39,6 +39,7 @@ def parse_config(
     llama = parse_qwen3_config(values, path)
     rope = dataclasses.replace(llama.rope, theta=rope_theta) if rope_theta else llama.rope
 
+    # A block has a slot for the token before the drafts, too.
     try:
         return DFlash2Config(
             layer=dataclasses.replace(llama.layer, rope=rope),

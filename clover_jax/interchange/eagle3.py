@@ -67,7 +67,8 @@ def check_exportable(config: Eagle3Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     check_llama_layer(config.layer)
 
-    # The layout does not name the states that a head reads, so they must be the method's.
+    # The layout does not name the states that a head reads, so they must be the method's. For a
+    # small base `feature_layers` takes others, which readers do not.
     count = base.num_layers
     states = tuple(f"layer_{i}" for i in (2, count // 2, count - 3))
     if config.features != states:

@@ -48,9 +48,11 @@ def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
     values = DEFAULTS | values | {"mlp_bias": False}
     if values.get("rope_scaling") is None and values.get("rope_parameters") is None:
         values["rope_parameters"] = YARN | YARN_LENGTH
+    # To the decoder these weights are plain: `Mxfp4Files` widens them as they are read.
     quantization = values.get("quantization_config")
     if isinstance(quantization, dict) and quantization.get("quant_method") == "mxfp4":
         values["quantization_config"] = None
+    # The decoder's gate has these two numbers built in.
     if (values["swiglu_alpha"], values["swiglu_limit"]) != (CLAMPED_GAIN, CLAMP):
         raise UserError(
             f"{path}: swiglu_alpha {values['swiglu_alpha']} and swiglu_limit "

@@ -95,6 +95,7 @@ class StoredMatrix:
 
     def __getitem__(self, rows: slice) -> np.ndarray:
         """Return the rows of a slice without a step."""
+        # safetensors refuses a slice that ends beyond its tensor.
         start, stop, _ = rows.indices(self.shape[0])
         return self._read(slice(start, stop))
 

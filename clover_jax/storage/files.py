@@ -62,6 +62,7 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     try:
         with naming(path):
             yield unfinished
+            # Renamed only when all is on disk: a crash must not leave half a folder by that name.
             for folder, _, names in os.walk(unfinished):
                 for name in names:
                     _sync(Path(folder, name))

@@ -99,6 +99,7 @@ def _shards_of(whole: Path) -> list[Shard]:
     name = re.compile(rf"{re.escape(whole.stem)}\.(\d+)-of-(\d+){re.escape(whole.suffix)}")
     names = filter(None, (name.fullmatch(path.name) for path in whole.parent.glob("*")))
     there = {Shard(int(name[1]), int(name[2])) for name in names}
+    # Of two numbers of jobs nobody can say which was meant: one may be left from an earlier run.
     counts = sorted({shard.count for shard in there})
     if len(counts) != 1:
         which = "no shard" if not counts else f"shards of {' and of '.join(map(str, counts))} jobs"
