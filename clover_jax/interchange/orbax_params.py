@@ -12,12 +12,12 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import Params
 from clover_jax.errors import UserError
 from clover_jax.pretrained.orbax_leaves import by_path, stored_leaves
 from clover_jax.pretrained.tensor_map import Path as LeafPath
-from clover_jax.pretrained.tensor_map import nested
 from clover_jax.storage.files import hash_files
 
 CHUNK_BYTES = 2**22  # what storage encodes and decodes at once
@@ -69,7 +69,7 @@ def save_params(folder: Path, params: Params) -> dict[str, str]:
     return hash_files(folder)
 
 
-def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, str]:
+def save_leaves(folder: Path, leaves: dict[LeafPath, LazyLeaf]) -> dict[str, str]:
     """Write leaves one after the other to a new folder; return hashes as `save_params` does."""
     # A separate registry: orbax's handlers for arrays would read all values at once.
     registry = ocp.type_handlers.create_type_handler_registry(
@@ -77,8 +77,8 @@ def save_leaves(folder: Path, leaves: Mapping[LeafPath, LazyLeaf]) -> dict[str, 
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # without it orbax complains
     )
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
-    save_args = nested(dict.fromkeys(leaves, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)))
-    arguments = ocp.args.PyTreeSave(nested(leaves), save_args=save_args)
+    save_args = unflatten_dict(dict.fromkeys(leaves, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)))
+    arguments = ocp.args.PyTreeSave(unflatten_dict(leaves), save_args=save_args)
     with ocp.Checkpointer(handler) as checkpointer:
         checkpointer.save(folder.absolute(), args=arguments)
     return hash_files(folder)

@@ -10,6 +10,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import FLOAT32, Params
 from clover_jax.config import DrafterConfig
@@ -27,7 +28,7 @@ from clover_jax.pretrained.orbax_leaves import read_leaf
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles, check_finite
 from clover_jax.pretrained.tensor_map import Path as LeafPath
-from clover_jax.pretrained.tensor_map import fuse, nested, stored_shapes
+from clover_jax.pretrained.tensor_map import fuse, stored_shapes
 from clover_jax.storage.json_files import read_json_object
 
 _CHECKED_ROWS = 4096  # of a copy of a base's matrix, compared at a time
@@ -77,7 +78,7 @@ class StoredHead:
     def read_params(self, dtype: jnp.dtype) -> Params:
         """Return all leaves cast to `dtype`, on the default device; raises as `read`."""
         place = place_as(dtype)
-        return nested({path: place(path, self.read(path)) for path in self.shapes})
+        return unflatten_dict({path: place(path, self.read(path)) for path in self.shapes})
 
 
 class FoundHead(NamedTuple):

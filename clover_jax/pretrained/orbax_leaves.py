@@ -8,11 +8,11 @@ from typing import Any
 import jax
 import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import Params
 from clover_jax.errors import UserError
 from clover_jax.pretrained.tensor_map import Path as LeafPath
-from clover_jax.pretrained.tensor_map import nested
 
 
 def stored_leaves(folder: Path) -> dict[LeafPath, Any]:
@@ -36,11 +36,9 @@ def by_path(tree: Params) -> dict[LeafPath, Any]:
 def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
     """Return one leaf as it is stored."""
     # Without these types orbax would put the leaf where it was when it was written.
-    item = nested({path: 0})
-    wanted = nested({path: ocp.RestoreArgs(restore_type=np.ndarray)})
+    item = unflatten_dict({path: 0})
+    wanted = unflatten_dict({path: ocp.RestoreArgs(restore_type=np.ndarray)})
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=wanted, partial_restore=True)
-        value: Any = checkpointer.restore(folder.absolute(), args=arguments)
-    for key in path:
-        value = value[key]
-    return value
+        restored: Any = checkpointer.restore(folder.absolute(), args=arguments)
+    return by_path(restored)[path]

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import Params
 
@@ -141,18 +142,7 @@ def assemble(
         stored = {piece.name: read(piece.name) for piece in leaf.pieces}
         return place(leaf.path, StoredLeaf(leaf, stored, check))
 
-    return nested({leaf.path: placed(leaf) for leaf in leaves})
-
-
-def nested(leaves: Mapping[Path, Any]) -> dict[str, Any]:
-    """Return the tree of leaves by path: {("a", "b"): x} gives {"a": {"b": x}}."""
-    tree: dict[str, Any] = {}
-    for path, value in leaves.items():
-        branch = tree
-        for key in path[:-1]:
-            branch = branch.setdefault(key, {})
-        branch[path[-1]] = value
-    return tree
+    return unflatten_dict({leaf.path: placed(leaf) for leaf in leaves})
 
 
 def fuse(leaf: Leaf, read: Callable[[str], np.ndarray], box: Box | None = None) -> np.ndarray:
