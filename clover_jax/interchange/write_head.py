@@ -121,7 +121,8 @@ def _own_tensors(head: StoredHead, leaves: list[Leaf]) -> list[StreamedTensor]:
     last: dict[LeafPath, np.ndarray] = {}
 
     def parts(leaf: Leaf, piece: Piece) -> Iterator[np.ndarray]:
-        # The tensors of a leaf are written one after the other, so that it is read once.
+        # The tensors of a leaf are written one after the other, so that it is read once. The leaf
+        # before goes first: two may not fit in memory.
         if leaf.path not in last:
             last.clear()
             last[leaf.path] = head.read(leaf.path)
