@@ -8,6 +8,7 @@ Gemma 3 norms queries and keys, and rotates layers with a window by a base of th
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,6 @@ from clover_jax.pretrained.llama_config import (
     read_window,
 )
 from clover_jax.pretrained.llama_tensors import base_leaves
-from clover_jax.pretrained.tensor_map import Leaf
 
 # What transformers' configs mean where a field is absent; published ones of Gemma 3 leave out many.
 GEMMA2_DEFAULTS: dict[str, Any] = {
@@ -125,23 +125,11 @@ def _scale_of_norm(name: str, tensor: np.ndarray) -> np.ndarray:
     return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
 
 
-def multimodal_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return the text's leaves, whose stored names have a prefix beside the images'."""
-
-    def renamed(leaf: Leaf) -> Leaf:
-        pieces = (
-            dataclasses.replace(piece, name=f"language_model.{piece.name}") for piece in leaf.pieces
-        )
-        return dataclasses.replace(leaf, pieces=tuple(pieces))
-
-    return [renamed(leaf) for leaf in base_leaves(config)]
-
-
 GEMMA2 = Family(parse_gemma2_config, adjust=adjust_gemma)
 GEMMA3 = Family(parse_gemma3_config, adjust=adjust_gemma)
 GEMMA3_MULTIMODAL = Family(
     parse_multimodal_config,
-    multimodal_leaves,
+    functools.partial(base_leaves, prefix="language_model."),
     adjust_gemma,
     re.compile(r"(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight"),
 )

@@ -28,16 +28,19 @@ _NORMS_AROUND_MLP = {
 }
 
 
-def base_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return all leaves of the base, in the order of the forward pass."""
+def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
+    """Return all leaves of the base, in the order of the forward pass.
+
+    prefix: what all stored names start with, where the text is a part of a model.
+    """
     matrix = (config.vocab_size, config.hidden_size)
-    leaves = [whole(("embedding",), "model.embed_tokens.weight", matrix)]
+    leaves = [whole(("embedding",), f"{prefix}model.embed_tokens.weight", matrix)]
     for index in range(config.num_layers):
-        path, prefix = (f"layers_{index}",), f"model.layers.{index}."
-        leaves += layer_leaves(config.layer_at(index), path, prefix)
-    leaves.append(norm_leaf(("final_norm",), "model.norm", config.hidden_size))
+        path, of_layer = (f"layers_{index}",), f"{prefix}model.layers.{index}."
+        leaves += layer_leaves(config.layer_at(index), path, of_layer)
+    leaves.append(norm_leaf(("final_norm",), f"{prefix}model.norm", config.hidden_size))
     if not config.tie_word_embeddings:
-        leaves.append(whole(("lm_head",), "lm_head.weight", matrix))
+        leaves.append(whole(("lm_head",), f"{prefix}lm_head.weight", matrix))
     return leaves
 
 
