@@ -139,6 +139,7 @@ def dflash2_leaves(config: DFlash2Config) -> list[Leaf]:
         over_states(("fc",), "fc.weight", len(config.features), width),
         norm_leaf(("context_norm",), "hidden_norm", width),
     ]
+    # Plain DFlash has neither convolutions nor a selector.
     for index in range(config.num_layers):
         path, prefix = (f"layers_{index}",), f"layers.{index}."
         leaves += layer_leaves(config.layer, path, prefix)

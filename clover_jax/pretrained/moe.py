@@ -54,6 +54,7 @@ def parse_qwen3_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
         check_count(values, count, path)
     config = parse_llama_config(values, path)
 
+    # Every `step`-th layer has experts, unless it is listed.
     step, plain = values["decoder_sparse_step"], values["mlp_only_layers"] or []
     dense = (i for i in range(config.num_layers) if i in plain or (i + 1) % step)
     return with_experts(
