@@ -40,18 +40,6 @@ class Card:
     files: Any = None
     chat_template: str | None = None
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the content of draft.json."""
-        return {
-            "format_version": FORMAT_VERSION,
-            "drafter": self.config.to_dict(),
-            "tree": self.tree,
-            "base": self.base.to_dict(),
-            "chat_template": self.chat_template,
-            "provenance": self.provenance,
-            "files": self.files,
-        }
-
 
 def native_directory(directory: Path) -> Path | None:
     """Return the native draft directory in a folder that is one or a workdir; None without."""
@@ -62,7 +50,16 @@ def native_directory(directory: Path) -> Path | None:
 
 def write_card(directory: Path, card: Card) -> None:
     """Write draft.json."""
-    text = json.dumps(card.to_dict(), indent=2) + "\n"
+    fields = {
+        "format_version": FORMAT_VERSION,
+        "drafter": card.config.to_dict(),
+        "tree": card.tree,
+        "base": card.base.to_dict(),
+        "chat_template": card.chat_template,
+        "provenance": card.provenance,
+        "files": card.files,
+    }
+    text = json.dumps(fields, indent=2) + "\n"
     (directory / CARD).write_text(text, encoding="utf-8")
 
 
