@@ -45,8 +45,7 @@ def parse_config(
 def config_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
     """Return the content of config.json for a head of a base."""
     # Servers pick their reader by this class and by their own setting of the method.
-    fields = {"architectures": ["LlamaForCausalLM"], **eagle_fields(config, base.config)}
-    return fields | {"bias": config.fc_bias}
+    return eagle_fields(config, base.config, "LlamaForCausalLM") | {"bias": config.fc_bias}
 
 
 def check_exportable(config: EagleConfig, base: BaseConfig) -> None:
@@ -87,7 +86,7 @@ def _check_for_sglang(config: EagleConfig, base: BaseConfig) -> None:
 
 
 def _sglang_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
-    return {"architectures": ["LlamaForCausalLMEagle"], **eagle_fields(config, base.config)}
+    return eagle_fields(config, base.config, "LlamaForCausalLMEagle")
 
 
 def _bias_of_fc(config: EagleConfig) -> dict[str, np.ndarray]:

@@ -59,7 +59,7 @@ def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
 
 def config_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
     """Return the content of config.json for a head of a base."""
-    fields = {"architectures": ["LlamaForCausalLMEagle3"], **eagle_fields(config, base.config)}
+    fields = eagle_fields(config, base.config, "LlamaForCausalLMEagle3")
     return fields | {"draft_vocab_size": config.draft_vocab_size}
 
 

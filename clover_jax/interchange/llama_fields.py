@@ -52,11 +52,11 @@ def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
     }
 
 
-def eagle_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
-    """Return `llama_fields` with the two that the EAGLE layouts have besides."""
+def eagle_fields(config: DrafterConfig, base: BaseConfig, architecture: str) -> dict[str, Any]:
+    """Return `llama_fields` with those that the EAGLE layouts have besides."""
     layer = config.layer
     more = {"head_dim": layer.head_dim, "qkv_bias": layer.qkv_bias}
-    return llama_fields(config, base) | more
+    return {"architectures": [architecture], **llama_fields(config, base), **more}
 
 
 _OF_ROPE = {

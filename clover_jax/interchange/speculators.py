@@ -102,11 +102,10 @@ def _eagle1_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
 
 
 def _eagle3_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
-    layer = {"architectures": ["LlamaForCausalLM"], **eagle_fields(config, base.config)}
     own = {
         "architectures": ["Eagle3Speculator"],
         _STATES: _state_ids(config, base.config),
-        _LAYER_CONFIG: layer,
+        _LAYER_CONFIG: eagle_fields(config, base.config, "LlamaForCausalLM"),
     }
     return _shared_fields("eagle3", config, base, config.num_positions) | own
 
