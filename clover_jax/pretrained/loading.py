@@ -13,6 +13,7 @@ from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
 from tokenizers import Tokenizer
 
 from clover_jax.array_types import FLOAT32, Array
@@ -23,7 +24,7 @@ from clover_jax.pretrained.families import Checkpoint, read_base_config, read_ch
 from clover_jax.pretrained.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles
-from clover_jax.pretrained.tensor_map import Leaf, Place, assemble, stored_shapes
+from clover_jax.pretrained.tensor_map import Leaf, Place, StoredLeaf, stored_shapes
 from clover_jax.runtime.distributed import is_primary
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.tokenizers.tokenizer import load_tokenizer
@@ -49,15 +50,16 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
     _check_tokenizer(directory, checkpoint.config)
     files = _open_files(directory, checkpoint)
 
-    # Leaf by leaf: a base may fill most of the memory of host and device.
+    def stored(leaf: Leaf) -> StoredLeaf:
+        names = [piece.name for piece in leaf.pieces]
+        tensors = {name: checkpoint.adjust(name, files.view(name)) for name in names}
+        return StoredLeaf(leaf, tensors, files.check_part)
+
+    # Leaf by leaf, each released before the next: a base may fill most of the memory of host and
+    # device.
     with _progress(checkpoint.leaves, dtype, place or place_as(dtype)) as counted:
-        params = assemble(
-            checkpoint.leaves,
-            lambda name: checkpoint.adjust(name, files.view(name)),
-            counted,
-            files.check_part,
-        )
-    return BaseModel(checkpoint.config, params, directory, source)
+        params = {leaf.path: counted(leaf.path, stored(leaf)) for leaf in checkpoint.leaves}
+    return BaseModel(checkpoint.config, unflatten_dict(params), directory, source)
 
 
 @contextlib.contextmanager

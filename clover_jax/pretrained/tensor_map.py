@@ -14,9 +14,6 @@ from typing import Any
 
 import jax
 import numpy as np
-from flax.traverse_util import unflatten_dict
-
-from clover_jax.array_types import Params
 
 Path = tuple[str, ...]
 # Of a leaf by its path: a StoredLeaf, or an array on the host or on a device.
@@ -116,7 +113,10 @@ class StoredLeaf:
     """
 
     def __init__(self, leaf: Leaf, stored: Mapping[str, np.ndarray], check: Check):
-        """Take the stored tensors by name, best as views on their files, and `assemble`'s check."""
+        """Take the stored tensors by name, best as views on their files.
+
+        check: is called with their names and each part of the leaf that was read.
+        """
         self.leaf, self.shape = leaf, leaf.shape
         self._stored, self._check = stored, check
 
@@ -125,24 +125,6 @@ class StoredLeaf:
         part = fuse(self.leaf, self._stored.__getitem__, None if box is ... else box)
         self._check(self._stored, part)
         return part
-
-
-def assemble(
-    leaves: Iterable[Leaf], read: Callable[[str], np.ndarray], place: Place, check: Check
-) -> Params:
-    """Return the tree of placed leaves.
-
-    read: returns a stored tensor by name, best as a view on its file.
-    place: puts a StoredLeaf on its device, or its parts on theirs. Each leaf is released before the
-        next one, so that the host holds the parts of one leaf at a time beside the result.
-    check: is called with the names of a leaf's tensors and each part of it that was read.
-    """
-
-    def placed(leaf: Leaf) -> jax.Array:
-        stored = {piece.name: read(piece.name) for piece in leaf.pieces}
-        return place(leaf.path, StoredLeaf(leaf, stored, check))
-
-    return unflatten_dict({leaf.path: placed(leaf) for leaf in leaves})
 
 
 def fuse(leaf: Leaf, read: Callable[[str], np.ndarray], box: Box | None = None) -> np.ndarray:
