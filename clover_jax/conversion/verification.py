@@ -99,30 +99,22 @@ def verify(
 ) -> Verification:
     """Decode greedily with both heads and compare row by row."""
     # One tree for both: a foreign layout does not say which tree its head was measured with.
-    tree = source.card.tree or default_tree(source.config.max_depth)
+    tree = parse_tree(source.card.tree or default_tree(source.config.max_depth))
     settings = GenerationSettings(max_new_tokens=max_new_tokens)
-    one, other = (
-        _rows(_with_head(base, head, tree), prompts, settings) for head in (source, result)
-    )
+
+    def rows(head: StoredHead) -> dict[int, dict[str, Any]]:
+        models = dataclasses.replace(base, draft=read_draft(head, base.dtype), tree=tree)
+        # Strict: a row that fails would compare equal to another that fails.
+        stream = open_stream(models, prompts, settings, batch_size=BATCH_SIZE, strict=True)
+        return {event.row["index"]: event.row for event in stream if event.row is not None}
+
+    one, other = rows(source), rows(result)
     # Lengths too: a spoilt head gives the same text, in more steps.
     keys = ("accepted", "output_ids")
     differing = [
         index for index in one if any(one[index][key] != other[index][key] for key in keys)
     ]
     return Verification(_tau(one), _tau(other), len(one), differing)
-
-
-def _with_head(base: Models, stored: StoredHead, tree: str) -> Models:
-    draft = read_draft(stored, base.dtype)
-    return dataclasses.replace(base, draft=draft, tree=parse_tree(tree))
-
-
-def _rows(
-    models: Models, prompts: Sequence[Prompt], settings: GenerationSettings
-) -> dict[int, dict[str, Any]]:
-    # Strict: a row that fails would compare equal to another that fails.
-    stream = open_stream(models, prompts, settings, batch_size=BATCH_SIZE, strict=True)
-    return {event.row["index"]: event.row for event in stream if event.row is not None}
 
 
 def _tau(rows: dict[int, dict[str, Any]]) -> float:
