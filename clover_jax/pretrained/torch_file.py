@@ -39,7 +39,13 @@ class TorchSlice:
         return _TYPES.get(name, name)
 
     def __getitem__(self, rows: slice) -> np.ndarray:
-        return _to_numpy(self._tensor[rows])
+        import torch
+
+        # Views and gradients are torch's own; the copy is not tied to the file.
+        tensor = self._tensor[rows].detach().contiguous()
+        if tensor.dtype == torch.bfloat16:  # which NumPy does not have
+            return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
+        return tensor.numpy().copy()
 
 
 def open_torch(path: Path) -> dict[str, TorchSlice]:
@@ -88,13 +94,3 @@ def _load(path: Path) -> dict[str, Any]:
     if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
         raise UserError(f"{path} must hold tensors by name, as a state_dict does; {_ADVICE}")
     return tensors
-
-
-def _to_numpy(tensor: Any) -> np.ndarray:
-    import torch
-
-    # Views and gradients are torch's own; the copy is not tied to the file.
-    tensor = tensor.detach().contiguous()
-    if tensor.dtype == torch.bfloat16:  # which NumPy does not have
-        return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
-    return tensor.numpy().copy()
