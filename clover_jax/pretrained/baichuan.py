@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from clover_jax.config import BaseConfig
-from clover_jax.pretrained.family import Adjust, Family, unchanged
+from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.llama_config import parse_llama_config
 from clover_jax.pretrained.llama_tensors import packed_leaves
 
@@ -33,11 +33,16 @@ def parse_baichuan_config(values: dict[str, Any], path: Path) -> BaseConfig:
     return dataclasses.replace(config, alibi=_has_alibi(values))
 
 
-def adjust_baichuan(values: dict[str, Any]) -> Adjust:
-    """Return the normalisation of lm_head where the checkpoint is one of Baichuan 2."""
+def adjust_baichuan(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
+    """Normalise lm_head where the checkpoint is one of Baichuan 2."""
     # The config has no version; these two fields are new in the second.
     is_second = values.get("vocab_size") == VOCABULARY_OF_2 or "z_loss_weight" in values
-    return _normalise_lm_head if is_second else unchanged
+    if not is_second or name != "lm_head.weight":
+        return tensor
+    # In float32: a sum of thousands of bfloat16 squares is inexact.
+    rows = tensor.astype(np.float32)
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _EPS)
+    return rows
 
 
 def _has_alibi(values: dict[str, Any]) -> bool:
@@ -45,15 +50,6 @@ def _has_alibi(values: dict[str, Any]) -> bool:
     if "BaiChuanForCausalLM" in (values.get("architectures") or []):
         return False
     return "max_position_embeddings" not in values or values["hidden_size"] == WIDTH_OF_13B
-
-
-def _normalise_lm_head(name: str, tensor: np.ndarray) -> np.ndarray:
-    if name != "lm_head.weight":
-        return tensor
-    # In float32: a sum of thousands of bfloat16 squares is inexact.
-    rows = tensor.astype(np.float32)
-    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), _EPS)
-    return rows
 
 
 BAICHUAN = Family(

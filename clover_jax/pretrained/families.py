@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
+
+import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.baichuan import BAICHUAN
-from clover_jax.pretrained.family import Adjust, Family
+from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
 from clover_jax.pretrained.gemma_orbax import in_orbax, is_orbax
 from clover_jax.pretrained.gpt_oss import GPT_OSS
@@ -62,13 +66,14 @@ class Checkpoint(NamedTuple):
     """The config of a folder and what it says about the weights beside it.
 
     family: how its files are opened and which of their tensors are ignored.
-    leaves: where they lie in the params. adjust: what is done to each before it is used.
+    leaves: where they lie in the params. adjust: what is done to each, by its name, before it is
+    used.
     """
 
     family: Family
     config: BaseConfig
     leaves: list[Leaf]
-    adjust: Adjust
+    adjust: Callable[[str, np.ndarray], np.ndarray]
 
     def is_harmless(self, name: str) -> bool:
         """Say whether a checkpoint may hold this tensor without its being read.
@@ -102,7 +107,8 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     ids = eos_ids(read_json_object(newer), newer) if newer.is_file() else None
     if ids is not None:
         config = dataclasses.replace(config, eos_token_ids=ids)
-    return Checkpoint(family, config, family.leaves(config), family.adjust(values))
+    adjust = functools.partial(family.adjust, values)
+    return Checkpoint(family, config, family.leaves(config), adjust)
 
 
 def read_architecture(directory: Path) -> str:

@@ -17,10 +17,11 @@ from clover_jax.pretrained.tensor_map import Leaf
 
 # From the fields of config.json and its path, for messages.
 ParseConfig = Callable[[dict[str, Any], Path], BaseConfig]
-Adjust = Callable[[str, np.ndarray], np.ndarray]
+# From the fields of config.json, a stored tensor's name, and the tensor.
+Adjust = Callable[[dict[str, Any], str, np.ndarray], np.ndarray]
 
 
-def unchanged(name: str, tensor: np.ndarray) -> np.ndarray:
+def unchanged(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
     """Return the tensor as it is stored."""
     return tensor
 
@@ -31,14 +32,13 @@ class Family:
 
     parse: the reader of config.json; raises UserError for what the decoder cannot do.
     leaves: where the stored tensors lie in the params.
-    adjust: from config.json's fields, what is done to a stored tensor, by its name, before it is
-        used.
+    adjust: what is done to a stored tensor before it is used.
     files: opens the weight files of a folder.
     ignored: names of stored tensors that no text needs, as a regular expression; None ignores none.
     """
 
     parse: ParseConfig
     leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
-    adjust: Callable[[dict[str, Any]], Adjust] = lambda values: unchanged
+    adjust: Adjust = unchanged
     ignored: re.Pattern[str] | None = None
     files: Callable[[Path], TensorFiles] = TensorFiles

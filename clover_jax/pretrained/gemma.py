@@ -17,7 +17,7 @@ import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.pretrained.family import Adjust, Family
+from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.llama_config import (
     FULL,
     SLIDING,
@@ -116,12 +116,8 @@ def _cap(values: dict[str, Any], name: str, path: Path) -> float | None:
     return None if values[name] is None else float(positive(values, name, 0.0, path))
 
 
-def adjust_gemma(values: dict[str, Any]) -> Adjust:
-    """Return the norms' scales 1 + w, in float32: in bfloat16 they are rounded when placed."""
-    return _scale_of_norm
-
-
-def _scale_of_norm(name: str, tensor: np.ndarray) -> np.ndarray:
+def adjust_gemma(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
+    """Return a norm's scale 1 + w in float32, which bfloat16 rounds when it is placed."""
     return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
 
 
