@@ -27,9 +27,7 @@ ROPE_THETA = 10_000.0  # what readers of the layout use, whatever rope_theta say
 COPIES = ("lm_head.weight", "clover_embed_tokens.weight")
 
 
-def parse_config(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> Clover2Config:
+def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover2Config:
     """Turn the fields of a head's config into ours."""
     clover = values.get("clover")
     if not isinstance(clover, dict):
@@ -44,12 +42,11 @@ def parse_config(
     scale = _number(clover, "heads_coefficient", 1.0, path)
     decay = _number(clover, "decay_coefficient", 0.7, path)
     loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=decay)
-    rope = RopeConfig(theta=rope_theta or ROPE_THETA)
 
     # The theta of the file is ignored, as the release does.
     try:
         return Clover2Config(
-            layer=dataclasses.replace(llama.layer, rope=rope),
+            layer=dataclasses.replace(llama.layer, rope=RopeConfig(theta=ROPE_THETA)),
             vocab_size=llama.vocab_size,
             num_positions=clover["num_heads"],
             num_augmenting_layers=clover["num_layers"],

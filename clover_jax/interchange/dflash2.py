@@ -7,7 +7,6 @@ the first one's output is 0. A config without `selector_rank` and `conv_kernel_s
 
 from __future__ import annotations
 
-import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -28,21 +27,18 @@ _LAYERS, _MASK, _BLOCK = "target_layer_ids", "mask_token_id", "block_size"
 _ADDED = {"selector_rank": 0, "selector_top_k": 16, "conv_kernel_size": 0, "conv_group_size": 16}
 
 
-def parse_config(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> DFlash2Config:
+def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash2Config:
     """Turn the fields of a head's config into ours; unknown ones are refused too."""
     own = _own_fields(values, path)
     layer_types = values.get("layer_types") or []
     if set(layer_types) - {"full_attention"}:
         raise UserError(f"{path}: layer_types is {layer_types}; only full_attention can be read")
     llama = parse_qwen3_config(values, path)
-    rope = dataclasses.replace(llama.rope, theta=rope_theta) if rope_theta else llama.rope
 
     # A block has a slot for the token before the drafts, too.
     try:
         return DFlash2Config(
-            layer=dataclasses.replace(llama.layer, rope=rope),
+            layer=llama.layer,
             vocab_size=llama.vocab_size,
             num_positions=own[_BLOCK] - 1,
             max_depth=own[_BLOCK] - 1,

@@ -30,12 +30,10 @@ from clover_jax.pretrained.tensor_map import Leaf, over_states, whole
 EMBEDDING = "embed_tokens.weight"  # a frozen copy of the base's
 
 
-def parse_config(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> EagleConfig:
+def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> EagleConfig:
     """Turn the fields of a head's config into ours."""
     return EagleConfig(
-        layer=read_eagle_layer(values, path, rope_theta),
+        layer=read_eagle_layer(values, path),
         vocab_size=values["vocab_size"],
         fc_bias=bool(values.get("bias", True)),
         loss=METHOD_LOSS,

@@ -26,11 +26,9 @@ from clover_jax.pretrained.tensor_map import Leaf, over_states, whole
 OFFSETS, KEPT = "d2t", "t2d"
 
 
-def parse_config(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> Eagle3Config:
+def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
     """Turn the fields of a head's config into ours, with the tensors d2t and t2d beside it."""
-    layer = read_eagle_layer(values, path, rope_theta)
+    layer = read_eagle_layer(values, path)
     size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         raise UserError(

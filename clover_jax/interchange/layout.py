@@ -23,8 +23,8 @@ class Layout:
     to: as `convert --to` calls it; one value may stand for a layout of each of several kinds.
     kind: the drafter whose heads it holds.
     parse_config: from the fields of config.json, its path (for messages, and for tensors beside
-        it), a rotary base (None for the layout's own) and the base's config, the head's config.
-        Raises UserError for missing or impossible fields.
+        it) and the base's config, the head's config. Raises UserError for missing or impossible
+        fields.
     leaves: where the stored tensors lie in the head's params.
     config_fields: the content of config.json for a head of a base.
     check_exportable: raises UserError for a head that readers of the layout would run differently.
@@ -38,7 +38,7 @@ class Layout:
     name: str
     to: str
     kind: str
-    parse_config: Callable[[dict[str, Any], Path, float | None, BaseConfig], Any]
+    parse_config: Callable[[dict[str, Any], Path, BaseConfig], Any]
     leaves: Callable[[Any], list[Leaf]]
     config_fields: Callable[[Any, BaseModel], dict[str, Any]]
     check_exportable: Callable[[Any, BaseConfig], None]

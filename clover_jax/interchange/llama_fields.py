@@ -11,8 +11,8 @@ from clover_jax.errors import UserError
 from clover_jax.pretrained.llama_config import ORIGINAL, parse_llama_config
 
 
-def read_eagle_layer(values: dict[str, Any], path: Path, rope_theta: float | None) -> LayerConfig:
-    """Return an EAGLE head's layer; a rotary base that is given takes the place of the config's.
+def read_eagle_layer(values: dict[str, Any], path: Path) -> LayerConfig:
+    """Return an EAGLE head's layer.
 
     Raises UserError for missing or impossible fields.
     """
@@ -20,11 +20,9 @@ def read_eagle_layer(values: dict[str, Any], path: Path, rope_theta: float | Non
     layers = values["num_hidden_layers"]
     if layers != 1:
         raise UserError(f"{path}: num_hidden_layers is {layers}; an EAGLE head has 1")
-    # Some heads were trained with another base than their config says, which the user then gives.
-    rope = dataclasses.replace(llama.rope, theta=rope_theta) if rope_theta else llama.rope
     # A field of our own: Llama's attention_bias is for all four projections.
     qkv_bias = bool(values.get("qkv_bias", llama.qkv_bias))
-    return dataclasses.replace(llama.layer, rope=rope, qkv_bias=qkv_bias)
+    return dataclasses.replace(llama.layer, qkv_bias=qkv_bias)
 
 
 def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:

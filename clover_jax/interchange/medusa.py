@@ -22,16 +22,12 @@ from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
 ORIGINAL_FILE = "medusa_lm_head.safetensors"
 
 
-def parse_original(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> MedusaConfig:
-    """Turn the original's fields into ours; heads have no rotation to give another base."""
+def parse_original(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaConfig:
+    """Turn the original's fields into ours."""
     return _config(values, path, "medusa_num_heads", "medusa_num_layers", base)
 
 
-def parse_vllm(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> MedusaConfig:
+def parse_vllm(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaConfig:
     """Turn vLLM's fields into ours; another width and a reduced vocabulary are refused."""
     # vLLM's heads may draft over the first tokens alone.
     vocab_size = values.get("vocab_size", base.vocab_size)

@@ -34,17 +34,13 @@ _ALGORITHM, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
 _STATES, _NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
 
 
-def _parse_eagle(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> EagleConfig:
+def _parse_eagle(values: dict[str, Any], path: Path, base: BaseConfig) -> EagleConfig:
     # The bias of fc has another name here.
     fields = _layer_config(values, path) | {"bias": values.get("fusion_bias", False)}
-    return eagle.parse_config(fields, path, rope_theta, base)
+    return eagle.parse_config(fields, path, base)
 
 
-def _parse_eagle3(
-    values: dict[str, Any], path: Path, rope_theta: float | None, base: BaseConfig
-) -> Eagle3Config:
+def _parse_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
     layer = _layer_config(values, path)
     # Absent means true to vLLM and false to the schema, so only a written false is sure.
     if values.get(_NORM_FIRST) is not False:
@@ -53,7 +49,7 @@ def _parse_eagle3(
             "can be read, which add to the state as it was before its norm"
         )
     fields = layer | {"draft_vocab_size": values.get("draft_vocab_size")}
-    config = eagle3.parse_config(fields, path, rope_theta, base)
+    config = eagle3.parse_config(fields, path, base)
     ids = values.get(_STATES)
     if ids is None:  # a config without them means the method's own
         return config

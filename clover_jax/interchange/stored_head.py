@@ -132,7 +132,10 @@ def open_head(
 
     # The config says which tensors to expect, by the vocabulary as it is stored.
     path = directory / "config.json"
-    stored = layout.parse_config(read_json_object(path), path, rope_theta, base.config)
+    stored = layout.parse_config(read_json_object(path), path, base.config)
+    # Some heads were trained with another rotary base than their config says.
+    if rope_theta:
+        stored = _with_rope_theta(stored, rope_theta)
     config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
     _check_widths(config, base, str(directory))
     files = _open_tensors(directory, layout, stored)
@@ -157,6 +160,11 @@ def open_head(
     card = Card(config, fingerprint(base), None, {"layout": layout.name})
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     return StoredHead(source, directory, card, layout.name, shapes, dtypes, read)
+
+
+def _with_rope_theta(config: DrafterConfig, theta: float) -> DrafterConfig:
+    rope = dataclasses.replace(config.layer.rope, theta=theta)
+    return dataclasses.replace(config, layer=dataclasses.replace(config.layer, rope=rope))
 
 
 def _open_native(
