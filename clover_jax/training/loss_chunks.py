@@ -15,8 +15,8 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
-from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import Frozen, head_logits
+from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.tokens import to_draft
 from clover_jax.models.decoder import project
 from clover_jax.training.pairs import CompactTargets
@@ -40,8 +40,9 @@ class Terms(NamedTuple):
 
 
 class Operands(struct.PyTreeNode):
-    """Inputs of the loss that get no gradient.
+    """Inputs of the loss that get no gradient; head and chunk are static.
 
+    chunk:       targets of a group that are processed at a time.
     params:      the head's other params (its `logits` may set up all of them).
     states:      [r, n, D] the base's g.
     next_tokens: [r, n] the token that follows each target, in the head's vocabulary; -1 outside.
@@ -54,6 +55,8 @@ class Operands(struct.PyTreeNode):
         head that trains at all positions.
     """
 
+    head: DraftHead = struct.field(pytree_node=False)
+    chunk: int = struct.field(pytree_node=False)
     params: Params
     frozen: Frozen
     states: Float[Array, "r n D"]
@@ -93,21 +96,19 @@ class Chunk(struct.PyTreeNode):
     has_next: Bool[Array, "r c"]
 
 
-def num_chunks(operands: Operands, size: int) -> Int[Array, ""]:
-    """Return the chunks of `size` targets a group that hold all used ones."""
-    return (operands.targets.count.max() + size - 1) // size
+def num_chunks(operands: Operands) -> Int[Array, ""]:
+    """Return the chunks that hold all used targets."""
+    return (operands.targets.count.max() + operands.chunk - 1) // operands.chunk
 
 
-def slots_of_chunks(operands: Operands, size: int) -> int:
-    """Return the slots that a group's chunks of `size` have together, if all targets are used."""
-    return -(-operands.mask.shape[-1] // size) * size
+def slots_of_chunks(operands: Operands) -> int:
+    """Return the slots that a group's chunks have together, if all targets are used."""
+    return -(-operands.mask.shape[-1] // operands.chunk) * operands.chunk
 
 
-def take_chunks(
-    config: DrafterConfig, hidden: Array, operands: Operands, size: int, number: Array
-) -> Iterator[Chunk]:
+def take_chunks(hidden: Array, operands: Operands, number: Array) -> Iterator[Chunk]:
     """Gather chunk `number`: for each of the P positions, in turn, its states and their targets."""
-    slots = number * size + jnp.arange(size)
+    slots = number * operands.chunk + jnp.arange(operands.chunk)
     # The last chunk may go beyond the last slot, which it then repeats; `used` masks that out.
     index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")
     used = slots < operands.targets.count[:, None]
@@ -120,12 +121,12 @@ def take_chunks(
     for i, states in enumerate(flat):
         if operands.anchors is not None:
             source = index
-            targets = _take_targets(config, operands, of_pairs(operands.anchors) + i)
+            targets = _take_targets(operands, of_pairs(operands.anchors) + i)
         else:
             # A counted pair's source lies i + 1 before its target in the same row; others are
             # masked. All positions share the targets, and so the teacher's softmax.
             source = index - 1 - i
-            targets = targets or _take_targets(config, operands, index)
+            targets = targets or _take_targets(operands, index)
         yield Chunk(
             hidden=_take_rows(states, source),
             mask=of_pairs(operands.mask[i]) & used,
@@ -134,15 +135,13 @@ def take_chunks(
         )
 
 
-def _take_targets(
-    config: DrafterConfig, operands: Operands, index: Int[Array, "r c"]
-) -> dict[str, Array]:
+def _take_targets(operands: Operands, index: Int[Array, "r c"]) -> dict[str, Array]:
     """Return a chunk's fields for its targets; an index beyond the last gives some target."""
     index = jnp.minimum(index, operands.states.shape[1] - 1)
     states = _take_rows(operands.states, index)
 
     # The base's most probable token is one of its whole vocabulary, which costs another product.
-    frozen = operands.frozen
+    config, frozen = operands.head.config, operands.frozen
     reachable = jnp.ones(index.shape, bool)
     if config.draft_to_target is not None:
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0

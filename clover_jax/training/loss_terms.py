@@ -32,17 +32,16 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Params
-from clover_jax.drafters.registry import DraftHead
 from clover_jax.training.loss_chunks import Chunk, Operands, Terms
 
 TINY = jnp.finfo(jnp.float32).tiny
 
 
 def pair_terms(
-    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+    position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> tuple[Terms, Bool[Array, " c"]]:
     """Return the terms of a group's chunk, [c] each, and the hits; 0 where one does not count."""
-    logits, scores = logits_and_scores(head, position, operands, owned, u)
+    logits, scores = logits_and_scores(position, operands, owned, u)
     log_total = jax.nn.logsumexp(logits, axis=-1)
     cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
@@ -55,7 +54,7 @@ def pair_terms(
     by_acceptance = -jnp.log(jnp.maximum(acceptance, TINY))
     by_refusal = -jnp.log1p(-jnp.minimum(refusal, 0.5))
     kl = cross_entropy - chunk.entropy
-    kl_share = jax.lax.stop_gradient(jnp.exp(-head.config.loss.lk_eta * acceptance))
+    kl_share = jax.lax.stop_gradient(jnp.exp(-operands.head.config.loss.lk_eta * acceptance))
 
     # The targets of the chunk that each term counts; see the module's docstring.
     mask, of_next = chunk.mask, of_next_token(scores, chunk)
@@ -80,12 +79,12 @@ def pair_terms(
 
 
 def logits_and_scores(
-    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array
+    position: int, operands: Operands, owned: Params, u: Array
 ) -> tuple[Float[Array, "c Vd"], Float[Array, "c Vd"]]:
     """Return a head's logits, and its candidates' scores after `rescore`, -inf for others."""
     params = {**operands.params, **owned}
-    logits = head.apply(params, "logits", operands.frozen, u, position)
-    return logits, head.rescored(params, u, logits)
+    logits = operands.head.apply(params, "logits", operands.frozen, u, position)
+    return logits, operands.head.rescored(params, u, logits)
 
 
 def of_next_token(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, " c"]:

@@ -88,11 +88,6 @@ class LossMetrics(struct.PyTreeNode):
     pairs: Int[Array, " P"]
 
 
-class _Static(NamedTuple):
-    head: DraftHead
-    chunk: int
-
-
 class _Sums(NamedTuple):
     """Sums over counted pairs, [P, r] each (or [r] for one position, [P] of all groups).
 
@@ -152,6 +147,8 @@ def distillation_loss(
     owned, others = split_output_params(head, params)
     # Rows go into groups here and nowhere else: [B, S] becomes [r, n].
     operands = Operands(
+        head=head,
+        chunk=min(chunk, mask.size // (num_positions * groups)),
         params=others,
         frozen=frozen,
         states=target_states.reshape(groups, -1, target_states.shape[-1]),
@@ -163,8 +160,7 @@ def distillation_loss(
         targets=compact_targets(mask, groups),
         anchors=None if anchors is None else _flat_anchors(anchors, batch.tokens.shape[1], groups),
     )
-    static = _Static(head, min(chunk, operands.mask.shape[-1]))
-    loss, sums = _chunked_loss(static, owned, hidden, jax.lax.stop_gradient(operands))
+    loss, sums = _chunked_loss(owned, hidden, jax.lax.stop_gradient(operands))
 
     # Unweighted, so that terms compare between runs of other weights.
     means = jax.tree.map(jnp.divide, sums.terms, divisors)
@@ -233,35 +229,32 @@ def _flat_anchors(anchors: Int[Array, "B M"], size: int, groups: int) -> Int[Arr
     return (size * row[:, None] + anchors).reshape(groups, -1)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _chunked_loss(
-    static: _Static, owned: Params, hidden: Array, operands: Operands
-) -> tuple[Array, _Sums]:
+@jax.custom_vjp
+def _chunked_loss(owned: Params, hidden: Array, operands: Operands) -> tuple[Array, _Sums]:
     """Return the loss and its sums over all groups; the gradient comes from the same pass."""
     # Without a use of the gradient the compiler leaves its computation out of the loop.
-    return _value_and_gradient(static, owned, hidden, operands)[0]
+    return _value_and_gradient(owned, hidden, operands)[0]
 
 
 def _value_and_gradient(
-    static: _Static, owned: Params, hidden: Array, operands: Operands
+    owned: Params, hidden: Array, operands: Operands
 ) -> tuple[tuple[Array, _Sums], tuple[Params, Array]]:
     """Return value and gradient of `_chunked_loss`, both taken within each chunk."""
-    head, size = static
-    num_positions, width = hidden.shape[0], hidden.shape[-1]
+    head, num_positions, width = operands.head, hidden.shape[0], hidden.shape[-1]
     groups = operands.states.shape[0]
     if head.config.loss.dpace:
-        operands = operands.replace(weight=_dpace(static, owned, hidden, operands))
+        operands = operands.replace(weight=_dpace(owned, hidden, operands))
     if head.config.loss.candidate_ce and head.module.rescores:
-        share = _candidates_share(static, owned, hidden, operands)
+        share = _candidates_share(owned, hidden, operands)
         divisors = operands.divisors
         scaled = divisors._replace(candidate_ce=divisors.candidate_ce * share)
         operands = operands.replace(divisors=scaled)
 
-    differentiate = jax.grad(_position_loss, argnums=(3, 4), has_aux=True)  # owned, u
+    differentiate = jax.grad(_position_loss, argnums=(2, 3), has_aux=True)  # owned, u
 
     def body(number: Array, carry: _Carry) -> _Carry:
         parts, gradients, d_owned = [], [], carry.d_owned
-        by_position = _by_position(differentiate, static, owned, hidden, operands, number)
+        by_position = _by_position(differentiate, owned, hidden, operands, number)
         for (d_mine, d_hidden), sums in by_position:
             parts.append(sums)
             gradients.append(d_hidden)
@@ -270,19 +263,19 @@ def _value_and_gradient(
         sums = jax.tree.map(lambda *x: jnp.stack(x), *parts)
         return _Carry(
             sums=jax.tree.map(jnp.add, carry.sums, sums),
-            d_hidden=_with_chunk(carry.d_hidden, gradients, number * size),
+            d_hidden=_with_chunk(carry.d_hidden, gradients, number * operands.chunk),
             d_owned=d_owned,
         )
 
     zeros = jnp.zeros((num_positions, groups))
-    num_slots = slots_of_chunks(operands, size)
+    num_slots = slots_of_chunks(operands)
     start = _Carry(
         sums=_Sums(zeros, Terms.alike(zeros), zeros),
         d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
         # In float32: a sum over many chunks in bfloat16 loses what single chunks bring.
         d_owned=jax.tree.map(lambda w: jnp.zeros((groups, *w.shape), jnp.float32), owned),
     )
-    end = jax.lax.fori_loop(0, num_chunks(operands, size), body, start)
+    end = jax.lax.fori_loop(0, num_chunks(operands), body, start)
 
     # Only now do groups, and so devices, meet.
     sums = jax.tree.map(lambda of_each: of_each.sum(axis=-1), end.sums)
@@ -290,13 +283,11 @@ def _value_and_gradient(
     return (sums.loss.sum(), sums), (d_owned, to_sources(end.d_hidden, operands, hidden.shape))
 
 
-def _dpace(
-    static: _Static, owned: Params, hidden: Array, operands: Operands
-) -> Float[Array, "P r n"]:
+def _dpace(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P r n"]:
     """Return D-PACE's w_i of every pair, by target index or by anchor."""
     num_positions, rows, length, _ = hidden.shape
-    least = static.head.config.loss.dpace
-    labels = _of_pairs(_label_probability, static, owned, hidden, operands)
+    least = operands.head.config.loss.dpace
+    labels = _of_pairs(_label_probability, owned, hidden, operands)
 
     # By source all positions of a t lie in one column; 0 is left where a pair does not count.
     factors = ((1 - least) * labels + least)[..., None]
@@ -309,39 +300,34 @@ def _dpace(
     return weights.reshape(operands.mask.shape)
 
 
-def _candidates_share(
-    static: _Static, owned: Params, hidden: Array, operands: Operands
-) -> Float[Array, ""]:
+def _candidates_share(owned: Params, hidden: Array, operands: Operands) -> Float[Array, ""]:
     """Return the share of pairs, by weight, whose true token is one of the head's candidates."""
     # An anchored pair always has a true token.
     labelled = operands.mask if operands.anchors is not None else operands.mask & operands.has_next
     whole = jnp.where(labelled, operands.weight, 0).sum()
-    covered = _of_pairs(_candidate_weight, static, owned, hidden, operands).sum()
+    covered = _of_pairs(_candidate_weight, owned, hidden, operands).sum()
     # Without such a pair the sum of the term is 0 as well, for any divisor.
     return jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
 
 
 def _of_pairs(
     function: Callable[..., Float[Array, " c"]],
-    static: _Static,
     owned: Params,
     hidden: Array,
     operands: Operands,
 ) -> Float[Array, "P r s"]:
     """Return `function` of every pair, by compact slot, in an extra pass over all chunks."""
-    size = static.chunk
 
     def body(number: Array, by_slot: Array) -> Array:
-        by_position = _by_position(function, static, owned, hidden, operands, number)
-        return _with_chunk(by_slot, list(by_position), number * size)
+        by_position = _by_position(function, owned, hidden, operands, number)
+        return _with_chunk(by_slot, list(by_position), number * operands.chunk)
 
-    zeros = jnp.zeros((*operands.mask.shape[:2], slots_of_chunks(operands, size)))
-    return jax.lax.fori_loop(0, num_chunks(operands, size), body, zeros)
+    zeros = jnp.zeros((*operands.mask.shape[:2], slots_of_chunks(operands)))
+    return jax.lax.fori_loop(0, num_chunks(operands), body, zeros)
 
 
 def _by_position(
     function: Callable[..., Any],
-    static: _Static,
     owned: Params,
     hidden: Array,
     operands: Operands,
@@ -349,9 +335,8 @@ def _by_position(
 ) -> Iterator[Any]:
     """Yield `function` of chunk `number`, [r, ...], for one position after the other."""
     # So of the head's logits only one [c, V] is live at a time.
-    chunks = take_chunks(static.head.config, hidden, operands, static.chunk, number)
-    for i, chunk in enumerate(chunks):
-        of_group = functools.partial(function, static.head, i, operands)
+    for i, chunk in enumerate(take_chunks(hidden, operands, number)):
+        of_group = functools.partial(function, i, operands)
         yield jax.vmap(of_group, in_axes=(None, 0, 0))(owned, chunk.hidden, chunk)
 
 
@@ -361,25 +346,25 @@ def _with_chunk(by_slot: Array, chunk: list[Array], start: Array) -> Array:
 
 
 def _label_probability(
-    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+    position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> Float[Array, " c"]:
     """Return q_i of a group's chunk; 0 where the text has no next token, or the head not its id."""
     # The compiler drops all other terms.
-    terms, _ = pair_terms(head, position, operands, owned, u, chunk)
+    terms, _ = pair_terms(position, operands, owned, u, chunk)
     return jnp.where(is_labelled(chunk), jnp.exp(-terms.hard_ce), 0.0)
 
 
 def _candidate_weight(
-    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+    position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> Float[Array, " c"]:
     """Return w_i where the true token is one of the head's candidates, else 0."""
-    _, scores = logits_and_scores(head, position, operands, owned, u)
+    _, scores = logits_and_scores(position, operands, owned, u)
     is_candidate = chunk.mask & is_labelled(chunk) & jnp.isfinite(of_next_token(scores, chunk))
     return jnp.where(is_candidate, chunk.weight, 0.0)
 
 
 def _scale_gradient(
-    static: _Static, gradients: tuple[Params, Array], cotangents: tuple
+    gradients: tuple[Params, Array], cotangents: tuple
 ) -> tuple[Params, Array, None]:
     """Chain with the cotangent of the loss; that of the metrics is dropped."""
     by_loss = cotangents[0]
@@ -391,11 +376,11 @@ _chunked_loss.defvjp(_value_and_gradient, _scale_gradient)
 
 
 def _position_loss(
-    head: DraftHead, position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+    position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> tuple[Array, _Sums]:
     """Return one position's weighted loss over a group's chunk, and the sums of its terms."""
-    terms, hits = pair_terms(head, position, operands, owned, u, chunk)
-    weights = [getattr(head.config.loss, name) for name in Terms._fields]
+    terms, hits = pair_terms(position, operands, owned, u, chunk)
+    weights = [getattr(operands.head.config.loss, name) for name in Terms._fields]
 
     # Divided here and not at the end: gradients of all positions add up in the chunk's loop.
     parts = [
