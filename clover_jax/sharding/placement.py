@@ -182,14 +182,13 @@ def decode_state_shardings(state: PyTree, mesh: AnyMesh) -> PyTree:
     A cache is [B, K, S, H]; no other leaf of a state has four dimensions. Rows that cannot be split
     evenly (the single one of a prefill) and heads that cannot are on every device.
     """
-    shape = shape_of(mesh)
 
     def place(leaf: Any) -> NamedSharding:
-        rows = ROWS if leaf.shape[0] % shape.num_row_shards == 0 else None
+        rows = _axes_of_rows(leaf.shape[0], mesh)
         if leaf.ndim < 4:
             return NamedSharding(mesh, PartitionSpec(rows))
         # Axis 1 of a cache is K, the key heads.
-        heads = "tensor" if leaf.shape[1] % shape.tensor == 0 else None
+        heads = "tensor" if leaf.shape[1] % mesh.shape["tensor"] == 0 else None
         return NamedSharding(mesh, PartitionSpec(rows, heads))
 
     return jax.tree.map(place, state)
@@ -204,12 +203,10 @@ def logits_spec(shape: tuple[int, ...], least: int) -> PartitionSpec | None:
     mesh = _mesh_in_use()
     if mesh is None or len(shape) < 2:
         return None
-    # A batch that does not divide lies whole on every device.
-    sizes = shape_of(mesh)
-    rows = ROWS if shape[0] % sizes.num_row_shards == 0 else None
-    is_split = sizes.tensor > 1 and shape[-1] >= least and shape[-1] % sizes.tensor == 0
+    tensor = mesh.shape["tensor"]
+    is_split = tensor > 1 and shape[-1] >= least and shape[-1] % tensor == 0
     between = (None,) * (len(shape) - 2)
-    return PartitionSpec(rows, *between, "tensor" if is_split else None)
+    return PartitionSpec(_axes_of_rows(shape[0], mesh), *between, "tensor" if is_split else None)
 
 
 def by_rows(x: Array) -> Array:
@@ -221,8 +218,8 @@ def by_rows(x: Array) -> Array:
     mesh = _mesh_in_use()
     if mesh is None:
         return x
-    rows = ROWS if x.shape[0] % shape_of(mesh).num_row_shards == 0 else None
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, PartitionSpec(rows)))
+    rows = PartitionSpec(_axes_of_rows(x.shape[0], mesh))
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rows))
 
 
 def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
@@ -232,7 +229,7 @@ def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
     itself, and sends all places to all devices.
     """
     mesh = _mesh_in_use()
-    if mesh is None or arrays[0].shape[0] % shape_of(mesh).num_row_shards:
+    if mesh is None or _axes_of_rows(arrays[0].shape[0], mesh) is None:
         return function(*arrays)
     rows = PartitionSpec(ROWS)
     return jax.shard_map(function, in_specs=rows, out_specs=rows, check_vma=False)(*arrays)
@@ -287,6 +284,11 @@ def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyT
     in_specs = jax.tree.map(lambda place: place.spec, decode_state_shardings(arrays, mesh))
     split = jax.shard_map(function, in_specs=in_specs, out_specs=in_specs[0], check_vma=False)
     return split(*arrays)
+
+
+def _axes_of_rows(count: int, mesh: AnyMesh) -> tuple[str, ...] | None:
+    """Return the axes that split `count` rows; None where they cannot, and rows stay whole."""
+    return None if count % shape_of(mesh).num_row_shards else ROWS
 
 
 def _mesh_in_use() -> AnyMesh | None:
