@@ -11,6 +11,7 @@ from __future__ import annotations
 import dataclasses
 import re
 
+import jax
 from jax.sharding import PartitionSpec
 
 from clover_jax.errors import UserError
@@ -20,8 +21,7 @@ from clover_jax.sharding.meshes import AnyMesh
 
 # The mesh axis of each letter; "-" is never split. E is D where a matrix puts it out, so that a
 # square matrix is split over both axes; R is the rank of a correction.
-_AXIS = {"D": "fsdp", "E": "tensor", "F": "tensor", "K": "tensor", "N": "tensor", "V": "tensor"}
-_AXIS |= {"R": "fsdp"}
+_AXIS = dict.fromkeys("DR", "fsdp") | dict.fromkeys("EFKNV", "tensor")
 # Where heads cannot be dealt out, each device holds all of them, or a part of each where a product
 # with one is a sum over its entries only (H). A rank may be small and odd.
 _WHOLE_IF_INDIVISIBLE = frozenset("KNR")
@@ -152,4 +152,4 @@ def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
 
 def leaf_path(path: tuple) -> Path:
     """Return a path's keys as names: of dicts, of fields, of positions."""
-    return tuple(str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", k)))) for k in path)
+    return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)
