@@ -132,7 +132,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     if plain is None:
         parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
         # Tensors go to their devices one by one: no device ever holds the whole base.
-        base = load_quantized_base(spec.base, dtype, place_on(mesh, dtype) if mesh else None, parts)
+        base = load_quantized_base(spec.base, dtype, place_on(mesh, dtype), parts)
         tokenizer = load_tokenizer(base.directory) if spec.tokenizer else None
         tokenizer = with_chat_template(tokenizer, spec.chat_template)
         attention = resolve_attention(spec.attention)

@@ -81,7 +81,7 @@ def _prepare(
     if names:
         mesh, dtype = mesh_for(options.spec.mesh), resolve_dtype(options.spec.dtype)
         with passing_note(f"loading {options.spec.base}"):
-            base = load_base(options.spec.base, dtype, place_on(mesh, dtype) if mesh else None)
+            base = load_base(options.spec.base, dtype, place_on(mesh, dtype))
         with advise_on_memory(
             f"read {options.batch_size} rows of {options.seq_len} tokens at once",
             "give a smaller --batch_size, or --dtype=bfloat16",

@@ -305,11 +305,14 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
     )
 
 
-def place_on(mesh: Mesh, dtype: jnp.dtype) -> Place:
+def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:
     """Return a placement for `load_base`: of each leaf only this process's slices are read.
 
-    Those of one leaf are read side by side, one for all devices that have the same.
+    Those of one leaf are read side by side, one for all devices that have the same. Without a mesh
+    it is None, with which `load_base` puts all on one device.
     """
+    if mesh is None:
+        return None
 
     def place(path: Path, leaf: Any) -> Array:
         sharding = NamedSharding(mesh, param_spec(path, leaf.shape, mesh))

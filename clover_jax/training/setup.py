@@ -80,7 +80,7 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
 
     with passing_note(f"loading {settings.base}"):
         dtype = resolve_dtype(settings.dtype)
-        base = load_base(settings.base, dtype, place_on(mesh, dtype) if mesh else None)
+        base = load_base(settings.base, dtype, place_on(mesh, dtype))
         tokenizer = with_chat_template(load_tokenizer(base.directory), settings.chat_template)
     base_fingerprint = fingerprint(base)
     say(shape_notice(settings.base))
