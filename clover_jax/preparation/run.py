@@ -62,9 +62,8 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         answered = answer(records.train, options)
         return {"output": str(options.directory), "regenerated": answered}
     alone = only_process_in(options.directory, "is preparing", "--output")
-    writes = process_count() == 1 or is_primary()
-    with alone if writes else contextlib.nullcontext():
-        if options.overwrite and writes:
+    with alone if is_primary() else contextlib.nullcontext():
+        if options.overwrite and is_primary():
             _remove_prepared(options.directory)
         return _prepare(records, reading, names, options)
 

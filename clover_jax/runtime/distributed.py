@@ -21,6 +21,7 @@ from typing import TypeVar
 
 import jax
 import numpy as np
+from jax.experimental import multihost_utils
 
 from clover_jax.array_types import Array, PyTree
 from clover_jax.errors import UserError, reason_of
@@ -30,6 +31,7 @@ STATUS_LOST = 3  # another process is lost: start all again
 # Seconds: of silence, after which a process counts as gone; that one that is done waits for the
 # others, as the primary may have more to do; that one that fails waits for them.
 _SILENCE, _PATIENCE, _FAREWELL = 30, 7 * 24 * 3600, 20
+_EVERY = 8  # steps between two questions whether a process is asked to stop
 # Messages of the backends when another process is lost.
 _LOST = ("gloo", "connection closed", "connection reset", "coordination service", "heartbeat")
 
@@ -114,8 +116,8 @@ def process_count() -> int:
 
 
 def is_primary() -> bool:
-    """Return whether this process writes files and output."""
-    return jax.process_index() == 0
+    """Return whether this process writes files and output; touches no device where it is alone."""
+    return process_count() == 1 or jax.process_index() == 0
 
 
 def from_primary(make: Callable[[], T]) -> T:
@@ -126,8 +128,6 @@ def from_primary(make: Callable[[], T]) -> T:
     """
     if process_count() == 1:
         return make()
-    from jax.experimental.multihost_utils import broadcast_one_to_all
-
     sent = b""
     if is_primary():
         try:
@@ -136,9 +136,9 @@ def from_primary(make: Callable[[], T]) -> T:
             sent = pickle.dumps((None, error))
 
     # The others learn the size first: all must bring arrays of one shape.
-    size = int(broadcast_one_to_all(np.int32(len(sent))))
+    size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
     mine = np.frombuffer(sent.ljust(size, b"\0"), np.uint8)
-    result, mistake = pickle.loads(broadcast_one_to_all(mine).tobytes())
+    result, mistake = pickle.loads(multihost_utils.broadcast_one_to_all(mine).tobytes())
     if mistake is not None:
         raise mistake
     return result
@@ -147,7 +147,7 @@ def from_primary(make: Callable[[], T]) -> T:
 @contextlib.contextmanager
 def primary_speaks() -> Iterator[None]:
     """Suppress the output of all processes but the primary; exceptions pass."""
-    if process_count() == 1 or is_primary():
+    if is_primary():
         yield
         return
     with (
@@ -161,8 +161,6 @@ def primary_speaks() -> Iterator[None]:
 def wait_for_all(name: str) -> None:
     """Return when every process has come to this point."""
     if jax.process_count() > 1:
-        from jax.experimental import multihost_utils
-
         multihost_utils.sync_global_devices(name)
 
 
@@ -175,8 +173,6 @@ def to_host(values: PyTree) -> PyTree:
         # Each process has a whole copy: nothing needs to be sent.
         if array.is_fully_replicated:
             return np.asarray(array.addressable_data(0))
-        from jax.experimental import multihost_utils
-
         return multihost_utils.process_allgather(array, tiled=True)
 
     return jax.tree.map(bring, values)
@@ -185,21 +181,20 @@ def to_host(values: PyTree) -> PyTree:
 class AgreedEvent(threading.Event):
     """An event that is set in all processes at the same step, once it is set in one.
 
-    To ask the others means to wait for the device, so only every `every`-th `is_set` asks.
+    To ask the others means to wait for the device, so only every `_EVERY`-th `is_set` asks.
     """
 
-    def __init__(self, event: threading.Event, every: int = 8):
+    def __init__(self, event: threading.Event):
         """Watch this process's event; every process must ask equally often."""
         super().__init__()
-        self._event, self._every, self._asked = event, every, 0
+        self._event, self._asked = event, 0
 
     def is_set(self) -> bool:
         """Return whether the processes have agreed that it is set."""
         # All have asked equally often, so all of them join in this exchange.
-        if not super().is_set() and self._asked % self._every == 0:
-            from jax.experimental import multihost_utils
-
-            if np.any(multihost_utils.process_allgather(np.array(self._event.is_set()))):
+        if not super().is_set() and self._asked % _EVERY == 0:
+            asked_to_stop = multihost_utils.process_allgather(np.array(self._event.is_set()))
+            if asked_to_stop.any():
                 self.set()
         self._asked += 1
         # Not this process's own event: the others may not know of it yet.
