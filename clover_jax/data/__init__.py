@@ -5,7 +5,6 @@ import lazy_loader
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={
-        "batch": ["Batch"],
         "chat": ["Encoded", "encode_record"],
         "chat_templates": ["render_template", "with_chat_template"],
         "corpus": ["builtin_documents"],
