@@ -5,8 +5,6 @@ from __future__ import annotations
 import codecs
 import collections
 import dataclasses
-import hashlib
-import json
 import math
 import os
 import re
@@ -17,6 +15,7 @@ from typing import Any, NamedTuple
 from clover_jax.data.rows import (
     STANDARD_INPUT,
     is_text,
+    json_hash,
     open_rows,
     parse_line,
     plain_name,
@@ -184,7 +183,7 @@ def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
     for row, prompt in zip(rows, prompts, strict=True):
         if isinstance(prompt, BadPrompt):
             row["error"] = prompt.error.removeprefix(prompt.source)
-    return hashlib.sha256(json.dumps(rows, sort_keys=True).encode()).hexdigest()
+    return json_hash(rows)
 
 
 class RowField(NamedTuple):

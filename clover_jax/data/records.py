@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from clover_jax.data.rows import is_text
+from clover_jax.data.rows import is_text, json_hash
 from clover_jax.errors import UserError
 
 HELDOUT_FRACTION = 0.05
@@ -183,8 +182,7 @@ def _text(value: Any) -> str:
 def content_hash(record: Record) -> str:
     """Return SHA-256 of a record's content; its source does not matter."""
     # The same text under another name is the same data.
-    content = dataclasses.asdict(record) | {"source": None}
-    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+    return json_hash(dataclasses.asdict(record) | {"source": None})
 
 
 def data_hash(records: Iterable[Record]) -> str:

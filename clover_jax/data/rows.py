@@ -1,10 +1,11 @@
-"""Files of rows, for prompts and training data: opening, lines of JSON, checks of values."""
+"""Files of rows, for prompts and training data: opening, lines of JSON, checks and hashes."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
 import gzip
+import hashlib
 import json
 import lzma
 import sys
@@ -92,6 +93,11 @@ def is_text(value: Any) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+def json_hash(value: Any) -> str:
+    """Return SHA-256 of a JSON value; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def shown(value: Any) -> str:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
@@ -11,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from clover_jax.data.prepared import PreparedSamples, heldout_rows, is_prepared
 from clover_jax.data.readers import read_records
 from clover_jax.data.records import Record, data_hash
+from clover_jax.data.rows import json_hash
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples, Samples
 from clover_jax.errors import UserError
@@ -125,8 +124,7 @@ def _load_prepared(
         "chat_template": made_from["chat_template"],
     }
     if hidden_names:
-        activations = json.dumps(samples.hidden_made_from, sort_keys=True)
-        identity["activations"] = hashlib.sha256(activations.encode()).hexdigest()
+        identity["activations"] = json_hash(samples.hidden_made_from)
     return TrainingData(samples, heldout_rows(directory), identity)
 
 

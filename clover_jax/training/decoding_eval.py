@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import hashlib
 import sys
 import threading
 from collections.abc import Iterable, Sequence
@@ -19,6 +18,7 @@ from clover_jax.data.chat import Encoded
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
 from clover_jax.data.records import Record
+from clover_jax.data.rows import json_hash
 from clover_jax.data.samples import RecordSamples
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
 from clover_jax.decoding.engine import Engine
@@ -28,7 +28,6 @@ from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.dtypes import exact_matmuls
-from clover_jax.storage.jsonl import to_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -93,7 +92,7 @@ class DecodingEvaluator:
         self._depth = tree.depth
         self._measured_with = {
             "tree": portable_name(tree),
-            "prompts_hash": hashlib.sha256(to_json(prompts).encode()).hexdigest(),
+            "prompts_hash": json_hash(prompts),
             "max_new_tokens": max_new_tokens,
         }
         self._plain_outputs: list[list[int]] | None = None
