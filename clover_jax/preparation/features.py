@@ -79,7 +79,7 @@ def write_features(
     names: tuple[str, ...],
     num_tokens: int,
     options: PrepareOptions,
-    mesh: Mesh | None = None,
+    mesh: Mesh | None,
 ) -> int:
     """Write the named activations of every training sample, or what is missing; return their bytes.
 

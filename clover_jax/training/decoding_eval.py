@@ -35,6 +35,7 @@ if TYPE_CHECKING:
 # First tokens taken of a held-out record with too short a prompt, where no prompts are given.
 OPENING_TOKENS = 32
 SHORTEST_PROMPT = 8
+BATCH_SIZE = 8  # prompts decoded at once
 
 
 class Interrupted(Exception):
@@ -76,16 +77,15 @@ class DecodingEvaluator:
         tree: Tree,
         prompts: Sequence[Sequence[int]],
         max_new_tokens: int,
-        batch_size: int = 8,
-        mesh: Mesh | None = None,
+        mesh: Mesh | None,
     ):
         """Take encoded prompts; raises UserError where the tree does not suit the head.
 
         mesh: the devices that hold the base and the heads; None: a single one.
         """
-        # A slot without a row is computed all the same.
         self._base, self._prompts, self._max_new_tokens = base, prompts, max_new_tokens
-        batch_size = min(batch_size, len(prompts))
+        # A slot without a row is computed all the same.
+        batch_size = min(BATCH_SIZE, len(prompts))
         options: dict[str, Any] = {"batch_size": batch_size, "mesh": mesh}
         self._engine = Engine(base.config, head, tree, **options)
         self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)

@@ -6,7 +6,6 @@ import dataclasses
 
 import optax
 
-from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
 
 # name -> (peak, steps) -> a fall from the peak to 0.
@@ -17,7 +16,7 @@ SCHEDULES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class OptimizerConfig(JsonConfig):
+class OptimizerConfig:
     """Settings of the optimiser; the defaults are the release's but for `steps`.
 
     steps: optimiser steps, warm-up included; the rate falls to 0 at the last.
@@ -28,9 +27,7 @@ class OptimizerConfig(JsonConfig):
     steps: int
     learning_rate: float = 1e-3
     warmup_steps: int = 2000
-    b1: float = 0.9
     b2: float = 0.95
-    eps: float = 1e-8
     weight_decay: float = 0.01
     clip_value: float = 0.5
     schedule: str = "linear"
@@ -71,9 +68,9 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
         clip,
         optax.adamw(
             make_schedule(config),
-            b1=config.b1,
+            b1=0.9,
             b2=config.b2,
-            eps=config.eps,
+            eps=1e-8,
             weight_decay=config.weight_decay,
         ),
     )

@@ -92,7 +92,7 @@ class Measurement:
         writer: DraftWriter,
         progress: Progress,
         stop: threading.Event,
-        best: dict[str, Any] | None = None,
+        best: dict[str, Any] | None,
     ):
         """Take what it works with; without an evaluator nothing is ever measured.
 
