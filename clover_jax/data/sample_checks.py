@@ -17,6 +17,7 @@ from clover_jax.data.chat import Encoded
 from clover_jax.data.records import Text
 from clover_jax.data.samples import RecordSamples, learnable_pieces
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 # Shares of samples: fewer rows may be cut without a word, and fewer refused rows left out.
 UNREMARKED_CUT = 0.05
@@ -135,6 +136,12 @@ class SampleCounts:
                 f"({ids}): the head will not learn to draft one; does the chat template end turns?"
             )
         return [self._part_of(samples) + line for line in lines]
+
+    def judge(self, samples: RecordSamples, max_cut: float | None = None) -> None:
+        """Say what a user should know of the samples; raise UserError as `check` does."""
+        self.check(samples, max_cut)
+        for line in self.warnings(samples):
+            say(line)
 
     def to_dict(self) -> dict[str, Any]:
         """Return the counts for a manifest."""

@@ -13,7 +13,6 @@ from clover_jax.data.rows import json_hash
 from clover_jax.data.sample_checks import look_at
 from clover_jax.data.samples import RecordSamples, Samples
 from clover_jax.errors import UserError
-from clover_jax.runtime.progress import say
 from clover_jax.tokenizers.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
@@ -73,10 +72,7 @@ def load_training_data(
     records = read_records(spec)
     samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len, eos_token_ids)
     # Tokenising all would take as long as `prepare`; a look at some tells most mistakes.
-    counts = look_at(samples)
-    counts.check(samples)
-    for line in counts.warnings(samples):
-        say(line)
+    look_at(samples).judge(samples)
     identity = sample_identity(data_hash(records.train), tokenizer)
     return TrainingData(samples, records.heldout, identity)
 

@@ -49,7 +49,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     # All that reads text, before the data, which may be large.
     names = feature_names(options.features, config)
     tokenizer = with_chat_template(load_tokenizer(directory), options.spec.chat_template)
-    reading = Reading(tokenizer, config.vocab_size, config.eos_token_ids)
+    reading = Reading(tokenizer, config.vocab_size, options.seq_len, config.eos_token_ids)
     with passing_note(f"reading {options.data}"):
         records = read_records(options.data)
     say(template_notice(records.train, tokenizer))
@@ -94,7 +94,7 @@ def _write_samples(records: Records, reading: Reading, options: PrepareOptions) 
     if options.regenerate:
         records = records._replace(train=read_answered(options.directory))
     # A look at some finds out in a second what reading all would find out in the end.
-    samples = reading.samples(records.train, options.seq_len)
+    samples = reading.samples(records.train)
     look_at(samples).check(samples, options.max_truncated)
     manifest = write_samples(records, reading, options)
     return {
@@ -107,12 +107,10 @@ def _write_samples(records: Records, reading: Reading, options: PrepareOptions) 
 
 def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
     # Shown before they are judged: a user may look to find out why they are refused.
-    samples = reading.samples(records.train, options.seq_len)
+    samples = reading.samples(records.train)
     show_samples(samples, options.preview_samples, reading.tokenizer, sys.stdout)
     counts = look_at(samples)
-    counts.check(samples, options.max_truncated)
-    for line in counts.warnings(samples):
-        say(line)
+    counts.judge(samples, options.max_truncated)
     return {"looked_at": counts.to_dict(), "samples": len(samples)}
 
 

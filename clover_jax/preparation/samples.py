@@ -13,7 +13,7 @@ from clover_jax.data.samples import RecordSamples
 from clover_jax.data.shards import ShardWriter, in_shards
 from clover_jax.data.training_data import sample_identity
 from clover_jax.preparation.options import PrepareOptions
-from clover_jax.runtime.progress import Progress, progress_bar, say
+from clover_jax.runtime.progress import Progress, progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -22,15 +22,19 @@ SHARD_BYTES = 32 << 20  # what a killed run loses at most
 
 
 class Reading(NamedTuple):
-    """How a base reads text: its tokenizer, None where it has none, V, and its EOS tokens."""
+    """How records become samples: by a base's tokenizer, None where it has none, for its V.
+
+    seq_len: tokens of a row. eos_token_ids: the base's.
+    """
 
     tokenizer: PreTrainedTokenizerBase | None
     vocab_size: int
+    seq_len: int
     eos_token_ids: tuple[int, ...]
 
-    def samples(self, records: Sequence[Record], seq_len: int) -> RecordSamples:
-        """Return the samples of records for rows of `seq_len` tokens."""
-        return RecordSamples(records, self.tokenizer, self.vocab_size, seq_len, self.eos_token_ids)
+    def samples(self, records: Sequence[Record]) -> RecordSamples:
+        """Return the samples of records."""
+        return RecordSamples(records, *self)
 
 
 def write_samples(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
@@ -53,11 +57,11 @@ def _write_split(
         "tokenizer": identity["tokenizer"],
         "chat_template": identity["chat_template"],
         "vocab_size": reading.vocab_size,
-        "seq_len": options.seq_len,
+        "seq_len": reading.seq_len,
     }
 
     writer = ShardWriter(options.directory, manifest, made_from)
-    samples = reading.samples(records, options.seq_len)
+    samples = reading.samples(records)
     if not writer.is_complete:
         total, done = len(samples), writer.num_records
         with progress_bar(total, manifest.removesuffix(".json"), "sample", initial=done) as bar:
@@ -68,9 +72,7 @@ def _write_split(
     counts = SampleCounts.total(shard["counts"] for shard in writer.shards)
     # Held-out samples are measured with, so nothing need be learnt from them.
     if manifest == TRAIN:
-        counts.check(samples, options.max_truncated)
-        for line in counts.warnings(samples):
-            say(line)
+        counts.judge(samples, options.max_truncated)
     return writer.finish(counts=counts.to_dict())
 
 
