@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import threading
 from pathlib import Path
 from typing import Any
@@ -82,51 +83,46 @@ def best_measured(workdir: Path) -> dict[str, Any] | None:
     return read_card(directory).provenance.get("measured") if directory.exists() else None
 
 
+@dataclasses.dataclass
 class Measurement:
-    """Decodes with the head of a step, records the result, keeps the best head."""
+    """Decodes with the head of a step, records the result, keeps the best head.
 
-    def __init__(
-        self,
-        evaluator: DecodingEvaluator | None,
-        log: MetricsLog,
-        writer: DraftWriter,
-        progress: Progress,
-        stop: threading.Event,
-        best: dict[str, Any] | None,
-    ):
-        """Take what it works with; without an evaluator nothing is ever measured.
+    evaluator: without one nothing is ever measured.
+    best: the row that the head in WORKDIR/best was measured with, if there is one. It may be of a
+        later step than the rows of eval.jsonl, which end where the run resumes.
+    """
 
-        best: the row that the head in WORKDIR/best was measured with, if there is one. It may be
-        of a later step than the rows of eval.jsonl, which end where the run resumes.
-        """
-        self._evaluator, self._log, self._writer = evaluator, log, writer
-        self._progress, self._stop = progress, stop
-        self.best = best
+    evaluator: DecodingEvaluator | None
+    log: MetricsLog
+    writer: DraftWriter
+    progress: Progress
+    stop: threading.Event
+    best: dict[str, Any] | None
 
     def __call__(self, step: int, state: TrainState) -> None:
         """Measure a step, unless that was done before or the run is asked to stop."""
-        if self._evaluator is None or self._log.evaluated_at(step):
+        if self.evaluator is None or self.log.evaluated_at(step):
             return
         try:
-            row = self._evaluator.measure(state.params, self._stop).to_row(step)
+            row = self.evaluator.measure(state.params, self.stop).to_row(step)
         except Interrupted:
             return  # the step is measured when the run resumes
 
         # Other prompts or another tree give other taus: the first with them is the best so far.
         best = self.best or {}
         if best.get("measured_with") != row["measured_with"] or row["tau"] > best["tau"]:
-            self._writer.write(BEST, state.params, step, row)
+            self.writer.write(BEST, state.params, step, row)
             self.best = row
-        self._writer.write(DRAFT, state.params, step, row)
+        self.writer.write(DRAFT, state.params, step, row)
         # Last, so that a row means that the drafts of its step are on disk.
-        self._log.write("eval", row)
+        self.log.write("eval", row)
 
         rates = " ".join(f"{rate:.2f}" for rate in row["hit_rate"])
-        self._progress.write(
+        self.progress.write(
             f"step {step}: tau {row['tau']:.2f}, hit rates {rates}, "
             f"{row['equal']} of {row['prompts']} outputs equal to plain decoding"
         )
 
     def export(self, step: int, state: TrainState) -> None:
         """Write the draft of a step, with what was measured at this very step, if anything."""
-        self._writer.write(DRAFT, state.params, step, self._log.evaluated_at(step))
+        self.writer.write(DRAFT, state.params, step, self.log.evaluated_at(step))

@@ -64,11 +64,10 @@ def run_training(
             "more devices by --mesh; --dry_run says what a run takes",
         ):
             inputs = load_inputs(settings, mesh)
-            before = recorded_settings(workdir)
             if is_primary():
                 check_resumable(workdir, settings, inputs.identity, _has_learnt(workdir))
             if finished is None:
-                return _train(settings, before, inputs, workdir, agreed(stop))
+                return _train(settings, inputs, workdir, agreed(stop))
             if is_primary():
                 record_settings(workdir, settings, inputs.identity)
             return finished
@@ -86,16 +85,10 @@ def _has_learnt(workdir: Path) -> bool:
 
 
 def _train(
-    settings: TrainSettings,
-    before: TrainSettings | None,
-    inputs: TrainInputs,
-    workdir: Path,
-    stop: threading.Event,
+    settings: TrainSettings, inputs: TrainInputs, workdir: Path, stop: threading.Event
 ) -> dict[str, Any]:
-    """Restore or begin, run the loop, report; everything opened is closed again.
-
-    before: the settings that the run had when it was stopped, if it was begun.
-    """
+    """Restore or begin, run the loop, report; everything opened is closed again."""
+    before = recorded_settings(workdir)  # of the run that was stopped, if any
     # Of activations a process reads its own rows only; None is all of them.
     mesh = inputs.step.mesh
     rows = rows_of_process(inputs.pipeline.batch_size, mesh) if isinstance(mesh, Mesh) else None
@@ -130,8 +123,7 @@ def _train(
         if done and before is not None and before.steps != settings.steps:
             progress.write(_schedule_notice(before, settings, done))
 
-        writer = DraftWriter(workdir, settings, inputs)
-        best = best_measured(workdir)
+        writer, best = DraftWriter(workdir, settings, inputs), best_measured(workdir)
         measurement = Measurement(inputs.evaluator, log, writer, progress, stop, best)
         trainer = Trainer(
             settings, inputs, batches, checkpoints, log, progress, compiling, measurement, stop
