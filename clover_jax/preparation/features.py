@@ -97,6 +97,7 @@ def write_features(
         "dtype": options.feature_dtype,
         "base_dtype": str(base.dtype),
     }
+    # The primary alone will have one.
     writers: list[ShardWriter] = []
 
     def begin() -> int:
@@ -114,8 +115,8 @@ def write_features(
         read = reader(base, names, options.feature_dtype, mesh)
         batch_size = Placement(mesh).whole_rows(options.batch_size)
         with progress_bar(len(samples), "features", "sample", initial=done) as bar:
-            records = make_records(samples, done, batch_size, options.seq_len, read)
-            for shard in in_shards(_counted(records, bar.update), SHARD_BYTES):
+            batches = _pack_rows(samples, done, batch_size, options.seq_len)
+            for shard in in_shards(make_records(batches, read, bar.update), SHARD_BYTES):
                 for writer in writers:
                     writer.write(shard)
     return from_primary(lambda: writers[0].finish()["bytes"])
@@ -141,13 +142,6 @@ def reader(base: BaseModel, names: tuple[str, ...], dtype: str, mesh: Mesh | Non
     return read
 
 
-def _counted(records: Iterator[bytes], count: Callable[[], None]) -> Iterator[bytes]:
-    # Counted as they are made: a shard of them takes minutes.
-    for record in records:
-        count()
-        yield record
-
-
 def _agree_to_size(needed: int, there: int, options: PrepareOptions) -> None:
     # Shards of an earlier run take no more room than they do.
     free = shutil.disk_usage(options.directory).free
@@ -160,25 +154,23 @@ def _agree_to_size(needed: int, there: int, options: PrepareOptions) -> None:
         raise UserError(f"this takes {sizes}; add --yes to agree")
 
 
-def make_records(
-    samples: PreparedSamples, first: int, batch_size: int, seq_len: int, read: Read
-) -> Iterator[bytes]:
-    """Yield the records of the samples from `first` on, in order."""
+def make_records(batches: Iterator[Rows], read: Read, count: Callable[[], None]) -> Iterator[bytes]:
+    """Yield the records of the samples in the batches, in order, and count each."""
     parts: list[dict[str, np.ndarray]] = []
-    for rows, hidden in _read_ahead(_pack_rows(samples, first, batch_size, seq_len), read):
+    for rows, hidden in _read_ahead(batches, read):
         for place in rows.places:
             parts.append({name: array[place.row, place.columns] for name, array in hidden.items()})
             if place.is_last:
-                yield pack(
-                    {name: np.concatenate([part[name] for part in parts]) for name in hidden}
-                )
+                count()  # here and not by the shard, which takes minutes
+                whole = {name: np.concatenate([part[name] for part in parts]) for name in hidden}
+                yield pack(whole)
                 parts = []
 
 
 def _pack_rows(
     samples: PreparedSamples, first: int, batch_size: int, seq_len: int
 ) -> Iterator[Rows]:
-    """Pack pieces of at most `seq_len` tokens, the pieces that training cuts too."""
+    """Pack the samples from `first` on, in the pieces that training cuts them into."""
     rows, row, column, segment = _empty_rows(batch_size, seq_len), 0, 0, 0
     for index in range(first, len(samples)):
         tokens = samples[index].tokens
