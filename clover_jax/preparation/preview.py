@@ -16,7 +16,7 @@ _COUNTED, _REST, _RESET = "\033[32m", "\033[2m", "\033[0m"
 # Where there are no colours; no chat template has these.
 _OPEN, _CLOSE = (
     "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
-    ("\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}"),
+    "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
 )
 
 

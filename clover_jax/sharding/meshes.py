@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import sys
 from collections.abc import Sequence
 
 import jax
@@ -17,6 +16,7 @@ from jax.experimental import mesh_utils
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 AXES = ("data", "fsdp", "tensor")
 AnyMesh = Mesh | AbstractMesh
@@ -119,6 +119,8 @@ def mesh_for(text: str | None) -> Mesh | None:
         if jax.process_count() == 1:
             return None
         text = "data=-1"
+
+    # More than there are is an error already; fewer are a waste, which a user should know of.
     num_devices = len(jax.devices())
     shape = parse_mesh(text, num_devices)
     if shape.size < num_devices:
@@ -127,7 +129,7 @@ def mesh_for(text: str | None) -> Mesh | None:
                 f"--mesh={text} uses {shape.size} devices, but the {jax.process_count()} processes "
                 f"have {num_devices}; all must be used, as with data=-1"
             )
-        print(f"--mesh={text} uses {shape.size} of {num_devices} devices", file=sys.stderr)
+        say(f"--mesh={text} uses {shape.size} of {num_devices} devices")
     return make_mesh(shape)
 
 
