@@ -124,8 +124,8 @@ def _parse_rows(
         except UserError as error:
             refused[source] = error
             continue
-        if isinstance(value, dict):
-            unread.update(value.keys() - READ_FIELDS)
+        # Of a row that is refused the mistake is named, and no fields beside.
+        unread.update(value.keys() - READ_FIELDS)
         yield from records
 
     if refused:
