@@ -41,6 +41,7 @@ def encode_prompt(
 
     if not ids:
         raise UserError(f"{prompt.source}: the prompt is empty; give at least one token")
+    # A row's own ids may be anything, and a tokenizer may know tokens that the base does not.
     wrong = [id_ for id_ in (min(ids), max(ids)) if not 0 <= id_ < vocab_size]
     if wrong:
         raise UserError(

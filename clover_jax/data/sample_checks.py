@@ -79,6 +79,7 @@ class SampleCounts:
         self.counted += int(sample.loss_mask.sum())
         self.pieces += len(learnable_pieces(sample.loss_mask, samples.seq_len))
         self.without_answer += not sample.loss_mask.any()
+        # A text is in sections anyway; what is cut off a conversation no longer sees its beginning.
         if is_conversation:
             self.conversations += 1
             self.cut += size > samples.seq_len

@@ -183,6 +183,7 @@ def _pack_rows(
                 yield rows
                 rows, row = _empty_rows(batch_size, seq_len), 0
 
+            # A segment of its own: as in training, a piece sees none before it, even of its sample.
             segment += 1
             columns = slice(column, column + len(piece))
             rows.tokens[row, columns] = piece

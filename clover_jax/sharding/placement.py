@@ -258,7 +258,7 @@ def over_rows_of(
         mesh=mesh,
         in_specs=(specs, *(PartitionSpec(ROWS) for _ in rows)),
         out_specs=PartitionSpec(ROWS),
-        axis_names=set(ROWS),
+        axis_names=set(ROWS),  # tensor is left to the compiler
         check_vma=False,
     )
     return split(params, *rows)

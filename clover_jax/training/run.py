@@ -64,10 +64,12 @@ def run_training(
             "more devices by --mesh; --dry_run says what a run takes",
         ):
             inputs = load_inputs(settings, mesh)
+            # What the run depends on is known only now: the hashes of what was loaded.
             if is_primary():
                 check_resumable(workdir, settings, inputs.identity, _has_learnt(workdir))
             if finished is None:
                 return _train(settings, inputs, workdir, agreed(stop))
+            # All its steps are done; what differs may change, such as how it is measured.
             if is_primary():
                 record_settings(workdir, settings, inputs.identity)
             return finished

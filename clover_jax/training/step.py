@@ -227,6 +227,7 @@ def _counts_of_all(
             features = config.head.config.features
             states = teach(config.base, base, features, part, config.mesh).states
             base = gathered(base, config.mesh)
+        # By the key of the part's gradient: the anchors counted must be those trained at.
         part = _with_anchors(config, part, jax.random.fold_in(key, number))
         mask = counted_pairs(
             config.head,
