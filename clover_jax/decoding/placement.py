@@ -34,7 +34,7 @@ class Placement:
 
     def whole_rows(self, batch_size: int) -> int:
         """Return the least number of rows, `batch_size` or more, that all devices can share."""
-        shards = shape_of(self.mesh).num_row_shards if self.mesh else 1
+        shards = shape_of(self.mesh).num_row_shards
         return -(-batch_size // shards) * shards
 
     def array(self, value: Any, dtype: DTypeLike | None = None) -> Array:

@@ -138,6 +138,6 @@ def make_abstract_mesh(shape: MeshShape) -> AbstractMesh:
     return AbstractMesh(dataclasses.astuple(shape), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def shape_of(mesh: AnyMesh) -> MeshShape:
-    """Return how many devices lie along each axis of a mesh."""
-    return MeshShape(**mesh.shape)
+def shape_of(mesh: AnyMesh | None) -> MeshShape:
+    """Return how many devices lie along each axis of a mesh; None is a single device."""
+    return MeshShape() if mesh is None else MeshShape(**mesh.shape)

@@ -198,7 +198,7 @@ def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
 def check_rows(settings: TrainSettings, mesh: AnyMesh | None) -> None:
     """Raise UserError where a part of a batch has no row for some device."""
     parts = settings.gradient_accumulation_steps
-    shards = shape_of(mesh).num_row_shards if mesh else 1
+    shards = shape_of(mesh).num_row_shards
     if settings.batch_size % (parts * shards):
         # Name only those factors that the user has set.
         split = f"data x fsdp = {shards} of the mesh"

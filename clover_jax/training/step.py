@@ -85,7 +85,7 @@ class TrainStepConfig:
     @property
     def loss_groups(self) -> int:
         """Groups of rows in the loss: one for every device that holds rows of its own."""
-        return shape_of(self.mesh).num_row_shards if self.mesh else 1
+        return shape_of(self.mesh).num_row_shards
 
 
 def init_state(config: TrainStepConfig, base_params: Params, seed: int) -> TrainState:
