@@ -19,7 +19,7 @@ _SECONDS_BETWEEN_LINES = 10.0
 class Progress:
     """A display of progress, as `progress_bar` makes it; a context manager that closes itself."""
 
-    total: int | None
+    total: int
     desc: str
     unit: str
     initial: int
@@ -56,7 +56,7 @@ class Progress:
 
 
 def progress_bar(
-    total: int | None,
+    total: int,
     desc: str,
     unit: str = "step",
     *,
@@ -67,7 +67,7 @@ def progress_bar(
     """Return a progress display with rate, time left and the figures given to `show`.
 
     Args:
-      total: units in all, or None where it is not known.
+      total: units in all.
       desc: the work, in a word or two.
       unit: what is counted, in the singular.
       initial: units that an earlier run has done; they count for the position, not for the rate.
@@ -170,7 +170,7 @@ def passing_note(text: str, file: TextIO | None = None) -> Iterator[None]:
 
 
 def format_progress(
-    desc: str, unit: str, done: int, total: int | None, initial: int, elapsed: float
+    desc: str, unit: str, done: int, total: int, initial: int, elapsed: float
 ) -> str:
     """Return the plain line for `done` of `total` units after `elapsed` seconds.
 
@@ -178,7 +178,7 @@ def format_progress(
     "train: 120/400 steps (30%), 2.00 steps/s, 2:20 left".
     """
     units = unit + "s"
-    line = f"{desc}: {done}{'' if total is None else f'/{total}'} {units}"
+    line = f"{desc}: {done}/{total} {units}"
     # Nothing of 0 units is a percentage.
     if total:
         line += f" ({100 * done // total}%)"
@@ -186,7 +186,7 @@ def format_progress(
     if done > initial and elapsed > 0:
         rate = (done - initial) / elapsed
         line += f", {rate:.{3 if rate < 0.1 else 2}f} {units}/s"
-        if total is not None and done < total:
+        if done < total:
             line += f", {format_duration((total - done) / rate)} left"
     return line
 

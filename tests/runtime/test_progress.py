@@ -95,8 +95,7 @@ def test_the_example_of_the_plain_line():
     assert line == "train: 120/400 steps (30%), 2.00 steps/s, 2:20 left"
 
 
-def test_lines_without_a_total_or_a_rate():
-    assert format_progress("read", "row", 7, None, 0, 2.0) == "read: 7 rows, 3.50 rows/s"
+def test_a_line_without_a_rate():
     assert format_progress("read", "row", 0, 9, 0, 0.0) == "read: 0/9 rows (0%)"
 
 
