@@ -11,13 +11,13 @@ from clover_jax.data.prepared import REGENERATED
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, parse_row
 from clover_jax.errors import UserError
-from clover_jax.generation.output import RowSink, decode_with_bar, open_rows
+from clover_jax.generation.output import decode_with_bar, open_rows
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.generation.run import memory_advice
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.identity import identity_of
-from clover_jax.loading.models import Models, load
+from clover_jax.loading.models import load
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import passing_note, progress_bar
@@ -41,41 +41,27 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
     )
 
     path = options.part.path(options.directory / REGENERATED)
+    part = options.part.rows(len(prompts))
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **identity_of(models)}
     with open_rows(path, prompts, depends_on, options.overwrite, options.part) as rows:
-        figures = RowTotals(rows.kept())
-        _decode(models, prompts, settings, options, rows, figures)
+        figures, done = RowTotals(rows.kept()), rows.finished
+        # Where nothing is left, an engine would be compiled for nothing.
+        if done < len(part):
+            stream = open_stream(
+                models,
+                prompts,
+                settings,
+                batch_size=options.batch_size,
+                seed=options.seed,
+                part=slice(part.start + done, part.stop),
+            )
+            with (
+                CompileClock() as clock,
+                progress_bar(len(part), "regenerate", "row", initial=done, compiling=clock) as bar,
+                memory_advice(options.batch_size),
+            ):
+                decode_with_bar(stream, rows, figures, bar, clock)
     return figures.to_dict()
-
-
-def _decode(
-    models: Models,
-    prompts: Sequence[Prompt],
-    settings: GenerationSettings,
-    options: PrepareOptions,
-    rows: RowSink,
-    figures: RowTotals,
-) -> None:
-    # Nothing to decode: an engine would be compiled for nothing.
-    part = options.part.rows(len(prompts))
-    if rows.finished == len(part):
-        return
-
-    stream = open_stream(
-        models,
-        prompts,
-        settings,
-        batch_size=options.batch_size,
-        seed=options.seed,
-        part=slice(part.start + rows.finished, part.stop),
-    )
-    start = rows.finished
-    with (
-        CompileClock() as compiling,
-        progress_bar(len(part), "regenerate", "row", initial=start, compiling=compiling) as bar,
-        memory_advice(options.batch_size),
-    ):
-        decode_with_bar(stream, rows, figures, bar, compiling)
 
 
 def read_answered(directory: Path) -> list[Record]:
