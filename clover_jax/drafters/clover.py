@@ -40,7 +40,7 @@ from clover_jax.drafters.attention_decoder import (
     with_matrices,
 )
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, head_logits
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
 from clover_jax.models.batch import Batch
@@ -200,12 +200,6 @@ class Clover(Drafter):
                 state = self.regressive.mix(state, window(read, depth + 1, size))
             outputs.append(self._output(frozen, state, depth))
         return jnp.stack(outputs)
-
-    def logits(
-        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b Vd"]:
-        """Return lm_head u; the base's matrix at every position."""
-        return head_logits(self.config, frozen, hidden)
 
     def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
         assert self.regressive is not None  # the caller has checked

@@ -29,7 +29,7 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, head_logits
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
@@ -153,12 +153,6 @@ class Clover2(Drafter):
             state = self.attention_decoder_2.mix(state, shifted(key_value))
             outputs.append(self._later_output(state, shifted(projected)))
         return jnp.stack(outputs[:trained])
-
-    def logits(
-        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b Vd"]:
-        """Return lm_head u; the same frozen matrix at every position."""
-        return head_logits(self.config, frozen, hidden)
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
         """Return s^0 and the Augmenting Block's fresh keys and values."""

@@ -79,9 +79,9 @@ Proposal = Float[Array, "B W Vd"] | FewTokens
 class Drafter(nn.Module):
     """The base class of draft heads; `DraftHead.apply` calls its methods.
 
-    A head defines the methods, but for `observe` and `rescore`, and overrides properties below
-    where their values differ. A head without weights is never trained: it needs neither
-    `train_forward` nor `logits`.
+    A head defines the methods, but for `observe` and `rescore`, and overrides `logits` and the
+    properties below where theirs differ. A head without weights is never trained: it needs no
+    `train_forward`.
     """
 
     config: DrafterConfig
@@ -175,8 +175,8 @@ class Drafter(nn.Module):
     def logits(
         self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
     ) -> Float[Array, "*b Vd"]:
-        """Map `train_forward`'s hidden states of one position to logits."""
-        raise NotImplementedError
+        """Map `train_forward`'s hidden states of one position to logits, by the frozen matrix."""
+        return head_logits(self.config, frozen, hidden)
 
     def rescore(
         self, hidden: Float[Array, "*b D"], logits: Float[Array, "*b Vd"]

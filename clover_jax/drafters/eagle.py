@@ -21,7 +21,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.drafter import Frozen, head_logits
+from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.layer_drafter import LayerDrafter, embed_input, layer_for
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.batch import Batch
@@ -84,16 +84,6 @@ class Eagle(LayerDrafter):
         embedded = embed_input(self.config, frozen, shift_left(batch.tokens, 1))
         hidden, _ = self.run(embedded, features, batch.positions, packed_mask(batch.segment_ids))
         return hidden[None]
-
-    def logits(
-        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b Vd"]:
-        """Return lm_head o: the output is taken as the base's state after its final norm."""
-        return head_logits(self.config, frozen, hidden)
-
-    def fuse(self, features: Float[Array, "B A D"]) -> Float[Array, "B A D"]:
-        """Return the base's states as they are."""
-        return features
 
     def run(
         self,

@@ -89,8 +89,8 @@ class Prefix(NamedTuple):
 class LayerDrafter(Drafter, abc.ABC):
     """What these heads share; a subclass says what the layer reads and what it proposes.
 
-    It defines `fuse(features)`, the state of a committed position; `run(embedded, state, positions,
-    mask, cache, length, attend)`, the layer; and `logits`.
+    It defines `run(embedded, state, positions, mask, cache, length, attend)`, the layer; and, where
+    they differ, `fuse(features)`, the state of a committed position, and `logits`.
     """
 
     config: DrafterConfig
@@ -139,9 +139,9 @@ class LayerDrafter(Drafter, abc.ABC):
         )
         return BranchState(hidden, above.path.extended(fresh), above.length)
 
-    @abc.abstractmethod
     def fuse(self, features: Float[Array, "B A F"]) -> Float[Array, "B A D"]:
-        """Return the states of committed positions."""
+        """Return the states of committed positions: the features as they are."""
+        return features
 
     @abc.abstractmethod
     def run(
@@ -155,12 +155,6 @@ class LayerDrafter(Drafter, abc.ABC):
         attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values."""
-
-    @abc.abstractmethod
-    def logits(
-        self, frozen: Frozen, hidden: Float[Array, "*b D"], position: int
-    ) -> Float[Array, "*b Vd"]:
-        """Map the layer's output to logits."""
 
 
 def embed_input(
