@@ -254,4 +254,4 @@ def init_from_base(config: CloverConfig, params: Params, base_params: Params, rn
     elif config.regressive_block == "mlp":
         zeros = jnp.zeros_like(params["regressive"]["inward"])
         new["regressive"] = params["regressive"] | {"inward": zeros}
-    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
+    return new

@@ -234,4 +234,4 @@ def init_from_base(
     if config.output_projector:
         new["projector_0"] = noisy(identity)
         new["projector_1"] = noisy(jnp.stack([identity, jnp.zeros_like(identity)]))
-    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
+    return new

@@ -330,7 +330,7 @@ def init_from_base(
             "token_in": directions,
             "correction_out": widen(rows, directions.dtype) @ directions,
         }
-    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
+    return new
 
 
 def principal_directions(matrix: Float[Array, "V D"], rank: int) -> Float[Array, "D r"]:

@@ -129,5 +129,5 @@ def make_config(
 
 
 def init_from_base(config: EagleConfig, params: Params, base_params: Params, rng: Array) -> Params:
-    """Return the params as they are: the method starts from random ones."""
-    return params
+    """Return no params: the method starts from random ones."""
+    return {}

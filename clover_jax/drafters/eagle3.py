@@ -20,7 +20,6 @@ import functools
 from typing import Any
 
 import flax.linen as nn
-import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
@@ -180,5 +179,4 @@ def init_from_base(config: Eagle3Config, params: Params, base_params: Params, rn
     """
     # The head starts as the base's own vocabulary, so that early steps propose words.
     frozen = frozen_from_base(with_draft_rows(base_params, config))
-    new = {"lm_head": output_matrix(config, frozen), "output_norm": {"scale": frozen.final_norm}}
-    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **new})
+    return {"lm_head": output_matrix(config, frozen), "output_norm": {"scale": frozen.final_norm}}

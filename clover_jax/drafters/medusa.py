@@ -153,7 +153,4 @@ def init_from_base(config: MedusaConfig, params: Params, base_params: Params, rn
     frozen = frozen_from_base(with_draft_rows(base_params, config))
     lm_head = widen(output_matrix(config, frozen), frozen.embedding.dtype)
     zeros = jax.tree.map(jnp.zeros_like, params["heads"])
-    matrices = {
-        name: lm_head.astype(leaf.dtype) for name, leaf in params.items() if name != "heads"
-    }
-    return {"heads": zeros, **matrices}
+    return dict.fromkeys(params, lm_head) | {"heads": zeros}

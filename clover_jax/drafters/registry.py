@@ -158,7 +158,10 @@ def init_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
         return {}
     fresh, noise = jax.random.split(rng)
     params = _random_params(draft, base_params, fresh)
-    return _module_of(draft.config.kind).init_from_base(draft.config, params, base_params, noise)
+    file = _module_of(draft.config.kind)
+    begun = file.init_from_base(draft.config, params, base_params, noise)
+    # In the head's own dtype, whatever the base's is.
+    return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **begun})
 
 
 def _random_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
