@@ -7,7 +7,7 @@ import importlib
 import inspect
 import types
 import typing
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -53,15 +53,21 @@ class DraftHead:
         return self.apply(params, "rescore", hidden, logits) if self.module.rescores else logits
 
 
-def _entry(kind: str) -> tuple[str, str, str]:
+class _Kind(NamedTuple):
+    """The file of a kind, imported, and the classes of its config and its module."""
+
+    file: Any
+    config: type[DrafterConfig]
+    module: type[Drafter]
+
+
+def _load(kind: str) -> _Kind:
     known = DRAFTERS | TRAINING_FREE
     if kind not in known:
         raise UserError(f"drafter {kind!r} is unknown; the drafters are {', '.join(DRAFTERS)}")
-    return known[kind]
-
-
-def _module_of(kind: str) -> Any:
-    return importlib.import_module(f"clover_jax.drafters.{_entry(kind)[0]}")
+    name, config, module = known[kind]
+    file = importlib.import_module(f"clover_jax.drafters.{name}")
+    return _Kind(file, getattr(file, config), getattr(file, module))
 
 
 def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfig:
@@ -73,7 +79,7 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
     for name in options:
         if name not in known:
             raise UserError(f"a {kind} head has no option {name}; its options: {', '.join(known)}")
-    return of_base(_module_of(kind).make_config(base, **options), base)
+    return of_base(_load(kind).file.make_config(base, **options), base)
 
 
 def _options(kind: str) -> dict[str, Any]:
@@ -81,13 +87,12 @@ def _options(kind: str) -> dict[str, Any]:
 
     `**options` stands for fields of its config: those that no other kind has, and num_positions.
     """
-    file = _module_of(kind)
+    file, config, _ = _load(kind)
     parameters = inspect.signature(file.make_config, eval_str=True).parameters
     hints = {name: each.annotation for name, each in parameters.items() if name != "base"}
     if hints.pop("options", None) is None:
         return hints
 
-    config = getattr(file, _entry(kind)[1])
     of_config, of_any = typing.get_type_hints(config), typing.get_type_hints(DrafterConfig)
     own = (each.name for each in dataclasses.fields(config) if each.name not in of_any)
     return {name: of_config[name] for name in ("num_positions", *own)} | hints
@@ -135,14 +140,12 @@ def _without_none(hint: Any) -> Any:
 def config_from_dict(values: dict[str, Any]) -> DrafterConfig:
     """Rebuild a config written by `DrafterConfig.to_dict`."""
     # An unknown kind is named by the error.
-    file = _module_of(values.get("kind", "missing"))
-    return getattr(file, _entry(values["kind"])[1]).from_dict(values)
+    return _load(values.get("kind", "missing")).config.from_dict(values)
 
 
 def head(config: DrafterConfig) -> DraftHead:
     """Return the head that a config describes."""
-    file = _module_of(config.kind)
-    return DraftHead(config=config, module=getattr(file, _entry(config.kind)[2])(config))
+    return DraftHead(config=config, module=_load(config.kind).module(config))
 
 
 def init_shapes(draft: DraftHead, base_params: Params) -> Params:
@@ -158,7 +161,7 @@ def init_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
         return {}
     fresh, noise = jax.random.split(rng)
     params = _random_params(draft, base_params, fresh)
-    file = _module_of(draft.config.kind)
+    file = _load(draft.config.kind).file
     begun = file.init_from_base(draft.config, params, base_params, noise)
     # In the head's own dtype, whatever the base's is.
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **begun})
