@@ -40,7 +40,7 @@ from clover_jax.drafters.attention_decoder import (
     with_matrices,
 )
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, check_max_depth
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
 from clover_jax.models.batch import Batch
@@ -77,11 +77,7 @@ class CloverConfig(DrafterConfig):
         super().__post_init__()
         # The ablation may leave the Augmenting Block out, not the positions.
         check_depth(self.num_positions, self.num_augmenting_layers, least_layers=0)
-        if self.max_depth != self.num_positions:
-            raise ValueError(
-                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): "
-                "every position of Clover has an MLP of its own"
-            )
+        check_max_depth(self, "every position of Clover has an MLP of its own")
         if self.regressive_block not in REGRESSIVE_BLOCKS:
             raise ValueError(
                 f"regressive_block {self.regressive_block!r} is not one of "

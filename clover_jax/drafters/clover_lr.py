@@ -51,6 +51,7 @@ from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Drafter,
     Frozen,
+    check_max_depth,
     frozen_from_base,
     output_matrix,
     with_draft_rows,
@@ -107,11 +108,7 @@ class CloverLRConfig(DrafterConfig):
         # The fusion starts as the last state, so that must be among the features, and last.
         if self.features[-1] != "pre_norm":
             raise ValueError(f"the last of the features {self.features} must be pre_norm")
-        if self.max_depth != self.num_positions:
-            raise ValueError(
-                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
-                "block proposes no more"
-            )
+        check_max_depth(self, "the block proposes no more")
 
 
 class CloverLRState(struct.PyTreeNode):

@@ -45,6 +45,7 @@ from clover_jax.drafters.drafter import (
     Drafter,
     FewTokens,
     Frozen,
+    check_max_depth,
     head_logits,
 )
 from clover_jax.drafters.layer_drafter import embed_input, layer_for
@@ -90,11 +91,7 @@ class DFlash2Config(DrafterConfig):
                 "num_positions ({}), num_layers ({}), the number of features ({}) and num_anchors "
                 "({}) must be at least 1".format(*counts)
             )
-        if self.max_depth != self.num_positions:
-            raise ValueError(
-                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): the "
-                "block proposes no more"
-            )
+        check_max_depth(self, "the block proposes no more")
         if not 0 <= self.mask_token_id < self.vocab_size:
             raise ValueError(
                 f"mask_token_id ({self.mask_token_id}) must lie in 0 .. {self.vocab_size - 1}"

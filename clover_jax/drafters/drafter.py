@@ -185,6 +185,15 @@ class Drafter(nn.Module):
         raise NotImplementedError
 
 
+def check_max_depth(config: DrafterConfig, reason: str) -> None:
+    """Raise ValueError unless the head drafts as deep as its positions; reason: why it must."""
+    if config.max_depth != config.num_positions:
+        raise ValueError(
+            f"max_depth ({config.max_depth}) must be num_positions ({config.num_positions}): "
+            f"{reason}"
+        )
+
+
 def frozen_from_base(base_params: Params) -> Frozen:
     """Collect what heads read from the base's params, without a copy.
 

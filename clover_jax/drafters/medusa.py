@@ -26,6 +26,7 @@ from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Drafter,
     Frozen,
+    check_max_depth,
     frozen_from_base,
     head_logits,
     output_matrix,
@@ -52,11 +53,7 @@ class MedusaConfig(DrafterConfig):
         super().__post_init__()
         if self.num_positions < 1:
             raise ValueError(f"num_positions ({self.num_positions}) must be at least 1")
-        if self.max_depth != self.num_positions:
-            raise ValueError(
-                f"max_depth ({self.max_depth}) must be num_positions ({self.num_positions}): "
-                "Medusa has one head for each position"
-            )
+        check_max_depth(self, "Medusa has one head for each position")
 
 
 class MedusaState(struct.PyTreeNode):
