@@ -85,8 +85,8 @@ def _draft_dynamic(
     kept_tokens, kept_scores = (
         jnp.take_along_axis(x, kept, axis=1) for x in (pool_tokens, pool_scores)
     )
-    grown = _with_root(root, kept_tokens, jnp.where(parent < 0, 0, slot), tree.depth)
-    return grown, _with_root_score(kept_scores)
+    parent = jnp.where(parent < 0, 0, slot)
+    return _with_root(root, kept_tokens, parent, kept_scores, tree.depth)
 
 
 def _draft_clover4(
@@ -129,7 +129,7 @@ def _draft_clover4(
         score = jnp.where(kept, best.values, -jnp.inf)
         slots = place + 1
         used += kept.sum(axis=1, keepdims=True)
-    return _with_root(root, tokens, parents, tree.depth), _with_root_score(scores)
+    return _with_root(root, tokens, parents, scores, tree.depth)
 
 
 def _write(nodes: Array, place: Int[Array, "B W"], new: Array) -> Array:
@@ -178,16 +178,17 @@ class _Grower(NamedTuple):
 
 
 def _with_root(
-    root: Array, tokens: Int[Array, "B n"], parent: Int[Array, "B n"], depth: int
-) -> TokenTree:
-    """Put the root in slot 0, before the drafted nodes."""
-    return TokenTree(
+    root: Array,
+    tokens: Int[Array, "B n"],
+    parent: Int[Array, "B n"],
+    scores: Float[Array, "B n"],
+    depth: int,
+) -> tuple[TokenTree, Float[Array, "B T"]]:
+    """Put the root in slot 0, before the drafted nodes; it is certain, so its score is 0."""
+    before = ((0, 0), (1, 0))
+    tree = TokenTree(
         tokens=jnp.concatenate([root[:, None], tokens], axis=1),
-        parent=jnp.pad(parent, ((0, 0), (1, 0)), constant_values=-1),
+        parent=jnp.pad(parent, before, constant_values=-1),
         depth=depth,
     )
-
-
-def _with_root_score(scores: Float[Array, "B n"]) -> Float[Array, "B T"]:
-    """Put the root's score before the drafted nodes': it is certain."""
-    return jnp.pad(scores, ((0, 0), (1, 0)))
+    return tree, jnp.pad(scores, before)
