@@ -41,13 +41,12 @@ def prefill_chunk(
     output: Any = Decoder(config.base).apply(
         {"params": weights.base}, tokens, positions, causal_mask(batch, size), state.cache, starts
     )
-    features = tree_features(config, output.hidden)
+    features, post_norm = tree_features(config, output.hidden), output.hidden["post_norm"]
     # The write waits for the read, or XLA would keep a copy of the cache.
-    write_at = ordered_after(starts, output.hidden["post_norm"])
+    write_at = ordered_after(starts, post_norm)
     state = state.replace(cache=write_rows(state.cache, output.fresh, write_at))
     if config.head is not None:
         state = absorb_prompt(config, weights, state, features, start)
-    post_norm = output.hidden["post_norm"]
     state = _emit_first(config, weights, state, post_norm, features, start)
     if not config.sampling.scored:
         return state, None
@@ -114,17 +113,16 @@ def _emit_first(
         jnp.take_along_axis(features, index, axis=1),
         ((0, 0), (0, state.features.shape[1] - 1), (0, 0)),
     )
-    emitted = state.replace(
-        tokens=write_tokens(state.tokens, first, state.end),
-        length=state.end,
-        end=state.end + 1,
-        finish=emission.finish,
-        features=pending.astype(state.features.dtype),
-        next_tokens=jnp.broadcast_to(first, state.next_tokens.shape),
-        count=jnp.ones_like(state.count),
-    )
-    # Caches are shared between the two: only the small leaves differ.
-    small = ("tokens", "length", "end", "finish", "features", "next_tokens", "count")
+    emitted = {
+        "tokens": write_tokens(state.tokens, first, state.end),
+        "length": state.end,
+        "end": state.end + 1,
+        "finish": emission.finish,
+        "features": pending.astype(state.features.dtype),
+        "next_tokens": jnp.broadcast_to(first, state.next_tokens.shape),
+        "count": jnp.ones_like(state.count),
+    }
+    # Other rows keep what they have. The caches hold the chunk of all rows already.
     return state.replace(
-        **{name: keep_rows(here, getattr(emitted, name), getattr(state, name)) for name in small}
+        **{name: keep_rows(here, new, getattr(state, name)) for name, new in emitted.items()}
     )
