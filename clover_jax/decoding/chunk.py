@@ -53,15 +53,14 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         return state, *placement.whole((record, state.finish == RUNNING))
 
     # A loop on CPU, calls elsewhere: see `decoding.repeated`.
-    if not loops_on_device():
-        return functools.partial(_call_steps, compiled(step), num_steps)
-    program = compiled(loop)
+    by_calls = functools.partial(_call_steps, compiled(step))
+    run: Chunk = compiled(loop) if loops_on_device() else by_calls
 
-    def call(weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None = None):
-        limit = np.int32(num_steps if most is None else min(most, num_steps))
-        return program(weights, state, filled, limit)
+    def chunk(weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None = None):
+        limit = num_steps if most is None else min(most, num_steps)
+        return run(weights, state, filled, np.int32(limit))
 
-    return call
+    return chunk
 
 
 def decode_chunk(
@@ -76,7 +75,6 @@ def decode_chunk(
 
     Records have a leading [num_steps]; steps that did not run have emitted nothing.
     """
-
     most = num_steps if most is None else most
 
     def goes_on(done: Array, state: DecodeState) -> Bool[Array, ""]:
@@ -121,16 +119,15 @@ def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:
 
 def _call_steps(
     step: Callable[[Weights, DecodeState], tuple[DecodeState, StepRecord, Array]],
-    num_steps: int,
     weights: Weights,
     state: DecodeState,
     filled: np.ndarray,
-    most: int | None = None,
+    limit: np.int32,
 ) -> tuple[DecodeState, tuple[StepRecord, ...]]:
     """Do the same by single steps; QUEUED - 1 more have begun when the host sees a row's end."""
     records: list[StepRecord] = []
     running: list[Array] = []
-    for index in range(num_steps if most is None else min(most, num_steps)):
+    for index in range(limit):
         if index >= QUEUED and (filled & ~np.asarray(running[index - QUEUED])).any():
             break
         state, record, runs = step(weights, state)
