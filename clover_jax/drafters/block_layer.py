@@ -164,7 +164,7 @@ def attend_last(
     _: None,
     cache: KeyValue | None,
     length: Int[Array, " B"] | None,
-    bias: None,
+    rules: None,
     *,
     seen: Bool[Array, "B A+T"],
     size: int,

@@ -252,11 +252,9 @@ def absorb_cache(
     if read_at_once is not None:
         return _merge(softmax, read_at_once)
 
-    def read(softmax: RunningSoftmax, policy: CacheReadPolicy) -> RunningSoftmax:
-        return _read_rows(query, cache, length, softmax, rules, policy)
-
     # All platforms are traced; the compiler keeps its own.
-    paths = {name: functools.partial(read, policy=READ_POLICIES[name]) for name in READ_POLICIES}
+    read = functools.partial(_read_rows, query, cache, length, rules=rules)
+    paths = {name: functools.partial(read, policy=policy) for name, policy in READ_POLICIES.items()}
     return jax.lax.platform_dependent(softmax, default=paths.pop("cpu"), **paths)
 
 

@@ -24,7 +24,7 @@ from clover_jax.models.int8 import Int8Matrix, Matrix, contract
 from clover_jax.models.layers import GatedMLP, RMSNorm, apply_rope, matrix_init, rms_norm
 from clover_jax.models.score_rules import ScoreRules, soft_cap
 
-# (query, fresh, fresh_mask, cache, length, bias) -> mixed values, as `attend` does it
+# (query, fresh, fresh_mask, cache, length, rules) -> mixed values, as `attend` does it
 Attend = Callable[..., Array]
 # (a layer's number, its input) -> (its params, its input)
 LayerParams = Callable[[int, Array], tuple[Params, Array]]
