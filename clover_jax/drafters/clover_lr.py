@@ -44,7 +44,6 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters import layer_drafter
 from clover_jax.drafters.attention_decoder import l2_normalize
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
 from clover_jax.drafters.drafter import (
@@ -57,7 +56,7 @@ from clover_jax.drafters.drafter import (
     with_draft_rows,
 )
 from clover_jax.drafters.recurrence import GatedRecurrence
-from clover_jax.drafters.tokens import embed, extend, shift_left, window
+from clover_jax.drafters.tokens import embed, embed_input, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
@@ -240,7 +239,7 @@ class CloverLR(Drafter):
         return soft_cap(logits, self.config.logit_cap)
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
-        token = _rms_normalize(layer_drafter.embed_input(self.config, frozen, next_tokens))
+        token = _rms_normalize(embed_input(self.config, frozen, next_tokens))
         x = _rms_normalize(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh

@@ -48,7 +48,8 @@ from clover_jax.drafters.drafter import (
     check_max_depth,
     head_logits,
 )
-from clover_jax.drafters.layer_drafter import embed_input, layer_for
+from clover_jax.drafters.layer_drafter import layer_for
+from clover_jax.drafters.tokens import embed_input
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows
 from clover_jax.models.decoder import Attend, project

@@ -29,11 +29,10 @@ from clover_jax.drafters.layer_drafter import (
     LayerDrafter,
     Prefix,
     attend_path,
-    embed_input,
     empty_path,
     layer_for,
 )
-from clover_jax.drafters.tokens import shift_left
+from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, SelfAttention, attend, packed_mask, project

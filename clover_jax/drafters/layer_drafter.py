@@ -21,11 +21,11 @@ from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
 from clover_jax.drafters.augmenting import absorb_positions
 from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
+from clover_jax.drafters.tokens import embed_input
 from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_rows, finish
 from clover_jax.models.cache import Cache, KeyValue, init_cache
-from clover_jax.models.decoder import Attend, attend, scale_rows
+from clover_jax.models.decoder import Attend, attend
 from clover_jax.models.score_rules import ScoreRules, scaled
-from clover_jax.sharding.placement import by_rows
 
 
 def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> LayerConfig:
@@ -155,14 +155,6 @@ class LayerDrafter(Drafter, abc.ABC):
         attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values."""
-
-
-def embed_input(
-    config: DrafterConfig, frozen: Frozen, tokens: Int[Array, "*b"]
-) -> Float[Array, "*b D"]:
-    """Return the tokens' rows of the base's input embedding, as its first layer reads them."""
-    rows = by_rows(jnp.take(frozen.embedding, tokens, axis=0, mode="clip"))
-    return scale_rows(rows, config.embedding_scale)
 
 
 def empty_path(config: LayerConfig, batch: int, width: int, dtype: jnp.dtype) -> Path:

@@ -8,6 +8,7 @@ import numpy as np
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import Frozen
+from clover_jax.models.decoder import scale_rows
 from clover_jax.models.int8 import take_rows, widen
 from clover_jax.sharding.placement import by_rows
 
@@ -17,6 +18,14 @@ def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:
     # Rows of lm_head, not of the embedding: the paper's heads read the matrix that they propose
     # with.
     return by_rows(widen(take_rows(frozen.lm_head, tokens), frozen.embedding.dtype))
+
+
+def embed_input(
+    config: DrafterConfig, frozen: Frozen, tokens: Int[Array, "*b"]
+) -> Float[Array, "*b D"]:
+    """Return the tokens' rows of the base's input embedding, as its first layer reads them."""
+    rows = by_rows(jnp.take(frozen.embedding, tokens, axis=0, mode="clip"))
+    return scale_rows(rows, config.embedding_scale)
 
 
 def shift_left(tokens: Int[Array, "B S"], by: int) -> Int[Array, "B S"]:
