@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -50,20 +49,14 @@ def take_last(x: Float[Array, "B A D"], count: Int[Array, " B"]) -> Float[Array,
     return jnp.take_along_axis(x, last, axis=1)
 
 
-class TrunkOutput(NamedTuple):
-    """The trunk's z at the last accepted position, [B, 1, D], and its cache."""
-
-    last: Array
-    cache: Cache
-
-
 def absorb_positions(
     trunk: Callable[..., tuple[Array, Cache]], accepted: AcceptedPositions, cache: Cache
-) -> TrunkOutput:
+) -> tuple[Float[Array, "B 1 D"], Cache]:
     """Run a trunk over accepted positions and commit its keys and values.
 
     trunk: (positions [B, A], mask [B, A, A], cache, length [B]) -> z [B, A, D] and its fresh keys
         and values.
+    Returns z at the last accepted position, and the cache.
     """
     start, (batch, size) = accepted.start, accepted.next_tokens.shape
     positions = start[:, None] + jnp.arange(size)
@@ -71,7 +64,7 @@ def absorb_positions(
     z, fresh = trunk(positions, causal_mask(batch, size), cache, start)
     last = take_last(z, accepted.count)
     write_at = ordered_after(start, last)
-    return TrunkOutput(last, over_rows_and_heads(write_rows, cache, fresh, write_at))
+    return last, over_rows_and_heads(write_rows, cache, fresh, write_at)
 
 
 def from_last_layer(
