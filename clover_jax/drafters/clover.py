@@ -40,7 +40,13 @@ from clover_jax.drafters.attention_decoder import (
     with_matrices,
 )
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, check_max_depth
+from clover_jax.drafters.drafter import (
+    AcceptedPositions,
+    Drafter,
+    Frozen,
+    check_max_depth,
+    layer_for,
+)
 from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
 from clover_jax.models.batch import Batch
@@ -223,7 +229,7 @@ def make_config(
     """Return the head's config for a base; the rotary base is the base's own unless given."""
     return CloverConfig(
         # The Augmenting Block starts as the base's last layer, so it has its shape.
-        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        layer=layer_for(base, rope),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,

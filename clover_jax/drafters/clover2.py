@@ -29,7 +29,7 @@ from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
 from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
 from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
-from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
+from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, layer_for
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
@@ -203,7 +203,7 @@ def make_config(
 ) -> Clover2Config:
     """Return the head's config for a base; the rotary base is the base's own unless given."""
     # Augmenting layers have the base's shape, because they start as its last layer.
-    layer = dataclasses.replace(base.layer, rope=rope or base.rope)
+    layer = layer_for(base, rope)
     return Clover2Config(layer=layer, vocab_size=base.vocab_size, loss=loss, **options)
 
 

@@ -52,6 +52,7 @@ from clover_jax.drafters.drafter import (
     Frozen,
     check_max_depth,
     frozen_from_base,
+    layer_for,
     output_matrix,
     with_draft_rows,
 )
@@ -289,7 +290,7 @@ def make_config(
     layers = tuple(f"layer_{depth * j // count}" for j in range(1, count))
 
     return CloverLRConfig(
-        layer=dataclasses.replace(base.layer, rope=rope or base.rope),
+        layer=layer_for(base, rope),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,

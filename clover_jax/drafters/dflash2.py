@@ -47,8 +47,8 @@ from clover_jax.drafters.drafter import (
     Frozen,
     check_max_depth,
     head_logits,
+    layer_for,
 )
-from clover_jax.drafters.layer_drafter import layer_for
 from clover_jax.drafters.tokens import embed_input
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows

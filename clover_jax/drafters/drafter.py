@@ -8,6 +8,7 @@ position i of the head propose x_{t+2+i}.
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import flax.linen as nn
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
-from clover_jax.config import DrafterConfig
+from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 from clover_jax.models.int8 import Matrix, take_rows
@@ -183,6 +184,18 @@ class Drafter(nn.Module):
     ) -> Float[Array, "*b Vd"]:
         """Return the scores by which the head proposes its few tokens, -inf for all others."""
         raise NotImplementedError
+
+
+def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool = False) -> LayerConfig:
+    """Return the shape of a head's layer: that of the base's layers.
+
+    rope: in place of the base's.
+    llama_layer: without what Llama's layers do not have, which the readers of other programs do
+        not expect.
+    """
+    # A head attends over the same text as the base, so it takes its rotary base.
+    layer = dataclasses.replace(base.layer, rope=rope or base.rope)
+    return layer.as_llama() if llama_layer else layer
 
 
 def check_max_depth(config: DrafterConfig, reason: str) -> None:

@@ -21,8 +21,8 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.drafter import Frozen
-from clover_jax.drafters.layer_drafter import LayerDrafter, layer_for
+from clover_jax.drafters.drafter import Frozen, layer_for
+from clover_jax.drafters.layer_drafter import LayerDrafter
 from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue

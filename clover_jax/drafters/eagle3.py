@@ -24,13 +24,18 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.drafter import Frozen, frozen_from_base, output_matrix, with_draft_rows
+from clover_jax.drafters.drafter import (
+    Frozen,
+    frozen_from_base,
+    layer_for,
+    output_matrix,
+    with_draft_rows,
+)
 from clover_jax.drafters.layer_drafter import (
     LayerDrafter,
     Prefix,
     attend_path,
     empty_path,
-    layer_for,
 )
 from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch

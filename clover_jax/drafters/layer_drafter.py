@@ -9,7 +9,6 @@ over the tree, and a branch moves to another place of the beam as a whole.
 from __future__ import annotations
 
 import abc
-import dataclasses
 import functools
 from typing import NamedTuple
 
@@ -18,7 +17,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
-from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, RopeConfig
+from clover_jax.config import DrafterConfig, LayerConfig
 from clover_jax.drafters.augmenting import absorb_positions
 from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
 from clover_jax.drafters.tokens import embed_input
@@ -26,20 +25,6 @@ from clover_jax.models.attention import RunningSoftmax, absorb_cache, absorb_row
 from clover_jax.models.cache import Cache, KeyValue, init_cache
 from clover_jax.models.decoder import Attend, attend
 from clover_jax.models.score_rules import ScoreRules, scaled
-
-
-def layer_for(base: BaseConfig, rope: RopeConfig | None, llama_layer: bool) -> LayerConfig:
-    """Return the shape of a head's layer: that of the base's layers.
-
-    rope: in place of the base's.
-    llama_layer: without what Llama's layers do not have, which the readers of other programs do
-        not expect.
-    """
-    # A head attends over the same text as the base, so it takes its rotary base.
-    layer = dataclasses.replace(base.layer, rope=rope or base.rope)
-    if not llama_layer:
-        return layer
-    return layer.as_llama()
 
 
 class Path(struct.PyTreeNode):
