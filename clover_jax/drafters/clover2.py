@@ -34,7 +34,7 @@ from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask
-from clover_jax.models.layers import RMSNorm
+from clover_jax.models.layers import RMSNorm, matrix_init
 
 NOISE = 0.01  # width of the release's uniform initialisation noise
 METHOD_LOSS = LossSpec(regression=10.0, soft_ce=1.0, decay=0.7)
@@ -83,7 +83,7 @@ class Clover2(Drafter):
     def setup(self):
         cfg = self.config
         width = cfg.layer.hidden_size
-        matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
+        matrix, zeros = matrix_init(width), nn.initializers.zeros
         self.attention_decoder_1 = AttentionDecoder(cfg.layer)
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)

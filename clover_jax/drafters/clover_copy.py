@@ -41,6 +41,7 @@ from clover_jax.drafters.tokens import shift_left, to_draft
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, KeyValue
 from clover_jax.models.decoder import packed_mask
+from clover_jax.models.layers import matrix_init
 
 NEVER = -1e9  # a log of odds: its exp is 0, and its gradient no NaN
 WITHOUT_MATCH = 0.02  # how often a copy is right, to begin with, that no match speaks for
@@ -103,8 +104,7 @@ class CloverCopy(CloverLR):
     def setup(self):
         super().setup()
         cfg, shape = self.config, (self.config.layer.hidden_size, self.config.pointer_rank)
-        spread = nn.initializers.normal(shape[0] ** -0.5)
-        self.point_from = self.param("point_from", spread, shape)
+        self.point_from = self.param("point_from", matrix_init(shape[0]), shape)
         self.point_to = self.param("point_to", nn.initializers.zeros, shape)
         self.of_length = self.param("of_length", _usual_odds, (cfg.num_positions, MOST_MATCHED + 1))
 

@@ -62,7 +62,7 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
 from clover_jax.models.decoder import DecoderLayer, packed_mask, project
 from clover_jax.models.int8 import contract, widen
-from clover_jax.models.layers import RMSNorm
+from clover_jax.models.layers import RMSNorm, matrix_init
 from clover_jax.models.score_rules import soft_cap
 
 NOISE = 0.01  # of the initialisation, as Clover-2's
@@ -136,7 +136,7 @@ class CloverLR(Drafter):
         # The trunk: what the base and the newest token say, and the Augmenting Block.
         cfg = self.config
         width, rank, num_features = cfg.layer.hidden_size, cfg.rank, len(cfg.features)
-        matrix, zeros = nn.initializers.normal(width**-0.5), nn.initializers.zeros
+        matrix, zeros = matrix_init(width), nn.initializers.zeros
         if num_features > 1:
             self.fuse = self.param("fuse", zeros, (num_features - 1, width, width))
         self.token_mix = self.param("token_mix", matrix, (width, width))

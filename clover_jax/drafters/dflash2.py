@@ -54,7 +54,7 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows
 from clover_jax.models.decoder import Attend, project
 from clover_jax.models.int8 import contract
-from clover_jax.models.layers import RMSNorm
+from clover_jax.models.layers import RMSNorm, matrix_init
 from clover_jax.sharding.placement import by_rows, over_rows_and_heads
 from clover_jax.sharding.top_k import top_k
 
@@ -151,8 +151,7 @@ class DFlash2(Drafter):
     def setup(self):
         cfg = self.config
         width, eps, count = cfg.layer.hidden_size, cfg.layer.rms_norm_eps, len(cfg.features)
-        spread = nn.initializers.normal((count * width) ** -0.5)
-        self.fc = self.param("fc", spread, (count, width, width))
+        self.fc = self.param("fc", matrix_init(count * width), (count, width, width))
         self.context_norm = RMSNorm(eps)
         self.layers = [BlockLayer(cfg.layer, cfg.block) for _ in range(cfg.num_layers)]
         self.norm = RMSNorm(eps)
@@ -161,8 +160,7 @@ class DFlash2(Drafter):
             codebook, zeros = nn.initializers.normal(CODEBOOK_SPREAD), nn.initializers.zeros
             self.predecessor = self.param("predecessor", codebook, (cfg.vocab_size, cfg.rank))
             self.successor = self.param("successor", zeros, (cfg.draft_vocab_size, cfg.rank))
-            spread = nn.initializers.normal(width**-0.5)
-            self.selector_gate = self.param("selector_gate", spread, (width, cfg.rank))
+            self.selector_gate = self.param("selector_gate", matrix_init(width), (width, cfg.rank))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         return init_cache(self.config.layer, self.config.num_layers, batch, length, dtype)

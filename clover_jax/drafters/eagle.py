@@ -27,6 +27,7 @@ from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, DecoderLayer, attend, packed_mask
+from clover_jax.models.layers import matrix_init
 
 NOISE_LENGTH = 512  # sequence length at which the noise has its stated width
 METHOD_LOSS = LossSpec(regression=1.0, soft_ce=0.1, divisor_offset=1e-5)
@@ -62,10 +63,10 @@ class Eagle(LayerDrafter):
     config: EagleConfig
 
     def setup(self):
-        # fc is stored as two matrices, so that neither input is copied to lie beside the other.
+        # fc is stored as two matrices, of the embedding and of the state, so that neither input is
+        # copied to lie beside the other.
         width = self.config.layer.hidden_size
-        matrix = nn.initializers.normal((2 * width) ** -0.5)
-        self.fc = self.param("fc", matrix, (2, width, width))  # of the embedding, of the state
+        self.fc = self.param("fc", matrix_init(2 * width), (2, width, width))
         if self.config.fc_bias:
             self.fc_bias = self.param("fc_bias", nn.initializers.zeros, (width,))
         self.layer = DecoderLayer(self.config.layer, input_norm=False)

@@ -42,7 +42,7 @@ from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.decoder import Attend, SelfAttention, attend, packed_mask, project
 from clover_jax.models.int8 import contract
-from clover_jax.models.layers import GatedMLP, RMSNorm
+from clover_jax.models.layers import GatedMLP, RMSNorm, matrix_init
 
 NUM_FEATURES = 3
 METHOD_LOSS = LossSpec(soft_ce=1.0, decay=0.8, divisor="positions", divisor_offset=0.0)
@@ -75,8 +75,8 @@ class Eagle3(LayerDrafter):
         # The head has norms, an MLP and an output matrix of its own; the base's are only read.
         layer = self.config.layer
         width, eps = layer.hidden_size, layer.rms_norm_eps
-        matrix = nn.initializers.normal((NUM_FEATURES * width) ** -0.5)
-        self.fc = self.param("fc", matrix, (NUM_FEATURES, width, width))
+        fan_in = NUM_FEATURES * width
+        self.fc = self.param("fc", matrix_init(fan_in), (NUM_FEATURES, width, width))
         self.embedding_norm = RMSNorm(eps)
         self.state_norm = RMSNorm(eps)
         self.attention = SelfAttention(layer)

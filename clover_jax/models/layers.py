@@ -66,10 +66,11 @@ def inverse_frequencies(rope: RopeConfig, head_dim: int) -> np.ndarray:
 
 def _passage(rope: RopeConfig, size: int) -> tuple[float, float]:
     """Return YaRN's first and last pair of those between kept and stretched."""
-    length, ends = rope.original_max_position_embeddings, []
-    for turns in (rope.beta_fast, rope.beta_slow):
-        ends.append(size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta)))
-    first, last = ends
+    length = rope.original_max_position_embeddings
+    first, last = (
+        size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+        for turns in (rope.beta_fast, rope.beta_slow)
+    )
     if rope.truncate:
         first, last = math.floor(first), math.ceil(last)
     first, last = max(first, 0), min(last, size - 1)
