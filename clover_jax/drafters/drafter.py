@@ -80,8 +80,8 @@ Proposal = Float[Array, "B W Vd"] | FewTokens
 class Drafter(nn.Module):
     """The base class of draft heads; `DraftHead.apply` calls its methods.
 
-    A head defines the methods, but for `observe` and `rescore`, and overrides `logits` and the
-    properties below where theirs differ. A head without weights is never trained: it needs no
+    A head defines the methods, but for `observe` and `rescore`; `init_cache`, `logits` and the
+    properties below where its own differ. A head without weights is never trained: it needs no
     `train_forward`.
     """
 
@@ -114,7 +114,7 @@ class Drafter(nn.Module):
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
         """Return an empty draft cache: the head's KV cache, other state of the text, or ()."""
-        raise NotImplementedError
+        return ()
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: DraftCache

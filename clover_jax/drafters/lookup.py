@@ -51,14 +51,10 @@ class LookupState(struct.PyTreeNode):
 
 
 class Lookup(Drafter):
-    """Prompt lookup; see the module's docstring."""
+    """Prompt lookup; see the module's docstring. It has no cache: the decode state has the text."""
 
     config: LookupConfig
     reads_lm_head = False
-
-    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return no cache: the decode state has the text."""
-        return ()
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache

@@ -81,9 +81,6 @@ class Medusa(Drafter):
         cfg = self.config
         return tuple(f"lm_head_{i}" for i in range(cfg.num_positions if cfg.own_output else 0))
 
-    def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        return ()
-
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[MedusaState, Cache]:
