@@ -91,9 +91,9 @@ class NewTokens:
     copied: list[int]
     seconds: float
     finish_reason: str | None
-    scores: list[TokenScore] = dataclasses.field(default_factory=list)
-    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
-    num_cached: int = 0
+    scores: list[TokenScore]
+    prompt_scores: list[TokenScore]
+    num_cached: int
 
     @property
     def is_last(self) -> bool:
