@@ -20,8 +20,8 @@ def augment(
     x: Float[Array, "B A D"],
     positions: Int[Array, "B A"],
     mask: Bool[Array, "B A A"],
-    cache: Cache | None,
-    length: Int[Array, " B"] | None,
+    cache: Cache | None = None,
+    length: Int[Array, " B"] | None = None,
 ) -> tuple[Float[Array, "B A D"], Cache]:
     """Run the layers one after another; return their output and their fresh keys and values."""
     # Later layers read the cache of their own depth.

@@ -191,7 +191,7 @@ class Clover(Drafter):
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
         mask = packed_mask(batch.segment_ids)
         # z of every text position at once.
-        state, _ = augment(self.augmenting, features, batch.positions, mask, None, None)
+        state, _ = augment(self.augmenting, features, batch.positions, mask)
         count, size = self.config.num_positions, batch.tokens.shape[1]
         if self.regressive is not None:
             # It depends on the token alone: computed once, shifted further at every position.

@@ -136,8 +136,7 @@ class Clover2(Drafter):
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
         # s^0 of every text position at once.
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
-        following = shift_left(tokens, 1)
-        z, _ = self._trunk(frozen, features, following, batch.positions, mask, None, None)
+        z, _ = self._trunk(frozen, features, shift_left(tokens, 1), batch.positions, mask)
         # One position trains no regressive connection, but a deeper tree needs its params.
         trained = self.config.num_positions
         count = max(trained, 2) if self.is_initializing() else trained
@@ -154,7 +153,7 @@ class Clover2(Drafter):
             outputs.append(self._later_output(state, shifted(projected)))
         return jnp.stack(outputs[:trained])
 
-    def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
+    def _trunk(self, frozen, features, next_tokens, positions, mask, cache=None, length=None):
         """Return s^0 and the Augmenting Block's fresh keys and values."""
         # The order is the paper's main change: early, the token reaches every augmenting layer.
         embedded, layers = embed(frozen, next_tokens), self.augmenting

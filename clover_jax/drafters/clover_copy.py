@@ -158,8 +158,8 @@ class CloverCopy(CloverLR):
     ) -> Float[Array, "P B S D+r+4k"]:
         """Return [u^i ; C s^i ; tokens ; log odds], as if the text had been drafted."""
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
-        following, size = shift_left(tokens, 1), tokens.shape[1]
-        z, fresh = self._trunk(frozen, features, following, batch.positions, mask, None, None)
+        size = tokens.shape[1]
+        z, fresh = self._trunk(frozen, features, shift_left(tokens, 1), batch.positions, mask)
         hidden = self._unrolled(frozen, z, tokens)
 
         # Words of different documents differ, so that no match goes beyond its own.

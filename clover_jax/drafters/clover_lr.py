@@ -206,8 +206,7 @@ class CloverLR(Drafter):
         """Return [u^i ; C s^i], the latter 0 at position 0; teacher forced."""
         # The block of every text position at once.
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)
-        following = shift_left(tokens, 1)
-        z, _ = self._trunk(frozen, features, following, batch.positions, mask, None, None)
+        z, _ = self._trunk(frozen, features, shift_left(tokens, 1), batch.positions, mask)
         return self._unrolled(frozen, z, tokens)
 
     def _unrolled(
@@ -239,7 +238,7 @@ class CloverLR(Drafter):
             logits = logits + project(self.correction_out, hidden[..., width:])
         return soft_cap(logits, self.config.logit_cap)
 
-    def _trunk(self, frozen, features, next_tokens, positions, mask, cache, length):
+    def _trunk(self, frozen, features, next_tokens, positions, mask, cache=None, length=None):
         token = _rms_normalize(embed_input(self.config, frozen, next_tokens))
         x = _rms_normalize(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
