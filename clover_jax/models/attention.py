@@ -116,7 +116,7 @@ def caches_read_by(reader: CacheReader | None) -> Iterator[None]:
 def attend(
     query: Float[Array, "B K G T H"],
     fresh: KeyValue,
-    fresh_mask: Bool[Array, "B T T"],
+    fresh_mask: Bool[Array, "B T S"],
     cache: KeyValue | None = None,
     length: Int[Array, " B"] | None = None,
     rules: ScoreRules | None = None,
@@ -135,19 +135,9 @@ def attend(
         # which pads the T of each to a multiple of 8.
         flat = query.reshape(*query.shape[:2], 1, -1, query.shape[-1])
         mask = jnp.tile(fresh_mask, (1, groups, 1))
-        return _attend(flat, fresh, mask, cache, length, None).reshape(query.shape)
-    return _attend(query, fresh, fresh_mask, cache, length, rules)
+        return attend(flat, fresh, mask, cache, length).reshape(query.shape)
 
-
-def _attend(
-    query: Float[Array, "B K G T H"],
-    fresh: KeyValue,
-    fresh_mask: Bool[Array, "B T S"],
-    cache: KeyValue | None,
-    length: Int[Array, " B"] | None,
-    rules: ScoreRules | None,
-) -> Float[Array, "B K G T H"]:
-    """Attend as `attend` says."""
+    # Where a kernel reads the cache, what it gives is merged with the fresh rows.
     reader = _reader.get()
     if cache is not None and rules is None and reader is not None:
         assert length is not None  # a cache and its lengths come together
