@@ -8,7 +8,6 @@ over the tree, and a branch moves to another place of the beam as a whole.
 
 from __future__ import annotations
 
-import abc
 import functools
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ import jax.numpy as jnp
 from flax import struct
 
 from clover_jax.array_types import Array, Bool, Float, Int
-from clover_jax.config import DrafterConfig, LayerConfig
+from clover_jax.config import LayerConfig
 from clover_jax.drafters.augmenting import absorb_positions
 from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen
 from clover_jax.drafters.tokens import embed_input
@@ -71,14 +70,12 @@ class Prefix(NamedTuple):
     positions: Int[Array, "B S"]
 
 
-class LayerDrafter(Drafter, abc.ABC):
+class LayerDrafter(Drafter):
     """What these heads share; a subclass says what the layer reads and what it proposes.
 
     It defines `run(embedded, state, positions, mask, cache, length, attend)`, the layer; and, where
     they differ, `fuse(features)`, the state of a committed position, and `logits`.
     """
-
-    config: DrafterConfig
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         return init_cache(self.config.layer, 1, batch, length, dtype)
@@ -128,7 +125,6 @@ class LayerDrafter(Drafter, abc.ABC):
         """Return the states of committed positions: the features as they are."""
         return features
 
-    @abc.abstractmethod
     def run(
         self,
         embedded: Float[Array, "B T D"],
@@ -140,6 +136,7 @@ class LayerDrafter(Drafter, abc.ABC):
         attend: Attend = attend,
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values."""
+        raise NotImplementedError
 
 
 def empty_path(config: LayerConfig, batch: int, width: int, dtype: jnp.dtype) -> Path:
