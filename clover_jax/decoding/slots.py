@@ -21,13 +21,15 @@ from clover_jax.decoding.chunk import Records, read_records
 from clover_jax.decoding.commit import StepRecord
 from clover_jax.decoding.requests import NewTokens, Request, TokenScore
 from clover_jax.decoding.scores import Scores, read_scores
-from clover_jax.decoding.state import EMPTY, EOS, RUNNING, DecodeState, Text
+from clover_jax.decoding.state import EOS, LENGTH, DecodeState, Text
 from clover_jax.decoding.step import Weights
 from clover_jax.drafters.drafter import DraftCache
 from clover_jax.runtime.compile_clock import CompileClock
 
 if TYPE_CHECKING:
     from clover_jax.decoding.engine import Engine
+
+_FINISH_REASONS = {EOS: "eos", LENGTH: "length"}  # of rows that the device has ended
 
 
 @dataclasses.dataclass
@@ -207,7 +209,7 @@ class Slots:
         # The slot of an ended row is free for the next request before its last tokens are taken.
         finish = np.asarray(self._begun.text.finish)
         self._done, self._begun = self._begun._replace(ended=self._compiling.now()), None
-        ended = [slot for slot in self._done.rows if _has_ended(finish[slot])]
+        ended = [slot for slot in self._done.rows if int(finish[slot]) in _FINISH_REASONS]
         for slot in ended:
             self._rows[slot] = None
         return ended
@@ -327,9 +329,6 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
         for step in steps.tolist():
             scores += read_scores(record.scores, (step, slot), emitted[step])
 
-    # The end, as the device saw it.
-    finish = int(text.finish[slot])
-    is_done = _has_ended(finish)
     return NewTokens(
         slot=slot,
         ids=ids,
@@ -338,12 +337,8 @@ def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: floa
         ranks=[path[:count] for path, count in zip(ranks, accepted, strict=True)],
         copied=[] if record.copied is None else record.copied[steps, slot].tolist(),
         seconds=seconds,
-        finish_reason=("eos" if finish == EOS else "length") if is_done else None,
+        finish_reason=_FINISH_REASONS.get(int(text.finish[slot])),
         scores=scores,
         prompt_scores=row.prompt_scores if is_first else [],
         num_cached=row.num_cached if is_first else 0,
     )
-
-
-def _has_ended(finish: int) -> bool:
-    return finish not in (RUNNING, EMPTY)
