@@ -172,8 +172,8 @@ class DFlash2(Drafter):
         start, count, size = accepted.start, accepted.count, accepted.next_tokens.shape[1]
         anchor = take_last(accepted.next_tokens[..., None], count)[..., 0]
         slots = self._slots(frozen, anchor)
-        ends = ((start, size), (start + count, self.config.block.size))
-        positions = [first[:, None] + jnp.arange(number) for first, number in ends]
+        runs = ((start, size), (start + count, self.config.block.size))
+        positions = [first[:, None] + jnp.arange(number) for first, number in runs]
 
         # A slot sees what is valid of the context, and its whole block.
         is_seen = jnp.arange(size) < count[:, None]
