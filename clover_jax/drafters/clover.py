@@ -29,7 +29,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, RopeConfig
@@ -93,15 +92,6 @@ class CloverConfig(DrafterConfig):
             check_heads(self.layer, self.decoder_heads)
 
 
-class CloverState(struct.PyTreeNode):
-    """What a branch knows.
-
-    hidden: [B, W, D] h^i; [B, 1, D] z at all levels where there is no regressive connection.
-    """
-
-    hidden: Float[Array, "B W D"]
-
-
 class RegressiveMLP(nn.Module):
     """x + SiLU(W [norm(x) ; e] + b), the residual block of the heads with the token beside x.
 
@@ -127,7 +117,11 @@ class RegressiveMLP(nn.Module):
 
 
 class Clover(Drafter):
-    """The Clover head; see the module's docstring for the equations."""
+    """The Clover head; see the module's docstring for the equations.
+
+    The state of W branches is h^i, [B, W, D]; without a regressive connection z, [B, 1, D], at all
+    levels.
+    """
 
     config: CloverConfig
 
@@ -153,33 +147,35 @@ class Clover(Drafter):
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
-    ) -> tuple[CloverState, Cache]:
+    ) -> tuple[Float[Array, "B 1 D"], Cache]:
         trunk = functools.partial(augment, self.augmenting, accepted.features)
         last, cache = absorb_positions(trunk, accepted, cache)
         if self.regressive is None:
-            return CloverState(last), cache
+            return last, cache
         # The root of the next tree is the token after the last accepted position.
         index = jnp.maximum(accepted.count - 1, 0)[:, None]
         token = jnp.take_along_axis(accepted.next_tokens, index, axis=1)
-        return CloverState(self._follow(frozen, last, token)), cache
+        return self._follow(frozen, last, token), cache
 
-    def propose(self, frozen: Frozen, state: CloverState, depth: int) -> Float[Array, "B W Vd"]:
-        return self.logits(frozen, self._output(frozen, state.hidden, depth), depth)
+    def propose(
+        self, frozen: Frozen, state: Float[Array, "B W D"], depth: int
+    ) -> Float[Array, "B W Vd"]:
+        return self.logits(frozen, self._output(frozen, state, depth), depth)
 
     def advance(
         self,
         frozen: Frozen,
-        state: CloverState,
+        state: Float[Array, "B n D"],
         cache: Cache,
         parent: Int[Array, "B W"],
         token: Int[Array, "B W"],
         depth: int,
-    ) -> CloverState:
+    ) -> Float[Array, "B W D"]:
         """Feed a drafted token back: the regressive connection."""
         if self.regressive is None:
             return state
-        above = jnp.take_along_axis(state.hidden, parent[..., None], axis=1)
-        return CloverState(self._follow(frozen, above, token))
+        above = jnp.take_along_axis(state, parent[..., None], axis=1)
+        return self._follow(frozen, above, token)
 
     def train_forward(
         self,

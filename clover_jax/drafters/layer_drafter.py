@@ -188,6 +188,6 @@ def attend_path(
     return finish(softmax, query.dtype, rules)
 
 
-def _take_branches(x: Float[Array, "B V *rest"], index: Int[Array, "B W"]) -> Array:
+def _take_branches(x: Float[Array, "B n *rest"], index: Int[Array, "B W"]) -> Array:
     """Return x[b, index[b, w]]."""
     return jnp.take_along_axis(x, index.reshape(*index.shape, *[1] * (x.ndim - 2)), axis=1)

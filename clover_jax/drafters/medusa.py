@@ -17,7 +17,6 @@ from typing import Any
 import flax.linen as nn
 import jax
 import jax.numpy as jnp
-from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec
@@ -56,14 +55,11 @@ class MedusaConfig(DrafterConfig):
         check_max_depth(self, "Medusa has one head for each position")
 
 
-class MedusaState(struct.PyTreeNode):
-    """What every head reads, the same on all levels. hidden: [B, 1, D] g at the last position."""
-
-    hidden: Float[Array, "B 1 D"]
-
-
 class Medusa(Drafter):
-    """The heads; see the module's docstring for the equations."""
+    """The heads; see the module's docstring for the equations.
+
+    Their state is g at the last position, [B, 1, D], on all levels.
+    """
 
     config: MedusaConfig
 
@@ -83,27 +79,29 @@ class Medusa(Drafter):
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
-    ) -> tuple[MedusaState, Cache]:
+    ) -> tuple[Float[Array, "B 1 D"], Cache]:
         """Keep the last position's features."""
-        return MedusaState(take_last(accepted.features, accepted.count)), cache
+        return take_last(accepted.features, accepted.count), cache
 
     @property
     def reads_lm_head(self) -> bool:
         return not self.config.own_output
 
-    def propose(self, frozen: Frozen, state: MedusaState, depth: int) -> Float[Array, "B 1 Vd"]:
+    def propose(
+        self, frozen: Frozen, state: Float[Array, "B 1 D"], depth: int
+    ) -> Float[Array, "B 1 Vd"]:
         """Return the logits that all branches of this level share."""
-        return self.logits(frozen, self.heads(state.hidden, depth), depth)
+        return self.logits(frozen, self.heads(state, depth), depth)
 
     def advance(
         self,
         frozen: Frozen,
-        state: MedusaState,
+        state: Float[Array, "B 1 D"],
         cache: Cache,
         parent: Int[Array, "B W"],
         token: Int[Array, "B W"],
         depth: int,
-    ) -> MedusaState:
+    ) -> Float[Array, "B 1 D"]:
         """Return the state as it is: no head reads a drafted token."""
         return state
 

@@ -20,7 +20,6 @@ import dataclasses
 import math
 
 import jax.numpy as jnp
-from flax import struct
 
 from clover_jax.array_types import Array, Bool, Int
 from clover_jax.config import BaseConfig, DrafterConfig
@@ -42,14 +41,11 @@ class RecycleConfig(DrafterConfig):
     num_positions: int = 16
 
 
-class RecycleState(struct.PyTreeNode):
-    """Continuations of W branches. successors: [B, W, k] of the last token, PAD_TOKEN for none."""
-
-    successors: Int[Array, "B W k"]
-
-
 class Recycle(Drafter):
-    """Token Recycling; see the module's docstring. Its cache is the table, [B, k, V]."""
+    """Token Recycling; see the module's docstring. Its cache is the table, [B, k, V].
+
+    The state of W branches is the successors of their last tokens, [B, W, k], PAD_TOKEN for none.
+    """
 
     config: RecycleConfig
     reads_lm_head = False
@@ -62,7 +58,7 @@ class Recycle(Drafter):
 
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Array
-    ) -> tuple[RecycleState, Array]:
+    ) -> tuple[Int[Array, "B 1 k"], Array]:
         """Learn what followed each token of the text."""
         ahead = jnp.arange(accepted.next_tokens.shape[1])
         index = jnp.minimum(accepted.start[:, None] + ahead, accepted.text.shape[1] - 1)
@@ -71,7 +67,7 @@ class Recycle(Drafter):
         cache = over_rows(remember, cache, tokens, accepted.next_tokens, valid)
         last = jnp.maximum(accepted.count - 1, 0)[:, None]
         root = jnp.take_along_axis(accepted.next_tokens, last, axis=1)
-        return RecycleState(_successors(cache, root)), cache
+        return _successors(cache, root), cache
 
     def observe(
         self,
@@ -83,23 +79,23 @@ class Recycle(Drafter):
         """Learn what the base puts after each slot of a verified tree."""
         return over_rows(remember, cache, tokens, choices, valid)
 
-    def propose(self, frozen: Frozen, state: RecycleState, depth: int) -> FewTokens:
+    def propose(self, frozen: Frozen, state: Int[Array, "B W k"], depth: int) -> FewTokens:
         """Return the successors of each branch's last token."""
         usual = jnp.array([math.log(share) for share in REPEATS])
-        known = state.successors != PAD_TOKEN
-        return FewTokens(state.successors, jnp.where(known, usual, -jnp.inf))
+        known = state != PAD_TOKEN
+        return FewTokens(state, jnp.where(known, usual, -jnp.inf))
 
     def advance(
         self,
         frozen: Frozen,
-        state: RecycleState,
+        state: Int[Array, "B n k"],
         cache: Array,
         parent: Int[Array, "B W"],
         token: Int[Array, "B W"],
         depth: int,
-    ) -> RecycleState:
+    ) -> Int[Array, "B W k"]:
         """Look up the drafted tokens; what came before them does not matter."""
-        return RecycleState(_successors(cache, token))
+        return _successors(cache, token)
 
 
 def remember(

@@ -91,7 +91,7 @@ def test_a_prompt_read_in_parts_is_the_prompt_read_at_once():
             slow.see(*pair)
         lists = slow.array(TINY.vocab_size)
         np.testing.assert_array_equal(whole[row].T, lists)
-        np.testing.assert_array_equal(state.successors[row, 0], lists[text[-1]])
+        np.testing.assert_array_equal(state[row, 0], lists[text[-1]])
 
 
 def test_the_successor_seen_last_comes_first():
