@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -129,34 +129,35 @@ def classify(
         the run has.
     """
     # The same texts beside other rows: any change is rounding.
-    size = batched.batch_size
-    groups = [list(cases[start : start + size]) for start in range(0, len(cases), size)]
-    together = [margins(group, params, batched) for group in groups]
-    single = [margins([case], params, alone) for case in cases]
-    wide = [margins(group, params, batched, _AT_ONCE) for group in groups]
-
-    # Slots that the last group left empty hold nothing.
-    def joined(parts: list[Margins], name: str) -> np.ndarray:
-        pairs = zip(parts, groups, strict=True)
-        return np.concatenate([getattr(part, name)[: len(group)] for part, group in pairs])
-
-    margin, gap = joined(together, "margin"), joined(together, "gap")
-    at_once = joined(wide, "margin")
-
-    lengths = [len(case.output_ids) for case in cases]
+    together = list(_margins_of(cases, batched.batch_size, params, batched))
+    single = _margins_of(cases, 1, params, alone)
+    wide = _margins_of(cases, batched.batch_size, params, batched, _AT_ONCE)
     threshold = max(
-        _largest_change(margin[i, :length], other[:length])
-        for i, length in enumerate(lengths)
-        for other in (np.asarray(single[i].margin[0]), at_once[i])
+        _largest_change(one.margin, other.margin)
+        for one, *others in zip(together, single, wide, strict=True)
+        for other in others
     )
     return [
-        _classified(case.divergence, gap[i, : lengths[i]], threshold)
-        for i, case in enumerate(cases)
+        _classified(case.divergence, one.gap, threshold)
+        for case, one in zip(cases, together, strict=True)
         if case.divergence is not None
     ]
 
 
-def _largest_change(one: np.ndarray, other: np.ndarray) -> float:
+def _margins_of(
+    cases: Sequence[Case], size: int, params: Params, engine: Engine, at_once: int = 1
+) -> Iterator[Margins]:
+    """Yield the margins of each case up to its end; `size` cases are computed together."""
+    for start in range(0, len(cases), size):
+        group = cases[start : start + size]
+        found = margins(group, params, engine, at_once)
+        # Each group is as wide as its longest text, and slots that it leaves empty hold nothing.
+        for row, case in enumerate(group):
+            length = len(case.output_ids)
+            yield Margins(found.margin[row, :length], found.gap[row, :length])
+
+
+def _largest_change(one: Array, other: Array) -> float:
     """Return the largest difference of two rows of margins.
 
     Infinite margins, of a temperature next to 0, are left out: they do not measure rounding.
@@ -165,7 +166,7 @@ def _largest_change(one: np.ndarray, other: np.ndarray) -> float:
     return float(np.abs(one[is_known] - other[is_known]).max(initial=0.0))
 
 
-def _classified(divergence: Divergence, gaps: np.ndarray, threshold: float) -> Divergence:
+def _classified(divergence: Divergence, gaps: Array, threshold: float) -> Divergence:
     """Return a divergence with its kind; one after the end of either text has no gap."""
     if divergence.found is None or divergence.position >= len(gaps):
         return dataclasses.replace(divergence, threshold=threshold, kind=MISMATCH)

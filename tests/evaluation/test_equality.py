@@ -152,6 +152,19 @@ def test_a_threshold_in_bfloat16_is_that_of_tokens_read_at_once(twins):
     assert 0.01 < near_ties.classify(cases, params, alone, batched)[0].threshold < 1
 
 
+def test_texts_of_very_different_lengths_are_judged_together(twins, monkeypatch):
+    monkeypatch.setattr(near_ties, "bucket", lambda size: -(-size // 4) * 4)
+    alone, batched = (twins.models.engine(size) for size in (1, 2))
+    outputs = [[1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
+    cases = [
+        near_ties.Case(Request(i, [3, 1, 4], 8), ids, Divergence(i, 0, 1, ids[1], 4))
+        for i, ids in enumerate(outputs)
+    ]
+    found = near_ties.classify(cases, twins.models.base.params, alone, batched)
+    assert [one.index for one in found] == [0, 1, 2]
+    assert all(one.gap > 0 for one in found)
+
+
 def room(logits, **changes):
     rows = empty_sampling(1).replace(temperature=jnp.ones(1))
     rows = rows.replace(**{name: jnp.asarray([value]) for name, value in changes.items()})
