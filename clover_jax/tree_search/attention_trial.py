@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +17,7 @@ from clover_jax.models.cache import KeyValue
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.timing.parts import Bench, step_part
 from clover_jax.timing.turns import time_in_turns
-from clover_jax.tree_search.disk_cache import cache_folder, machine, remembered
+from clover_jax.tree_search.disk_cache import remembered, timing_key
 
 ROUNDS = 9
 KERNELS = {"tpu": "pallas", "gpu": "cudnn"}  # platform -> what is compared with XLA's program
@@ -38,20 +37,9 @@ def with_attention(
         return models
     batch = Placement(models.mesh).whole_rows(batch_size)
     context = fitting_context(models, room=0)
-    key: dict[str, Any] = machine(models.mesh) | {
-        "base": models.base.config.to_dict(),
-        "head": models.head.config.to_dict() if models.head else None,
-        "tree": models.tree.to_dict(),
-        "dtype": str(models.dtype),
-        "int8": list(models.int8),
-        "batch_size": batch,
-        "context": context,
-    }
-
+    key = timing_key(models, batch, context) | {"tree": models.tree.to_dict()}
     with passing_note("measuring attention"):
-        trial = remembered(
-            "attention", key, lambda: compare(models, batch, context, kernel), cache_folder()
-        )
+        trial = remembered("attention", key, lambda: compare(models, batch, context, kernel))
     say(trial["line"])
     return dataclasses.replace(models, attention=trial["attention"])
 

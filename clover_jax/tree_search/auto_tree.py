@@ -24,7 +24,7 @@ from clover_jax.storage.row_writer import manifest_path
 from clover_jax.timing.loops import steps_at_once
 from clover_jax.tree_search.calibration import measure_ranks
 from clover_jax.tree_search.costs import measure_costs
-from clover_jax.tree_search.disk_cache import cache_folder, machine, remembered
+from clover_jax.tree_search.disk_cache import machine, remembered, timing_key
 from clover_jax.tree_search.tree_choice import CostTable, choose_tree, describe_prospects, finalists
 from clover_jax.tree_search.tree_trial import (
     ROUNDS,
@@ -159,24 +159,13 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
 
 
 def _costs(models: Models, batch_size: int) -> CostTable:
-    assert models.head is not None  # only a head's tree has costs
-    base = models.base.config
-    context = min(CONTEXT, base.max_position_embeddings // 2)
-    key = machine(models.mesh) | {
-        "base": base.to_dict(),
-        "head": models.head.config.to_dict(),
-        "dtype": str(models.dtype),
-        "int8": list(models.int8),
-        "batch_size": batch_size,
-        "context": context,
-        "in loops of": steps_at_once(),
-    }
+    context = min(CONTEXT, models.base.config.max_position_embeddings // 2)
+    key = timing_key(models, batch_size, context) | {"in loops of": steps_at_once()}
 
     def measure() -> dict[str, Any]:
         return measure_costs(models, batch_size, context).to_dict()
 
-    measured = remembered("costs", key, measure, cache_folder())
-    return CostTable.from_dict(measured)
+    return CostTable.from_dict(remembered("costs", key, measure))
 
 
 def ranked_depth(head: DrafterConfig) -> int:
@@ -202,7 +191,7 @@ def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.nda
         ranks = measure_ranks(models, prompts, NEW_TOKENS, depth, **warping.to_dict())
         return {"ranks": ranks.tolist()}
 
-    ranks = remembered("ranks", key, measure, cache_folder())["ranks"]
+    ranks = remembered("ranks", key, measure)["ranks"]
     return np.array(ranks, int).reshape(-1, depth)
 
 
@@ -226,7 +215,7 @@ def _trials(
         trials = measure_trials(ways, rounds, NEW_TOKENS, sampling, warping, batch_size)
         return {"trials": [trial.to_dict() for trial in trials]}
 
-    trials = remembered("trials", key, measure, cache_folder())["trials"]
+    trials = remembered("trials", key, measure)["trials"]
     return [Trial.from_dict(trial) for trial in trials]
 
 

@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from clover_jax.errors import UserError
+from clover_jax.loading.models import Models
 from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.storage.files import atomic_file
 from clover_jax.storage.json_files import read_json_object
@@ -20,9 +21,9 @@ from clover_jax.storage.json_files import read_json_object
 EDITION = 6  # of what is remembered: raised when steps, or how they are timed, change
 
 
-def cache_folder(environment: Mapping[str, str] = os.environ) -> Path:
+def cache_folder() -> Path:
     """Return the folder of this host's measurements, beside its compiled programs."""
-    root = environment.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(root, "clover_jax", "measurements", platform.node() or "host")
 
 
@@ -38,8 +39,20 @@ def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
     }
 
 
+def timing_key(models: Models, batch_size: int, context: int) -> dict[str, Any]:
+    """Return the key of a step's times on this machine, whatever its tree."""
+    return machine(models.mesh) | {
+        "base": models.base.config.to_dict(),
+        "head": models.head.config.to_dict() if models.head else None,
+        "dtype": str(models.dtype),
+        "int8": list(models.int8),
+        "batch_size": batch_size,
+        "context": context,
+    }
+
+
 def remembered(
-    name: str, key: Mapping[str, Any], measure: Callable[[], dict[str, Any]], folder: Path
+    name: str, key: Mapping[str, Any], measure: Callable[[], dict[str, Any]]
 ) -> dict[str, Any]:
     """Return the cached measurement of this key, or measure it now and keep it.
 
@@ -47,12 +60,13 @@ def remembered(
         measured anew.
     """
     text = json.dumps(key, sort_keys=True)
-    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    path = cache_folder() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if path.is_file():
         try:
             kept = read_json_object(path)
         except UserError:
             kept = {}
+        # The name has only a part of the hash, so the key itself is compared.
         if kept.get("key") == json.loads(text) and isinstance(kept.get("value"), dict):
             return kept["value"]
     value = measure()

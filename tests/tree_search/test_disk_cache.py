@@ -1,11 +1,17 @@
 """Measurements on disk are used again under the same key, and under no other."""
 
-from pathlib import Path
+import pytest
 
-from clover_jax.tree_search.disk_cache import cache_folder, remembered
+from clover_jax.tree_search.disk_cache import remembered
 
 
-def test_a_measurement_is_made_once_for_each_key(tmp_path):
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path
+
+
+def test_a_measurement_is_made_once_for_each_key():
     made = []
 
     def measure():
@@ -13,17 +19,12 @@ def test_a_measurement_is_made_once_for_each_key(tmp_path):
         return {"seconds": len(made)}
 
     for _ in range(2):
-        assert remembered("costs", {"batch": 1}, measure, tmp_path) == {"seconds": 1}
-    assert remembered("costs", {"batch": 2}, measure, tmp_path) == {"seconds": 2}
+        assert remembered("costs", {"batch": 1}, measure) == {"seconds": 1}
+    assert remembered("costs", {"batch": 2}, measure) == {"seconds": 2}
 
 
-def test_a_damaged_file_is_measured_anew(tmp_path):
-    remembered("costs", {}, lambda: {"seconds": 1}, tmp_path)
-    (file,) = tmp_path.iterdir()
+def test_a_damaged_file_in_the_user_s_cache_of_this_host_is_measured_anew(cache):
+    remembered("costs", {}, lambda: {"seconds": 1})
+    (file,) = cache.glob("clover_jax/measurements/*/*.json")
     file.write_text("{torn")
-    assert remembered("costs", {}, lambda: {"seconds": 2}, tmp_path) == {"seconds": 2}
-
-
-def test_the_folder_is_the_user_s_cache_of_this_host():
-    folder = cache_folder({"XDG_CACHE_HOME": "/tmp/cache"})
-    assert folder.parents[1] == Path("/tmp/cache/clover_jax")
+    assert remembered("costs", {}, lambda: {"seconds": 2}) == {"seconds": 2}
