@@ -188,7 +188,7 @@ def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.nda
     }
 
     def measure() -> dict[str, Any]:
-        ranks = measure_ranks(models, prompts, NEW_TOKENS, depth, **warping.to_dict())
+        ranks = measure_ranks(models, prompts, NEW_TOKENS, depth, warping)
         return {"ranks": ranks.tolist()}
 
     ranks = remembered("ranks", key, measure)["ranks"]

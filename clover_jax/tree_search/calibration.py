@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -23,7 +22,7 @@ from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.repeated import repeated
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig, Warping
 from clover_jax.decoding.state import DecodeState, bucket, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
@@ -33,6 +32,8 @@ from clover_jax.loading.models import Models
 from clover_jax.sharding.placement import gathered_in_use
 
 PREFILL = 64
+BATCH_SIZE = 4
+MOST_RANKS = 16
 MISSED = -1  # rank of a token that no tree would hold
 _LACKS = 1 << 30  # more ranks than any vocabulary has
 
@@ -42,25 +43,20 @@ def measure_ranks(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     depth: int,
-    most_ranks: int = 16,
-    temperature: float = 0.0,
-    top_k: int = 0,
-    top_p: float = 1.0,
-    batch_size: int = 4,
+    warping: Warping,
 ) -> np.ndarray:
-    """Return [samples, depth] ranks of the base's next tokens; MISSED from `most_ranks` on.
+    """Return [samples, depth] ranks of the base's next tokens; MISSED from MOST_RANKS on.
 
     depth: levels to look at, within what the head can draft.
-    temperature, top_k, top_p: how the base's own text is drawn; greedily at temperature 0.
+    warping: how the base's own text is drawn; greedily at temperature 0.
     """
-    truncate = temperature > 0 and (top_k > 0 or top_p < 1)
-    sampling = SamplingConfig(verify="lossless" if temperature else "greedy", truncate=truncate)
-    engine = models.plain().engine(batch_size, sampling)
-    warping: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "top_p": top_p}
-    requests = [
-        Request(index, prompt, new_tokens, **(warping if temperature else {}))
-        for index, prompt in enumerate(prompts)
-    ]
+    # Top-k and top-p cost a sort, and change nothing where nothing is drawn.
+    is_drawn = warping.temperature > 0
+    truncate = is_drawn and (warping.top_k > 0 or warping.top_p < 1)
+    sampling = SamplingConfig(verify="lossless" if is_drawn else "greedy", truncate=truncate)
+    engine = models.plain().engine(BATCH_SIZE, sampling)
+    used = warping.to_dict() if is_drawn else {}
+    requests = [Request(index, prompt, new_tokens, **used) for index, prompt in enumerate(prompts)]
 
     # The base's own text: ranks are counted along it.
     texts: list[list[int]] = []
@@ -73,11 +69,11 @@ def measure_ranks(
     starts = [len(text) - new_tokens for text in texts]
     with Placement(models.mesh).in_use():
         walks = [
-            _walk(models, texts[i : i + batch_size], starts[i : i + batch_size], new_tokens, depth)
-            for i in range(0, len(texts), batch_size)
+            _walk(models, texts[i : i + BATCH_SIZE], starts[i : i + BATCH_SIZE], new_tokens, depth)
+            for i in range(0, len(texts), BATCH_SIZE)
         ]
     ranks = np.concatenate(walks) if walks else np.zeros((0, depth), int)
-    return np.where(ranks < most_ranks, ranks, MISSED)
+    return np.where(ranks < MOST_RANKS, ranks, MISSED)
 
 
 def _walk(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import statistics
-import time
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
@@ -104,9 +103,7 @@ def measure_trials(
 
 
 def run_in_turns(
-    passes: Sequence[Callable[[int], Decoded]],
-    rounds: int = ROUNDS,
-    clock: Callable[[], float] = time.perf_counter,
+    passes: Sequence[Callable[[int], Decoded]], rounds: int, clock: Callable[[], float]
 ) -> list[Trial]:
     """Run every pass of round 0 once to compile it, and then all of them in every round.
 

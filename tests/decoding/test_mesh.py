@@ -125,6 +125,7 @@ MEASURED = (
     SETUP
     + """
 import numpy as np
+from clover_jax.decoding.sampling_config import Warping
 from clover_jax.tree_search.calibration import measure_ranks
 from clover_jax.tree_search.costs import measure_costs
 from pathlib import Path
@@ -145,7 +146,7 @@ def models_on(mesh):
 
 alone, split = models_on(None), models_on(make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8)))
 prompts = random_prompts(4, vocab_size=base.vocab_size)
-ranks = [measure_ranks(models, prompts, 12, 3) for models in (alone, split)]
+ranks = [measure_ranks(models, prompts, 12, 3, Warping()) for models in (alone, split)]
 costs = measure_costs(split, 3, 64, slots=(1, 4), widths=(1, 2), rounds=1)
 print(json.dumps([ranks[0].size, np.array_equal(*ranks), costs.plain > 0]))
 """

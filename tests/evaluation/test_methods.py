@@ -52,7 +52,7 @@ def load(options, tmp_path, monkeypatch):
     """Load what is measured where decoding costs this and the head is always right."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
 
-    def ranks(subject, prompts, tokens, depth, **_):
+    def ranks(subject, prompts, tokens, depth, _):
         return np.zeros((tokens, depth), int)
 
     def trials(ways, *_):
