@@ -25,6 +25,7 @@ from clover_jax.decoding.step import weights_for
 from clover_jax.drafters.drafter import Frozen, frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.rows import TurnRow
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
 from clover_jax.sharding.placement import gathered_in_use
@@ -36,20 +37,8 @@ _POSITIONS_AT_ONCE = 2048  # rows of a batch x their length
 _TARGETS_AT_ONCE = 128  # whose logits exist at a time
 
 
-class Text(NamedTuple):
-    """A prompt and what plain decoding emitted after it."""
-
-    prompt_ids: Sequence[int]
-    output_ids: Sequence[int]
-
-    @property
-    def size(self) -> int:
-        """Tokens in all."""
-        return len(self.prompt_ids) + len(self.output_ids)
-
-
 class Hits(NamedTuple):
-    """Of one text or several.
+    """Of one turn or several.
 
     pairs: [P] pairs that count. hits: [3, P] those whose target is among the best TOP.
     """
@@ -66,27 +55,28 @@ class Hits(NamedTuple):
         }
 
 
-def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]:
-    """Yield the number of each text and its hits; texts of one length go together."""
+def measure(method: Method, turns: Sequence[TurnRow]) -> Iterator[tuple[int, Hits]]:
+    """Yield the number of each turn and its hits; turns of one length go together."""
     base, head = method.models.base, method.models.head
     assert head is not None  # plain decoding proposes nothing
     weights = weights_for(head, base.params, method.models.draft_params)
     placement = Placement(method.models.mesh)
 
     # One number of targets for all batches, or every longest answer would be another program.
-    longest = max((len(text.output_ids) for text in texts), default=1)
+    longest = max((len(turn.output_ids) for turn in turns), default=1)
     num_targets = -(-longest // _TARGETS_AT_ONCE) * _TARGETS_AT_ONCE
 
     by_size: dict[int, list[int]] = {}
-    for number, text in enumerate(texts):
-        by_size.setdefault(bucket(text.size), []).append(number)
+    for number, turn in enumerate(turns):
+        size = bucket(len(turn.prompt_ids) + len(turn.output_ids))
+        by_size.setdefault(size, []).append(number)
 
     for size, numbers in by_size.items():
         # Every batch of a length has as many rows, so its program compiles once.
         rows = placement.whole_rows(max(1, _POSITIONS_AT_ONCE // size))
         for start in range(0, len(numbers), rows):
             group = numbers[start : start + rows]
-            batch, first, end = _pack([texts[number] for number in group], rows, size)
+            batch, first, end = _pack([turns[number] for number in group], rows, size)
             arguments = (weights.base, weights.draft, batch, first, end, np.zeros(num_targets))
             with placement.in_use():
                 counted = count_hits(base.config, head, placement.mesh, *arguments)
@@ -96,19 +86,20 @@ def measure(method: Method, texts: Sequence[Text]) -> Iterator[tuple[int, Hits]]
 
 
 def total(parts: Sequence[Hits]) -> Hits:
-    """Add up the counts of several texts."""
+    """Add up the counts of several turns."""
     pairs, hits = [one.pairs for one in parts], [one.hits for one in parts]
     return Hits(np.sum(pairs, axis=0), np.sum(hits, axis=0))
 
 
-def _pack(texts: Sequence[Text], rows: int, size: int) -> tuple[Batch, np.ndarray, np.ndarray]:
-    """Return a batch with a text a row, where its emitted tokens begin, and where it ends."""
+def _pack(turns: Sequence[TurnRow], rows: int, size: int) -> tuple[Batch, np.ndarray, np.ndarray]:
+    """Return a batch with a turn a row, where its emitted tokens begin, and where it ends."""
     # Empty rows of the last batch have no pair: they end before they begin.
     tokens = np.zeros((rows, size), np.int32)
     first, end = np.ones(rows, np.int32), np.zeros(rows, np.int32)
-    for row, text in enumerate(texts):
-        tokens[row, : text.size] = [*text.prompt_ids, *text.output_ids]
-        first[row], end[row] = len(text.prompt_ids), text.size
+    for row, turn in enumerate(turns):
+        ids = [*turn.prompt_ids, *turn.output_ids]
+        tokens[row, : len(ids)] = ids
+        first[row], end[row] = len(turn.prompt_ids), len(ids)
     slots = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
     segments = (slots < end[:, None]).astype(np.int32)
     # NumPy's, which the program takes to the device.

@@ -181,22 +181,18 @@ def _accuracy(
     method: Method, plain: Mapping[int, Any], bar: Progress
 ) -> dict[int, list[accuracy.Hits]]:
     """Return row -> the hits of its turns."""
-    numbers, texts = [], []
-    for number, row in plain.items():
-        for turn in turns_of(row):
-            numbers.append(number)
-            texts.append(accuracy.Text(turn.prompt_ids, turn.output_ids))
-
+    numbered = [(number, turn) for number, row in plain.items() for turn in turns_of(row)]
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
     # Without a head there are no positions whose proposals could be ranked.
     if not method.is_trained:
         bar.update(len(plain))
         return hits
-    for index, hits_of_turn in accuracy.measure(method, texts):
-        hits[numbers[index]].append(hits_of_turn)
+    for index, hits_of_turn in accuracy.measure(method, [turn for _, turn in numbered]):
+        of_row = hits[numbered[index][0]]
+        of_row.append(hits_of_turn)
         # A row of several turns counts with its first one.
-        bar.update(int(len(hits[numbers[index]]) == 1))
+        bar.update(int(len(of_row) == 1))
     bar.update(sum(not turns for turns in hits.values()))  # rows without text
     return hits
 

@@ -8,8 +8,9 @@ import pytest
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation import accuracy
-from clover_jax.evaluation.accuracy import TOP, Text
+from clover_jax.evaluation.accuracy import TOP
 from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.rows import TurnRow
 from clover_jax.interchange.directory import Draft
 from clover_jax.loading.models import Models
 from clover_jax.models.batch import Batch
@@ -17,12 +18,17 @@ from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.pretrained.base import BaseModel
 from tests.tiny_models import TINY, random_base, random_head
 
+
+def turn(prompt_ids, output_ids):
+    return TurnRow(prompt_ids, output_ids, accepted=[], proposed=[], ranks=[], num_cut=0)
+
+
 RNG = np.random.default_rng(0)
 TEXTS = [
-    Text(RNG.integers(0, 96, 5).tolist(), RNG.integers(0, 96, 9).tolist()),
-    Text([7], RNG.integers(0, 96, 12).tolist()),
-    Text(RNG.integers(0, 96, 250).tolist(), RNG.integers(0, 96, 20).tolist()),
-    Text([3, 4], [5]),  # no pair: nothing follows the first emitted token
+    turn(RNG.integers(0, 96, 5).tolist(), RNG.integers(0, 96, 9).tolist()),
+    turn([7], RNG.integers(0, 96, 12).tolist()),
+    turn(RNG.integers(0, 96, 250).tolist(), RNG.integers(0, 96, 20).tolist()),
+    turn([3, 4], [5]),  # no pair: nothing follows the first emitted token
 ]
 
 

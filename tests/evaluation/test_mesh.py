@@ -35,6 +35,7 @@ from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.interchange.directory import Draft
 from clover_jax.evaluation import accuracy, near_ties
 from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.rows import TurnRow
 from clover_jax.loading.models import Models
 from clover_jax.sharding.meshes import make_mesh, parse_mesh
 from clover_jax.pretrained.base import BaseModel
@@ -50,7 +51,7 @@ for name in ["", *sys.argv[1:]]:
     draft = Draft(random_head(config)[0], put(lively_params(config)), None, {}, "a")
     head = Method("a", Models(base, None, draft, parse_tree("chain:2"), mesh))
     plain = Method("vanilla", Models(base, None, None, TreeConfig.root_only(), mesh))
-    hits = accuracy.measure(head, [accuracy.Text(text[:9], text[9:]) for text in texts])
+    hits = accuracy.measure(head, [TurnRow(text[:9], text[9:], [], [], [], 0) for text in texts])
     cases = [near_ties.Case(Request(0, text[:9], 21), text[9:]) for text in texts]
     engine = plain.models.engine(4)
     margins = [near_ties.margins(cases, base.params, engine, n).margin for n in (1, 16)]
