@@ -53,19 +53,19 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
     A draft with the tree "auto" gets the fastest one at `batch_size`, or the one that its rows were
     begun with. Raises UserError for what is missing, broken or does not fit the base.
     """
-    trees = [None if choice.tree == AUTO else choice.tree for choice in options.draft_choices]
-    specs = [
-        dataclasses.replace(options.spec, draft=choice.source, tree=tree)
-        for choice, tree in zip(options.draft_choices, trees, strict=True)
-    ]
-    for spec in specs:
+    drafts = []
+    for choice in options.draft_choices:
+        # A tree that is measured needs the draft, which is loaded with its own one.
+        tree = None if choice.tree == AUTO else choice.tree
+        spec = dataclasses.replace(options.spec, draft=choice.source, tree=tree)
         check_names(spec)  # before the base, which takes longer
+        drafts.append((choice, spec))
     baselines = choose_baselines(options, settings)
 
     plain = load(dataclasses.replace(options.spec, copy=0))
     plain = with_attention(plain, options.spec.attention, options.batch_size)
     methods = [Method(VANILLA, plain)]
-    for choice, spec in zip(options.draft_choices, specs, strict=True):
+    for choice, spec in drafts:
         models = load(spec, plain)  # shares the base's weights
         if choice.tree == AUTO:
             models = _with_tree_that_pays(choice.name, models, settings, options)

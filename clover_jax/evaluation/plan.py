@@ -58,11 +58,15 @@ class Plan:
 
     def request(self, prompt: Prompt, prompt_ids: Sequence[int], turn: int = 0) -> Request:
         """Return the request of a turn of a row, with the row's own settings."""
-        # A prompt row may bring settings of its own.
         own = self.settings.for_row(prompt)
-        names = ("max_new_tokens", "temperature", "top_k", "top_p", "seed")
-        values = {name: getattr(own, name) for name in names}
-        return Request(prompt.index, prompt_ids, turn=turn, **values)
+        return Request(
+            prompt.index,
+            prompt_ids,
+            own.max_new_tokens,
+            seed=own.seed,
+            turn=turn,
+            **own.warping.to_dict(),
+        )
 
     def passes(self, methods: Iterable[str]) -> Iterator[PassKey]:
         """Yield the keys of all timed passes of the methods named, in the order in which they run.

@@ -19,7 +19,6 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array
 from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots, weights_for
@@ -64,7 +63,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
 
     The programs alternate on one state, as a second one may not fit into memory.
     """
-    models, placement = method.models, Placement(method.models.mesh)
+    models, placement = method.models, engine.placement
     weights = weights_for(engine.config.head, models.base.params, models.draft_params)
     weights = placement.weights(weights)
     # Every slot is in use, as in the middle of a run, so short inputs are repeated.

@@ -46,19 +46,23 @@ def with_attention(
 
 def compare(models: Models, batch: int, context: int, kernel: str) -> dict[str, str]:
     """Return the faster of the two, and a line with the reason."""
-    by_xla = {"attention": "xla", "line": f"attention auto: xla; {kernel} "}
+
+    def chosen(name: str, reason: str) -> dict[str, str]:
+        return {"attention": name, "line": f"attention auto: {name}; {reason}"}
+
     try:
         apart = _disagreement(models, batch, context, kernel)
         if not apart < APART[str(models.dtype)]:  # or NaN
-            return by_xla | {"line": by_xla["line"] + f"differs by {apart:.1e}"}
+            return chosen("xla", f"{kernel} differs by {apart:.1e}")
         seconds = _step_seconds(models, batch, context, kernel)
     except Exception as error:  # compilers raise errors of every kind, and XLA's way remains
-        return by_xla | {"line": by_xla["line"] + f"does not run here: {reason_of(error)[:200]}"}
+        return chosen("xla", f"{kernel} does not run here: {reason_of(error)[:200]}")
 
     by_kernel_ms, by_xla_ms = (1e3 * seconds[name] for name in (kernel, "xla"))
-    winner = min(seconds, key=lambda name: seconds[name])
-    figures = f"a step takes {by_kernel_ms:.3f} ms by {kernel} and {by_xla_ms:.3f} ms by xla"
-    return {"attention": winner, "line": f"attention auto: {winner}; {figures}"}
+    return chosen(
+        min(seconds, key=lambda name: seconds[name]),
+        f"a step takes {by_kernel_ms:.3f} ms by {kernel} and {by_xla_ms:.3f} ms by xla",
+    )
 
 
 def _disagreement(models: Models, batch: int, context: int, kernel: str) -> float:
