@@ -104,17 +104,16 @@ _TEXT_FLAGS = (
 
 def differences(one: Values, other: Values) -> dict[str, list[str]]:
     """Return differences of conditions: "texts" invalidate all comparisons, "times" only speeds."""
+    # Reports of earlier versions lack these, so nothing is known of them.
+    known = one["manifest"]["base"].keys() & other["manifest"]["base"].keys()
+    unknown = {f"base {name}" for name in {"config", "chat_template"} - known}
+
     differing = {}
     for kind, conditions in (("texts", _text_conditions), ("times", _time_conditions)):
         pairs = zip(conditions(one).items(), conditions(other).values(), strict=True)
-        differing[kind] = [f"{name} {a} against {b}" for (name, a), b in pairs if a != b]
-
-    # Reports of earlier versions lack these, so nothing is known of them.
-    for name in ("config", "chat_template"):
-        if not all(name in report["manifest"]["base"] for report in (one, other)):
-            differing["texts"] = [
-                line for line in differing["texts"] if not line.startswith(f"base {name} ")
-            ]
+        differing[kind] = [
+            f"{name} {a} against {b}" for (name, a), b in pairs if a != b and name not in unknown
+        ]
     return differing
 
 

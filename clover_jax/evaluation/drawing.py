@@ -77,12 +77,10 @@ def new_figure(
     columns: int = 1, rows: int = 1, width: float = WIDTH
 ) -> tuple[Figure, Sequence[Axes]]:
     """Return a figure and its axes, row by row; no window is ever opened."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # Not pyplot: it keeps every figure, and may look for a display.
     figure = Figure(figsize=(width, _HEIGHT * rows), layout="constrained")
-    FigureCanvasAgg(figure)
     return figure, list(figure.subplots(rows, columns, squeeze=False).flat)
 
 
@@ -95,7 +93,7 @@ def draw_bars(
     """Draw a bar for each name in each group, each name with its look; errors are (down, up)."""
     width = 0.8 / len(heights)
     for number, (name, values) in enumerate(heights.items()):
-        style = look(number)
+        shown = look(number)
         # The bars of a group stand side by side, their middle at the group's place.
         offset = (number - (len(heights) - 1) / 2) * width
         axes.bar(
@@ -103,8 +101,8 @@ def draw_bars(
             values,
             width * 0.92,
             label=name,
-            color=style.colour,
-            hatch=style.hatch,
+            color=shown.colour,
+            hatch=shown.hatch,
             edgecolor="white",
             linewidth=0.5,
             yerr=None if errors is None else list(zip(*errors[name], strict=True)),
@@ -134,14 +132,14 @@ def draw_spreads(
 def draw_lines(axes: Axes, lines: Mapping[str, Sequence[tuple[float, float]]]) -> None:
     """Draw each name's line through its points (x, y), with its look."""
     for number, (name, points) in enumerate(lines.items()):
-        style = look(number)
+        shown = look(number)
         axes.plot(
             [x for x, _ in points],
             [y for _, y in points],
             label=name,
-            color=style.colour,
-            marker=style.marker,
-            linestyle=style.line,
+            color=shown.colour,
+            marker=shown.marker,
+            linestyle=shown.line,
             clip_on=False,  # or the axes would cut a marker that lies on them
         )
     axes.grid(alpha=0.3)
