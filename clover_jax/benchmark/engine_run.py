@@ -8,16 +8,17 @@ from collections.abc import Generator, Iterator
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.loading.models import Models
+from clover_jax.timing.loops import STEPS
 from clover_jax.timing.turns import WARM_UP, Run
 
 
 class EngineRun:
     """An engine with full slots, whose rows continue from call to call."""
 
-    def __init__(self, models: Models, sampling: SamplingConfig, batch: int, steps: int):
-        """Prepare an engine of `batch` slots that runs `steps` steps a call."""
-        self._models, self._batch, self._steps = models, batch, steps
-        self._engine = models.engine(batch, sampling, steps_per_chunk=steps)
+    def __init__(self, models: Models, sampling: SamplingConfig, batch: int):
+        """Prepare an engine of `batch` slots that runs STEPS steps a call."""
+        self._models, self._batch = models, batch
+        self._engine = models.engine(batch, sampling, steps_per_chunk=STEPS)
 
     def chunks(self, context: int, end: int, rounds: int, pace: float | None) -> Run:
         """Return a function that runs the next chunk, for `time_in_turns` with `rounds` rounds.
@@ -28,7 +29,7 @@ class EngineRun:
         """
         # Prompts are shorter than `context`, so that the round in the middle begins there.
         pace = self.pace(context, end) if pace is None else pace
-        before = round((WARM_UP + rounds // 2) * self._steps * pace)
+        before = round((WARM_UP + rounds // 2) * STEPS * pace)
         stream = self._stream(max(context - before, 1), end)
         return lambda: self._take(stream)
 

@@ -228,7 +228,7 @@ def measure(
         parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
     runs = {name: part.run for name, part in parts.items()}
     runs["chunk"] = chunk_run(speculative, sampling)
-    engine = EngineRun(models, sampling, batch, STEPS)
+    engine = EngineRun(models, sampling, batch)
     runs["engine"] = engine.chunks(context, context + room, rounds, pace)
     seconds = time_in_turns(runs, rounds, single=["engine"])  # its calls advance in the text
 

@@ -161,11 +161,10 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
 def _costs(models: Models, batch_size: int) -> CostTable:
     context = min(CONTEXT, models.base.config.max_position_embeddings // 2)
     key = timing_key(models, batch_size, context) | {"in loops of": steps_at_once()}
-
-    def measure() -> dict[str, Any]:
-        return measure_costs(models, batch_size, context).to_dict()
-
-    return CostTable.from_dict(remembered("costs", key, measure))
+    measured = remembered(
+        "costs", key, lambda: measure_costs(models, batch_size, context).to_dict()
+    )
+    return CostTable.from_dict(measured)
 
 
 def ranked_depth(head: DrafterConfig) -> int:

@@ -6,7 +6,6 @@ from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.loading.models import load
 from clover_jax.loading.spec import ModelSpec
-from clover_jax.timing.loops import STEPS
 from clover_jax.timing.turns import WARM_UP
 
 CONTEXT, ROUNDS, BATCH = 200, 3, 2
@@ -19,7 +18,7 @@ def models():
 
 @pytest.mark.parametrize("pace", [2, None])
 def test_the_round_in_the_middle_begins_at_the_context(models, pace):
-    engine = EngineRun(models, SamplingConfig(force_accept=1), BATCH, STEPS)
+    engine = EngineRun(models, SamplingConfig(force_accept=1), BATCH)
     run = engine.chunks(CONTEXT, CONTEXT + 160, ROUNDS, pace)
     for _ in range(WARM_UP + ROUNDS // 2):
         rows = run()
