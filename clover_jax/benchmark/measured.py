@@ -13,7 +13,7 @@ from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.errors import UserError
-from clover_jax.loading.decode_states import cache_size, fitting_context, running_state
+from clover_jax.loading.decode_states import cache_size, fitting_context
 from clover_jax.loading.models import Models, load
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.runtime.compile_clock import CompileClock
@@ -219,11 +219,8 @@ def measure(
     size = cache_size(models, context, room)
 
     # A plain step beside a step, its stages, a chunk of steps and the engine's own loop.
-    def prepare(models: Models) -> Bench:
-        return Bench(models, running_state(models, batch, size, context), context)
-
-    speculative = prepare(models)
-    parts = {"plain step": step_part(prepare(models.plain()))}
+    speculative = Bench(models, batch, size, context)
+    parts = {"plain step": step_part(Bench(models.plain(), batch, size, context))}
     if models.head is not None:
         parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
     runs = {name: part.run for name, part in parts.items()}

@@ -17,6 +17,7 @@ import jax
 from clover_jax.array_types import PyTree
 from clover_jax.decoding.commit import commit
 from clover_jax.decoding.compiler_options import options_here
+from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
@@ -30,6 +31,7 @@ from clover_jax.decoding.step import (
     verify_tree,
 )
 from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig
+from clover_jax.loading.decode_states import running_state
 from clover_jax.loading.models import Models
 from clover_jax.models.cache import key_values
 from clover_jax.timing.loops import STEPS, step_loop, steps_at_once
@@ -54,12 +56,15 @@ class Part:
 class Bench:
     """A state and its weights, which the parts use in turn."""
 
-    def __init__(self, models: Models, state: DecodeState, context: int):
-        """Take arrays; the state's buffers are donated by the parts and given back."""
+    def __init__(self, models: Models, batch: int, size: int, context: int):
+        """Make a state with `context` committed positions, where the models lie.
+
+        size: of its buffers, which the parts donate and give back.
+        """
         self.models = models
+        state = Placement(models.mesh).state(running_state(models, batch, size, context))
         self._buffers = {name: getattr(state, name) for name in _BUFFERS}
         self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
-        size = state.tokens.shape[1]
         live = context / size  # the share of the caches that holds anything
         self.base_cache_bytes = live * _num_bytes(state.cache)
         # What else a head keeps it looks up, a few entries a step.

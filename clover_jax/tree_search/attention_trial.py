@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from clover_jax.decoding.cache_reading import reading
 from clover_jax.decoding.placement import Placement
 from clover_jax.errors import reason_of
-from clover_jax.loading.decode_states import cache_size, fitting_context, running_state
+from clover_jax.loading.decode_states import cache_size, fitting_context
 from clover_jax.loading.models import Models
 from clover_jax.models.attention import attend
 from clover_jax.models.cache import KeyValue
@@ -92,11 +92,10 @@ def _disagreement(models: Models, batch: int, context: int, kernel: str) -> floa
 
 def _step_seconds(models: Models, batch: int, context: int, kernel: str) -> dict[str, float]:
     """Return the median seconds of a step by each, alternating."""
-    placement, size = Placement(models.mesh), cache_size(models, context, room=0)
+    size = cache_size(models, context, room=0)
     runs = {}
     for name in ("xla", kernel):
         way = dataclasses.replace(models, attention=name)
-        state = placement.state(running_state(way, batch, size, context))
-        runs[name] = step_part(Bench(way, state, context)).run
-    with placement.in_use():
+        runs[name] = step_part(Bench(way, batch, size, context)).run
+    with Placement(models.mesh).in_use():
         return time_in_turns(runs, ROUNDS)

@@ -11,10 +11,10 @@ import jax.numpy as jnp
 
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
-from clover_jax.loading.decode_states import cache_size, running_state
+from clover_jax.loading.decode_states import cache_size
 from clover_jax.loading.models import Models
 from clover_jax.timing.loops import draft_loop, step_loop, steps_at_once, verify_loop
-from clover_jax.timing.parts import Bench, Part
+from clover_jax.timing.parts import Bench
 from clover_jax.timing.turns import Run, time_in_turns
 from clover_jax.tree_search.tree_choice import CostTable
 
@@ -47,25 +47,22 @@ def measure_costs(
     placement = Placement(models.mesh)
     batch = placement.whole_rows(batch)
 
-    def prepare(models: Models) -> Bench:
-        state = placement.state(running_state(models, batch, size, context))
-        return Bench(models, state, context)
-
-    bench, plain = prepare(models), prepare(models.plain())
+    bench = Bench(models, batch, size, context)
+    plain = Bench(models.plain(), batch, size, context)
     # The rest of a step is a small difference, so interpolating a part of it would be noise.
     slots = sorted({*slots, models.tree.num_slots})
     widths = [width for width in widths if width <= models.base.config.vocab_size and deepest > 1]
 
     # Each program is timed by itself, alternating with the others.
     runs: dict[str, Run] = {
-        "plain": _in_place(plain, step_loop).run,
-        "step": _in_place(bench, step_loop).run,
-        "draft": _in_place(bench, draft_loop).run,
-        "draft 0": _in_place(bench, draft_loop, _ONE_LEVEL).run,
+        "plain": _in_place(plain, step_loop),
+        "step": _in_place(bench, step_loop),
+        "draft": _in_place(bench, draft_loop),
+        "draft 0": _in_place(bench, draft_loop, _ONE_LEVEL),
     }
     for width in widths:
-        runs[f"draft {width}"] = _in_place(bench, draft_loop, _two_levels(width)).run
-    runs |= {f"verify {count}": _verifying(bench, batch, count).run for count in slots}
+        runs[f"draft {width}"] = _in_place(bench, draft_loop, _two_levels(width))
+    runs |= {f"verify {count}": _verifying(bench, batch, count) for count in slots}
     with placement.in_use():
         timed = time_in_turns(runs, rounds)
 
@@ -82,10 +79,10 @@ def measure_costs(
     )
 
 
-def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Part:
+def _in_place(bench: Bench, loop: Callable[..., Any], tree: TreeConfig | None = None) -> Run:
     """Return steps or their first half, from the same place in the text each time."""
     models = bench.models if tree is None else bench.models.with_tree(tree)
-    return bench.updating(functools.partial(loop, models.step()))
+    return bench.updating(functools.partial(loop, models.step())).run
 
 
 def _two_levels(width: int) -> TreeConfig:
@@ -94,11 +91,11 @@ def _two_levels(width: int) -> TreeConfig:
     return TreeConfig(f"{width} by 2", first + tuple((*path, 0) for path in first))
 
 
-def _verifying(bench: Bench, batch: int, count: int) -> Part:
+def _verifying(bench: Bench, batch: int, count: int) -> Run:
     """Return the base's forward over `count` slots: a root and its children."""
     tokens = jax.random.randint(
         jax.random.key(3), (batch, count), 0, bench.models.base.config.vocab_size, jnp.int32
     )
     parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
     loop = functools.partial(verify_loop, bench.models.step())
-    return bench.reading(loop, TokenTree(tokens, parent, depth=1))
+    return bench.reading(loop, TokenTree(tokens, parent, depth=1)).run

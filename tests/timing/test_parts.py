@@ -3,7 +3,6 @@
 import jax
 import pytest
 
-from clover_jax.loading.decode_states import running_state
 from clover_jax.loading.models import load
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.timing import parts
@@ -14,7 +13,7 @@ def bench():
     subject = load(
         ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:1", dtype="float32")
     )
-    return parts.Bench(subject, running_state(subject, 1, 512, 100), 100)
+    return parts.Bench(subject, 1, 512, 100)
 
 
 def test_commit_is_handed_what_it_gathers(bench, monkeypatch):

@@ -9,6 +9,7 @@ from clover_jax.drafters import registry
 from clover_jax.loading.decode_states import running_state
 from clover_jax.loading.models import load
 from clover_jax.loading.spec import ModelSpec
+from clover_jax.timing import parts
 from clover_jax.timing.loops import steps_at_once
 from clover_jax.tree_search import costs
 
@@ -74,7 +75,7 @@ def test_as_many_positions_wait_for_the_head_as_the_tree_may_accept(
         waiting.append(state.count.tolist())
         return state
 
-    monkeypatch.setattr(costs, "running_state", spied)
+    monkeypatch.setattr(parts, "running_state", spied)
     table = measure_costs(subject, levels=5, slots=(26,), widths=(1, 4), depth=5)
     assert waiting == [[6], [1]]  # with the draft, and without
     assert table.rest == pytest.approx(REST)
