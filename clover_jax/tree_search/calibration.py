@@ -66,10 +66,9 @@ def measure_ranks(
             texts.append([*progress.row.prompt_ids, *progress.row.output_ids])
 
     # The same positions again, now with the head beside the base.
-    starts = [len(text) - new_tokens for text in texts]
     with Placement(models.mesh).in_use():
         walks = [
-            _walk(models, texts[i : i + BATCH_SIZE], starts[i : i + BATCH_SIZE], new_tokens, depth)
+            _walk(models, texts[i : i + BATCH_SIZE], new_tokens, depth)
             for i in range(0, len(texts), BATCH_SIZE)
         ]
     ranks = np.concatenate(walks) if walks else np.zeros((0, depth), int)
@@ -77,13 +76,10 @@ def measure_ranks(
 
 
 def _walk(
-    models: Models,
-    texts: Sequence[Sequence[int]],
-    starts: Sequence[int],
-    new_tokens: int,
-    depth: int,
+    models: Models, texts: Sequence[Sequence[int]], new_tokens: int, depth: int
 ) -> np.ndarray:
     """Return the ranks at every position whose next `depth` tokens are in the text."""
+    starts = [len(text) - new_tokens for text in texts]
     size = bucket(max(map(len, texts)) + depth + PREFILL)
     tokens = np.zeros((len(texts), size), np.int32)
     for row, text in enumerate(texts):
