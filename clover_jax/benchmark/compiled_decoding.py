@@ -144,6 +144,7 @@ class CompiledStep:
 
     def _lines_by_part(self) -> list[str]:
         """Return bytes and estimate by stage, and the head's bytes against their floor."""
+        # The compiler may give no estimate, or none for a part.
         seconds = self.seconds_by_part or {}
         parts = ", ".join(
             f"{part} {moved / GIGA:.2f} GB"

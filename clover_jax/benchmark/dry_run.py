@@ -96,6 +96,7 @@ class DryRun:
             of, estimated = f" of {gigabytes(self.device_memory)}", "activations are estimated"
         parts = ", ".join(f"{kind} {gigabytes(n)}" for kind, n in self.bytes_per_device.items())
         tokens = self.tokens_per_step * self.steps
+        # The rate is known of targets only.
         if self.seconds is None:
             time = "time: unknown for this device; give --target for another"
         else:

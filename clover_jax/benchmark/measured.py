@@ -117,7 +117,7 @@ class TimedStep:
             name: {
                 "ms": round(1e3 * part.seconds, 4),
                 "floor_ms": round(1e3 * part.floor, 4),
-                "over_floor": part.ratio and round(part.ratio, 3),
+                "over_floor": part.ratio and round(part.ratio, 3),  # None without products
             }
             for name, part in self.parts.items()
         }

@@ -60,6 +60,7 @@ def sweep_and_describe(
         cells = sweep(models, batch_sizes, nodes, context, rounds)
     print("\n".join(describe(cells, models.tree.name)))
 
+    # The table is out by now, should the disk be full.
     report = describe_run(models, spec) | {
         "context": context,
         "rounds": rounds,
@@ -80,6 +81,7 @@ def sweep(
     if models.head is None:
         raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
 
+    # `_cell` looks up the tree's own widths and no others, so they are timed beside WIDTHS.
     widths = expanded_widths(models)
     cells = []
     for batch in batch_sizes:

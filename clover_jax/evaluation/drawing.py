@@ -116,6 +116,7 @@ def draw_spreads(
     axes: Axes, groups: Sequence[str], spreads: Mapping[str, Sequence[Mapping[str, Any] | None]]
 ) -> None:
     """Draw a bar for each median, with its range from least to most; none for None."""
+    # A bar without height, so that the others of its group stay in their places.
     none = {"median": 0.0, "least": 0.0, "most": 0.0}
     filled = {name: [one or none for one in values] for name, values in spreads.items()}
     draw_bars(

@@ -191,12 +191,13 @@ def _acceptance(name: str, report: Mapping[str, Any]) -> str:
     )
 
     counters = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
-    counts = [f"`{name}` {cell[name]}" for name in (*counters, "num_accepted_tokens_per_pos")]
+    counts = [f"`{key}` {cell[key]}" for key in (*counters, "num_accepted_tokens_per_pos")]
     return "\n\n".join([f"### {name}", lengths, contexts, ", ".join(counts)])
 
 
 def _repeats(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     """Yield the tables of how much the text repeats, and of what was copied from it."""
+    # How much repeats is told by plain decoding's text, one text for all drafts.
     rows = []
     for task in groups(report["tasks"]):
         plain = cell_of(report, VANILLA, task)
@@ -215,7 +216,7 @@ def _repeats(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
         for task in groups(report["tasks"]):
             cell = cell_of(report, name, task)
             accepted, copied = cell["num_accepted_tokens"], cell["copied_tokens"]
-            if copied is not None:
+            if copied is not None:  # a tree without copies has no count
                 figures = (accepted, accepted - copied, copied, share(copied, accepted))
                 rows.append([name, task or "overall", *figures])
     if rows:
@@ -240,6 +241,7 @@ def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]
             "differ are not looked into, and all count as mismatches."
         )
 
+    # Plain decoding too: in low precision its own text may depend on the batch.
     changed = {
         name: sum(speeds[name]["overall"]["rows_changed"] for speeds in report["speed"].values())
         for name in report["methods"]

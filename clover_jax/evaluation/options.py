@@ -135,6 +135,7 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
                 f"--drafts: {item!r} should be NAME=DIR, or DIR, with a name of letters, digits "
                 "and ._+-"
             )
+        # Rows and plots go by the name, so no two methods may share one.
         if name == VANILLA:
             raise UserError(f"--drafts: the name {VANILLA!r} stands for plain decoding")
         if name in sources:

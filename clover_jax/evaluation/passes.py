@@ -130,6 +130,7 @@ class Evaluation:
 
     def _task_line(self, batch_size: int, task: str) -> str:
         """Return the figures of a task that every method has finished, in a line."""
+        # All repeats so far count, so the figures settle from line to line.
         plain = self.journal.select(batch_size=batch_size, task=task, method=VANILLA)
         parts = []
         for name, file in self.files.items():

@@ -66,6 +66,7 @@ def _hit_rate(overall: Mapping[str, Any]) -> Figure:
         ("hit_rate", "joint: positions 0..i all accepted"),
         ("conditional_hit_rate", "conditional: given 0..i-1 accepted"),
     )
+    # A line has no point where no forward came that far.
     for axes, (key, title) in zip(panels, kinds, strict=True):
         draw_lines(
             axes,
@@ -133,6 +134,7 @@ def _speedup_by_task(report: Mapping[str, Any], overall: Mapping[str, Any]) -> F
 
 
 def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
+    # Sizes stand at equal distances, or large ones would crowd the small.
     figure, (axes,) = new_figure()
     sizes, lines = sorted(report["batch_sizes"]), {}
     for number, name in enumerate(drafts):

@@ -169,6 +169,7 @@ def _records(source: Path, limit: int | None) -> Iterator[tuple[str, Record]]:
                 continue
             where = f"{source}:{line_number}"
             row = parse_line(line, where)
+            # What is no object has no kind, and `parse_row` says that it is none.
             named = row if isinstance(row, dict) else {}
             kind = next((str(named[key]) for key in _KINDS if named.get(key)), stem)
             taken[kind] = taken.get(kind, 0) + 1

@@ -109,6 +109,7 @@ def _replay(
     """
     state, step = _begin(config, text, first, end), functools.partial(_step, config, text)
     _, record = jax.eval_shape(step, state)
+    # Every step of a running row emits a token, so there are never more than positions.
     steps = text.shape[1]
     records = jax.tree.map(lambda one: jnp.zeros((steps, *one.shape), one.dtype), record)
 

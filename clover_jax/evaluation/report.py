@@ -162,6 +162,7 @@ def _cell(
 def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> dict[str, Any]:
     """Return each method's speed at a batch size, over all tasks and on each."""
 
+    # Without a task all passes count: tokens and seconds are added up before they are divided.
     def of(method: str, task: str | None) -> list[TimedPass]:
         at_size = (one for one in passes if one.key.batch_size == size)
         mine = (one for one in at_size if one.key.method == method)

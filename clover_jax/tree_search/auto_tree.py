@@ -202,6 +202,7 @@ def _trials(
     batch_size: int,
 ) -> list[Trial]:
     """Time each round's prompts in every way, alternating, or read the cached result."""
+    # The last way has a draft; the first is plain decoding.
     key = machine(ways[-1].mesh) | {
         "models": identity_of(ways[-1]),
         "trees": [models.tree.to_dict() for models in ways],

@@ -81,6 +81,7 @@ def choose_tree(costs: CostTable, ranks: np.ndarray, *, gaps: bool = True) -> Ch
     best = [_best_of_depth(costs, ranks, depth, gaps) for depth in depths]
     considered = tuple(choice for choice in best if choice is not None)
     fastest = max(considered, key=lambda choice: choice.speed_up, default=None)
+    # What is considered is kept: a trial may try trees that by their parts just fail to pay.
     if fastest is None or fastest.speed_up <= 1:
         return Choice(TreeConfig.root_only(), 0.0, costs.plain, 1.0, considered)
     return dataclasses.replace(fastest, considered=considered)

@@ -121,6 +121,7 @@ def run_in_turns(
             decoded[index].append(passes[index](turn))
             rates[index].append(decoded[index][-1].tokens / (clock() - started))
 
+    # Prefill gives a row's first token, so rows of one token need no forward.
     taus = [sum(x.tokens for x in way) / max(sum(x.forwards for x in way), 1) for way in decoded]
     return [Trial(tuple(way), tau) for way, tau in zip(rates, taus, strict=True)]
 
