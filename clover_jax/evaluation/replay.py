@@ -65,9 +65,13 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
     vocab_size = described.config.vocab_size
 
     answers: list[Written] = []
+    without_answer = 0
     with progress_bar(len(records), "tokenizing", "row") as bar:
         for kind, record in records:
-            answers += _answers(kind, record, tokenizer, vocab_size)
+            turns = _turns(record, tokenizer, vocab_size)
+            without_answer += not turns
+            # An answer's first token is prefill's own, so a single one has no forward.
+            answers += (Written(kind, *turn) for turn in turns if turn[0] and len(turn[1]) > 1)
             bar.update()
     if not answers:
         raise UserError(
@@ -80,7 +84,7 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
         "source": str(options.replay),
         "hash": data_hash(record for _, record in records),
         "rows": len(records),
-        "rows_without_answer": sum(not _has_answer(record) for _, record in records),
+        "rows_without_answer": without_answer,
         "tokenizer": options.spec.base,
         "methods": measured,
         "flags": flags,
@@ -177,16 +181,10 @@ def _records(source: Path, limit: int | None) -> Iterator[tuple[str, Record]]:
                 yield from ((kind, record) for record in parse_row(row, where))
 
 
-def _has_answer(record: Record) -> bool:
-    if isinstance(record, Conversation):
-        return any(role == "assistant" for role, _ in record.messages[1:])
-    return not isinstance(record, Text)
-
-
-def _answers(
-    kind: str, record: Record, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
-) -> Iterator[Written]:
-    """Yield every answer of a record that has two tokens: the first is prefill's own."""
+def _turns(
+    record: Record, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
+) -> list[tuple[list[int], list[int]]]:
+    """Return the answers of a record, each after all the text before it."""
     turns: list[tuple[list[int], list[int]]] = []
     if isinstance(record, Conversation):
         messages = [{"role": role, "content": text} for role, text in record.messages]
@@ -206,7 +204,7 @@ def _answers(
         for new, given in record.turns:
             turns.append(([*read, *new], list(given)))
             read += [*new, *given]
-    yield from (Written(kind, *turn) for turn in turns if turn[0] and len(turn[1]) > 1)
+    return turns
 
 
 def report_text(report: Mapping[str, Any]) -> str:
