@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from typing import Any
 
@@ -258,9 +259,9 @@ def _timed(part: Part, seconds: float, ceilings: Ceilings) -> TimedPart:
 def _levels(timed: Mapping[str, TimedPart], depth: int) -> dict[str, TimedPart]:
     """Return the whole draft under its own name, and the difference that each level makes."""
     whole = [timed[f"draft to level {level}"] for level in range(1, depth + 1)]
-    below = [TimedPart(0.0, 0.0), *whole]  # the draft without the level
+    pairs = itertools.pairwise([TimedPart(0.0, 0.0), *whole])  # without the level, and with it
     levels = {
         f"draft level {index}": TimedPart(part.seconds - less.seconds, part.floor - less.floor)
-        for index, (part, less) in enumerate(zip(whole, below, strict=False), start=1)
+        for index, (less, part) in enumerate(pairs, start=1)
     }
     return {"draft": whole[-1]} | levels

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 from clover_jax.decoding.engine import Engine
@@ -54,18 +55,16 @@ class Evaluation:
 
     def run_passes(self) -> None:
         """Run the passes left, with a bar for each batch size; a line for every finished task."""
-        todo = self.todo  # found before the first pass changes it
+        # Keys come batch size by batch size, and there task by task.
         with CompileClock() as compiling:
-            for batch_size in self.plan.batch_sizes:
-                keys = [key for key in todo if key.batch_size == batch_size]
-                if not keys:
-                    continue
+            for batch_size, at_size in itertools.groupby(self.todo, lambda key: key.batch_size):
+                keys = list(at_size)
                 self._warm_up(batch_size)
                 with self._bar(batch_size, keys, compiling) as bar:
-                    for number, key in enumerate(keys):
-                        self._run_pass(key, compiling, bar)
-                        if number + 1 == len(keys) or keys[number + 1].task != key.task:
-                            bar.write(self._task_line(batch_size, key.task))
+                    for task, of_task in itertools.groupby(keys, lambda key: key.task):
+                        for key in of_task:
+                            self._run_pass(key, compiling, bar)
+                        bar.write(self._task_line(batch_size, task))
 
     def _warm_up(self, batch_size: int) -> None:
         """Compile all programs, before the bar starts to estimate the time left."""
