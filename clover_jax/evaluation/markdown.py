@@ -62,9 +62,9 @@ def spread(value: Mapping[str, Any] | None, digits: int = 2, suffix: str = "") -
     return f"{number(value['median'], digits, suffix)} ({least} .. {most})"
 
 
-def equal(cell: Mapping[str, Any] | None) -> str:
+def equal(cell: Mapping[str, Any]) -> str:
     """Return "EQUAL of COMPARED" rows; a dash for plain decoding and for no figures."""
-    counts = (cell or {}).get("equality")
+    counts = cell.get("equality")
     return NONE if counts is None else f"{counts['equal']} of {counts['compared']}"
 
 

@@ -12,19 +12,20 @@ from typing import Any
 
 from clover_jax.decoding.accepted_lengths import AcceptedLengths
 from clover_jax.evaluation.rows import TurnRow, turns_of
+from clover_jax.generation.row_totals import RowTotals
 
 _FIRST_BIN = 64
 _NGRAM = 8  # tokens in a row that are a repeat where they occurred before
 
 
-class Tally:
-    """Sums over output rows of one method."""
+class Tally(RowTotals):
+    """Sums over output rows of one method: those that `generate` reports, and many more."""
 
     def __init__(self, depth: int):
         """Start from nothing; depth: of the method's tree, 0 for plain decoding."""
-        self.rows = self.failed = self.skipped = self.truncated = self.turns = 0
+        super().__init__()
+        self.truncated = self.turns = 0
         self._depth, self._proposed = depth, 0
-        self._lengths = AcceptedLengths()
         self._ranks: list[collections.Counter[int]] = [collections.Counter() for _ in range(depth)]
         self._context_forwards: collections.Counter[int] = collections.Counter()
         self._context_accepted: collections.Counter[int] = collections.Counter()
@@ -35,19 +36,15 @@ class Tally:
 
     def add(self, row: dict[str, Any]) -> None:
         """Count an output row."""
-        # A row of several turns counts once here, and each of its turns below.
-        self.rows += 1
-        self.failed += "error" in row
-        self.skipped += "skipped" in row
+        # A row of several turns counts once there, and each of its turns below.
+        super().add(row)
         turns = list(turns_of(row))
         self.truncated += any(turn.num_cut for turn in turns)
         for turn in turns:
             self._add_turn(turn)
 
     def _add_turn(self, turn: TurnRow) -> None:
-        # What a limit or an end cut is part of the accepted lengths, not of tau.
         self.turns += 1
-        self._lengths.add(len(turn.output_ids), turn.accepted)
         self._proposed += sum(turn.proposed)
         if turn.copied:
             self._copied = (self._copied or 0) + sum(turn.copied)
@@ -58,6 +55,7 @@ class Tally:
         self._repeated += repeated
         self._ngrams += ngrams
         self._num_looping += is_looping
+        # What a limit or an end cut is part of the accepted lengths, not of tau.
         self._by_looping[is_looping].add(len(turn.output_ids), turn.accepted)
 
         # Each forward sees the prompt, prefill's token, and what the forwards before it emitted.
@@ -68,11 +66,6 @@ class Tally:
             for depth, rank in enumerate(ranks):
                 self._ranks[depth][rank] += 1
             context += accepted + 1
-
-    @property
-    def tau(self) -> float | None:
-        """Emitted tokens per forward; None before the first forward."""
-        return self._lengths.tau
 
     def to_dict(self) -> dict[str, Any]:
         """Return the figures for a report."""
