@@ -264,10 +264,13 @@ def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[s
 
     columns = ("index", "turn", "batch_size", "repeat", "position", "expected", "found")
     rows = [
-        [name, *(NONE if one[key] is None else one[key] for key in columns)]
-        # Gaps of near-ties are tiny, so they are shown by their digits, not by their places.
-        + [NONE if one[key] is None else f"{one[key]:.2g}" for key in ("gap", "threshold")]
-        + [one["kind"]]
+        [
+            name,
+            *(NONE if one[key] is None else one[key] for key in columns),
+            # Gaps of near-ties are tiny, so they are shown by their digits, not by their places.
+            *(NONE if one[key] is None else f"{one[key]:.2g}" for key in ("gap", "threshold")),
+            one["kind"],
+        ]
         for name, one in differing[:_SHOWN_DIVERGENCES]
     ]
     header = [key.replace("_", " ") for key in columns]

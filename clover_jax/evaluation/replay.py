@@ -222,16 +222,13 @@ def report_text(report: Mapping[str, Any]) -> str:
         ]
         # The texts are the same for all methods, only the accepted lengths are not.
         text, repeats = cells[0], cells[0]["repeats"]
-        rows.append(
-            [
-                *(kind, text["turns"], text["tokens"]),
-                share(repeats["repeated"], repeats["ngrams"]),
-                f"{repeats['looping_turns']} of {text['turns']}",
-            ]
-        )
+        repeated = share(repeats["repeated"], repeats["ngrams"])
+        looping = f"{repeats['looping_turns']} of {text['turns']}"
+        row = [kind, text["turns"], text["tokens"], repeated, looping]
         for cell in cells:
-            of_loops, of_others = (cell["repeats"][f"tau_{x}"] for x in ("looping", "not_looping"))
-            rows[-1] += [number(cell["tau"]), number(of_loops), number(of_others)]
+            taus = (cell["tau"], cell["repeats"]["tau_looping"], cell["repeats"]["tau_not_looping"])
+            row += map(number, taus)
+        rows.append(row)
 
     header = ["kind", "answers", "tokens", "repeated 8-grams", "answers that loop"]
     for name in methods:
