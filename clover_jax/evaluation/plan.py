@@ -59,14 +59,8 @@ class Plan:
     def request(self, prompt: Prompt, prompt_ids: Sequence[int], turn: int = 0) -> Request:
         """Return the request of a turn of a row, with the row's own settings."""
         own = self.settings.for_row(prompt)
-        return Request(
-            prompt.index,
-            prompt_ids,
-            own.max_new_tokens,
-            seed=own.seed,
-            turn=turn,
-            **own.warping.to_dict(),
-        )
+        options = own.warping.to_dict() | {"seed": own.seed, "turn": turn}
+        return Request(prompt.index, prompt_ids, own.max_new_tokens, **options)
 
     def passes(self, methods: Iterable[str]) -> Iterator[PassKey]:
         """Yield the keys of all timed passes of the methods named, in the order in which they run.
