@@ -80,6 +80,7 @@ def sweep(
     """
     if models.head is None:
         raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
+    models.step()  # raises UserError where the head cannot draft the tree
 
     # `_cell` looks up the tree's own widths and no others, so they are timed beside WIDTHS.
     widths = expanded_widths(models)

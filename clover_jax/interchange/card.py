@@ -90,9 +90,16 @@ def read_card(directory: Path) -> Card:
         raise UserError(f"{path}: {error}") from error
 
     # Drafts of earlier versions lack some of these fields.
-    provenance, template = card.get("provenance") or {}, card.get("chat_template")
+    provenance = card.get("provenance") or {}
     if not isinstance(provenance, dict):
         raise UserError(f"{path}: provenance must be an object or null")
-    if not isinstance(template, str | None):
-        raise UserError(f"{path}: chat_template must be a text or null, not {template!r}")
-    return Card(config, trained_for, card.get("tree"), provenance, card.get("files"), template)
+    flags, tau = provenance.get("flags"), provenance.get("tau")
+    if not isinstance(flags, dict | None):
+        raise UserError(f"{path}: flags of provenance must be an object or null, not {flags!r}")
+    if not isinstance(tau, float | int | None):
+        raise UserError(f"{path}: tau of provenance must be a number or null, not {tau!r}")
+    for name in ("tree", "chat_template"):
+        if not isinstance(card.get(name), str | None):
+            raise UserError(f"{path}: {name} must be a text or null, not {card[name]!r}")
+    tree, template = card.get("tree"), card.get("chat_template")
+    return Card(config, trained_for, tree, provenance, card.get("files"), template)

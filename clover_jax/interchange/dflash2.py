@@ -7,6 +7,7 @@ the first one's output is 0. A config without `selector_rank` and `conv_kernel_s
 
 from __future__ import annotations
 
+import dataclasses
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.drafters.dflash2 import DFlash2Config, method_loss, output_of
 from clover_jax.errors import UserError
 from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
-from clover_jax.interchange.llama_fields import llama_fields
+from clover_jax.interchange.llama_fields import beyond_llama, llama_fields
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import check_count
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
@@ -115,6 +116,13 @@ def check_exportable(config: DFlash2Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     refuse_draft_vocabulary(config, "DFlash")
     _layer_ids(config, base)
+
+    # Qwen3's layer norms queries and keys; in all else it is Llama's.
+    if beyond := beyond_llama(dataclasses.replace(config.layer, query_key_norm=False)):
+        raise UserError(
+            f"this head has {beyond}, as its base has, but the DFlash layout holds heads of "
+            "Qwen3's layers only"
+        )
 
 
 def _layer_ids(config: DFlash2Config, base: BaseConfig) -> list[int]:

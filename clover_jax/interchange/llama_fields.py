@@ -95,7 +95,9 @@ def beyond_llama(layer: LayerConfig) -> str | None:
 def check_llama_layer(layer: LayerConfig) -> None:
     """Raise UserError for a layer that readers of the EAGLE layouts would run differently."""
     if beyond := beyond_llama(layer):
+        # A Llama layer keeps the rotation of its base.
+        advice = "; train with --drafter_options=llama_layer=true to export it"
         raise UserError(
             f"this head has {beyond}, as its base has, but the EAGLE layouts hold heads of Llama's "
-            "layers only; train with --drafter_options=llama_layer=true to export it"
+            f"layers only{'' if beyond_llama(layer.as_llama()) else advice}"
         )

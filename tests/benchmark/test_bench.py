@@ -145,6 +145,10 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
         (("--sweep", "--context=4000"), "--context=4000 needs more than 2048"),
         (("--program=x",), "--program is for --target"),
         (("--output=x",), "--output is for --target"),
+        (
+            ("--sweep", "--draft=random:clover", "--tree=paper25"),
+            "tree 'paper25' is 5 deep; this clover head drafts at most 3",
+        ),
         (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
         (("--nodes=4",), "--nodes is for --target .program. and --sweep"),
         (("--batch_sizes=2,8",), "--batch_sizes is for --target .program. and --sweep"),

@@ -154,6 +154,9 @@ def test_a_folder_that_is_no_draft(tmp_path, base):
     [
         ({"format_version": 2}, "has format_version 2; this program reads 1"),
         ({"format_version": ...}, "has format_version None; this program reads 1"),
+        ({"tree": 5}, "tree must be a text or null, not 5"),
+        ({"provenance": {"flags": ["a"]}}, r"flags of provenance must be an object.*, not \['a'\]"),
+        ({"provenance": {"tau": "2.5"}}, "tau of provenance must be a number or null, not '2.5'"),
         ({"drafter": ...}, "has no 'drafter' object"),
         ({"base": "tiny"}, "has no 'base' object"),
         (
