@@ -38,6 +38,7 @@ class Answering(Response):
     def __init__(self, service: Service, ready: Ready, call: Call):
         super().__init__()
         self._service, self._call = service, call
+        self._started = time.monotonic()  # latencies contain tokenizing and waiting
         self._scheduler = ready.scheduler_with(call.draft)
         kind = ChatAnswers if call.is_chat else CompletionAnswers
         self._answers = kind(call, ready.served.model, ready.texts)
@@ -100,7 +101,7 @@ class Answering(Response):
     async def _follow(
         self, index: int, updates: AsyncIterator[TurnProgress], take: Take | None
     ) -> TurnProgress:
-        metrics, started = self._service.metrics, time.monotonic()
+        metrics, started = self._service.metrics, self._started
         last_tokens: float | None = None
         try:
             async for progress in updates:
