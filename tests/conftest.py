@@ -32,6 +32,7 @@ CACHE = REPOSITORY / ".cache" / "jax" / platform.node()
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(CACHE))
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+MAPS = Path("/proc/self/maps")
 # One thread for torch in each of several test processes; more only get in each other's way.
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -62,8 +63,7 @@ def pytest_collection_finish() -> None:
 def _compile_quickly() -> None:
     """Let XLA take less processor time for a program, where it knows the flags.
 
-    Cut in no parts to compile side by side a program takes 0.9 of the time, and a test process,
-    which keeps thousands of programs, stays below the 65 530 memory maps that Linux allows it.
+    Cut in no parts to compile side by side a program takes 0.9 of the time, and fewer memory maps.
     Emitting loops as before its fusion emitters, which XLA could up to jaxlib 0.10, takes 0.6. It
     does not start with a flag that it does not know.
     """
@@ -79,6 +79,24 @@ def _compile_quickly() -> None:
 def fixtures_dir() -> Path:
     """The folder of small generated test data, with the scripts that made it."""
     return REPOSITORY / "tests" / "fixtures"
+
+
+@pytest.fixture(autouse=True, scope="module")
+def bounded_programs() -> Iterator[None]:
+    """Forget all programs before a test process has more memory maps than Linux allows: 65 530.
+
+    Each program takes four or more. Where no more can be had, XLA ends the process.
+    """
+    yield
+    if not MAPS.exists() or len(MAPS.read_bytes().splitlines()) < 30_000:
+        return
+    import jax
+
+    from clover_jax.decoding.programs import compile_programs
+
+    compile_programs.cache_clear()
+    jax.clear_caches()
+    gc.collect()
 
 
 @pytest.fixture
