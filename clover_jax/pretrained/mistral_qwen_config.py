@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
 from clover_jax.pretrained.llama_config import parse_llama_config, read_full_layers, read_window
 
 # What transformers' configs mean where a field is absent.
@@ -52,7 +53,14 @@ def _parse_qwen(values: dict[str, Any], path: Path) -> BaseConfig:
     # These configs give a window even where it is not used.
     if not values.get("use_sliding_window"):
         return config
-    return _with_window(config, values, values["max_window_layers"], path)
+    # Newer configs list the kind of each layer, and need no count.
+    num_full = values["max_window_layers"]
+    is_count = isinstance(num_full, int) and num_full >= 0
+    if values.get("layer_types") is None and not is_count:
+        raise UserError(
+            f"{path}: max_window_layers must be a whole number, 0 or more, not {num_full!r}"
+        )
+    return _with_window(config, values, num_full if is_count else 0, path)
 
 
 def _with_window(

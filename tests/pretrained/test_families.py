@@ -55,6 +55,13 @@ def test_qwen2_has_biases_of_q_k_v_and_no_window_unless_used(read):
     assert [config.layer_at(i).sliding_window for i in range(3)] == [None, 5, 5]
 
 
+@pytest.mark.parametrize("count", [None, -1, 1.5])
+def test_a_count_of_layers_without_a_window_is_a_whole_number(read, count):
+    message = f"max_window_layers must be a whole number, 0 or more, not {count}"
+    with pytest.raises(UserError, match=message):
+        read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=count)
+
+
 def test_layer_types_win_over_a_count_of_layers(read):
     types = ["sliding_attention", "full_attention", "sliding_attention"]
     config = read("Qwen3ForCausalLM", use_sliding_window=True, sliding_window=5, layer_types=types)
