@@ -67,7 +67,7 @@ def open_port(options: ServeOptions) -> socket.socket:
     """Return a socket that listens; raises UserError where the address cannot be had."""
     family = socket.AF_INET6 if ":" in options.host else socket.AF_INET
     try:
-        return socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
+        port = socket.create_server((options.host, options.port), family=family, backlog=_BACKLOG)
     except OSError as error:
         advice = {
             errno.EADDRINUSE: "give another --port, or --port=0 for a free one",
@@ -77,6 +77,10 @@ def open_port(options: ServeOptions) -> socket.socket:
             f"cannot listen at {options.host}, port {options.port}: {error.strerror}; "
             f"{advice.get(error.errno or 0, 'give a --host of this machine')}"
         ) from error
+    # Connections inherit it. Without it each small write after the first waits until the client has
+    # acknowledged that one: 40 ms, by Nagle's algorithm and delayed acknowledgements.
+    port.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    return port
 
 
 async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) -> None:

@@ -1,12 +1,14 @@
 """The routes of a real server beside the answers: who is let in, and what it says of itself."""
 
 import asyncio
+import socket
 
 import httpx2
 import pytest
 
 from clover_jax.serving.app import make_app
 from clover_jax.serving.options import ServeOptions, ServeSpec
+from clover_jax.serving.run import open_port
 from clover_jax.serving.service import Service
 from tests.serving.asking import GREEDY, refused
 from tests.serving.conftest import AREA, MESSAGES
@@ -15,6 +17,14 @@ from tests.serving.conftest import AREA, MESSAGES
 def test_nothing_is_answered_before_the_programs_are_compiled(server):
     assert "is being loaded" in refused(server.early, 503)
     assert server.early.headers["retry-after"].isdecimal()
+
+
+def test_a_small_write_waits_for_no_acknowledgement():
+    options = ServeOptions(ServeSpec("builtin:tiny"), port=0)
+    with open_port(options) as listener, socket.create_connection(listener.getsockname()):
+        connection, _ = listener.accept()
+        with connection:
+            assert connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)
 
 
 def test_models_say_what_is_served(client):
