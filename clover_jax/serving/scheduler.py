@@ -262,11 +262,10 @@ class Scheduler:
             count = min(num_free, len(self._waiting))
             self._joining = [self._waiting.pop() for _ in range(count)]
 
-        # A step costs the same for few rows and for many. So where more rows wait to be read than
-        # decode, as after a burst, their prompts come first; else a step's time is enough.
+        # A step costs the same for few rows and for many, so a slot that is read late is wasted
+        # time. A single prompt, however long, still holds the others up for one step's time only.
         reading = self._slots.num_reading + count
-        decoding = max(self._engine.batch_size - num_free - self._slots.num_reading, 1)
-        waited = min(max(reading / decoding, 1), MOST_WAITED) * self._step_seconds
+        waited = min(max(reading, 1), MOST_WAITED) * self._step_seconds
         num_steps = round(CHUNK_SECONDS / self._step_seconds)
         return _Iteration(
             freed,
