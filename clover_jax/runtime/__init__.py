@@ -7,7 +7,7 @@ __getattr__, __dir__, __all__ = lazy.attach(
     submod_attrs={
         "compilation_cache": ["use_compilation_cache"],
         "compile_clock": ["CompileClock"],
-        "device_memory": ["advise_on_memory"],
+        "device_memory": ["advise_on_memory", "keep_freed_memory"],
         "distributed": [
             "from_primary",
             "is_primary",

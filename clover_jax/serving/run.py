@@ -19,7 +19,7 @@ from clover_jax.loading.models import Models, load
 from clover_jax.loading.spec import NO_DRAFT
 from clover_jax.pretrained.shapes import shape_notice
 from clover_jax.quantization import quantization_notice
-from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.device_memory import advise_on_memory, keep_freed_memory
 from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
@@ -153,6 +153,7 @@ def _load(options: ServeOptions) -> tuple[Models, Scheduler]:
         for notice in (shape_notice(spec.base), quantization_notice(spec.int8)):
             say(notice)
 
+        keep_freed_memory()  # from here on: what loading has freed goes back to the system
         with advise_on_memory(
             f"decode {options.batch_size} requests at once",
             "give a smaller --batch_size or --max_model_len, or --dtype=bfloat16",
