@@ -184,6 +184,17 @@ def test_the_launcher_waits_for_processes_that_it_was_told_to_stop():
     assert (run.returncode, said) == (0, "saved\nsaved\n"), errors
 
 
+def test_a_launcher_that_is_told_to_end_while_it_starts_tells_all():
+    # The first process tells it while the last ones are not there yet.
+    script = (
+        "[ $JAX_PROCESS_ID = 0 ] && kill -TERM $PPID; "
+        "for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; done; echo never told"
+    )
+    command, environment = [LAUNCH, "40", "bash", "-c", script], os.environ | {"GRACE": "30"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert (run.returncode, run.stdout) == (128 + signal.SIGTERM, ""), run.stderr
+
+
 def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
     source = (
         "from clover_jax.runtime.distributed import joined_processes\n"
