@@ -188,9 +188,9 @@ def test_a_launcher_that_is_told_to_end_while_it_starts_tells_all():
     # The first process tells it while the last ones are not there yet.
     script = (
         "[ $JAX_PROCESS_ID = 0 ] && kill -TERM $PPID; "
-        "for second in 1 2 3 4 5 6 7 8 9 10; do sleep 1; done; echo never told"
+        "for second in $(seq 60); do sleep 1; done; echo never told"
     )
-    command, environment = [LAUNCH, "40", "bash", "-c", script], os.environ | {"GRACE": "30"}
+    command, environment = [LAUNCH, "40", "bash", "-c", script], os.environ | {"GRACE": "90"}
     run = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert (run.returncode, run.stdout) == (128 + signal.SIGTERM, ""), run.stderr
 
