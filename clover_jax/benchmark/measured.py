@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 import jax
+import optax
 
-from clover_jax.array_types import PyTree
 from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.decoding.sampling_config import SamplingConfig
@@ -190,8 +190,8 @@ def describe_run(models: Models, spec: ModelSpec) -> dict[str, Any]:
         "dtype": str(models.dtype),
         "int8": list(models.int8),
         "attention": models.attention,
-        "base_parameters": _size(models.weights.base),
-        "draft_parameters": _size(models.weights.draft),
+        "base_parameters": optax.tree.size(models.weights.base),
+        "draft_parameters": optax.tree.size(models.weights.draft),
         "device": f"cpu ({jax.device_count()} device)" if is_cpu else device.device_kind,
         "versions": compiler_versions(),
     }
@@ -201,10 +201,6 @@ def _peak_memory() -> float | None:
     """Return the most memory of the device that was in use, in GB; None where it counts none."""
     counted = jax.devices()[0].memory_stats() or {}
     return round(counted["peak_bytes_in_use"] / 1e9, 3) if "peak_bytes_in_use" in counted else None
-
-
-def _size(params: PyTree) -> int:
-    return sum(leaf.size for leaf in jax.tree.leaves(params))
 
 
 def measure(

@@ -83,7 +83,8 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     )
 
     state, tree = compiled(_draft)(weights, state)
-    programs = {"step": (compiled(_steps),), "verify": (compiled(_verifications), tree)}
+    verify = compiled(lambda config, w, state, tree: (state, verify_loop(config, w, state, tree)))
+    programs = {"step": (compiled(_steps),), "verify": (verify, tree)}
     if engine.config.head is not None:
         programs["draft"] = (compiled(draft_loop),)
 
@@ -108,12 +109,6 @@ def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[De
     """Run steps; every call starts from the same place in the text."""
     new, emitted = step_loop(config, weights, state)
     return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
-
-
-def _verifications(
-    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
-) -> tuple[DecodeState, Array]:
-    return state, verify_loop(config, weights, state, tree)
 
 
 def _draft(

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from clover_jax.runtime.distributed import is_primary
 from clover_jax.storage.jsonl import append_row, keep_rows, read_rows
-from clover_jax.timing.spread import Spread
+from clover_jax.timing.turns import Spread
 
 JOURNAL = "legs.jsonl"
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from clover_jax.config import LossSpec, RopeConfig
 from clover_jax.data.samples import Samples
@@ -91,24 +91,14 @@ def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
         raise UserError(f"--loss={settings.loss}: {error}") from error
 
 
-class ReducedHead(NamedTuple):
-    """A head with a reduced vocabulary.
-
-    coverage: share of the training data's tokens that it can propose.
-    """
-
-    head: DraftHead
-    coverage: float
-
-
 def reduce_vocabulary(
     head: DraftHead,
     size: int,
     base: BaseModel,
     tokenizer: PreTrainedTokenizerBase | None,
     samples: Samples,
-) -> ReducedHead:
-    """Return the head over the `size` most frequent tokens, and print their coverage.
+) -> tuple[DraftHead, float]:
+    """Return the head over the `size` most frequent tokens, and their share of the data; print it.
 
     Special tokens and those that end a text are always among them: they are rare, and a text that
     cannot be drafted to its end costs a forward more.
@@ -127,4 +117,4 @@ def reduce_vocabulary(
     )
     # The ids fix the shapes of every program of the head, so they are part of its config.
     config = dataclasses.replace(head.config, draft_to_target=vocabulary.ids)
-    return ReducedHead(registry.head(config), vocabulary.coverage)
+    return registry.head(config), vocabulary.coverage

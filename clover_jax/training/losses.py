@@ -144,7 +144,11 @@ def distillation_loss(
     divisors = _divisors(head.config.loss, whole)
 
     # Params that get a gradient here stay outside of the operands, which get none.
-    owned, others = split_output_params(head, params)
+    owned = {name: params[name] for name in head.module.output_params}
+    others = {name: leaf for name, leaf in params.items() if name not in owned}
+    # Decay^i for every pair of position i.
+    by_position = head.config.loss.decay ** jnp.arange(num_positions)
+    weight = jnp.broadcast_to(by_position[:, None, None], mask.shape)
     # Rows go into groups here and nowhere else: [B, S] becomes [r, n].
     operands = Operands(
         head=head,
@@ -155,7 +159,7 @@ def distillation_loss(
         next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1)).reshape(groups, -1),
         mask=mask.reshape(num_positions, groups, -1),
         has_next=labelled_targets(batch.segment_ids).reshape(groups, -1),
-        weight=_position_weights(head.config.loss, mask).reshape(num_positions, groups, -1),
+        weight=weight.reshape(num_positions, groups, -1),
         divisors=divisors,
         targets=compact_targets(mask, groups),
         anchors=None if anchors is None else _flat_anchors(anchors, batch.tokens.shape[1], groups),
@@ -207,20 +211,6 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
             lambda count: jnp.broadcast_to((decay * count).sum(), count.shape), counted
         )
     return jax.tree.map(lambda count: count + spec.divisor_offset, counted)
-
-
-def split_output_params(head: DraftHead, params: Params) -> tuple[Params, Params]:
-    """Split params in those that the head's `logits` reads (`output_params`) and the others."""
-    # Most heads decode through the base's lm_head and own no output matrix.
-    names = head.module.output_params
-    owned = {name: params[name] for name in names}
-    return owned, {name: leaf for name, leaf in params.items() if name not in names}
-
-
-def _position_weights(spec: LossSpec, mask: Bool[Array, "P B S"]) -> Float[Array, "P B S"]:
-    """Return decay^i for every pair of position i."""
-    by_position = spec.decay ** jnp.arange(mask.shape[0])
-    return jnp.broadcast_to(by_position[:, None, None], mask.shape)
 
 
 def _flat_anchors(anchors: Int[Array, "B M"], size: int, groups: int) -> Int[Array, "r m"]:

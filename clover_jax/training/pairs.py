@@ -46,13 +46,12 @@ def pair_mask(
     Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and P = 2 give
     [[F, T, T, F]] for i = 0 and [[F, F, T, F]] for i = 1.
     """
-    size = segment_ids.shape[1]
     counted = shift_right(loss_mask, 1)
 
     masks = []
     reached: Array | bool = True
     for i in range(num_positions):
-        source = shift_right(segment_ids, i + 1)[:, :size]
+        source = shift_right(segment_ids, i + 1)
         if likely is not None:
             # Position i needs one more than position i - 1, further back.
             reached = reached & shift_right(likely, i + 1)

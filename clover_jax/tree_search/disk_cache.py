@@ -21,12 +21,6 @@ from clover_jax.storage.json_files import read_json_object
 EDITION = 6  # of what is remembered: raised when steps, or how they are timed, change
 
 
-def cache_folder() -> Path:
-    """Return the folder of this host's measurements, beside its compiled programs."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(root, "clover_jax", "measurements", platform.node() or "host")
-
-
 def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
     """Return the part of every key: the device, the mesh and the compilers."""
     device = jax.devices()[0]
@@ -59,8 +53,11 @@ def remembered(
     key: JSON values; everything that changes the result must be in it. An unreadable file is
         measured anew.
     """
+    # A folder a host, beside its compiled programs.
+    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    folder = Path(root, "clover_jax", "measurements", platform.node() or "host")
     text = json.dumps(key, sort_keys=True)
-    path = cache_folder() / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
+    path = folder / f"{name}-{hashlib.sha256(text.encode()).hexdigest()[:16]}.json"
     if path.is_file():
         try:
             kept = read_json_object(path)

@@ -17,7 +17,7 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import SamplingConfig, Warping
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
-from clover_jax.timing.spread import Spread
+from clover_jax.timing.turns import Spread
 
 ROUNDS = 5
 LEAST_PROMPTS = 5  # with fewer different ones the result does not carry over to others
