@@ -50,6 +50,7 @@ def _read_bandwidth() -> float:
 
 
 def _copy_bandwidth() -> float:
+    # An addition, because a plain copy may be left out; it reads and writes every byte.
     source = jnp.zeros(COPY_BYTES // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1.0)
     (seconds,) = time_in_turns({"copy": lambda: copy(source)}, ROUNDS).values()
@@ -61,4 +62,5 @@ def _matrix_rate(dtype: jnp.dtype, size: int) -> float:
     # Sums in float32, as the step's products have them.
     multiply = jax.jit(functools.partial(jnp.dot, preferred_element_type=jnp.float32))
     (seconds,) = time_in_turns({"product": lambda: multiply(a, a)}, ROUNDS).values()
+    # A product and a sum are two operations.
     return 2 * size**3 / seconds

@@ -132,6 +132,7 @@ class CompiledStep:
 
     def _kernel_lines(self) -> list[str]:
         """Return lines for the kernels, which the estimate lacks."""
+        # XLA's own attention has none, and then there is nothing to add.
         kernels = self.kernel_seconds_by_part
         if not kernels:
             return []
@@ -154,6 +155,7 @@ class CompiledStep:
         if not self.draft_floor_bytes:
             return [f"by part: {parts}"]
 
+        # Absorb and draft together are the head's work, in its floor as well.
         head = sum(self.moved_by_part.get(part, 0.0) for part in ("absorb", "draft"))
         return [
             f"by part: {parts}",
@@ -186,7 +188,9 @@ def compile_and_describe(
     program: a file for the compiled program's text.
     Raises UserError as `compile_step` does, and before compiling where there is no such folder.
     """
+    # Mistakes first: compiling a large base takes minutes.
     path = None if program is None else place_for(program, "--program")
+    # Shapes will do: no weights are read or allocated.
     models = load_shapes(spec, target.platform)
     context = context or fitting_context(models, room=0)
     with passing_note(f"compiling for {target.name}"):
@@ -234,6 +238,7 @@ def compile_step(
 
     # The arguments, as the engine lays them out.
     batch = Placement(device_mesh).whole_rows(batch)
+    # A single step: buffers have room for its tree, and none to go on.
     size = cache_size(models, context, room=0)
     states = state_shapes(models, batch, size)
     weight_places = param_shardings(models.weights, device_mesh)
@@ -257,6 +262,7 @@ def compile_step(
         live * bytes_per_device(key_values(cache), key_values(places))
         for cache, places in zip(caches, cache_places, strict=True)
     )
+    # Tensor splits the weights; devices along data have the same ones.
     floor_bytes = work.weight_bytes / shape.tensor + of_base + of_draft
     draft_weight_bytes = _draft_weight_bytes(models, weights, states) / shape.tensor
 
@@ -283,6 +289,7 @@ def compile_step(
         weight_bytes=bytes_per_device(models.weights, weight_places),
         cache_bytes=bytes_per_device(caches, cache_places),
         floor_bytes=floor_bytes,
+        # Of the products each device has its share, of rows or of weights.
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
         moved_bytes=sum(moved.values()),
         counted_bytes=program_costs.compilers_cost(compiled.program, "bytes accessed"),
@@ -304,6 +311,7 @@ def _draft_weight_bytes(models: Models, weights: PyTree, states: DecodeState) ->
     if models.head is None:
         return 0.0
 
+    # The head alone, traced by itself: a count of the whole step does not tell its part.
     def drafting(weights: PyTree, state: DecodeState) -> Any:
         return absorb_and_draft(models.step(), weights, state, roots(state))
 

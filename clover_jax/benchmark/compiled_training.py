@@ -21,6 +21,7 @@ from clover_jax.xla.targets import Target, find_devices
 
 MEGA = 1e6
 PARTS = ("teacher", "head", "loss", "update")  # scopes of the step
+# What XLA says when a program is too large: what it would use, of how much there is.
 _FULL = re.compile(r"(?:Used|temporaries) \(?([\d.]+\w).*? (?:of|HBM) \(?([\d.]+\w)")
 
 
@@ -53,6 +54,7 @@ class CompiledTraining:
 
     def check_memory(self) -> None:
         """Raise UserError where a device's memory is too small."""
+        # A compiler for absent devices may compile what they cannot hold.
         if self.resident > self.device_memory:
             needed = f"{gigabytes(self.resident)} of {gigabytes(self.device_memory)}"
             raise _too_large(self.target, needed)
@@ -80,6 +82,7 @@ class CompiledTraining:
                 f"{self.largest_gather / self.whole_base:.1%} of the base"
             )
 
+        # All that is sent, then the kinds that send most.
         total = sum(sent.in_all for sent in self.sent)
         lines.append(f"collectives of a step: {gigabytes(total) if self.sent else 'none'}")
         lines += [
@@ -102,6 +105,7 @@ def compile_training_step(
 
     Raises UserError where the compiler is missing, or where it says that the step does not fit.
     """
+    # The step of a run, but on devices that are not here.
     devices = make_mesh(mesh, find_devices(target, mesh.size))
     config = dataclasses.replace(step.config, mesh=devices)
 
@@ -149,6 +153,7 @@ def compile_training_step(
 
 def _refusal(target: Target, error: jax.errors.JaxRuntimeError) -> Exception:
     """Return a user's mistake where the compiler says that the step is too large."""
+    # Any other failure of the compiler is a bug, and keeps its traceback.
     sizes = _FULL.search(str(error))
     if "RESOURCE_EXHAUSTED" not in str(error) or not sizes:
         return error

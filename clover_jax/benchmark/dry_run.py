@@ -143,9 +143,11 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
 
     # The kinds in the order in which the report lists them.
     kinds = {"base": step.base, "draft": step.state.params, "optimiser": step.state.opt_state}
+    # As they lie on the mesh between steps.
     sizes = {
         kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
     }
+    # In float32 as the params, and split as they are.
     sizes["gradients"] = sizes["draft"]
     sizes["gathered"] = gathered_bytes(step.base, placed) + _copied_draft_bytes(step, placed)
     sizes["activations"] = step.activation_bytes(shape)
@@ -211,6 +213,7 @@ def _mesh_shape(mesh: str | None, target: Target | None) -> MeshShape:
 
 
 def _dtype(settings: TrainSettings, target: Target | None) -> jnp.dtype:
+    # "auto" asks the device, and a target is not here: accelerators compute in bfloat16.
     is_elsewhere = target is not None and settings.dtype == "auto"
     return jnp.dtype("bfloat16") if is_elsewhere else resolve_dtype(settings.dtype)
 

@@ -36,12 +36,14 @@ class EngineRun:
     def pace(self, context: int, end: int) -> float:
         """Return the tokens that a row emits in a step, from `context` on, in WARM_UP chunks."""
         stream = self._stream(context, end)
+        # Closed before the end: only the lengths that were accepted are wanted.
         for _ in range(WARM_UP):
             rows = self._take(stream)
         stream.close()
         return 1 + statistics.mean(count for row in rows for count in row.accepted)
 
     def _stream(self, length: int, end: int) -> Generator[RowUpdate]:
+        # Any prompt will do, the same in every slot; rows end at `end`.
         prompt = [index % self._models.base.config.vocab_size for index in range(1, length + 1)]
         requests = [Request(index, prompt, end - length) for index in range(self._batch)]
         weights = self._models.weights

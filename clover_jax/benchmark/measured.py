@@ -160,6 +160,7 @@ def measure_and_describe(
 
     # The engine's rows grow while they are timed, so they need room behind the context.
     context = context or fitting_context(models, room_for(models, rounds, force_accept))
+    # As `generate` does: --attention=auto is measured at this batch size.
     models = with_attention(models, spec.attention, batch)
     with (
         passing_note("measuring"),
@@ -221,6 +222,7 @@ def measure(
     if models.head is not None:
         parts |= {"step": step_part(speculative, sampling)} | stage_parts(speculative, sampling)
     runs = {name: part.run for name, part in parts.items()}
+    # A chunk has the engine's steps without the host; the difference is the host's share.
     runs["chunk"] = chunk_run(speculative, sampling)
     engine = EngineRun(models, sampling, batch)
     runs["engine"] = engine.chunks(context, context + room, rounds, pace)
@@ -232,28 +234,33 @@ def measure(
         timed["step"] = timed["verify"] = timed["plain step"]
     else:
         timed |= _levels(timed, models.levels)
+    # A call of the engine, and of the chunk, is STEPS steps.
     return TimedStep(ceilings, timed, seconds["engine"] / STEPS, seconds["chunk"] / STEPS)
 
 
 def room_for(models: Models, rounds: int, force_accept: int | None) -> int:
     """Return the positions that the engine's rows take while they are timed; none may end."""
+    # Each call that warms up or is timed is a chunk of steps; one is to spare.
     pace = known_pace(models, force_accept) or models.tree.depth + 1
     return (rounds + WARM_UP + 1) * STEPS * pace
 
 
 def known_pace(models: Models, force_accept: int | None) -> int | None:
     """Return the most tokens that a row emits in a step; None where drafts decide."""
+    # Without a tree every step emits the base's own token alone.
     accepted = force_accept if models.tree.num_nodes else 0
     return None if accepted is None else accepted + 1
 
 
 def _timed(part: Part, seconds: float, ceilings: Ceilings) -> TimedPart:
+    # What a part must read: the floor leaves out what it writes.
     num_bytes = part.work.weight_bytes + part.cache_bytes
     return TimedPart(seconds, ceilings.floor(num_bytes, part.work.flops), num_bytes)
 
 
 def _levels(timed: Mapping[str, TimedPart], depth: int) -> dict[str, TimedPart]:
     """Return the whole draft under its own name, and the difference that each level makes."""
+    # The draft to a level less the draft to the one above.
     whole = [timed[f"draft to level {level}"] for level in range(1, depth + 1)]
     pairs = itertools.pairwise([TimedPart(0.0, 0.0), *whole])  # without the level, and with it
     levels = {

@@ -56,6 +56,7 @@ def sweep_and_describe(
     with passing_note(f"loading {spec.base}"):
         models = load(spec)
     context = context or fitting_context(models, room=0)
+    # In float32 products are exact, as they are when rows are decoded.
     with passing_note("measuring"), exact_matmuls(str(models.dtype)):
         cells = sweep(models, batch_sizes, nodes, context, rounds)
     print("\n".join(describe(cells, models.tree.name)))
@@ -101,6 +102,7 @@ def sweep(
 
 def expanded_widths(models: Models) -> list[int]:
     """Return the number of nodes that are expanded on each level below the root."""
+    # Copies are made beside the tree and expand no node of it.
     tree = models.tree.drafted if isinstance(models.tree, CopyTree) else models.tree
     if isinstance(tree, AdaptiveTree):
         return [tree.width] * (models.levels - 1)
@@ -108,6 +110,7 @@ def expanded_widths(models: Models) -> list[int]:
 
 
 def _cell(costs: CostTable, batch: int, nodes: int, widths: Sequence[int]) -> Cell:
+    # The draft of the measured tree, with the verification of one of so many nodes.
     verify = dict(costs.verify)[nodes + 1]  # the root is a slot too
     draft = costs.first + sum(dict(costs.level)[width] for width in widths)
     step = draft + verify + costs.rest
@@ -118,6 +121,7 @@ def _cell(costs: CostTable, batch: int, nodes: int, widths: Sequence[int]) -> Ce
         plain_ms=round(1e3 * costs.plain, 4),
         verify_ms=round(1e3 * verify, 4),
         draft_ms=round(1e3 * draft, 4),
+        # A step as long as n plain ones must emit n tokens; one is the base's own.
         break_even=round(step / costs.plain - 1, 3),
     )
 

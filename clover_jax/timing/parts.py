@@ -63,6 +63,7 @@ class Bench:
         """
         self.models = models
         state = Placement(models.mesh).state(running_state(models, batch, size, context))
+        # Apart, because the buffers are donated and the small arrays are read by every part.
         self._buffers = {name: getattr(state, name) for name in _BUFFERS}
         self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
         live = context / size  # the share of the caches that holds anything
@@ -137,6 +138,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
 
     # Each stage runs once here, for its result is what the next one reads.
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
+        # The cache is written in place; the state is what the next stage drafts from.
         head_state, cache = absorb_pending(config, weights, state)
         return state.replace(draft_cache=cache), head_state
 
@@ -149,6 +151,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     # The draft cut to its first levels, so that differences are the time of a level.
     for depth in range(1, levels + 1):
         shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
+        # `tree` is static, so every depth is a program of its own.
         stage = functools.partial(draft, shorter)
         parts[f"draft to level {depth}"] = bench.reading(stage, head_state)
     drafted = parts[f"draft to level {levels}"].run()
@@ -165,6 +168,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
         verified,
     )
     accepted = parts["accept"].run()
+    # As the step has it: where a kernel reads the cache, rows are written in another layout.
     commit_here = functools.partial(commit, by_kernel=config.attention == "pallas")
     parts["commit"] = bench.updating(
         lambda weights, *arguments: commit_here(*arguments),

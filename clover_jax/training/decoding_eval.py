@@ -87,6 +87,7 @@ class DecodingEvaluator:
         # A slot without a row is computed all the same.
         batch_size = min(BATCH_SIZE, len(prompts))
         options: dict[str, Any] = {"batch_size": batch_size, "mesh": mesh}
+        # Both with as many slots: in low precision a text may depend on the batch that it is in.
         self._engine = Engine(base.config, head, tree, **options)
         self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)
         self._depth = tree.depth

@@ -98,11 +98,13 @@ class Chunk(struct.PyTreeNode):
 
 def num_chunks(operands: Operands) -> Int[Array, ""]:
     """Return the chunks that hold all used targets."""
+    # Of the fullest group: the others' slots are masked in its last chunks.
     return (operands.targets.count.max() + operands.chunk - 1) // operands.chunk
 
 
 def slots_of_chunks(operands: Operands) -> int:
     """Return the slots that a group's chunks have together, if all targets are used."""
+    # Rounded up, because an update of a slice that does not fit would be moved to one that does.
     return -(-operands.mask.shape[-1] // operands.chunk) * operands.chunk
 
 
@@ -116,6 +118,7 @@ def take_chunks(hidden: Array, operands: Operands, number: Array) -> Iterator[Ch
     def of_pairs(x: Array) -> Array:
         return jnp.take_along_axis(x, index, axis=1)
 
+    # [P, r, n, D]: the rows of a group in a line, as in the operands.
     flat = hidden.reshape(len(hidden), len(index), -1, hidden.shape[-1])
     targets = {}
     for i, states in enumerate(flat):
@@ -146,6 +149,7 @@ def _take_targets(operands: Operands, index: Int[Array, "r c"]) -> dict[str, Arr
     if config.draft_to_target is not None:
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
 
+    # Over what the head can propose: of a reduced vocabulary this is p, renormalised.
     teacher = jax.nn.softmax(head_logits(config, frozen, states))
     return {
         "states": states,
@@ -174,6 +178,7 @@ def to_sources(by_slot: Array, operands: Operands, shape: tuple[int, ...]) -> Ar
         shift = i + 1 if operands.anchors is None else 0
         by_target = jnp.where(mask[i], operands.targets.rank, -1)
         slot = jnp.pad(by_target, ((0, 0), (0, shift)), constant_values=-1)[:, -size:]
+        # A slot of -1 reads some gradient, which is then left out.
         by_source = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
         gradients.append(jnp.where(slot[..., None] >= 0, by_source, 0))
     return jnp.stack(gradients)

@@ -45,14 +45,18 @@ def pair_terms(
     log_total = jax.nn.logsumexp(logits, axis=-1)
     cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
+    # All of them, where several tokens tie for the base's best: proposing one of these is a hit.
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     # Two sums: 1 - A would round V away where p and q are nearly the same, and 1 - V would round A
     # away where they hardly overlap.
     probability = jnp.exp(logits - log_total[..., None])
     acceptance = jnp.minimum(chunk.teacher, probability).sum(axis=-1)
     refusal = 0.5 * jnp.abs(chunk.teacher - probability).sum(axis=-1)
+    # -log A by whichever of the two sums is the smaller one. The other is clamped: `where` sends a
+    # gradient through both branches, and 0 times infinity is no number.
     by_acceptance = -jnp.log(jnp.maximum(acceptance, TINY))
     by_refusal = -jnp.log1p(-jnp.minimum(refusal, 0.5))
+    # KL(p || q) = H(p, q) - H(p).
     kl = cross_entropy - chunk.entropy
     kl_share = jax.lax.stop_gradient(jnp.exp(-operands.head.config.loss.lk_eta * acceptance))
 
@@ -74,6 +78,7 @@ def pair_terms(
             labelled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
         ),
     )
+    # By what decoding proposes by, which are the scores after `rescore`.
     hits = jnp.where(is_best, scores, -jnp.inf).max(axis=-1) >= scores.max(axis=-1)
     return terms, in_reach & hits
 

@@ -152,10 +152,12 @@ def distillation_loss(
     # Rows go into groups here and nowhere else: [B, S] becomes [r, n].
     operands = Operands(
         head=head,
+        # No chunk is larger than a group.
         chunk=min(chunk, mask.size // (num_positions * groups)),
         params=others,
         frozen=frozen,
         states=target_states.reshape(groups, -1, target_states.shape[-1]),
+        # The last place of a row wraps around to its first token; `has_next` masks it.
         next_tokens=to_draft(head.config, jnp.roll(batch.tokens, -1, axis=1)).reshape(groups, -1),
         mask=mask.reshape(num_positions, groups, -1),
         has_next=labelled_targets(batch.segment_ids).reshape(groups, -1),
@@ -205,6 +207,7 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
     else:
         labelled = {"hard_ce": counts.labelled, "candidate_ce": counts.labelled}
         counted = Terms.alike(counts.pairs)._replace(**labelled)
+    # DFlash 2: one divisor for all positions, the sum of w_i over all that counts.
     if spec.divisor == "weights":
         decay = spec.decay ** jnp.arange(len(counts.pairs))
         counted = jax.tree.map(
@@ -215,6 +218,7 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
 
 def _flat_anchors(anchors: Int[Array, "B M"], size: int, groups: int) -> Int[Array, "r m"]:
     """Return each anchor's place among the flattened rows of its group."""
+    # Rows are numbered within their group, as in `CompactTargets.index`.
     row = jnp.arange(len(anchors)) % (len(anchors) // groups)
     return (size * row[:, None] + anchors).reshape(groups, -1)
 
@@ -232,6 +236,7 @@ def _value_and_gradient(
     """Return value and gradient of `_chunked_loss`, both taken within each chunk."""
     head, num_positions, width = operands.head, hidden.shape[0], hidden.shape[-1]
     groups = operands.states.shape[0]
+    # What takes all positions or all pairs together is computed in a pass before.
     if head.config.loss.dpace:
         operands = operands.replace(weight=_dpace(owned, hidden, operands))
     if head.config.loss.candidate_ce and head.module.rescores:
@@ -243,6 +248,7 @@ def _value_and_gradient(
     differentiate = jax.grad(_position_loss, argnums=(2, 3), has_aux=True)  # owned, u
 
     def body(number: Array, carry: _Carry) -> _Carry:
+        # A chunk, position by position: sums and d_hidden lie side by side, d_owned adds up.
         parts, gradients, d_owned = [], [], carry.d_owned
         by_position = _by_position(differentiate, owned, hidden, operands, number)
         for (d_mine, d_hidden), sums in by_position:
@@ -257,6 +263,7 @@ def _value_and_gradient(
             d_owned=d_owned,
         )
 
+    # Slots of chunks that never run stay 0, and no pair that counts has one of them.
     zeros = jnp.zeros((num_positions, groups))
     num_slots = slots_of_chunks(operands)
     start = _Carry(
@@ -283,7 +290,9 @@ def _dpace(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P 
     factors = ((1 - least) * labels + least)[..., None]
     factor = to_sources(factors, operands, (num_positions, rows, length, 1))[..., 0]
     is_counted = factor > 0
+    # A pair that does not count is no factor of the others' products, and no summand.
     reached = jnp.where(is_counted, jnp.cumprod(jnp.where(is_counted, factor, 1), axis=0), 0)
+    # The sum over m >= i; then back from the source's column to the target's.
     weights = jax.lax.cumsum(reached, axis=0, reverse=True)
     if operands.anchors is None:
         weights = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(weights)])
@@ -380,4 +389,5 @@ def _position_loss(
     ]
     loss = sum(parts, jnp.zeros(()))
     sums = _Sums(loss, jax.tree.map(jnp.sum, terms), hits.astype(loss.dtype).sum())
+    # They are reported, not trained on.
     return loss, jax.lax.stop_gradient(sums)

@@ -49,6 +49,7 @@ def run_training(
     mesh: the devices to train on, None for one; a run may resume on another mesh.
     Raises UserError for settings that cannot work, before anything is trained.
     """
+    # Two runs would write their rows and checkpoints into each other's.
     alone = only_process_in(workdir, "is training", "--workdir")
     with alone if is_primary() else contextlib.nullcontext():
         if is_primary():
@@ -140,6 +141,7 @@ def restore_or_init(
     config: TrainStepConfig, base: BaseModel, seed: int, checkpoints: Checkpoints, batches: Any
 ) -> tuple[TrainState, int]:
     """Return the newest checkpoint's state and step, or a fresh state and 0."""
+    # Shapes are enough to restore: no state is computed that a checkpoint replaces.
     shapes = jax.eval_shape(lambda params: init_state(config, params, seed), base.params)
     if config.mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])

@@ -78,6 +78,7 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
     check_rows(settings, mesh)
     optimizer_config(settings)
 
+    # The base and its tokenizer: head, tree and data are checked against them.
     with passing_note(f"loading {settings.base}"):
         dtype = resolve_dtype(settings.dtype)
         base = load_base(settings.base, dtype, place_on(mesh, dtype))
@@ -85,6 +86,7 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
     base_fingerprint = fingerprint(base)
     say(shape_notice(settings.base))
 
+    # The head's shape, a tree that it can draft, and rows that hold its positions.
     head = make_head(settings, base)
     tree = tree or parse_tree(default_tree(head.config.max_depth))
     check_tree(head, tree)
@@ -96,12 +98,14 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
     records = data.samples.sections if isinstance(data.samples, RecordSamples) else ()
     say(template_notice(records, tokenizer))
 
+    # Only now, because the vocabulary is chosen by the tokens of the data.
     coverage = None
     if settings.draft_vocab is not None:
         head, coverage = reduce_vocabulary(
             head, settings.draft_vocab, base, tokenizer, data.tokens_only
         )
 
+    # The measurement of tau by decoding, unless --eval_every is 0.
     evaluator = None
     if settings.eval_every:
         prompts = evaluation_prompts(
@@ -141,6 +145,7 @@ def open_data(
 
     Raises UserError where they are missing or another base's.
     """
+    # The activations that `prepare --features` must have kept; an online teacher needs none.
     names = stored_names(head.config.features) if settings.teacher == "cached" else ()
     data = load_training_data(
         settings.data,
@@ -187,6 +192,7 @@ def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
     return OptimizerConfig(
         steps=settings.steps,
         learning_rate=settings.learning_rate,
+        # The flag has a default, which must not refuse a shorter run.
         warmup_steps=min(settings.warmup_steps, settings.steps),
         schedule=settings.schedule,
         b2=settings.adam_b2,
@@ -215,6 +221,7 @@ def pipeline_config(settings: TrainSettings, base: BaseModel, head: DraftHead) -
 
     Raises UserError for rows too short for every draft position or longer than the base's context.
     """
+    # In a shorter row the last position has no target: its first lies at index num_positions.
     shortest, longest = head.config.num_positions + 1, base.config.max_position_embeddings
     if not shortest <= settings.seq_len <= longest:
         raise UserError(

@@ -171,6 +171,7 @@ def batch_gradient(
     teacher = teach(config.base, base_params, features, batch, config.mesh)
     # Outside of the gradient, so that the teacher's activations are no residuals.
     differentiate = jax.value_and_grad(head_loss, argnums=1, has_aux=True)
+    # The loss reads few of these leaves; the compiler drops the gathers of the others.
     whole = gathered(base_params, config.mesh)
     (loss, positions), gradient = differentiate(config, params, whole, teacher, batch, key, counts)
     return BatchGradient(loss, positions, gradient)
@@ -206,6 +207,7 @@ def accumulated_gradient(
         return total._replace(gradient=placed_as_params(total.gradient, config.mesh)), None
 
     operands = parts, jnp.arange(config.accumulation_steps)
+    # The sum begins at zeros, in the shapes that the gradient of a part has.
     first = jax.tree.map(lambda leaf: leaf[0], operands)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(gradient_of, *first)
@@ -241,6 +243,7 @@ def _counts_of_all(
         return count_pairs(mask, part)
 
     numbers = jnp.arange(config.accumulation_steps)
+    # In turn, so that one part's activations exist at a time.
     of_each = jax.lax.map(of_part, (parts, numbers))
     return jax.tree.map(lambda count: count.sum(axis=0), of_each)
 
@@ -256,6 +259,7 @@ def train_step(
 
     with jax.named_scope("update"):
         optimizer = make_optimizer(config.optimizer)
+        # The params too, for weight decay.
         updates, opt_state = optimizer.update(gradient, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
     metrics = StepMetrics(loss, positions, gradient_norm=optax.tree.norm(gradient))

@@ -41,6 +41,7 @@ def teach(
     features: names of the activations, as in `DrafterConfig.features`.
     mesh: as `read_base` has it.
     """
+    # A scope's name is how `xla/program_costs.py` finds the parts of a compiled step.
     with jax.named_scope("teacher"):
         if batch.hidden is None:
             packed = batch.tokens, batch.segment_ids, batch.positions
@@ -97,6 +98,7 @@ def read_base(
         return output.hidden
 
     packed = tokens, segment_ids, positions
+    # A dense base needs no more: with whole weights each device computes its own rows.
     if mesh is None or not base.num_experts:
         return read(gathered(base_params, mesh), *packed)
 
@@ -115,6 +117,7 @@ def _gathered_in_turn(
     gather: Callable[..., Params], layers: list[tuple[str, Params]]
 ) -> LayerParams:
     """Return the `layer_params` of a Decoder that gathers a layer's while the one before runs."""
+    # At most one layer's: a layer takes it, and has the next one gathered meanwhile.
     ready = [gather(*layers[0])]
 
     def take(index: int, x: Array) -> tuple[Params, Array]:

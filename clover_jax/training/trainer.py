@@ -49,6 +49,7 @@ class Trainer:
         config, steps = self.inputs.step, self.settings.steps
         mesh = config.mesh
         train_step = make_train_step(config)
+        # Once for the run: lm_head's rows of a reduced vocabulary are gathered outside of the step.
         base_params = with_draft_rows(self.inputs.base.params, config.head.config)
         if done:
             # A killed run may have left the draft of a later step than its checkpoint's.
@@ -73,6 +74,8 @@ class Trainer:
             # Nothing is logged, saved or measured of a step that is not known to be finite.
             if self._due(self.settings.log_every, done):
                 self._log(done, watch.settle(), clock)
+            # Saved before it is measured: a run that is stopped while it measures does so when it
+            # resumes. Tokens a second are those of training alone, so the clock stands still.
             is_saved = self._due(self.settings.checkpoint_every, done)
             if is_saved:
                 watch.settle()
@@ -98,6 +101,7 @@ class Trainer:
         self.checkpoints.save(done, state, self.batches)
 
     def _measured_at(self, done: int) -> bool:
+        # 0 is never, not even at the last step, of which there is always a checkpoint.
         every = self.settings.eval_every
         return every > 0 and self._due(every, done)
 
@@ -107,6 +111,7 @@ class Trainer:
     def _log(self, done: int, metrics: StepMetrics, clock: Clock) -> None:
         tokens_per_second, waited = clock.read()
         row = metrics_row(done, metrics) | {
+            # optax counts from 0: this is the rate that step `done` was made with.
             "learning_rate": make_schedule(self.inputs.step.optimizer)(done - 1),
             "tokens_per_second": round(tokens_per_second, 1),
             "data_wait": round(waited, 4),

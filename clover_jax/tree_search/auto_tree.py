@@ -127,11 +127,13 @@ def _name(tree: Tree) -> str:
         return f"{drafted}{tree.copies} copies"
     if not isinstance(tree, TreeConfig):
         return tree.name
+    # Static trees of a trial are all called auto; their shapes tell them apart.
     widths = ", ".join(str(len(level.parent)) for level in tree.levels())
     return f"{tree.num_nodes} nodes, {widths} by level"
 
 
 def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
+    # The user's rows, else the base's own, else the shipped texts.
     own = models.base.directory / SHIPPED_PROMPTS
     if calibration is not None:
         rows: list[Prompt] = read_prompts(Path(calibration).expanduser())
@@ -160,6 +162,7 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
 
 def _costs(models: Models, batch_size: int) -> CostTable:
     context = min(CONTEXT, models.base.config.max_position_embeddings // 2)
+    # A step in a loop takes another time than one that the host starts.
     key = timing_key(models, batch_size, context) | {"in loops of": steps_at_once()}
     measured = remembered(
         "costs", key, lambda: measure_costs(models, batch_size, context).to_dict()
@@ -178,6 +181,7 @@ def ranked_depth(head: DrafterConfig) -> int:
 def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.ndarray:
     assert models.head is not None  # ranks are a head's
     depth = ranked_depth(models.head.config)
+    # Ranks depend on no tree, so one measurement serves every one.
     identity = identity_of(models)
     key: dict[str, Any] = {
         **{name: value for name, value in identity.items() if not name.startswith("tree")},
@@ -227,5 +231,6 @@ def rows_a_round(num_prompts: int, batch_size: int, plain_seconds: float) -> int
 
     Example: 16 prompts are 4 a round at batch 1 and 5 ms a step, and 2 a round at 100 ms.
     """
+    # All prompts over all rounds, as far as the time goes, and never fewer than slots.
     in_time = max(int(ROUND_SECONDS / (plain_seconds * NEW_TOKENS)) * batch_size, LEAST_A_ROUND)
     return max(min(-(-num_prompts // ROUNDS), in_time), batch_size)

@@ -41,6 +41,7 @@ def measure_costs(
     Raises UserError where the context is longer than the base's.
     """
     assert models.head is not None  # only a head's tree has costs
+    # The step that is timed as a whole drafts a chain, as deep as the head goes.
     deepest = models.head.config.max_depth or depth
     models = models.with_tree(parse_tree(f"chain:{min(depth, deepest)}"))
     size = cache_size(models, context, room=0)
@@ -51,6 +52,7 @@ def measure_costs(
     plain = Bench(models.plain(), batch, size, context)
     # The rest of a step is a small difference, so interpolating a part of it would be noise.
     slots = sorted({*slots, models.tree.num_slots})
+    # A level has no more nodes than there are tokens; a head of one level expands none.
     widths = [width for width in widths if width <= models.base.config.vocab_size and deepest > 1]
 
     # Each program is timed by itself, alternating with the others.
@@ -74,6 +76,7 @@ def measure_costs(
         plain=seconds["plain"],
         verify=tuple((count, seconds[f"verify {count}"]) for count in slots),
         first=flat,
+        # Noise can make a small difference negative.
         level=tuple((width, max(seconds[f"draft {width}"] - flat, 0.0)) for width in widths),
         rest=max(seconds["step"] - parts, 0.0),
     )
@@ -96,6 +99,7 @@ def _verifying(bench: Bench, batch: int, count: int) -> Run:
     tokens = jax.random.randint(
         jax.random.key(3), (batch, count), 0, bench.models.base.config.vocab_size, jnp.int32
     )
+    # The parent of the root is -1, all other slots are its children.
     parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
     loop = functools.partial(verify_loop, bench.models.step())
     return bench.reading(loop, TokenTree(tokens, parent, depth=1)).run

@@ -29,6 +29,7 @@ def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
         "platform": device.platform,
         "edition": EDITION,
         "mesh": dict(mesh.shape) if mesh else None,
+        # Another compiler may make another way the fastest.
         "versions": compiler_versions(),
     }
 
@@ -64,6 +65,7 @@ def remembered(
         except UserError:
             kept = {}
         # The name has only a part of the hash, so the key itself is compared.
+        # As JSON gives it back, where tuples have become lists.
         if kept.get("key") == json.loads(text) and isinstance(kept.get("value"), dict):
             return kept["value"]
     value = measure()

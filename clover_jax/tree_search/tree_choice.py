@@ -44,6 +44,7 @@ class CostTable(JsonConfig):
 
     def step(self, tree: TreeConfig) -> float:
         """Return the seconds of a speculative step with a tree."""
+        # A level costs by how many of its nodes are expanded; the deepest expands none.
         widths = [level.expanded.size for level in tree.levels()]
         levels = sum(_between(self.level, width) for width in widths if width)
         verify = _between(self.verify, tree.num_slots)
@@ -88,6 +89,7 @@ def choose_tree(costs: CostTable, ranks: np.ndarray, *, gaps: bool = True) -> Ch
 
 
 def _best_of_depth(costs: CostTable, ranks: np.ndarray, depth: int, gaps: bool) -> Choice | None:
+    # Each tree is the one before and the next path by frequency, so accepted tokens add up.
     counts = _path_counts(ranks, depth)
     order = _most_frequent(counts, gaps)[:MOST_NODES]
     best, accepted = None, 0.0
@@ -97,6 +99,7 @@ def _best_of_depth(costs: CostTable, ranks: np.ndarray, depth: int, gaps: bool) 
         seconds = costs.step(tree)
         # A step emits the accepted tokens and the base's own next one.
         speed_up = (1 + accepted) / seconds * costs.plain
+        # A tree that is not as deep as this was looked at with a smaller depth.
         if tree.depth == depth and (best is None or speed_up > best.speed_up):
             best = Choice(tree, accepted, seconds, speed_up)
     return best
@@ -107,9 +110,11 @@ def _most_frequent(counts: collections.Counter[tuple[int, ...]], gaps: bool) -> 
 
     Example: of counts {(0,): 3, (2,): 2} with gaps (0,), (2,) and without (0,), (1,), (2,).
     """
+    # Of equal counts the shorter first: a path is never taken in before its beginning.
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     if gaps:
         return order
+    # Without gaps a path brings its earlier siblings, which come before it.
     filled = ((*path[:-1], rank) for path in order for rank in range(path[-1] + 1))
     return list(dict.fromkeys(filled))
 
@@ -161,6 +166,7 @@ def dynamic_like(tree: TreeConfig) -> AdaptiveTree:
     """
     sizes = [max(level.expanded.size, int(level.rank.max()) + 1) for level in tree.levels()]
     width = min(max(sizes), MOST_WIDTH)
+    # A dynamic tree cannot keep more nodes than it drafts (`AdaptiveTree.pool_size`).
     nodes = min(tree.num_nodes, width + (tree.depth - 1) * width**2)
     return parse_adaptive(f"dynamic:{nodes}:{tree.depth}:{width}")
 

@@ -79,6 +79,7 @@ def measure_trials(
     batch_size: int,
 ) -> list[Trial]:
     """Decode each round's prompts in every way, alternating; every row emits `new_tokens`."""
+    # The same requests in every way, a list for each round.
     requests = [
         [
             Request(index, prompt, new_tokens, **warping.to_dict())
@@ -88,10 +89,12 @@ def measure_trials(
     ]
 
     def decode(models: Models, turn: int) -> Decoded:
+        # A slot without a row would cost as much as one with a row.
         engine = models.engine(min(batch_size, len(requests[turn])), sampling)
         tokens = forwards = 0
         for progress in engine.stream(models.base.params, models.draft_params, requests[turn]):
             if progress.done:
+                # The first token is prefill's, whose forward is not counted either.
                 tokens += len(progress.row.output_ids) - 1
                 forwards += progress.row.target_forwards
         return Decoded(tokens, forwards)
@@ -110,6 +113,7 @@ def run_in_turns(
     passes: each is called with the number of its round.
     The first pass rotates, so that a slow moment does not always hit the same one.
     """
+    # What a later round compiles all the same, the clock of `measure_trials` leaves out.
     for run in passes:
         run(0)
 
@@ -150,6 +154,7 @@ def describe(
 
     num_prompts: different prompts over all rounds.
     """
+    # What was tried, on how much text, each way with its rate, and what follows.
     speed_ups = [speed_up(trial, plain) for trial in trials]
     prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} different prompts"
     lines = [

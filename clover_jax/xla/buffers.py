@@ -55,6 +55,7 @@ class CompiledProgram(NamedTuple):
     def resident_bytes(self) -> int:
         """The most that a device holds at one time."""
         memory: Any = self.program.memory_analysis()
+        # An output that takes the place of an argument needs no room of its own.
         new = memory.output_size_in_bytes - memory.alias_size_in_bytes
         return memory.argument_size_in_bytes + new + self.temporaries.allocated
 
@@ -64,6 +65,7 @@ def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> Co
     # A program from the cache has left no assignment in the folder.
     with tempfile.TemporaryDirectory() as folder, _without_cache():
         started = time.perf_counter()
+        # The compiler writes its assignment of buffers there, among other dumps.
         settings: dict[str, Any] = {**(options or {}), "xla_dump_to": folder}
         compiled = lowered.compile(compiler_options=settings)
         seconds = time.perf_counter() - started

@@ -24,6 +24,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
+# These read as much of their operand as they give.
 _CUTTING = {"dynamic-slice", "gather", "slice", "slice-start"}
 _UPDATING = ("dynamic-update-slice", "scatter")  # in place, where the buffer was donated
 
@@ -74,6 +75,7 @@ class Program:
     @functools.cached_property
     def executed(self) -> dict[str, Loops]:
         """Computation name -> the loops that it lies in."""
+        # From the entry down through what control flow runs, each with the loops around it.
         loops = {self.entry: Loops()}
         pending = [self.entry]
         while pending:
@@ -81,6 +83,7 @@ class Program:
             for instruction in self.computations[name].instructions.values():
                 # Reductions name a computation too, but it runs inside of them.
                 inner = list(instruction.runs) if instruction.opcode in CONTROL else []
+                # An asynchronous start calls the computation that runs beside the others.
                 if instruction.opcode.startswith("async-start") and instruction.calls:
                     inner.append(instruction.calls)
 
@@ -192,6 +195,7 @@ class Program:
         return whole
 
     def _used_of(self, fused: Computation, value: Instruction, whole: int) -> int:
+        # An operand that is itself the result is read whole.
         used = whole if value.is_root else 0
         for user in fused.instructions.values():
             if value.name not in user.operands:
@@ -247,6 +251,7 @@ class Program:
 
     def largest_results(self, count: int) -> list[Instruction]:
         """Return the executed instructions with the largest results in main memory."""
+        # A buffer that is updated in place was there before.
         anew = [i for c, i in self.instructions() if not self.is_in_place(c, i)]
         return sorted(anew, key=lambda i: -i.result_bytes)[:count]
 
@@ -286,6 +291,7 @@ class Program:
     @functools.cached_property
     def _callers(self) -> dict[str, set[str]]:
         """Fused computation -> the computations whose instructions call it."""
+        # Backwards: a fusion's text does not say where it is used.
         callers: dict[str, set[str]] = {}
         for name, computation in self.computations.items():
             for instruction in computation.instructions.values():

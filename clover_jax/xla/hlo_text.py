@@ -26,6 +26,7 @@ _BITS = {"f8e4m3fn": 8, "f8e5m2": 8}  # other names end in their bits
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([\w.\-]+) .*\{\s*$")
 _INSTRUCTION = re.compile(r"^\s+(ROOT )?%?([\w.\-]+) = (.*)$")
+# As in bf16[8,128]{1,0:T(8,128)}: dtype, sizes, layout.
 _ARRAY = re.compile(r"\b([a-z]+\d*(?:e\dm\d\w*)?)\[([\d,]*)\](\{[^}]*\})?")
 _RUNS = re.compile(r"(?:body|condition|to_apply|true_computation|false_computation)=%?([\w.\-]+)")
 _BRANCHES = re.compile(r"branch_computations=\{([^}]*)\}")
@@ -58,6 +59,7 @@ class ArrayShape:
     @property
     def num_bytes(self) -> int:
         """Its size; a truth value takes a byte."""
+        # bf16 has 16; pred, a truth value, names no number.
         bits = _BITS.get(self.dtype) or int(re.sub(r"\D", "", self.dtype) or 8)
         return math.prod(self.dims) * bits // 8
 
@@ -148,6 +150,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     entry, current = "", None
 
     for line in text.splitlines():
+        # An instruction of the computation whose header came last, or a header, or neither.
         instruction = _INSTRUCTION.match(line) if current else None
         if instruction:
             name = instruction[2]
@@ -173,6 +176,7 @@ def short_source(source: str) -> str:
 
 
 def _instruction(name: str, text: str, is_root: bool) -> Instruction:
+    # TYPE opcode(operands), attribute=value, ...
     shapes, rest = _split_shapes(text)
     opcode, _, after = rest.partition("(")
     opcode = opcode.strip()
@@ -198,6 +202,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
         condition=attribute(_CONDITION),
         calls=attribute(_CALLS),
         cycles=number(_CYCLES) or 0,
+        # The text escapes apostrophes.
         source=(attribute(_SOURCE) or "").replace("\\'", "'"),
         is_root=is_root,
         number=int(arguments) if _WHOLE.fullmatch(arguments) else None,
