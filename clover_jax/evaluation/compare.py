@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Values = Mapping[str, Any]  # of a report.json
+# What the page reads of a report.
 _NEEDED = {"manifest", "methods", "tasks", "speed", "batch_sizes"}
 
 
@@ -75,6 +76,7 @@ def compare_reports(names: str, output: str | None) -> dict[str, Any]:
         for method in report.values["methods"]
         if method != VANILLA
     ]
+    # Those of either report; a draft has dashes where its report lacks one.
     tasks = list(dict.fromkeys(task for report in reports for task in report.values["tasks"]))
     page = _page(reports, columns, tasks, differing)
     print(page)
@@ -122,6 +124,7 @@ def _text_conditions(report: Values) -> dict[str, Any]:
     manifest, base = report["manifest"], report["manifest"]["base"]
     flags = manifest["flags"]
     return {
+        # Hashes are cut, because differences are printed.
         "base": base["hash"][:12],
         "base params": base.get("params"),
         "base config": str(base.get("config"))[:12],
@@ -165,6 +168,7 @@ def _read_both(names: str) -> list[Report]:
 
 def _read(path: Path) -> Values:
     values = read_json_object(path)
+    # Any JSON object may lie there.
     if values.get("format") != FORMAT or not values.keys() >= _NEEDED:
         raise UserError(
             f"{path} is no report of evaluate, or of another format than {FORMAT}; give the "
@@ -186,6 +190,7 @@ def _page(
     if differing["times"]:
         parts.append(f"Not the same conditions for times: {'; '.join(differing['times'])}.")
 
+    # A table a figure, so that the drafts of both stand side by side.
     for title in ("tau", "speed-up", "tokens/s", EQUAL):
         text = FIGURES[title]
         rows = [

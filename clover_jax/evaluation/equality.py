@@ -73,6 +73,7 @@ def compare_passes(
     plain: Mapping[int, Mapping[str, Any]],
 ) -> Comparisons:
     """Return row -> comparisons of its first pass, then of each later one that differs from it."""
+    # A later pass keeps the rows only whose tokens are not those of the first.
     compared = {number: [compare_rows(row, plain[number])] for number, row in rows.items()}
     for one in passes:
         for row in one.changed:
@@ -107,6 +108,7 @@ def summarize(
     """
     # A row whose first pass failed may have text in a later one.
     compared = sum(any(one.is_compared for one in passes) for passes in comparisons)
+    # A divergence that was not judged is a mismatch.
     near_ties = sum(one.kind == NEAR_TIE for one in divergences)
     return {
         "compared": compared,

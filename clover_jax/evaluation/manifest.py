@@ -30,6 +30,7 @@ def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, An
         "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "versions": versions(),
         "hardware": hardware(),
+        # As loaded: the flag may say auto.
         "dtype": identity["dtype"],
         "base": {
             "source": plain.base.source,

@@ -11,6 +11,7 @@ from clover_jax.evaluation.options import VANILLA, display_name
 
 NONE = "-"
 EQUAL = "rows equal to plain decoding"
+# As many as a reader may go through; report.json has them all.
 _SHOWN_DIVERGENCES = 40
 DEFINITIONS = Path(__file__).with_name("definitions.md")  # of the figures, for page and README
 
@@ -56,6 +57,7 @@ def spread(value: Mapping[str, Any] | None, digits: int = 2, suffix: str = "") -
     """Return "median (least .. most)" of a figure that was measured several times."""
     if value is None:
         return NONE
+    # One measurement has no spread.
     if len(value["repeats"]) < 2:
         return number(value["median"], digits, suffix)
     least, most = number(value["least"], digits), number(value["most"], digits)
@@ -64,6 +66,7 @@ def spread(value: Mapping[str, Any] | None, digits: int = 2, suffix: str = "") -
 
 def equal(cell: Mapping[str, Any]) -> str:
     """Return "EQUAL of COMPARED" rows; a dash for plain decoding and for no figures."""
+    # Only drafts have been compared.
     counts = cell.get("equality")
     return NONE if counts is None else f"{counts['equal']} of {counts['compared']}"
 
@@ -76,6 +79,7 @@ def cell_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping
 
 def speed_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping[str, Any]:
     """Return a method's speed on a task, or overall, at the report's first batch size."""
+    # JSON's keys are texts.
     speeds = report["speed"][str(report["batch_sizes"][0])][method]
     empty = {"speedup": None, "tokens_per_second": None}
     return speeds["overall"] if task is None else speeds["tasks"].get(task, empty)
@@ -130,6 +134,7 @@ def _overall(report: Mapping[str, Any]) -> str:
     for name in report["methods"]:
         draft = report["manifest"]["drafts"].get(name, {})
         tree = draft.get("tree", "none")
+        # A tree's name may list all of its paths.
         tree = tree if len(tree) <= 32 else tree[:29] + "..."
         figures = _figures(report, name, None)
         rows.append([display_name(name), f"{tree} ({draft.get('nodes', 0)})", *figures])
@@ -174,6 +179,7 @@ def _to_last(values: Sequence[float]) -> Sequence[float]:
 
 def _acceptance(name: str, report: Mapping[str, Any]) -> str:
     cell = report["methods"][name]["overall"]
+    # Without a forward the shares are 0 rather than an error.
     forwards = max(cell["target_forwards"], 1)
     lengths = table(
         ["accepted", "forwards", "share"],
@@ -190,6 +196,7 @@ def _acceptance(name: str, report: Mapping[str, Any]) -> str:
         ],
     )
 
+    # By vLLM's names, for those who measure there too.
     counters = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     counts = [f"`{key}` {cell[key]}" for key in (*counters, "num_accepted_tokens_per_pos")]
     return "\n\n".join([f"### {name}", lengths, contexts, ", ".join(counts)])
@@ -230,6 +237,7 @@ def share(part: int, whole: int) -> str:
 
 def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     keys = ("compared", "equal", "near_ties", "mismatches", "not_compared")
+    # First the counts, then what explains them: settings, later passes, single rows.
     counts = {name: report["methods"][name]["overall"]["equality"] for name in drafts}
     yield table(
         ["draft", *(key.replace("_", " ") for key in keys)],
@@ -258,6 +266,7 @@ def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]
 def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     """Yield the table of the rows that differ, mismatches first, and what it leaves out."""
     differing = [(name, one) for name in drafts for one in report["divergences"][name]]
+    # What ends the command with an error comes first.
     differing.sort(key=lambda pair: pair[1]["kind"] != MISMATCH)
     if not differing:
         return
@@ -284,6 +293,7 @@ def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[s
 def _batch_sizes(report: Mapping[str, Any]) -> str:
     names = list(report["methods"])
     rows = []
+    # Speed-ups from the first draft on: plain decoding is what they are ratios to.
     for size in sorted(report["batch_sizes"]):
         cells = [report["speed"][str(size)][name]["overall"] for name in names]
         rates = (spread(cell["tokens_per_second"], 0) for cell in cells)
@@ -297,6 +307,7 @@ def _batch_sizes(report: Mapping[str, Any]) -> str:
 def _steps(report: Mapping[str, Any]) -> str:
     rows = []
     for name, cells in report["methods"].items():
+        # None where no row had text to time steps with.
         step = cells["step"]
         if step:
             parts = ("draft", "verify", "rest")
@@ -311,6 +322,7 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
     def joined(part: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in part.items())
 
+    # As they would be given again; None is what was left out.
     flags = manifest["flags"].items()
     rows = [
         ["finished at", manifest["finished_at"]],

@@ -62,6 +62,7 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
         drafts.append((choice, spec))
     baselines = choose_baselines(options, settings)
 
+    # Copies are drafts, so plain decoding has none.
     plain = load(dataclasses.replace(options.spec, copy=0))
     plain = with_attention(plain, options.spec.attention, options.batch_size)
     methods = [Method(VANILLA, plain)]
@@ -107,6 +108,7 @@ def choose_baselines(options: Options, settings: GenerationSettings) -> list[Dra
 def _with_tree_that_pays(
     name: str, models: Models, settings: GenerationSettings, options: Options
 ) -> Models:
+    # Rows that are kept were decoded with a tree, which then stays theirs.
     rows = None if options.overwrite else options.rows_path(name)
     chosen = with_auto_tree(
         models, sampling_for(settings, []), settings.warping, options.batch_size, None, rows
@@ -152,7 +154,8 @@ def warm_up(method: Method, engine: Engine, longest: int) -> None:
     size = 0
     while size < engine.buffer_size(min(longest, context)):
         size = engine.buffer_size(size - depth + 1 if size else 1)
-        # A prompt of one token whose limit fills the buffer.
+        # A prompt of one token whose limit fills the buffer, but for the tree's depth that steps
+        # write beyond a row's end.
         limit = min(size - depth, context)
         requests.append(Request(len(requests), [0], max(limit - 1, 1)))
 

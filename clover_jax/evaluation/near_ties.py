@@ -91,6 +91,7 @@ def judge(
         # Equal rows show how far margins move; divergent ones alone may be too few for that.
         others = [(number, None) for number in equal[:_EQUAL_ROWS]]
         cases = [_case(plain[number], one, plan) for number, one in [*divergences, *others]]
+        # As small and as large as the run's batches, or a little larger.
         sizes = (1, max(*plan.batch_sizes, _LEAST_BATCH))
         engines = (vanilla.models.engine(size, plan.sampling, seed=plan.seed) for size in sizes)
         judged = classify(cases, vanilla.models.base.params, *engines)
@@ -106,6 +107,7 @@ def judge(
 
 def _different(divergences: Iterable[Divergence]) -> list[Divergence]:
     """Return the divergences without repeats of the same turn, position and token."""
+    # Passes often repeat the same difference, which needs judging once.
     first: dict[tuple, Divergence] = {}
     for one in divergences:
         first.setdefault((one.turn, one.position, one.found), one)
@@ -132,6 +134,7 @@ def classify(
     together = list(_margins_of(cases, batched.batch_size, params, batched))
     single = _margins_of(cases, 1, params, alone)
     wide = _margins_of(cases, batched.batch_size, params, batched, _AT_ONCE)
+    # One for all cases: a single row may show too little of what rounding does.
     threshold = max(
         _largest_change(one.margin, other.margin)
         for one, *others in zip(together, single, wide, strict=True)
@@ -181,6 +184,7 @@ def margins(cases: Sequence[Case], params: Params, engine: Engine, at_once: int 
     at_once: tokens that each step reads, the last of the text so far; the newest one counts.
     """
     placement = engine.placement
+    # The prompts are read as in decoding; from there on the text is given.
     state = engine.prefilled(params, None, [case.request for case in cases])
     longest = max(len(case.output_ids) for case in cases)
     # Lengths in buckets, so that few programs compile.
@@ -250,6 +254,7 @@ def add_margin(
     logits = base_logits(config.base, weights.base, hidden)
     scores = _scores(config, state, logits, newest + 1)
 
+    # The margin is of plain decoding alone; the gap is of the draft's token.
     best = top_k(scores.noisy, 2).values
     new = Margins(best[:, 0] - best[:, 1], _gap(scores, rival[:, None]))
     filled = jax.tree.map(lambda rows, one: rows.at[:, number].set(one), margins_so_far, new)
@@ -272,6 +277,7 @@ class Scores(NamedTuple):
 def _scores(
     config: StepConfig, state: DecodeState, logits: Float[Array, "B 1 V"], position: Array
 ) -> Scores:
+    # Scores are compared before anything is cut: a cut token has a gap as well.
     logits, rows = logits[:, 0], state.sampling
     nothing_is_cut = jnp.full(logits.shape, jnp.inf)
     if config.sampling.verify == "greedy":
@@ -305,6 +311,7 @@ def room_to_cut(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, 
 
     Example: tempered logits [2, 1.5, 1.4] and top_k 2 give [0.6, 0.1, -0.1].
     """
+    # Top-k cuts first, and top-p looks at the mass of what it has left.
     kept_by_k = warp(logits[:, None], rows.replace(top_p=jnp.ones_like(rows.top_p)), True)[:, 0]
     is_kept = warp(logits[:, None], rows, truncate=True)[:, 0] > -jnp.inf
     scaled = warp(logits[:, None], rows, truncate=False)[:, 0]

@@ -113,6 +113,7 @@ class Options:
                     "whole numbers from 1, such as 1,4,8"
                 )
             sizes.append(int(word))
+        # Each once: a batch size is a key of the report.
         return list(dict.fromkeys(sizes))
 
 

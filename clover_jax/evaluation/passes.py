@@ -46,6 +46,7 @@ class Evaluation:
         return [
             key
             for key in self.keys
+            # Times without all of their rows do not count: a row file drops a torn last line.
             if key not in self.journal or not self.files[key.method].has_all(key.task)
         ]
 
@@ -75,6 +76,7 @@ class Evaluation:
 
     def _bar(self, batch_size: int, keys: Sequence[PassKey], compiling: CompileClock) -> Progress:
         """Return a bar over the rows of all passes of a batch size; `keys` are still to do."""
+        # Done rows count as well, or a resumed run would seem to begin.
         total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
         done = total - self.num_rows(keys)
         desc = f"batch size {batch_size}"
@@ -83,10 +85,12 @@ class Evaluation:
     def _run_pass(self, key: PassKey, compiling: CompileClock, bar: Progress) -> None:
         """Decode a task once: its rows go to the method's file, its time to the journal."""
         prompts, file = self.plan.tasks[key.task], self.files[key.method]
+        # Names are keys, so exactly one method has it.
         (models,) = (method.models for method in self.methods if method.name == key.method)
         engine = self.engines[key.batch_size][key.method]
         stream = RowStream(engine, models, prompts, self.plan.settings)
         maker, tokens, changed = RowMaker(), 0, []
+        # The clock stands while programs compile.
         started, compiled_before = compiling.now(), compiling.seconds
 
         with memory_advice(key.batch_size):
@@ -98,6 +102,7 @@ class Evaluation:
                 is_new = row["index"] not in file.rows
                 another_text = file.add(row)
                 if another_text is not None:
+                    # Kept with the pass: it is judged beside the row's first text.
                     changed.append(another_text)
 
                 # A row that fails in every pass is reported once.
@@ -138,6 +143,7 @@ class Evaluation:
             rate, ratio = measured["tokens_per_second"], measured["speedup"]
             text = display_name(name)
             text += f" {rate['median']:.0f} tokens/s" if rate else ""
+            # Plain decoding has its rate alone; a draft is measured against it.
             if name != VANILLA and tally.tau is not None:
                 text += f", tau {tally.tau:.2f}, "
                 text += f"{ratio['median']:.2f}x, " if ratio else ""

@@ -32,6 +32,7 @@ def draw_plots(report: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
     """Return name -> function that draws a plot; plots with lines of one point are left out."""
+    # Plots are of drafts; plain decoding is the line at 1.
     overall = {
         name: cells["overall"] for name, cells in report["methods"].items() if name != VANILLA
     }
@@ -39,6 +40,7 @@ def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
         return {}
 
     plots: dict[str, Callable[[], Figure]] = {}
+    # One position would be a point, not a line.
     if _depth(overall) > 1:
         plots["hit_rate"] = lambda: _hit_rate(overall)
     plots["accepted_lengths"] = lambda: _accepted_lengths(overall)
@@ -121,6 +123,7 @@ def _speedup_by_task(report: Mapping[str, Any], overall: Mapping[str, Any]) -> F
     tasks = groups(report["tasks"])
     labels = [task or "overall" for task in tasks] if len(tasks) > 1 else list(report["tasks"])
     spreads = {
+        # The names in the legend bring tau, which explains a speed-up.
         _with_tau(name, cell): [speed_of(report, name, task)["speedup"] for task in tasks]
         for name, cell in overall.items()
     }
@@ -141,6 +144,7 @@ def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> 
         spreads = [report["speed"][str(size)][name]["overall"]["speedup"] for size in sizes]
         measured = [(i, one) for i, one in enumerate(spreads) if one]
         lines[name] = [(i, one["median"]) for i, one in measured]
+        # The range of the repeats, through each median.
         for i, one in measured:
             axes.vlines(i, one["least"], one["most"], color=look(number).colour, linewidth=1)
 
@@ -161,6 +165,7 @@ def _tau_by(runs: Mapping[str, Sequence[tuple[float, float]]], by: str) -> Figur
     draw_lines(axes, {name: points for name, points in runs.items() if points})
     axes.set(xlabel=f"training {by}", ylabel="tau measured in training")
     axes.xaxis.set_major_locator(MaxNLocator(6))
+    # 1M and not 1e6: tokens go into the millions.
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.set_ylim(1, None)
     axes.set_xlim(0, None)
@@ -173,4 +178,5 @@ def _with_tau(name: str, cell: Mapping[str, Any]) -> str:
 
 
 def _depth(overall: Mapping[str, Any]) -> int:
+    # Of the deepest tree; a draft without forwards has no rates.
     return max(len(cell["hit_rate"]) for cell in overall.values())

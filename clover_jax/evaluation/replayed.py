@@ -72,6 +72,7 @@ def _pack(
     answers: Sequence[Written], rows: int, size: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return texts, one a row, where the answers' first tokens lie, and where the texts end."""
+    # Rows without an answer begin and end at 0, so they never run.
     text = np.full((rows, size), _NO_TOKEN, np.int32)
     first, end = np.zeros(rows, np.int32), np.zeros(rows, np.int32)
     for row, answer in enumerate(answers):
@@ -92,6 +93,7 @@ def _output_row(answer: Written, row: int, record: StepRecord) -> dict[str, Any]
         "output_ids": answer.output_ids,
         "accepted": accepted,
         "proposed": record.proposed[:count, row].tolist(),
+        # Of the accepted tokens alone; the record has room for a whole path.
         "ranks": [path[:length] for path, length in zip(ranks, accepted, strict=True)],
         "num_cut": 0,
         "finish_reason": "length",
@@ -129,6 +131,7 @@ def _begin(
     prompts = jnp.where(places < first[:, None], text, 0)
     state = state.replace(tokens=prompts, end=first)
 
+    # A base without layers has activations of width 0.
     features = jnp.zeros((rows, _PROMPT_CHUNK, 0))
     state = jax.lax.fori_loop(
         0,
@@ -162,11 +165,13 @@ def _step(
     # A node is right where its token is the text's at its depth.
     ahead = state.end[:, None] + jnp.arange(tree.depth + 1)
     following = jnp.take_along_axis(text, jnp.minimum(ahead, text.shape[1] - 1), axis=1)
+    # After a slot `level` below the root the text goes on `level` tokens further.
     level = jnp.broadcast_to(tree.level(), tree.tokens.shape)
     choices = jnp.take_along_axis(following, level, axis=1)
 
     features = jnp.zeros((*tree.tokens.shape, 0))
     state, record = commit(state, tree, accept_path(tree, choices), (), features)
+    # Trees with copies learn from their own success, as in `speculate_and_verify`.
     if drafted.copy is not None and state.copies is not None:
         counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
         state = state.replace(copies=counted)

@@ -49,6 +49,7 @@ def build_report(
     plan, methods, journal = evaluation.plan, evaluation.methods, evaluation.journal
     tasks = list(plan.tasks)
     passes = journal.of(evaluation.keys)
+    # Without the first method, which is plain decoding.
     training = {method.name: _training(method.source) for method in methods[1:]}
     times = measured.times
     steps = {name: one.to_dict(times[VANILLA]) for name, one in times.items()}
@@ -146,6 +147,7 @@ def _cell(
         return cell
 
     plan = evaluation.plan
+    # Against plain decoding's rows of the same prompts.
     chosen = plan.prompts if task is None else plan.tasks[task]
     numbers = [prompt.index for prompt in chosen]
     comparisons = measured.comparisons[method.name]
@@ -154,6 +156,7 @@ def _cell(
         [comparisons[number] for number in numbers],
         [divergences[number] for number in numbers if number in divergences],
     )
+    # Turn by turn, so that a row of several turns counts with each.
     hits = [one for number in numbers for one in measured.hits[method.name][number]]
     cell["accuracy"] = accuracy.total(hits).to_dict() if hits else None
     return cell
@@ -182,7 +185,7 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
 
 def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
     """Return the revisions of the code that timed the passes and of this, the oldest first."""
-    # The revision that wrote the page counts too, and comes last.
+    # By session, which are numbered as they began; the revision that wrote the page comes last.
     by_age = sorted((one.origin for one in passes), key=lambda origin: origin.session)
     revisions = dict.fromkeys([*(origin.revision for origin in by_age), here])
     if set(revisions) <= {None}:
@@ -210,12 +213,14 @@ def _training(source: str | None) -> list[dict[str, Any]]:
     rows = [{"step": row["step"], "tau": row["tau"]} for row in measured]
     if settings is None:
         return rows
+    # Padding is counted, as in the log's tokens per second.
     size = settings.batch_size * settings.seq_len
     rows = [row | {"tokens": row["step"] * size} for row in rows]
 
     # A row of the log has the rate since the row before; it is rounded to a tenth.
     log = workdirs[0] / METRICS
     logged = list(read_rows(log)) if log.is_file() else []
+    # Seconds from row to row, added up: [0, s_1, s_1 + s_2, ...] at these steps.
     steps = [0, *(row["step"] for row in logged)]
     rates = [max(row["tokens_per_second"], 0.1) for row in logged]
     seconds = np.cumsum([0, *(np.diff(steps) * size / rates)])

@@ -29,6 +29,7 @@ class RowFile:
         self._task = {prompt.index: task for task, rows in plan.tasks.items() for prompt in rows}
         self.rows: dict[int, dict[str, Any]] = {}
         self._tallies = {task: Tally(method.depth) for task in plan.tasks}
+        # One process has the file; all of them count its rows.
         for row in from_primary(lambda: list(sink.kept())):
             self._keep(row)
 
@@ -43,6 +44,7 @@ class RowFile:
             self._sink.append(placed)
             return None
 
+        # Times and counts may differ between passes, tokens must not.
         old, new = ([turn.output_ids for turn in turns_of(one)] for one in (before, row))
         return None if old == new else placed
 
@@ -77,6 +79,7 @@ def open_row_files(
         files = {}
         for method in methods:
             path = options.rows_path(method.name)
+            # What a row depends on: another value of it makes another row.
             depends_on = {"draft": method.source, **common, **identity_of(method.models)}
             sink = open_rows(path, plan.prompts, depends_on, options.overwrite)
             files[method.name] = RowFile(stack.enter_context(sink), plan, method)

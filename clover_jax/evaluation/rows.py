@@ -60,8 +60,10 @@ class RowMaker:
         columns = self._forwards.pop(event.row["index"], _empty_columns())
         if "output_ids" not in event.row:
             return event.row
+        # A tree without copies has counted none.
         if not any(columns["copied"]):
             del columns["copied"]
+        # A row of one turn has plain values, as `generate` writes them; others have a list.
         if isinstance(event.prompt, Prompt) and event.prompt.num_turns == 1:
             columns = {name: values[0] for name, values in columns.items()}
         return {**event.row, **columns}

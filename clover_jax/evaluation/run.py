@@ -49,6 +49,7 @@ def evaluate(
     Several processes decode and measure together; the primary reads and writes the files.
     Raises UserError for what cannot be done; rows that fail are counted instead.
     """
+    # A mistake that needs nothing loaded comes first.
     if any(choice.tree == AUTO for choice in options.draft_choices):
         check_one_process()
     prompts = None
@@ -102,6 +103,7 @@ def make_plan(
     source: str,
 ) -> Plan:
     """Return what is decoded; its batch sizes are those that engines of the models have."""
+    # Rows beyond the limit decide nothing, the largest buffer included.
     tasks = group_by_task(prompts, source, options.limit_prompts)
     kept = [prompt for rows in tasks.values() for prompt in rows]
     sampling = sampling_for(settings, kept)
@@ -139,6 +141,7 @@ def _decode(evaluation: Evaluation) -> None:
             f"{evaluation.journal.num_dropped} timed passes are of another machine or version, "
             "and are run again"
         )
+    # What a command that was stopped has left.
     rows = sum(len(file.rows) for file in evaluation.files.values())
     if rows:
         total = evaluation.num_rows(evaluation.keys)
@@ -159,6 +162,7 @@ def _measure(evaluation: Evaluation) -> Measured:
     ):
         for method in drafts:
             name = method.name
+            # All texts of a row: its first, and those of later passes that differ.
             keys = [key for key in evaluation.keys if key.method == name]
             passes = evaluation.journal.of(keys)
             comparisons[name] = compare_passes(files[name].rows, passes, plain)
@@ -181,6 +185,7 @@ def _accuracy(
     method: Method, plain: Mapping[int, Any], bar: Progress
 ) -> dict[int, list[accuracy.Hits]]:
     """Return row -> the hits of its turns."""
+    # Turns are batched by their length, so each brings the number of its row.
     numbered = [(number, turn) for number, row in plain.items() for turn in turns_of(row)]
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}

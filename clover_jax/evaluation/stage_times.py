@@ -45,6 +45,7 @@ class StageTimes:
 
     def to_dict(self, plain: StageTimes) -> dict[str, Any]:
         """Return seconds, shares, and the cost of a step in steps of plain decoding."""
+        # Parts that overlap in the step may add up to more than it.
         rest = max(self.step - self.draft - self.verify, 0.0)
         total = self.draft + self.verify + rest
         return {
@@ -82,6 +83,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
         finish=jnp.full_like(state.finish, RUNNING),
     )
 
+    # A drafted tree, for verification to read; its tokens are filled in anew in each turn.
     state, tree = compiled(_draft)(weights, state)
     verify = compiled(lambda config, w, state, tree: (state, verify_loop(config, w, state, tree)))
     programs = {"step": (compiled(_steps),), "verify": (verify, tree)}
@@ -92,6 +94,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     for _ in range(_REPEATS + 1):
         for name, (program, *more) in programs.items():
             started = time.perf_counter()
+            # As many steps as a chunk has, whether a call is a loop of them or one.
             for _ in range(STEPS // steps_at_once()):
                 state, result = program(weights, state, *more)
             jax.block_until_ready((state, result))
@@ -107,6 +110,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
 
 def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
     """Run steps; every call starts from the same place in the text."""
+    # The caches are passed on, since they were donated; all else is as it was.
     new, emitted = step_loop(config, weights, state)
     return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
 

@@ -29,6 +29,7 @@ class Tally(RowTotals):
         self._ranks: list[collections.Counter[int]] = [collections.Counter() for _ in range(depth)]
         self._context_forwards: collections.Counter[int] = collections.Counter()
         self._context_accepted: collections.Counter[int] = collections.Counter()
+        # None until a row brings a count: trees without copies have none.
         self._copied: int | None = None
         self._ngrams = self._repeated = 0
         self._by_looping = {True: AcceptedLengths(), False: AcceptedLengths()}
@@ -51,6 +52,7 @@ class Tally(RowTotals):
 
         # Copies gain most where a text repeats itself, so such answers are counted apart.
         repeated, ngrams = count_repeats(turn.prompt_ids, turn.output_ids)
+        # At least half of the 8-grams.
         is_looping = 0 < ngrams <= 2 * repeated
         self._repeated += repeated
         self._ngrams += ngrams
@@ -63,6 +65,7 @@ class Tally(RowTotals):
         for accepted, ranks in zip(turn.accepted, turn.ranks, strict=True):
             self._context_forwards[context_bin(context)] += 1
             self._context_accepted[context_bin(context)] += accepted
+            # One rank an accepted token, the root's child first.
             for depth, rank in enumerate(ranks):
                 self._ranks[depth][rank] += 1
             context += accepted + 1

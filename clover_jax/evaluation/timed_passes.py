@@ -69,6 +69,7 @@ class TimedPass:
         return cls(key, origin, **{name: row[name] for name in _OWN})
 
 
+# What is neither part of the key nor of the origin; with both, the columns of the journal.
 _OWN = ("rows", "tokens", "seconds", "compile_seconds", "changed")
 _COLUMNS = {*PassKey._fields, *_OWN, *Origin._fields}
 
@@ -93,6 +94,7 @@ class PassJournal:
         revision of the code stay.
         """
 
+        # Another version's row has other columns; it is measured again rather than read.
         def is_usable(row: Mapping[str, Any]) -> bool:
             return row.keys() == _COLUMNS and row["conditions"] == conditions
 
@@ -107,6 +109,7 @@ class PassJournal:
         # A pass that was begun twice counts as it ended last.
         self._passes = {one.key: one for one in passes}
         self.num_dropped = len(rows) - len(passes)
+        # One more than any that left passes here.
         sessions = (one.origin.session for one in self._passes.values())
         self.origin = Origin(max(sessions, default=-1) + 1, conditions, revision)
 
@@ -130,6 +133,7 @@ class PassJournal:
 
 def throughputs(passes: Iterable[TimedPass]) -> dict[int, float]:
     """Return repeat -> tokens per second over all passes of that repeat."""
+    # Sums first, so that a long task weighs as long as it took.
     tokens: collections.Counter[int] = collections.Counter()
     seconds: collections.defaultdict[int, float] = collections.defaultdict(float)
     for one in passes:
@@ -159,6 +163,7 @@ def speed(passes: Sequence[TimedPass], plain: Sequence[TimedPass]) -> dict[str, 
 
 def split_rounds(passes: Iterable[TimedPass]) -> list[dict[str, Any]]:
     """Return the rounds whose passes are of several sessions, so not measured side by side."""
+    # A round is all methods over one task once.
     sessions: dict[tuple[int, str, int], set[int]] = {}
     for one in passes:
         size, task, repeat, _ = one.key
