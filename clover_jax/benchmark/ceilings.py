@@ -27,10 +27,6 @@ class Ceilings:
     bandwidth: float
     matrix_rate: float
 
-    def floor(self, num_bytes: float, flops: float) -> float:
-        """Return the seconds that such work takes at least."""
-        return max(num_bytes / self.bandwidth, flops / self.matrix_rate)
-
 
 def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
     """Measure this machine."""

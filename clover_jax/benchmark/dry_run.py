@@ -133,13 +133,8 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
     check_rows(settings, placed)
     step = step_shapes(settings, _dtype(settings, target))
 
-    flops = count_flops(
-        functools.partial(train_step, step.config),
-        step.state,
-        step.base,
-        step.batch,
-        loop_trips=step.trips(),
-    )
+    one_step = functools.partial(train_step, step.config)
+    flops = count_flops(one_step, step.state, step.base, step.batch, loop_trips=step.trips())
 
     # The kinds in the order in which the report lists them.
     kinds = {"base": step.base, "draft": step.state.params, "optimiser": step.state.opt_state}

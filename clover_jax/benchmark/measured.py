@@ -255,7 +255,8 @@ def known_pace(models: Models, force_accept: int | None) -> int | None:
 def _timed(part: Part, seconds: float, ceilings: Ceilings) -> TimedPart:
     # What a part must read: the floor leaves out what it writes.
     num_bytes = part.work.weight_bytes + part.cache_bytes
-    return TimedPart(seconds, ceilings.floor(num_bytes, part.work.flops), num_bytes)
+    floor = max(num_bytes / ceilings.bandwidth, part.work.flops / ceilings.matrix_rate)
+    return TimedPart(seconds, floor, num_bytes)
 
 
 def _levels(timed: Mapping[str, TimedPart], depth: int) -> dict[str, TimedPart]:

@@ -91,7 +91,12 @@ def compare_reports(names: str, output: str | None) -> dict[str, Any]:
     }
     # The page is printed in any case; a folder is written only where the user names one.
     if output is not None:
-        _write(Path(output).expanduser(), page, result, columns, tasks)
+        folder = Path(output).expanduser()
+        # Without a draft there is nothing to plot.
+        picture = save("compare", lambda: _plot(columns, tasks), folder) if columns else None
+        write_json(folder / "compare.json", plain_values(result))
+        shown = f"\n\n![{picture.stem}]({picture.name})" if picture else ""
+        write_text(folder / "compare.md", page + shown + "\n")
     return result
 
 
@@ -199,20 +204,6 @@ def _page(
         ]
         parts += [f"## {title}", table(["task", *(column.name for column in columns)], rows)]
     return "\n\n".join(parts)
-
-
-def _write(
-    folder: Path,
-    page: str,
-    result: dict[str, Any],
-    columns: Sequence[Column],
-    tasks: Sequence[str],
-) -> None:
-    # Without a draft there is nothing to plot.
-    picture = save("compare", lambda: _plot(columns, tasks), folder) if columns else None
-    write_json(folder / "compare.json", plain_values(result))
-    shown = f"\n\n![{picture.stem}]({picture.name})" if picture else ""
-    write_text(folder / "compare.md", page + shown + "\n")
 
 
 def _plot(columns: Sequence[Column], tasks: Sequence[str]) -> Figure:

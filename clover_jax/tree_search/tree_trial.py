@@ -80,12 +80,10 @@ def measure_trials(
 ) -> list[Trial]:
     """Decode each round's prompts in every way, alternating; every row emits `new_tokens`."""
     # The same requests in every way, a list for each round.
+    options = warping.to_dict()
     requests = [
-        [
-            Request(index, prompt, new_tokens, **warping.to_dict())
-            for index, prompt in enumerate(row)
-        ]
-        for row in rounds
+        [Request(index, prompt, new_tokens, **options) for index, prompt in enumerate(prompts)]
+        for prompts in rounds
     ]
 
     def decode(models: Models, turn: int) -> Decoded:
