@@ -118,7 +118,7 @@ def _case(row: Mapping[str, Any], divergence: Divergence | None, plan: Plan) -> 
     """Return the turn of plain decoding's row that a draft left, or its first."""
     index = divergence.turn if divergence else 0
     turn = list(turns_of(row))[index]
-    request = plan.request(plan.by_index[row["row"]], turn.prompt_ids, index)
+    request = plan.request(row["row"], turn.prompt_ids, index)
     return Case(request, turn.output_ids, divergence)
 
 

@@ -43,11 +43,6 @@ class Plan:
         return [prompt for rows in self.tasks.values() for prompt in rows]
 
     @property
-    def by_index(self) -> dict[int, Prompt]:
-        """The rows that can be read, by their place in the input."""
-        return {prompt.index: prompt for prompt in self.prompts if isinstance(prompt, Prompt)}
-
-    @property
     def is_equality_expected(self) -> bool:
         """Whether a draft must emit plain decoding's very tokens.
 
@@ -56,11 +51,13 @@ class Plan:
         """
         return self.sampling.verify != "typical" and self.sampling.draft_sampling == "topk"
 
-    def request(self, prompt: Prompt, prompt_ids: Sequence[int], turn: int = 0) -> Request:
-        """Return the request of a turn of a row, with the row's own settings."""
+    def request(self, index: int, prompt_ids: Sequence[int], turn: int = 0) -> Request:
+        """Return the request of a turn of a row, with its own settings; index: in the input."""
+        prompt = next(prompt for prompt in self.prompts if prompt.index == index)
+        assert isinstance(prompt, Prompt)  # a row that cannot be read has no turn
         own = self.settings.for_row(prompt)
         options = own.warping.to_dict() | {"seed": own.seed, "turn": turn}
-        return Request(prompt.index, prompt_ids, own.max_new_tokens, **options)
+        return Request(index, prompt_ids, own.max_new_tokens, **options)
 
     def passes(self, methods: Iterable[str]) -> Iterator[PassKey]:
         """Yield the keys of all timed passes of the methods named, in the order in which they run.

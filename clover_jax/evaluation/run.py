@@ -206,6 +206,6 @@ def _first_requests(plain: Mapping[int, Any], plan: Plan) -> list[Request]:
     """Return requests for the first rows that have text, as many as the batch has slots."""
     rows = (row for row in plain.values() if any(turns_of(row)))
     return [
-        plan.request(plan.by_index[row["row"]], next(turns_of(row)).prompt_ids)
+        plan.request(row["row"], next(turns_of(row)).prompt_ids)
         for row in itertools.islice(rows, plan.batch_sizes[0])
     ]

@@ -60,7 +60,6 @@ class MetricsLog:
         return next((row for row in self._evaluated if row["step"] == step), None)
 
     def close(self) -> None:
-        """Close the TensorBoard file."""
         if self._board is not None:
             self._board.close()
 
@@ -110,7 +109,6 @@ class TensorBoard:
         self._writer.flush()
 
     def close(self) -> None:
-        """Close the file."""
         # Every row was flushed when it was written: an error here was raised there before.
         with contextlib.suppress(OSError):
             self._writer.close()

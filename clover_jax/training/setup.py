@@ -70,7 +70,6 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
     """Load and check everything; the slowest comes last.
 
     mesh: the base is read straight into its shards; None puts it on one device.
-
     Raises UserError for settings that cannot work.
     """
     # First the checks of flags alone, before anything large is read.

@@ -164,10 +164,6 @@ class Program:
         whole = sum(buffer for buffer, _ in updates)
         return max(instruction.result_bytes - whole, 0) + sum(part for _, part in updates)
 
-    def is_in_place(self, computation: Computation, instruction: Instruction) -> bool:
-        """Return whether it writes into a buffer that was there before."""
-        return bool(self._updates(computation, instruction))
-
     def _read_bytes(self, computation: Computation, instruction: Instruction) -> int:
         fused = self.computations.get(instruction.calls or "")
         read = 0
@@ -246,13 +242,13 @@ class Program:
             instruction
             for computation, instruction in self.instructions()
             if any(a.sizes == wanted and a.in_memory for a in instruction.results)
-            and not self.is_in_place(computation, instruction)
+            and not self._updates(computation, instruction)
         ]
 
     def largest_results(self, count: int) -> list[Instruction]:
         """Return the executed instructions with the largest results in main memory."""
         # A buffer that is updated in place was there before.
-        anew = [i for c, i in self.instructions() if not self.is_in_place(c, i)]
+        anew = [i for c, i in self.instructions() if not self._updates(c, i)]
         return sorted(anew, key=lambda i: -i.result_bytes)[:count]
 
     def collectives(self) -> list[Instruction]:
