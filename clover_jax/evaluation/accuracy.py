@@ -22,7 +22,7 @@ from clover_jax.decoding.draft import target_ids
 from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.state import bucket
 from clover_jax.decoding.step import weights_for
-from clover_jax.drafters.drafter import Frozen, frozen_from_base
+from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.rows import TurnRow
@@ -143,20 +143,17 @@ def count_hits(
         source = target - 1 - i
         # The source may be the prompt's last token; its target must be emitted.
         counts = (source + 1 >= first[:, None]) & (target + 1 < end[:, None])
-        ids = _in_chunks(
-            lambda u, i=i: _best_ids(head, params, frozen, u, i), _rows(hidden[i], source)
-        )
+
+        def best_ids(u: Array, i: int = i) -> Array:
+            scores = head.rescored(params, u, head.apply(params, "logits", frozen, u, i))
+            return target_ids(head, top_k(scores, max(TOP)).ids)
+
+        ids = _in_chunks(best_ids, _rows(hidden[i], source))
         # Against the very token that decoding takes, not any that ties with it.
         is_hit = (ids == wanted[..., None]) & counts[..., None]
         pairs.append(counts.sum(axis=1))
         hits.append(jnp.stack([is_hit[..., :k].any(-1).sum(axis=1) for k in TOP], axis=1))
     return jnp.stack(pairs, axis=-1), jnp.stack(hits, axis=-1)
-
-
-def _best_ids(head: DraftHead, params: Params, frozen: Frozen, u: Array, i: int) -> Array:
-    """Return the ids of the most probable tokens of position i, in the base's vocabulary."""
-    scores = head.rescored(params, u, head.apply(params, "logits", frozen, u, i))
-    return target_ids(head, top_k(scores, max(TOP)).ids)
 
 
 def _rows(x: Array, index: Int[Array, "B n"]) -> Array:

@@ -109,8 +109,16 @@ class Trainer:
         return done == self.settings.steps or (every > 0 and done % every == 0)
 
     def _log(self, done: int, metrics: StepMetrics, clock: Clock) -> None:
+        """Write a step's own values: total loss, lists by draft position, rate and speed."""
         tokens_per_second, waited = clock.read()
-        row = metrics_row(done, metrics) | {
+        host = jax.device_get(metrics)
+        of_positions = {**host.positions.terms._asdict(), "accuracy": host.positions.accuracy}
+        of_positions["pairs"] = host.positions.pairs
+        row: dict[str, Any] = {
+            "step": done,
+            "loss": float(host.loss),
+            **{name: value.tolist() for name, value in of_positions.items()},
+            "gradient_norm": float(host.gradient_norm),
             # optax counts from 0: this is the rate that step `done` was made with.
             "learning_rate": make_schedule(self.inputs.step.optimizer)(done - 1),
             "tokens_per_second": round(tokens_per_second, 1),
@@ -121,19 +129,6 @@ class Trainer:
         self.progress.show(
             f"loss {row['loss']:.3f}, accuracy {accuracies}, {tokens_per_second:.0f} tokens/s"
         )
-
-
-def metrics_row(step: int, metrics: StepMetrics) -> dict[str, Any]:
-    """Return a step's own values: total loss, then lists by draft position."""
-    host = jax.device_get(metrics)
-    of_positions = {**host.positions.terms._asdict(), "accuracy": host.positions.accuracy}
-    of_positions["pairs"] = host.positions.pairs
-    return {
-        "step": step,
-        "loss": float(host.loss),
-        **{name: value.tolist() for name, value in of_positions.items()},
-        "gradient_norm": float(host.gradient_norm),
-    }
 
 
 class FiniteWatch:
