@@ -98,6 +98,7 @@ class CompiledStep:
         resident = (
             self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
         )
+        # In shares of the weights, where a copy of one would show.
         temporaries = self.temporary_bytes / self.weight_bytes
         values = self.temporary_value_bytes / self.weight_bytes
 
@@ -203,6 +204,7 @@ def compile_and_describe(
     if path is not None:
         path.write_text(text)
 
+    # What was compiled, by the names of the flags; the figures come behind it.
     settings = {
         "base": spec.base,
         "draft": spec.draft,

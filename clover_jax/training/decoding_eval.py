@@ -139,6 +139,7 @@ class DecodingEvaluator:
                 raise Interrupted
             if progress.done:
                 rows.append(progress.row)
+        # Rows end in any order, and are compared with the plain ones one by one.
         return sorted(rows, key=lambda row: row.index)
 
 

@@ -25,6 +25,7 @@ from clover_jax.training.pairs import CompactTargets
 class Terms(NamedTuple):
     """One value for each term of the loss; [P] each where it is for all positions."""
 
+    # Each is a weight in `LossSpec` too.
     regression: Array
     soft_ce: Array
     hard_ce: Array
@@ -110,6 +111,7 @@ def slots_of_chunks(operands: Operands) -> int:
 
 def take_chunks(hidden: Array, operands: Operands, number: Array) -> Iterator[Chunk]:
     """Gather chunk `number`: for each of the P positions, in turn, its states and their targets."""
+    # The same slots in every group; a group with fewer targets has some of them masked.
     slots = number * operands.chunk + jnp.arange(operands.chunk)
     # The last chunk may go beyond the last slot, which it then repeats; `used` masks that out.
     index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")

@@ -46,6 +46,7 @@ def pair_mask(
     Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and P = 2 give
     [[F, T, T, F]] for i = 0 and [[F, F, T, F]] for i = 1.
     """
+    # m_{s-1} is unset before the row's first token.
     counted = shift_right(loss_mask, 1)
 
     masks = []
@@ -187,6 +188,7 @@ def count_pairs(mask: Bool[Array, "P B S"], batch: Batch) -> PairCounts:
     return PairCounts(
         pairs=mask.sum(axis=(1, 2)),
         labelled=labelled.sum(axis=(1, 2)),
+        # An array, so that the counts of several parts can be stacked and summed.
         positions=jnp.asarray(mask[0].size, jnp.int32),
     )
 

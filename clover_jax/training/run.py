@@ -116,6 +116,7 @@ def _train(
                 recover_directory(workdir / name)
 
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
+        # One bar, however many processes there are.
         shown = sys.stderr if is_primary() else io.StringIO()
         compiling = stack.enter_context(CompileClock())
         progress = stack.enter_context(

@@ -70,8 +70,7 @@ class TrainStepConfig:
     loss_chunk: targets per chunk of the loss, on each device.
     mesh: the devices that the arguments are split over; None: a single one.
     accumulation_steps: parts of a batch, whose gradients are summed before the update.
-    remat: gradient checkpointing: whether only the head's products with weights are saved as
-        residuals, and the backward pass computes the rest again, above all attention scores.
+    remat: gradient checkpointing of the head: all that is not KEPT is computed again.
     """
 
     base: BaseConfig
@@ -92,6 +91,7 @@ def init_state(config: TrainStepConfig, base_params: Params, seed: int) -> Train
     """Return the state before the first step; pure, so it can be jitted or shape-evaluated."""
     # One key for the params and one for all that the steps draw.
     init_key, key = jax.random.split(jax.random.key(seed))
+    # In float32, whatever the base's dtype: small updates would be lost in bfloat16.
     params = registry.init_params(config.head, base_params, init_key)
     return TrainState(
         params=params,
