@@ -45,6 +45,7 @@ class Answering(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decode and answer; raises ApiError and what the scheduler raises before it has begun."""
+        # Nothing is awaited between `ready` in the endpoint and this: what was let in is counted.
         with self._service.answering():
             if self._call.streams:
                 await _unless_gone(receive, self._stream(send))
@@ -53,6 +54,7 @@ class Answering(Response):
 
     async def _whole(self, scope: Scope, receive: Receive, send: Send) -> None:
         async with self._decoding() as updates:
+            # Nothing is sent before all is there: a failure still gets its own HTTP status.
             ended = await self._follow_all(updates)
         await JSONResponse(self._answers.whole(ended))(scope, receive, send)
 
@@ -77,6 +79,7 @@ class Answering(Response):
         """Yield the updates of every ask; at the end, also after an error, all slots are freed."""
         async with contextlib.AsyncExitStack() as stack:
             updates = []
+            # All are in the queue before one is followed; where one is refused, all go.
             for ask in self._call.asks:
                 update = await self._scheduler.submit(ask)
                 stack.push_async_callback(update.aclose)
@@ -105,6 +108,7 @@ class Answering(Response):
         last_tokens: float | None = None
         try:
             async for progress in updates:
+                # Only streams have pieces; of other answers no client sees the first token.
                 count = sum(len(piece.ids) for piece in progress.pieces)
                 now = time.monotonic()
                 if count:
@@ -139,6 +143,7 @@ class _EventWriter:
     async def write(self, values: list[dict[str, Any]], is_last: bool = False) -> None:
         """Write an event for each value; after the last ones the line that ends a stream."""
         body = b"".join(map(event, values)) + (DONE if is_last else b"")
+        # Tokens may settle no text yet, as the first bytes of a character.
         if not body:
             return
         message = {"type": "http.response.body", "body": body, "more_body": not is_last}
@@ -160,11 +165,13 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_until_gone(receive))
     try:
+        # uvicorn drops what is sent to a client that has gone; it says so by a message alone.
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             with contextlib.suppress(_Gone):
                 working.result()
     finally:
+        # Also where this request itself is cancelled: neither may go on without it.
         for task in (working, leaving):
             task.cancel()
         await asyncio.gather(working, leaving, return_exceptions=True)
@@ -183,4 +190,5 @@ def as_api_error(error: Exception) -> ApiError:
         # Messages begin with the place in the body, or with a value that is too large.
         place = re.match(r"temperature|(prompt|messages|logit_bias)[^:]*(?=:)", str(error))
         return ApiError(str(error), param=place and place[0])
+    # A bug: its message may quote anything, and is for the log alone.
     return ApiError("the server has failed; its log says why", HTTPStatus.INTERNAL_SERVER_ERROR)

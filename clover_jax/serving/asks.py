@@ -38,6 +38,7 @@ class Ask:
 
     def check_room(self, num_tokens: int, context: int) -> None:
         """Raise ApiError where a prompt of `num_tokens` tokens leaves too little of the context."""
+        # A limit that the client gave must fit; a default means as many as there is room for.
         max_tokens = self.settings.max_new_tokens if self.must_fit else 1
         if num_tokens + max_tokens <= context:
             return

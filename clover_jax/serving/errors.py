@@ -40,6 +40,7 @@ class ApiError(Exception):
     def body(self) -> dict[str, Any]:
         """Return the error object of OpenAI's API."""
         usual = "server_error" if self.status >= 500 else "invalid_request_error"
+        # In one line: messages of libraries may have several.
         return {
             "error": {
                 "message": " ".join(str(self).split()),

@@ -15,6 +15,7 @@ _OURS, _THEIRS = "clover_jax_", "vllm:"
 # A name begins its line, or follows the words of a comment.
 _NAME = re.compile(rf"^(# HELP |# TYPE |){_OURS}", re.MULTILINE)
 
+# Upper bounds of the buckets of histograms.
 _TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
 _REQUEST_SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
@@ -76,6 +77,7 @@ class Metrics:
 
     def later_tokens(self, count: int, seconds: float) -> None:
         """Count more tokens of a stream, `seconds` after those before them."""
+        # Tokens of one chunk come together: each took its share of the time since those before.
         for _ in range(count):
             self._between.observe(seconds / count)
 
@@ -97,6 +99,7 @@ class Metrics:
         self._drafts.inc(len(forwards))
         self._drafted.inc(sum(forward.num_drafted for forward in forwards))
         self._accepted.inc(sum(accepted))
+        # As vLLM counts: position 0 is the first token beyond the one that plain decoding gives.
         for position in range(max(accepted, default=0)):
             reached = sum(count > position for count in accepted)
             self._accepted_at.labels(self._model, str(position)).inc(reached)
@@ -128,6 +131,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all figures in the text format of Prometheus."""
+        # Renamed in the text, since each figure registered under two names would be counted twice.
         ours = generate_latest(self._registry).decode()
         return (ours + _NAME.sub(rf"\1{_THEIRS}", ours)).encode()
 

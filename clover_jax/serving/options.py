@@ -22,6 +22,7 @@ _limit = functools.partial(setting, group="limits")
 class ServeSpec(ModelSpec):
     """What to decode with; without a draft it copies from the text, which needs no file."""
 
+    # The same flag with another default.
     draft: str = dataclasses.field(
         default="lookup", metadata={"setting": declared_settings(ModelSpec)["draft"]}
     )
@@ -71,6 +72,7 @@ class ServeOptions:
 
     def __post_init__(self):
         check_settings(self)
+        # A browser sends its origin with the scheme: without one a name would match none.
         for origin in self.allowed_origins:
             if origin != "*" and "://" not in origin:
                 raise UserError(
@@ -112,6 +114,7 @@ class ServeOptions:
                 raise UserError(f"--api_key_file={self.api_key_file} holds no key")
             keys += listed
 
+        # A header has no other characters, and blanks at its ends are lost on the way.
         for key in keys:
             if not (key.isascii() and key.isprintable() and key.strip() == key != ""):
                 raise UserError(

@@ -67,6 +67,7 @@ def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     Raises ApiError, or UserError for values that make no distribution.
     """
     request = _checked(CompletionRequest, body, served)
+    # With echo 0 tokens ask for the scores of the prompt; without it they ask for nothing.
     if request.max_tokens == 0 and not request.echo:
         raise ApiError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     return _call(
@@ -95,6 +96,7 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
         served,
         peer,
         max_tokens=older if newer is None else newer,
+        # As many as the context leaves room for.
         usual_tokens=served.max_model_len,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
@@ -152,6 +154,7 @@ def _call(
             param="n" if len(prompts) == 1 else "prompt",
         )
 
+    # The engine gives one token at least; `no_output` then leaves it out of the answer.
     most_tokens = usual_tokens if max_tokens is None else max(max_tokens, 1)
     if (request.min_tokens or 0) > most_tokens:
         raise ApiError(
@@ -162,6 +165,7 @@ def _call(
         # As OpenAI's: plain sampling unless the client says otherwise.
         temperature=1.0 if request.temperature is None else float(request.temperature),
         top_p=1.0 if request.top_p is None else float(request.top_p),
+        # All tokens: -1 in vLLM's API, 0 here.
         top_k=max(request.top_k or 0, 0),
         max_new_tokens=most_tokens,
         min_new_tokens=request.min_tokens or 0,
@@ -170,6 +174,7 @@ def _call(
         ignore_eos=bool(request.ignore_eos),
         seed=None if request.seed is None else request.seed % _SEEDS,
     )
+    # Without a stream the text is wanted at the end only, which is cheaper.
     watched_by: Grain | None = None
     if streams:
         watched_by = "copy" if request.forwards else "chunk"

@@ -45,6 +45,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
     UserError for a port that cannot be had and for models that cannot be loaded.
     """
     service, listeners = Service(options), []
+    # The primary alone has a port. Before the models load: a port may be taken.
     from_primary(lambda: listeners.append(open_port(options)))
     if not listeners:
         _follow(options)
@@ -91,10 +92,12 @@ async def serve(service: Service, listener: socket.socket, stop: asyncio.Event) 
     server = _server(service)
     serving = asyncio.create_task(server.serve(sockets=[listener]))
     try:
+        # In a thread: the event loop answers 503 meanwhile.
         ready = await _in_thread(lambda: _start(service.options))
         service.open(ready)
         _tell_ready(service, ready.models, listener)
         await stop.wait()
+        # Open requests still need the engines, so these end last.
         await service.drain()
         for scheduler in ready.schedulers:
             await scheduler.close()
@@ -138,6 +141,7 @@ def _start(options: ServeOptions) -> Ready:
             draft: Scheduler(other, dataclasses.replace(options, batch_size=1))
             for draft, other in _to_compare_with(models, options).items()
         }
+    # Not compiled here: a slot of these compiles its programs when somebody compares.
     for other in others.values():
         other.start()
     served = Served(options.model_name, scheduler.context, options.max_waiting)
@@ -171,6 +175,7 @@ def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]
     """
     if not options.page or models.draft is None or process_count() > 1:
         return {}
+    # The base's weights are shared; only caches are made anew.
     plain = models.plain()
     compared = {NO_DRAFT: plain}
     if options.spec.draft != "lookup":
@@ -208,6 +213,7 @@ async def _in_thread(work: Callable[[], T]) -> T:
             except Exception as error:
                 loop.call_soon_threadsafe(result.set_exception, error)
 
+    # asyncio's own threads are waited for at the end, and loading may take minutes.
     threading.Thread(target=run, name="loading", daemon=True).start()
     return await result
 
@@ -219,6 +225,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> None
         # While models load nothing is lost by dying at once.
         await service.opened.wait()
         for number in (signal.SIGTERM, signal.SIGINT):
+            # A shell lets jobs in the background ignore Ctrl-C; they go on doing so.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, stop.set)
 
@@ -236,6 +243,7 @@ def _dying_at_once() -> Iterator[None]:
     A thread that compiles cannot be interrupted, and Python would wait for it.
     """
     before = signal.getsignal(signal.SIGINT)
+    # Another handler is a caller's, and stays.
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

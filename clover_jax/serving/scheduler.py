@@ -96,6 +96,7 @@ class Scheduler:
         )
         # Each text to copy from begins with a padding token.
         room = self.context + len(models.copy_from) + 2 if models.copies else 0
+        # The rules that suit any row; each chunk runs by the cheapest ones of its rows (`adapts`).
         self._engine = self._models.engine(
             options.batch_size,
             SamplingConfig("lossless", truncate=True, biased=True),
@@ -197,6 +198,7 @@ class Scheduler:
             self._changed.notify()
 
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
+        # The key of a row without a seed is made of its number, so no two may have one.
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
         row = RowState(prompt, ask.settings, self._models, ask.watched_by)
         try:
@@ -211,6 +213,7 @@ class Scheduler:
             wants_scores=ask.top_logprobs is not None,
             wants_prompt_scores=ask.prompt_logprobs,
         )
+        # Here and not in the engine's thread, where a refusal would end every row.
         self._engine.check(request)
         return _Job(ask, row, request, loop, Generation(prompt.index, list(request.prompt_ids)))
 
@@ -351,6 +354,7 @@ class Updates:
             if isinstance(news, Exception):
                 raise RuntimeError("the engine has failed") from news
 
+            # A batch may hold several chunks of steps, kept back until the client needed them.
             generation = self._job.generation
             for new in news:
                 generation.add(new)

@@ -72,6 +72,7 @@ class Service:
         self._keys = [_digest(key.encode()) for key in options.api_keys()]
         self._ready: Ready | None = None
         self.opened = asyncio.Event()
+        # Requests that are being answered: `drain` waits until there are none.
         self._is_draining, self._num_open = False, 0
         self._all_answered = asyncio.Event()
 
@@ -117,6 +118,7 @@ class Service:
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until all admitted ones are answered."""
+        # Told at once where nothing is open: no answer would end later and tell it.
         self._is_draining = True
         self._tell_answered()
         await self._all_answered.wait()
@@ -142,6 +144,7 @@ class Service:
         """Raise ApiError for a page elsewhere that has pointed its own name at this machine."""
         # A browser always sends the host name that it used.
         name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
+        # A key protects by itself; an address of the network is asked for by any name.
         is_open = self.needs_key or not is_loopback(self.options.host)
         if not is_open and not is_loopback(name.strip("[]")):
             raise ApiError(
@@ -162,5 +165,6 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
+    # Another name may lead anywhere.
     except ValueError:
         return False

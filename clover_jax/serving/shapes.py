@@ -75,6 +75,7 @@ def _whole_text(value: str) -> str:
 
 def _as_prompts(value: Any) -> list[Any]:
     """Return the list of prompts that a value of four forms stands for."""
+    # A list of ids is one prompt, a list of lists or of texts several.
     one = isinstance(value, str) or _is_ids(value)
     prompts = [value] if one else value
     if isinstance(prompts, list) and prompts:
@@ -206,6 +207,7 @@ class ChatRequest(CommonRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
+    # A completion has it, so it cannot be among `_NOT_DONE`.
     echo: Literal[False] | None = None
 
 
@@ -227,12 +229,14 @@ class DetokenizeRequest(_Shape):
 
 
 S = TypeVar("S", bound=_Shape)
+# In the place of pydantic's own words for these kinds of mistakes.
 _WORDS = {"missing": "is missing", "model_type": "must be an object"}
 
 
 def validated(kind: type[S], body: Mapping[str, Any]) -> S:
     """Return a body in its shape; raises ApiError naming the first field that is wrong."""
     if issubclass(kind, CommonRequest):
+        # Before the shape is checked, which ignores every field that it does not know.
         _refuse_not_done(body, _NOT_DONE, "")
     messages = body.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
@@ -264,6 +268,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
     """Return a message for the first thing that is wrong."""
+    # Its place is a path of names and numbers, as in messages[0].content.
     first = error.errors(include_url=False)[0]
     name = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
     name = name.removeprefix(".")
