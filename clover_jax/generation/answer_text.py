@@ -35,6 +35,7 @@ class AnswerText:
         # A stop string may begin in one piece and end in the next.
         self._overlap = max(map(len, stops), default=1) - 1
         self._text = ""
+        # Tokens whose text holds no stop string, and characters that `rest` has returned.
         self._num_tokens = self._num_handed_out = 0
 
     def take(self, ids: Sequence[int]) -> StopCut | None:
@@ -43,10 +44,12 @@ class AnswerText:
         # Token by token where one may undo what those before it read, else all at once.
         is_fragile = self._stops and self._pieces.holds_back(new)
         for part in [[id_] for id_ in new] if is_fragile else [new]:
+            # The end alone, where one may be new: all of the text each time would take ever longer.
             recent = max(len(self._text) - self._overlap, 0)
             self._text += self._pieces.push(part)
             text = _readable(self._text[recent:], self._pieces) if self._stops else ""
             if _first(text, self._stops) is not None:
+                # Found somewhere in this part: which token completes it decides the cut.
                 return find_stop(self._open, ids, self._stops, self._num_tokens)
         self._num_tokens = len(ids)
         return None
@@ -83,6 +86,7 @@ def find_stop(
     Example: with one letter a token, "a-b--c" and the stop "--" give StopCut(3, "a-b").
     """
     pieces = open_pieces()
+    # Clean tokens at once, then one at a time, so that the first that completes a stop is seen.
     settled = pieces.push(ids[:num_clean])
     for num_seen in range(num_clean + 1, len(ids) + 1):
         settled += pieces.push(ids[num_seen - 1 : num_seen])

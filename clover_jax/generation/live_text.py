@@ -36,6 +36,7 @@ class LiveText:
         progress = event.progress
         if progress is None or isinstance(event.prompt, BadPrompt):
             return
+        # The prompt comes once, with the first news of its turn.
         if not self._is_begun:
             self._write(self._prompt_text(event.prompt, progress.turn), _PROMPT)
         for piece in progress.pieces:
@@ -45,6 +46,7 @@ class LiveText:
         self._is_begun = not progress.ended
         if progress.ended:
             self._write("\n", "")
+            # Counted for the prompt of a conversation; the next row begins anew.
             self._turn_number = 0 if event.row else self._turn_number + 1
         self._file.flush()
 
@@ -59,6 +61,7 @@ class LiveText:
             return prompt.text
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(turn.prompt_ids))
+        # No words at all: ids, as the answer will have them too.
         return " ".join(map(str, turn.prompt_ids)) + " "
 
     def _write(self, text: str, style: str) -> None:

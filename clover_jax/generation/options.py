@@ -38,6 +38,7 @@ class GenerateOptions:
     strict: bool = setting(False, "stop at the first row that fails")
 
     def __post_init__(self):
+        # A flag that would do nothing is a misunderstanding.
         if self.calibration is not None and not self.searches_tree:
             raise UserError(
                 f"--calibration={self.calibration} is for --tree=auto; add that, or leave it out"
@@ -57,6 +58,7 @@ class GenerateOptions:
                 "stopped goes on from the rows in its file; leave --output out to have them on "
                 "stdout"
             )
+        # Parts lie beside the whole, so all need its name.
         if self.join and (self.output is None or self.shard is not None):
             raise UserError("--join needs --output=FILE as the parts had it, and no --shard")
         if self.shard is not None and (self.prompts is None or self.output is None):
@@ -96,5 +98,6 @@ def _resolved(path: str) -> Path:
 
 def _can_keep_rows(path: Path) -> bool:
     """Return whether a path is, or may become, a regular file; folders are refused elsewhere."""
+    # /dev/stdout may look like a file, where it is redirected to one; /dev/shm has real ones.
     is_device = Path("/dev") in path.parents and Path("/dev/shm") not in path.parents
     return not is_device and (path.is_file() or path.is_dir() or not path.exists())

@@ -26,6 +26,7 @@ class RowPrinter(AbstractContextManager):
         """Start with row 0, or resume after the rows that another process has."""
         self.finished, self.earlier_seconds = finished, 0.0
         self._quiet = quiet
+        # Index -> rows that came before one that stands before them.
         self._waiting: dict[int, dict[str, Any]] = {}
 
     def kept(self) -> Iterable[dict[str, Any]]:
@@ -67,6 +68,7 @@ def open_rows(
     settings: what the rows depend on, as JSON values.
     """
     part = part or Shard()
+    # Filled in the primary alone: the others never see the file.
     writers: list[RowWriter] = []
 
     def open_writer() -> int:
@@ -103,6 +105,7 @@ def decode_with_bar(
         if reason:
             verb = "failed" if "error" in event.row else "skipped"
             bar.write(f"row {event.row['index']} {verb}: {reason}")
+        # Of this run alone: rows of earlier ones count for tau, but took none of these seconds.
         speed = (totals.tokens - before) / seconds
         tau = "" if totals.tau is None else f"tau {totals.tau:.2f}, "
         bar.show(f"{tau}{speed:.0f} tokens/s")
@@ -116,5 +119,6 @@ def decode_live(stream: RowStream, sink: RowSink, totals: RowTotals, screen: Liv
         if event.row is not None:
             sink.append(event.row)
             totals.add(event.row)
+            # A failure raises, since a live stream is strict; a row left out must be told here.
             if "skipped" in event.row:
                 say(event.row["skipped"])

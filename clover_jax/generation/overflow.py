@@ -29,6 +29,7 @@ def fit_context(
 
     Raises ContextOverflow or Skipped, as settings.context_overflow says.
     """
+    # Room for one token more: a prompt that fills the context has no answer.
     context = base.max_position_embeddings
     if len(ids) < context:
         return ids

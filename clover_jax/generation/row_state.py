@@ -87,6 +87,7 @@ class RowState:
         self._settings = settings.for_row(prompt)
         self._models, self._watched_by = models, watched_by
         self._turns: list[Turn] = []
+        # Stop strings are looked for in text; ids alone have none.
         if self._settings.stop and models.tokenizer is None:
             raise UserError(
                 f"{prompt.source}: stop strings need the base's tokenizer files, which are "
@@ -109,6 +110,7 @@ class RowState:
         Raises UserError or Skipped when the turn cannot be decoded, naming the row.
         """
         base, tokenizer = self._models.base.config, self._models.tokenizer
+        # The text, not the ids: a template may rewrite an answer once it lies in the past.
         answers = [turn.text or "" for turn in self._turns]
         ids = encode_prompt(self.prompt, tokenizer, base.vocab_size, answers)
         fitting = fit_context(ids, base, self._settings, self.prompt.source)
@@ -143,18 +145,21 @@ class RowState:
         if prediction is not None and models.tokenizer is not None:
             # An answer is no longer than the context.
             ids = models.tokenizer(prediction, add_special_tokens=False)["input_ids"]
+            # Before the shared text: what does not fit is left out at the end.
             sources.insert(0, ids[: models.base.config.max_position_embeddings])
         return sources
 
     def take(self, progress: RowUpdate) -> TurnProgress:
         """Take in new tokens of the current turn; stop it at a stop string."""
         row = progress.row
+        # Streamed text is looked at forward by forward, or as the grain says.
         pieces, cut = self._watch(row) if self._watched_by else ([], None)
         # Text that is not needed before the end is detokenized at once, in the end.
         if self._answer and not self._watched_by and (self._settings.stop or progress.done):
             cut = self._answer.take(row.output_ids)
         ended = progress.done or cut is not None
         if cut is not None:
+            # The engine's result goes on to the end of the chunk, so the turn is a part of it.
             progress.stop()
             turn = _turn(_before(cut, row), cut.text)
         else:
@@ -184,6 +189,7 @@ class RowState:
     def _parts(self, row: Generation) -> Iterator[tuple[int, list[int], bool]]:
         """Yield what is new of a row: the forward, its tokens, whether they were copied."""
         if self._watched_by == "chunk":
+            # As cheap as can be: neither the forwards within a chunk nor copies are told apart.
             if ids := row.output_ids[self._num_seen :]:
                 yield row.target_forwards, ids, False
             return
@@ -195,6 +201,7 @@ class RowState:
 
     def output_row(self) -> dict[str, Any]:
         """Return the finished row's output; with several turns each value is a list."""
+        # One key each, as for a single turn, so that readers of rows know one form.
         columns = [dataclasses.asdict(turn) for turn in self._turns]
         if self.prompt.num_turns == 1:
             return {"index": self.prompt.index, **columns[0]}
@@ -208,6 +215,7 @@ def forward_groups(turn: Generation | Turn, first: int) -> Iterator[tuple[int, l
     Example: ids 5 6 7 8 9 with accepted [2, 4] were given as (0, [5]), (1, [6, 7, 8]) and
     (2, [9]): a limit cut the rest of the last.
     """
+    # Prefill gives one token; a forward its accepted ones and the base's own.
     counts = [1, *(accepted + 1 for accepted in turn.accepted)]
     for number, end in enumerate(accumulate(counts)):
         ids = turn.output_ids[max(first, end - counts[number]) : end]
@@ -226,6 +234,7 @@ def copied_parts(turn: Generation, forward: int, ids: list[int]) -> list[tuple[l
     accepted = copied = 0
     if forward and turn.copied:  # prefill copies nothing
         accepted, copied = turn.accepted[forward - 1], turn.copied[forward - 1]
+    # Drafted by the head, copied, and the base's own; a limit may have cut any of them.
     parts = [(ids[: accepted - copied], False), (ids[accepted - copied : accepted], True)]
     return [part for part in [*parts, (ids[accepted:], False)] if part[0]]
 
@@ -236,6 +245,7 @@ def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:
     Example: accepted [2, 0, 3] emits 1 + 3 + 1 + 4 tokens, so 1 token took 0 forwards, 4 took 1,
     5 took 2 and 6 took 3.
     """
+    # At k, the tokens of prefill and the first k forwards together.
     emitted = list(accumulate((count + 1 for count in accepted), initial=1))
     return min(bisect_left(emitted, num_tokens), len(accepted))
 

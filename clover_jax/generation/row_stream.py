@@ -110,6 +110,7 @@ class RowStream:
         self._settings, self._strict = settings, strict
         self._watched_by: Grain | None = "forward" if is_watched else None
         self._failure: UserError | None = None
+        # By index: rows that have begun, conversations between two turns among them.
         self._states: dict[int, RowState] = {}
         self._next_turns: collections.deque[Prompt] = collections.deque()
         self._not_decoded: collections.deque[RowEvent] = collections.deque()
@@ -119,7 +120,7 @@ class RowStream:
         """Compile the programs for the first row, so that they do not count in any row's time."""
         first = next(self._requests)
         if first is not None:
-            # The same buffers, without reading a long prompt twice.
+            # The same number of positions, so the same buffers, without reading a prompt twice.
             length = len(first.prompt_ids)
             short = dataclasses.replace(
                 first,
@@ -134,6 +135,7 @@ class RowStream:
     def __iter__(self) -> Iterator[RowEvent]:
         """Decode, and yield what happens."""
         for progress in self._stream(self._requests):
+            # Rows that failed while slots were filled, which no update will mention.
             yield from self._take_not_decoded()
             # A conversation's next turn waits for this answer; another row may take the slot.
             state = self._states[progress.row.index]
@@ -143,6 +145,7 @@ class RowStream:
             elif taken.ended:
                 self._next_turns.append(state.prompt)
             yield RowEvent(state.prompt, taken, row)
+        # Those after the last update, or all where no row could be decoded.
         yield from self._take_not_decoded()
         if self._failure is not None:
             raise self._failure
@@ -171,6 +174,7 @@ class RowStream:
             if self._next_turns:
                 request = self._request(self._next_turns.popleft())
             else:
+                # Strict: after a failure no row begins, and those that run are finished.
                 prompt = None if self._failure else next(prompts, None)
                 if prompt is None:
                     yield None

@@ -63,6 +63,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
         with passing_note(f"loading {spec.base}"):
             # A tree that is searched for is found on the loaded models, from the draft's own on.
             models = load(dataclasses.replace(spec, tree=None) if options.searches_tree else spec)
+        # Trials are run with as many slots as the rows will have.
         slots = 1 if prompts is None else min(options.batch_size, len(prompts))
         models = with_attention(models, spec.attention, slots)
         if options.searches_tree:
@@ -76,6 +77,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
             )
 
         if prompts is None:
+            # Only now: the prompts that come with a base lie in its folder, which loading finds.
             shipped = shipped_prompts(models.base.directory, "--prompt=TEXT or --prompts=FILE")
             prompts = from_primary(lambda: read_prompts(shipped)[:1])
         say(template_notice(prompts, models.tokenizer))
@@ -103,6 +105,7 @@ def _read(options: GenerateOptions) -> Sequence[Prompt | BadPrompt] | None:
     if options.prompts is None:
         return None
     path = Path(options.prompts).expanduser()
+    # Strict: the first bad row ends the command; else it fails when its turn comes.
     return read_prompts(path) if options.strict else read_prompts_and_mistakes(path)
 
 
@@ -146,6 +149,7 @@ def _decode(
     if sink.finished:
         say(f"{sink.finished} rows are in {options.path} already")
 
+    # The part of --shard, less what its file has already.
     rows = options.part.rows(len(prompts))
     stream = open_stream(
         models,
@@ -172,6 +176,7 @@ def _decode(
         sink.note_seconds(seconds)  # a resumed run counts what came after the last row too
 
     new_tokens = totals.tokens - tokens_before
+    # Nothing decoded, nothing measured.
     speed = round(new_tokens / seconds, 2) if new_tokens else None
     say(totals.summary(speed))
     return totals.to_dict() | {

@@ -102,6 +102,7 @@ class GenerationSettings(Warping):
 
         Raises UserError, naming the row, for invalid ones.
         """
+        # None in a row means that the command's own holds.
         own = {name: getattr(prompt, name) for name in _ROW_OPTIONS}
         given = {name: value for name, value in own.items() if value is not None}
         try:
@@ -118,6 +119,7 @@ def sampling_for(
     An engine whose rows are all greedy reduces logits to their argmax; top-k and top-p cost a sort.
     Raises UserError for rules that exclude each other.
     """
+    # The command's own always count: a tree is searched for by them alone.
     rows = [settings]
     for prompt in prompts:
         try:
