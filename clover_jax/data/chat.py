@@ -106,6 +106,7 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     """
     asked = after_first_question(record.messages)
     messages = [{"role": role, "content": content} for role, content in asked]
+    # Nobody asks anything, so nothing is learnt; the caller sees an empty mask.
     if not messages:
         return "", []
 
@@ -166,6 +167,7 @@ class _Answer:
         # White space after the answer is the template's, unless the answer itself ends so.
         own = self.answered
         own = own if self._content.strip() and own.endswith(self._content) else own.rstrip()
+        # The usual case: what follows leaves the answer as it was.
         if text.startswith(own):
             return Span(len(self.asked), len(own))
         return self._span_in_rewritten(text)

@@ -90,6 +90,7 @@ def _read_tree(root: Path, prefix: str, split: Split) -> Iterator[Document]:
     """Yield the usable modules of one split under `root`."""
     for path in _source_files(root):
         name = prefix + path.relative_to(root).as_posix()
+        # By name alone: a file of the other split is not even read.
         if is_heldout(name) == (split == "heldout"):
             text = _read_module(path)
             if text is not None:
@@ -134,6 +135,7 @@ def _package_directory(package: str) -> Path:
 
 def _without_repeats(documents: list[Document]) -> list[Document]:
     """Drop documents whose text an earlier one has too."""
+    # A module that lies in two places is one text to learn from.
     first: dict[str, Document] = {}
     for document in documents:
         first.setdefault(document.text, document)

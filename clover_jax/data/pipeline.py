@@ -66,6 +66,7 @@ def make_pipeline(
     )
     # Cut before packing: a row has room for a piece of any sample.
     dataset = FlatMapIterDataset(dataset, CutInPieces(config.seq_len))
+    # First fit over several batches' worth of rows; each piece is a segment of its own.
     dataset = FirstFitPackIterDataset(
         dataset,
         length_struct=dict.fromkeys(("tokens", "loss_mask", *ORIGIN), config.seq_len),
@@ -79,6 +80,7 @@ def make_pipeline(
     # Last, since activations are large and most rows may be other processes'.
     rows = range(config.batch_size) if hidden_rows is None else tuple(hidden_rows)
     dataset = dataset.map(functools.partial(as_batch, samples=samples, hidden_rows=rows))
+    # The next batches are made while the device computes.
     return ThreadPrefetchIterDataset(dataset, prefetch_buffer_size=PREFETCHED_BATCHES)
 
 
@@ -96,6 +98,7 @@ class _Numbered:
         return {
             "tokens": tokens,
             "loss_mask": loss_mask,
+            # Packed rows mix samples; by these two a token's activations are found again.
             "sample": np.full(len(tokens), index, np.int64),
             "place": np.arange(len(tokens), dtype=np.int32),
         }
@@ -117,6 +120,7 @@ def as_batch(packed: dict[str, Any], samples: Samples, hidden_rows: Iterable[int
     """Name the packer's arrays as a Batch, and read the activations of some rows."""
     return Batch(
         tokens=packed["tokens"],
+        # 0 is padding; pieces count from 1 in their row.
         segment_ids=packed["tokens_segment_ids"],
         positions=packed["tokens_positions"],
         loss_mask=packed["loss_mask"].astype(bool),

@@ -59,6 +59,7 @@ class PreparedSamples:
 
     @functools.cached_property
     def _hidden(self) -> ShardReader:
+        # Opened on demand: the manifest of activations is there only where they were kept.
         return ShardReader(self.directory / HIDDEN)
 
     @property

@@ -64,6 +64,7 @@ def read_records(spec: str) -> Records:
                 others += _read_file(path, is_named, unread)
     tell_unread(unread, f"--data={spec}")
 
+    # Of all files together: too few in each may be enough in all.
     others_train, others_heldout = split_by_hash(others)
     records = Records(train + others_train, heldout + others_heldout)
     if not records.train:
@@ -78,6 +79,7 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
     if path.is_file():
         return [(path, True)]
     if path.is_dir():
+        # Files and folders such as .git hold no data.
         hidden = re.compile(r"(^|/)\.")
         below = (p for p in path.rglob("*") if not hidden.search(str(p.relative_to(path))))
     else:
@@ -174,6 +176,7 @@ def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
         return [
             (f"{path}[{n}][{i}]", row) for n, rows in lists.items() for i, row in enumerate(rows)
         ] or None
+    # In a .json file a list of other objects is a mistake that the rows' own messages explain.
     is_list = _are_rows(value) or (is_json and all(isinstance(row, dict) for row in value))
     return [(f"{path}[{number}]", row) for number, row in enumerate(value)] if is_list else None
 

@@ -102,6 +102,7 @@ def json_hash(value: Any) -> str:
 
 def shown(value: Any) -> str:
     """Return a JSON value for a message to the user, in about 60 characters at most."""
+    # As the user wrote it, where that can be printed.
     text = json.dumps(value, ensure_ascii=False, default=repr)
     if not is_text(text):
         # Escaped, or the message itself could not be printed.

@@ -71,6 +71,7 @@ class SampleCounts:
         record, sample = samples.sections[index], samples[index]
         size, is_conversation = len(sample.tokens), not isinstance(record, Text)
         self.samples += 1
+        # Asking for the sample has tokenised it, which is when a refusal is found.
         if index in samples.refused:
             self.refused += 1
             self.reason = self.reason or samples.refused[index]
@@ -125,6 +126,7 @@ class SampleCounts:
     def warnings(self, samples: RecordSamples) -> list[str]:
         """Return what a user should know of samples that can be trained on."""
         lines = []
+        # A few long ones are in every data set; a user can do little about them.
         if self.cut > UNREMARKED_CUT * self.conversations:
             lines.append(
                 f"{self.cut} of {self.conversations} conversations are longer than "
@@ -161,6 +163,7 @@ def look_at(samples: RecordSamples, count: int = LOOKED_AT) -> SampleCounts:
     others = (index for index in range(len(samples)) if index % stride)
     counts = SampleCounts()
     for index in itertools.chain(spread, others):
+        # At least those that are spread; further ones only while none teaches anything.
         if counts.samples >= len(spread) and counts.pieces:
             break
         counts.add(samples, index)

@@ -29,6 +29,7 @@ from clover_jax.storage.json_files import read_json_object
 FORMAT_VERSION = 1
 Arrays = dict[str, np.ndarray]
 
+# Those that records are written with, by safetensors' names.
 _DTYPES = {
     "BF16": ml_dtypes.bfloat16,
     "F32": np.float32,
@@ -139,8 +140,10 @@ class ShardReader:
             damage = _damage(path.parent, shard)
             if damage:
                 raise UserError(f"{damage}; repeat the `prepare` that made it, which mends it")
+        # Number of records up to each shard's end, to name the shard of a damaged one.
         self._ends = list(itertools.accumulate(s["records"] for s in self.manifest["shards"]))
         paths = [path.parent / shard["file"] for shard in self.manifest["shards"]]
+        # ArrayRecord opens no empty list; there may be no held-out samples.
         self._source = _open_shards(paths) if paths else ()
 
     def __len__(self) -> int:

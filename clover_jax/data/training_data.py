@@ -42,6 +42,7 @@ class TrainingData(NamedTuple):
     def tokens_only(self) -> Samples:
         """The same samples without activations, which would be large to read for nothing."""
         samples = self.samples
+        # Raw samples have none, and a folder that was opened without names reads none.
         if isinstance(samples, PreparedSamples) and samples.hidden_names:
             return PreparedSamples(samples.directory)
         return samples
@@ -102,6 +103,7 @@ def _load_prepared(
             f"{directory} was prepared with another chat template than the one in use now; give "
             "the --chat_template that it was prepared with, or prepare it again"
         )
+    # A larger vocabulary than the folder's has all of its ids.
     if made_from["vocab_size"] > vocab_size:
         raise UserError(
             f"{directory} was prepared for a vocabulary of {made_from['vocab_size']} tokens and "
@@ -119,6 +121,7 @@ def _load_prepared(
         "tokenizer": theirs,
         "chat_template": made_from["chat_template"],
     }
+    # Another base's activations would be other data, for a run that goes on.
     if hidden_names:
         identity["activations"] = json_hash(samples.hidden_made_from)
     return TrainingData(samples, heldout_rows(directory), identity)

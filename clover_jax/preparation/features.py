@@ -26,6 +26,7 @@ from clover_jax.runtime.progress import progress_bar, say
 from clover_jax.sharding.placement import row_shardings
 from clover_jax.training.teacher import read_base, stored_names
 
+# Activations are thousands of times as large as tokens: a smaller shard would have few samples.
 SHARD_BYTES = 256 << 20
 ASK_FROM = 10e9  # bytes
 
@@ -71,6 +72,7 @@ def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
             f"({', '.join(registry.DRAFTERS)}) nor one of pre_norm, post_norm, layer_0 to "
             f"layer_{base.num_layers - 1}"
         )
+    # Sorted by the teacher's rule, so that a list in another order is the same data.
     return stored_names(tuple(names))
 
 
@@ -113,12 +115,15 @@ def write_features(
     done = from_primary(begin)
     if done < len(samples):
         read = reader(base, names, options.feature_dtype, mesh)
+        # All devices read as many rows.
         batch_size = Placement(mesh).whole_rows(options.batch_size)
         with progress_bar(len(samples), "features", "sample", initial=done) as bar:
             batches = _pack_rows(samples, done, batch_size, options.seq_len)
             for shard in in_shards(make_records(batches, read, bar.update), SHARD_BYTES):
+                # All processes come here, as they run the base together; one of them has a writer.
                 for writer in writers:
                     writer.write(shard)
+    # All report the same.
     return from_primary(lambda: writers[0].finish()["bytes"])
 
 
@@ -158,6 +163,7 @@ def make_records(batches: Iterator[Rows], read: Read, count: Callable[[], None])
     """Yield the records of the samples in the batches, in order, and count each."""
     parts: list[dict[str, np.ndarray]] = []
     for rows, hidden in _read_ahead(batches, read):
+        # A sample longer than a row is in several pieces, which follow one another.
         for place in rows.places:
             parts.append({name: array[place.row, place.columns] for name, array in hidden.items()})
             if place.is_last:
@@ -177,6 +183,7 @@ def _pack_rows(
         # A sample without tokens has a place, too: its record must not be missing.
         for start in range(0, max(len(tokens), 1), seq_len):
             piece = tokens[start : start + seq_len]
+            # No room in this row: begin the next, and after the last one the next batch.
             if column + len(piece) > seq_len:
                 row, column, segment = row + 1, 0, 0
             if row == batch_size:
@@ -206,6 +213,7 @@ def _read_ahead(
     before: tuple[Rows, dict[str, Array]] | None = None
     for rows in batches:
         hidden = read(rows.tokens, rows.segment_ids, rows.positions)
+        # The forward above has only been started: the host reads the one before meanwhile.
         if before is not None:
             yield before[0], jax.device_get(before[1])
         before = rows, hidden

@@ -31,6 +31,7 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
     them; goes on where an earlier run stopped. Several processes do it together, as they do there.
     Raises UserError for text, which has no answers.
     """
+    # Before the models: a text among the records is a mistake that needs no base to be found.
     prompts = [_prompt(index, record) for index, record in enumerate(records)]
     with passing_note(f"loading {options.spec.base}"):
         models = load(options.spec)
@@ -73,6 +74,7 @@ def read_answered(directory: Path) -> list[Record]:
     path = directory / REGENERATED
     answered = (row for row in read_rows(path) if "output_ids" in row)
     records = [
+        # The index counts from 0, a line of the file from 1.
         record for row in answered for record in parse_row(row, f"{path}:{row['index'] + 1}")
     ]
     if not records:
@@ -89,6 +91,7 @@ def _prompt(index: int, record: Record) -> Prompt:
         )
     if isinstance(record, Conversation):
         return _conversation_prompt(index, record)
+    # Later turns replied to answers that are replaced now.
     ids = record.prompt_ids if isinstance(record, TokenRow) else record.turns[0][0]
     return Prompt(index, record.source, prompt_ids=ids)
 

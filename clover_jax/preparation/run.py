@@ -40,6 +40,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         )
     described = describe_base(options.spec.base)
     config, directory = described.config, described.directory
+    # Positions beyond the context have no meaning to the base.
     if options.seq_len > config.max_position_embeddings:
         raise UserError(
             f"--seq_len={options.seq_len} is longer than the base's context, "
@@ -61,6 +62,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     if options.shard is not None:
         answered = answer(records.train, options)
         return {"output": str(options.directory), "regenerated": answered}
+    # Of several processes of one run the primary locks and writes.
     alone = only_process_in(options.directory, "is preparing", "--output")
     with alone if is_primary() else contextlib.nullcontext():
         if options.overwrite and is_primary():
@@ -75,8 +77,10 @@ def _prepare(
     if options.regenerate:
         # Held-out records keep their answers: they are measured with, not trained on.
         report["regenerated"] = answer(records.train, options)
+    # By the primary alone: the others read the shards when they run the base.
     report |= from_primary(lambda: _write_samples(records, reading, options))
 
+    # The base alone: `answer` loaded what it needed, and has let it go.
     if names:
         mesh, dtype = mesh_for(options.spec.mesh), resolve_dtype(options.spec.dtype)
         with passing_note(f"loading {options.spec.base}"):

@@ -60,6 +60,7 @@ def _write_split(
         "seq_len": reading.seq_len,
     }
 
+    # It knows which samples an earlier run has written.
     writer = ShardWriter(options.directory, manifest, made_from)
     samples = reading.samples(records)
     if not writer.is_complete:

@@ -35,6 +35,7 @@ def keep_freed_memory() -> None:
     the next call would wait for fresh pages. Does nothing on other devices and without glibc.
     """
     if jax.default_backend() == "cpu" and platform.libc_ver()[0] == "glibc":
+        # Setting either threshold also ends glibc's own changes to both.
         glibc = ctypes.CDLL(None)
         for threshold in (_M_MMAP_THRESHOLD, _M_TRIM_THRESHOLD):
             glibc.mallopt(threshold, _MOST_BYTES)

@@ -61,9 +61,11 @@ class Checkpoints:
         """Open `directory`, making it where needed."""
         self.directory = directory.absolute()
         self._damaged = self.directory / "damaged"
+        # Outside the steps' folders, whose content Orbax names and checks.
         (self.directory / HASHES).mkdir(parents=True, exist_ok=True)
         # Every error is raised as well; these logs would add pages of traceback to one line.
         logging.getLogger("absl").addFilter(_is_not_orbax)
+        # Errors in Orbax's own threads go there, each with a traceback.
         self._unraisable_hook = sys.unraisablehook
         sys.unraisablehook = self._skip_late_writes
         options = ocp.CheckpointManagerOptions(
@@ -103,6 +105,7 @@ class Checkpoints:
         Found out beforehand, because the storage reports a write that failed halfway by tracebacks
         from several threads.
         """
+        # Free beside the checkpoints there: an old one goes only when the new one is whole.
         needed = SPACE_FACTOR * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self.directory).free
         if free < needed:
@@ -167,6 +170,7 @@ class Checkpoints:
             self._unraisable_hook(unraisable)
 
     def _restore_step(self, step: int, like: PyTree, batches: grain.DatasetIterator) -> PyTree:
+        # Shapes and shardings say where each leaf goes; no array of `like` is copied.
         abstract = jax.tree.map(ocp.utils.to_shape_dtype_struct, like)
         restored = self._manager.restore(
             step,
@@ -209,6 +213,7 @@ class Checkpoints:
     def _damage(self, step: int, wanted: dict[str, str]) -> str | None:
         """Say which file of a checkpoint has not the wanted hash; None for none."""
         found = _hash_files(self.directory / str(step))
+        # Files beyond the hashed ones do no harm.
         changed = sorted(name for name in wanted if found.get(name) != wanted[name])
         if not changed:
             return None

@@ -42,6 +42,7 @@ class Shard:
 
         Example: of 10 rows, job 0 of 4 has rows 0 and 1, job 1 has 2, 3 and 4.
         """
+        # Rounded down at both ends: parts join without gaps and differ by one row at most.
         return range(self.index * total // self.count, (self.index + 1) * total // self.count)
 
     def path(self, whole: Path) -> Path:
@@ -76,6 +77,7 @@ def join_rows(whole: Path, overwrite: bool = False) -> None:
             raise UserError(f"{manifest_path(path)} is of no shard; run its job with --overwrite")
         seconds += of_shard.pop("seconds", 0.0)
         entry = of_shard.pop("shard")
+        # The first shard says how many rows there are; all others must agree.
         if manifest is None:
             manifest, total = of_shard, entry["total"]
         difference = first_difference(of_shard, manifest)
@@ -84,6 +86,7 @@ def join_rows(whole: Path, overwrite: bool = False) -> None:
         if entry != shard.entry(total):
             raise UserError(f"{path} says that it is shard {entry}, not {shard.entry(total)}")
     for shard in shards:
+        # Manifests may agree while a file is torn, or goes on.
         _check_rows(shard, whole, total)
 
     # The manifest first: rows without one could not be resumed.
@@ -128,6 +131,7 @@ def _check_rows(shard: Shard, whole: Path, total: int) -> None:
                 there -= 1
                 break
             check_index(line, index, path, there)
+        # What `zip` has left: rows of another part, if anything.
         more = file.read()
     if there < len(wanted) or more:
         has = f"more than its {len(wanted)}" if more else f"{there} of its {len(wanted)}"

@@ -54,12 +54,14 @@ class RowWriter:
         """
         self.path, self._first = Path(path), first
         self._manifest_path = manifest_path(self.path)
+        # Place within the file -> rows that came too early.
         self._waiting: dict[int, dict[str, Any]] = {}
         self._replaces, self._noted = overwrite, 0.0
         manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
         if shard is not None:
             manifest["shard"] = shard
         self._manifest = json.loads(to_json(manifest))  # tuples become lists, as they will be read
+        # A device or a pipe keeps no rows that could be read back.
         if self.path.exists() and not (self.path.is_file() or self.path.is_dir()):
             raise UserError(f"{self.path} is no file that rows can be kept in; name one")
 
@@ -74,6 +76,7 @@ class RowWriter:
                 )
             self.finished, self.earlier_seconds = 0, 0.0
             if not overwrite:
+                # The manifest first: rows are read only where they are this command's.
                 self._resume_manifest()
                 write_json(self._manifest_path, self._manifest)
                 self.finished = self._drop_torn_line()
@@ -83,6 +86,7 @@ class RowWriter:
 
     def kept(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of earlier runs that this one resumes."""
+        # With `overwrite` the old rows are there until the first new one, and count for nothing.
         if not self._replaces:
             yield from read_rows(self.path)
 

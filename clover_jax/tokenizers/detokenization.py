@@ -52,6 +52,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._in_run = _run_tokens(tokenizer)
         self._ids = _near_context(tokenizer, context)
+        # Characters of the text of `_ids` that are out, or are the context's.
         self._num_emitted = _settled_length(tokenizer, self._ids)
         self._held: str | None = None
 
@@ -63,6 +64,7 @@ class TextStream:
         while end and self._ids[end - 1] in self._in_run:
             end -= 1
         text = _decode(self._tokenizer, self._ids[:end])
+        # A character may still lack bytes; where none come, `held` gives it as it is.
         settled = text.rstrip(_INCOMPLETE)
         piece = settled[self._num_emitted :]
         self._num_emitted += len(piece)
@@ -92,6 +94,7 @@ class TextStream:
         Decoders look at neighbours, so some are decoded again at every push: few, or a push would
         take longer the longer the text is.
         """
+        # A run is decoded as a whole, so the cut must not lie within one.
         start = max(end - _NEAR, 0)
         while start and self._ids[start] in self._in_run:
             start -= 1
@@ -107,6 +110,7 @@ def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
     is settled before it has ended; a special token has no text and does not end it.
     """
     in_run = dict.fromkeys(tokenizer.all_special_ids, b"")
+    # Vocabularies of bytes (GPT-2) have no such tokens: their bytes wait as incomplete characters.
     for token, id_ in tokenizer.get_vocab().items():
         byte = _BYTE_TOKEN.fullmatch(token)
         if byte:

@@ -65,11 +65,13 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
         return _parse(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not a SentencePiece model that can be read: {error}") from error
+    # What a file breaks that ends too soon, or is something else from its beginning.
     except (LookupError, TypeError, AttributeError, struct.error) as error:
         raise UserError(f"{path} is not a whole SentencePiece model") from error
 
 
 def _parse(data: bytes) -> SentencePieceModel:
+    # Three of the fields of ModelProto: pieces, trainer_spec and normalizer_spec.
     pieces, trainer, normalizer = [], {}, {}
     for number, value in _fields(data):
         if number == 1:
@@ -100,6 +102,7 @@ def _parse(data: bytes) -> SentencePieceModel:
 
 
 def _piece(fields: dict[int, Any]) -> TextPiece:
+    # A float of four bytes, little-endian; one that is left out is 0.
     (score,) = struct.unpack("<f", fields.get(2, bytes(4)))
     return TextPiece(fields[1].decode("utf-8"), score, Kind(fields.get(3, Kind.NORMAL)))
 
@@ -109,6 +112,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
     value: int | bytes
     while at < len(data):
+        # A field begins with its number and, in three bits, the type that says how long it is.
         key, at = _varint(data, at)
         number, wire_type = key >> 3, key & 7
         if wire_type == 0:

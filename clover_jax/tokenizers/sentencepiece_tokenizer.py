@@ -60,6 +60,7 @@ def load_sentencepiece(directory: Path) -> PreTrainedTokenizerBase:
     model = read_sentencepiece(directory / MODEL_FILE)
     roles = {name: _content(settings[name]) for name in _ROLES if settings.get(name)}
     tokenizer = build_tokenizer(model, legacy=settings.get("legacy") is not False)
+    # Control pieces, and the roles that the configs give to pieces that the model has.
     tokenizer.add_special_tokens(
         [
             AddedToken(text, special=True, normalized=False)
@@ -127,6 +128,7 @@ def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
     # SentencePiece merges by score alone, and leaves out control and byte pieces.
     scores = {piece.text: piece.score for piece in model.pieces if piece.kind == Kind.NORMAL}
     order = {text: index for index, text in enumerate(scores)}
+    # Of all pieces together: where scores are equal, the ids of the parts decide.
     pairs = [
         (-score, order[text[:cut]], order[text[cut:]], text[:cut], text[cut:])
         for text, score in scores.items()
@@ -163,6 +165,7 @@ def _ends(
     tokenizer: Tokenizer, settings: dict[str, Any], roles: dict[str, str]
 ) -> processors.PostProcessor | None:
     """Return what puts the tokens of start and end around a text, as the settings ask."""
+    # Defaults of transformers' Llama tokenizers: BOS at the start, no EOS.
     bos = roles.get("bos_token") if settings.get("add_bos_token", True) else None
     eos = roles.get("eos_token") if settings.get("add_eos_token", False) else None
     if not bos and not eos:
@@ -181,6 +184,7 @@ def _added_tokens(directory: Path, settings: dict[str, Any]) -> dict[int, AddedT
     for id_, fields in (settings.get("added_tokens_decoder") or {}).items():
         flags = {name: bool(fields.get(name)) for name in ("lstrip", "rstrip", "special")}
         added[int(id_)] = AddedToken(fields["content"], normalized=False, **flags)
+    # By id: tokens are added one after the other and take the next free id.
     return dict(sorted(added.items()))
 
 
