@@ -70,11 +70,10 @@ def read_answered(directory: Path) -> list[Record]:
 
     Raises UserError where no row could be decoded.
     """
-    # Rows that failed or were left out have an error and no answer.
+    # Rows that failed or were left out have no answer. Row 0 is the file's line 1.
     path = directory / REGENERATED
     answered = (row for row in read_rows(path) if "output_ids" in row)
     records = [
-        # The index counts from 0, a line of the file from 1.
         record for row in answered for record in parse_row(row, f"{path}:{row['index'] + 1}")
     ]
     if not records:
