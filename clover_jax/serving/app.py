@@ -31,7 +31,7 @@ from clover_jax.serving.requests import (
     read_chat,
     read_completion,
 )
-from clover_jax.serving.service import Ready, Service
+from clover_jax.serving.service import Service
 from clover_jax.serving.shapes import DetokenizeRequest, TokenizeRequest, validated
 
 PAGE = Path(clover_jax.__file__).parent / "assets" / "page" / "index.html"
@@ -77,7 +77,7 @@ def make_app(service: Service) -> Starlette:
         routes=routes,
         middleware=[cors] if origins else [],
         exception_handlers={
-            HTTPException: _refuse_http,
+            HTTPException: _refuse,
             ApiError: _refuse,
             UserError: _refuse,
             Exception: _refuse,  # a bug: starlette raises it again, and uvicorn logs it
@@ -111,17 +111,18 @@ def _answers(read: Read) -> Callable[[Request], Any]:
 
 
 async def _models(request: Request) -> Response:
-    ready = _service(request).admit(request)
-    return JSONResponse({"object": "list", "data": [_card(_service(request), ready)]})
+    return JSONResponse({"object": "list", "data": [_card(request)]})
 
 
 async def _model(request: Request) -> Response:
-    ready = _service(request).admit(request)
-    check_model(request.path_params["name"], ready.served.model)
-    return JSONResponse(_card(_service(request), ready))
+    card = _card(request)
+    check_model(request.path_params["name"], card["id"])
+    return JSONResponse(card)
 
 
-def _card(service: Service, ready: Ready) -> dict[str, Any]:
+def _card(request: Request) -> dict[str, Any]:
+    service = _service(request)
+    ready = service.admit(request)
     return {
         "id": ready.served.model,
         "object": "model",
@@ -186,13 +187,8 @@ async def _page(request: Request) -> Response:
 
 
 async def _refuse(request: Request, error: Exception) -> Response:
+    if isinstance(error, HTTPException):  # another path or method
+        message = f"{request.method} {request.url.path}: {HTTPStatus(error.status_code).phrase}"
+        error = ApiError(message, error.status_code, headers=error.headers)
     refusal = as_api_error(error)
-    return JSONResponse(refusal.body(), refusal.status, refusal.headers)
-
-
-async def _refuse_http(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    phrase = HTTPStatus(error.status_code).phrase
-    message = f"{request.method} {request.url.path}: {phrase}"
-    refusal = ApiError(message, error.status_code, headers=error.headers)
     return JSONResponse(refusal.body(), refusal.status, refusal.headers)

@@ -63,9 +63,10 @@ class Answers(abc.ABC):
                 *self._scored_prompt(index, progress),
                 *self._scored(progress, 0, progress.turn.output_ids),
             ]
-            text = self._prompt_text(index) + self._text(progress)
+            answer = "" if self.call.no_output else progress.turn.text or ""
             logprobs = self._logprobs(index, scored) if self._wants_scores else None
-            choices.append(_choice(index, self._message(text), logprobs, self._finish(progress)))
+            message = self._message(self._prompt_text(index) + answer)
+            choices.append(_choice(index, message, logprobs, self._finish(progress)))
         return self._body(self.kind, choices) | {"usage": self.usage(ended)}
 
     def next(self, index: int, progress: TurnProgress) -> list[dict[str, Any]]:
@@ -147,9 +148,6 @@ class Answers(abc.ABC):
         reason = "length" if self.call.no_output else progress.turn.finish_reason
         assert reason is not None  # an answer that has ended says why
         return FINISH_REASONS[reason]
-
-    def _text(self, progress: TurnProgress) -> str:
-        return "" if self.call.no_output else progress.turn.text or ""
 
     def _prompt_text(self, index: int) -> str:
         if not self.call.echo:

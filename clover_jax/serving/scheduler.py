@@ -267,9 +267,10 @@ class Scheduler:
 
         # A step costs the same for few rows and for many, so a slot that is read late is wasted
         # time. A single prompt, however long, still holds the others up for one step's time only.
+        step_seconds = self._slots.step_seconds or CHUNK_SECONDS
         reading = self._slots.num_reading + count
-        waited = min(max(reading, 1), MOST_WAITED) * self._step_seconds
-        num_steps = round(CHUNK_SECONDS / self._step_seconds)
+        waited = min(max(reading, 1), MOST_WAITED) * step_seconds
+        num_steps = round(CHUNK_SECONDS / step_seconds)
         return _Iteration(
             freed,
             [job.request for job in self._joining],
@@ -312,10 +313,6 @@ class Scheduler:
         if new.is_last or job.row.is_followed:
             self._tell(job, job.kept)
             job.kept = []
-
-    @property
-    def _step_seconds(self) -> float:
-        return self._slots.step_seconds or CHUNK_SECONDS
 
     def _tell(self, job: _Job, news: list[NewTokens] | Exception) -> None:
         try:

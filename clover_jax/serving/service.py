@@ -75,6 +75,7 @@ class Service:
         # Requests that are being answered: `drain` waits until there are none.
         self._is_draining, self._num_open = False, 0
         self._all_answered = asyncio.Event()
+        self._all_answered.set()
 
     def open(self, ready: Ready) -> None:
         """Admit requests from now on: all programs of the server's own scheduler are compiled."""
@@ -110,22 +111,19 @@ class Service:
     def answering(self) -> Iterator[None]:
         """Count a request that will be answered, even if the server is stopped meanwhile."""
         self._num_open += 1
+        self._all_answered.clear()
         try:
             yield
         finally:
             self._num_open -= 1
-            self._tell_answered()
+            if not self._num_open:
+                self._all_answered.set()
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until all admitted ones are answered."""
-        # Told at once where nothing is open: no answer would end later and tell it.
+        # Refused first: none may begin while the last ones are waited for.
         self._is_draining = True
-        self._tell_answered()
         await self._all_answered.wait()
-
-    def _tell_answered(self) -> None:
-        if self._is_draining and not self._num_open:
-            self._all_answered.set()
 
     def _check_key(self, request: Request) -> None:
         kind, _, key = request.headers.get("authorization", "").partition(" ")
