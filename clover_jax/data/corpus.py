@@ -72,8 +72,12 @@ def builtin_documents(
             f"{root} holds no Python sources for the split {split!r}; minimal installs leave them "
             "out: install Python's full standard library, or name a folder of other sources"
         )
-    # By name, so that the order is the same on every machine.
-    return _without_repeats(sorted(documents))
+    # By name, so that the order is the same on every machine. A module that lies in two places is
+    # one text to learn from.
+    first: dict[str, Document] = {}
+    for document in sorted(documents):
+        first.setdefault(document.text, document)
+    return list(first.values())
 
 
 def is_heldout(name: str) -> bool:
@@ -88,23 +92,18 @@ def is_heldout(name: str) -> bool:
 
 def _read_tree(root: Path, prefix: str, split: Split) -> Iterator[Document]:
     """Yield the usable modules of one split under `root`."""
-    for path in _source_files(root):
-        name = prefix + path.relative_to(root).as_posix()
-        # By name alone: a file of the other split is not even read.
-        if is_heldout(name) == (split == "heldout"):
+    for path in root.rglob("*.py"):
+        place = path.relative_to(root)
+        name = prefix + place.as_posix()
+        # By name and size alone: what is left out is not even read.
+        if not _SKIPPED_DIRECTORIES.isdisjoint(place.parts[:-1]) or _SKIPPED_FILES.match(path.name):
+            continue
+        if is_heldout(name) != (split == "heldout") or not path.is_file():
+            continue
+        if _MIN_BYTES <= path.stat().st_size <= _MAX_BYTES:
             text = _read_module(path)
             if text is not None:
                 yield Document(name, text)
-
-
-def _source_files(root: Path) -> Iterator[Path]:
-    """Yield candidate files by name and size alone, without reading them."""
-    for path in sorted(root.rglob("*.py")):
-        directories = path.relative_to(root).parts[:-1]
-        if not _SKIPPED_DIRECTORIES.isdisjoint(directories) or _SKIPPED_FILES.match(path.name):
-            continue
-        if path.is_file() and _MIN_BYTES <= path.stat().st_size <= _MAX_BYTES:
-            yield path
 
 
 def _read_module(path: Path) -> str | None:
@@ -131,12 +130,3 @@ def _package_directory(package: str) -> Path:
     if not directory.is_dir():
         raise UserError(f"package {package!r} is not installed: {directory} is no directory")
     return directory
-
-
-def _without_repeats(documents: list[Document]) -> list[Document]:
-    """Drop documents whose text an earlier one has too."""
-    # A module that lies in two places is one text to learn from.
-    first: dict[str, Document] = {}
-    for document in documents:
-        first.setdefault(document.text, document)
-    return list(first.values())

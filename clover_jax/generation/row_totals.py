@@ -12,7 +12,6 @@ class RowTotals:
     """Sums over output rows, those of an earlier run among them."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()):
-        """Begin with some rows."""
         self.rows = self.failed = self.skipped = 0
         self._lengths = AcceptedLengths()
         for row in rows:

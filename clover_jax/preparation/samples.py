@@ -13,7 +13,7 @@ from clover_jax.data.samples import RecordSamples
 from clover_jax.data.shards import ShardWriter, in_shards
 from clover_jax.data.training_data import sample_identity
 from clover_jax.preparation.options import PrepareOptions
-from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.runtime.progress import progress_bar
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -66,33 +66,21 @@ def _write_split(
     if not writer.is_complete:
         total, done = len(samples), writer.num_records
         with progress_bar(total, manifest.removesuffix(".json"), "sample", initial=done) as bar:
-            tally = _Tally(samples, bar)
-            for shard in in_shards(tally.records(done), SHARD_BYTES):
-                writer.write(shard, counts=tally.take())
+            # Each shard keeps its own counts, so that a run that goes on need not count it again.
+            of_shard = SampleCounts()
+
+            def make_records() -> Iterator[bytes]:
+                for index in range(done, total):
+                    sample = of_shard.add(samples, index)
+                    bar.update()
+                    yield pack_sample(sample)
+
+            for shard in in_shards(make_records(), SHARD_BYTES):
+                writer.write(shard, counts=of_shard.to_dict())
+                of_shard = SampleCounts()
 
     counts = SampleCounts.total(shard["counts"] for shard in writer.shards)
     # Held-out samples are measured with, so nothing need be learnt from them.
     if manifest == TRAIN:
         counts.judge(samples, options.max_truncated)
     return writer.finish(counts=counts.to_dict())
-
-
-class _Tally:
-    """Tokenises samples and counts them, shard by shard."""
-
-    def __init__(self, samples: RecordSamples, bar: Progress):
-        self._samples, self._bar = samples, bar
-        self._counts = SampleCounts()
-
-    def records(self, first: int) -> Iterator[bytes]:
-        """Yield the records from sample `first` on."""
-        for index in range(first, len(self._samples)):
-            sample = self._counts.add(self._samples, index)
-            self._bar.update()
-            yield pack_sample(sample)
-
-    def take(self) -> dict[str, Any]:
-        """Return the counts since the last call."""
-        # A shard keeps its own, so that a run that goes on need not count it again.
-        counts, self._counts = self._counts, SampleCounts()
-        return counts.to_dict()
