@@ -81,7 +81,6 @@ class RecordSamples:
         return len(self.sections)
 
     def __getitem__(self, index: int) -> Encoded:
-        """Return the tokenised sample."""
         try:
             return encode_record(self.sections[index], self._tokenizer, self._vocab_size)
         except UserError as error:

@@ -234,7 +234,7 @@ def _check_version(manifest: dict[str, Any], path: Path) -> None:
 
 
 def _damage(directory: Path, shard: dict[str, Any]) -> str | None:
-    """Say what is wrong with a shard's file, by its size alone; None for nothing."""
+    """Say what is wrong with a shard's file; None for nothing."""
     # By size alone: opening must be fast, and reading checks every record's hash.
     path = directory / shard["file"]
     if not path.is_file():

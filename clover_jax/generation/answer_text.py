@@ -5,10 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from clover_jax.tokenizers.detokenization import TextStream
-
-# A character that lacks bytes reads as this; a later token may complete it.
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+from clover_jax.tokenizers.detokenization import INCOMPLETE, TextStream
 
 
 class StopCut(NamedTuple):
@@ -108,7 +105,7 @@ def settled_length(text: str, stops: Sequence[str]) -> int:
 
 def _readable(settled: str, pieces: TextStream) -> str:
     """Return a text with what is held back of it, but for a character that may lack bytes."""
-    return settled + pieces.held().rstrip(_INCOMPLETE)
+    return settled + pieces.held().rstrip(INCOMPLETE)
 
 
 def _num_before(open_pieces: Callable[[], TextStream], ids: Sequence[int], position: int) -> int:

@@ -133,7 +133,6 @@ class RowStream:
         self._requests = itertools.chain([first], self._requests)
 
     def __iter__(self) -> Iterator[RowEvent]:
-        """Decode, and yield what happens."""
         for progress in self._stream(self._requests):
             # Rows that failed while slots were filled, which no update will mention.
             yield from self._take_not_decoded()

@@ -66,7 +66,8 @@ class Answering(Response):
 
         # A refusal before anything is decoded still gets its own HTTP status.
         async with self._decoding() as updates:
-            await writer.start()
+            headers = Headers(_EVENT_HEADERS).raw
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 ended = await self._follow_all(updates, take)
             except (TimeLimit, UserError) as error:
@@ -134,11 +135,6 @@ class _EventWriter:
 
     def __init__(self, send: Send):
         self._send, self._lock = send, asyncio.Lock()
-
-    async def start(self) -> None:
-        """Begin the response."""
-        headers = Headers(_EVENT_HEADERS).raw
-        await self._send({"type": "http.response.start", "status": 200, "headers": headers})
 
     async def write(self, values: list[dict[str, Any]], is_last: bool = False) -> None:
         """Write an event for each value; after the last ones the line that ends a stream."""

@@ -9,7 +9,7 @@ from clover_jax.data.prompts import Prompt
 from clover_jax.generation.settings import GenerationSettings, Grain
 from clover_jax.serving.errors import ApiError
 
-_RETRY_SECONDS = 5  # until a full queue may have room
+_RETRY = {"Retry-After": "5"}  # seconds until a full queue may have room
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,7 +64,7 @@ class Overloaded(ApiError):
             "too many requests are waiting; try again later",
             HTTPStatus.TOO_MANY_REQUESTS,
             code="rate_limit_exceeded",
-            retry_after=_RETRY_SECONDS,
+            headers=_RETRY,
         )
 
 

@@ -19,7 +19,6 @@ class ApiError(Exception):
 
     message: what is wrong and what would be right; shown to the client.
     status: of HTTP. param: the field that is wrong. code: a word for programs.
-    retry_after: seconds after which to retry.
     """
 
     def __init__(
@@ -28,14 +27,10 @@ class ApiError(Exception):
         status: int = HTTPStatus.BAD_REQUEST,
         param: str | None = None,
         code: str | None = None,
-        retry_after: int | None = None,
         headers: Mapping[str, str] | None = None,
     ):
         super().__init__(message)
-        self.status, self.param, self.code = status, param, code
-        self.headers = dict(headers or {})
-        if retry_after is not None:
-            self.headers["Retry-After"] = str(retry_after)
+        self.status, self.param, self.code, self.headers = status, param, code, headers
 
     def body(self) -> dict[str, Any]:
         """Return the error object of OpenAI's API."""

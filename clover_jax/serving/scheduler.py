@@ -328,7 +328,7 @@ class Updates:
     """
 
     def __init__(self, scheduler: Scheduler, job: _Job, seconds: float):
-        """Follow a job, for at most so many seconds."""
+        # The seconds begin here, so that a request's time in the queue counts.
         self._scheduler, self._job = scheduler, job
         self._deadline = asyncio.get_running_loop().time() + seconds
         self._has_ended = False
@@ -366,6 +366,7 @@ class Updates:
 
     async def aclose(self) -> None:
         """Cancel the ask if it runs; the slot is free before the next chunk of steps."""
+        # Also before the first update, when a generator would not have begun and end in silence.
         if not self._has_ended:
             self._has_ended = True
             self._scheduler.cancel(self._job)

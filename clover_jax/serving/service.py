@@ -24,7 +24,7 @@ from clover_jax.serving.requests import Served
 from clover_jax.serving.scheduler import Scheduler
 from clover_jax.serving.token_texts import TokenTexts
 
-_RETRY_SECONDS = 5  # until a server that loads, or another in its place, may be ready
+_RETRY = {"Retry-After": "5"}  # seconds until this server, or one in its place, may be ready
 
 
 class Ready(NamedTuple):
@@ -103,7 +103,7 @@ class Service:
             raise ApiError(
                 "the server is stopping" if self._is_draining else "the model is being loaded",
                 HTTPStatus.SERVICE_UNAVAILABLE,
-                retry_after=_RETRY_SECONDS,
+                headers=_RETRY,
             )
         return self._ready
 

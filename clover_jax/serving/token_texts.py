@@ -3,18 +3,14 @@
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.detokenization import decode_text
+from clover_jax.tokenizers.detokenization import BYTE_TOKEN, INCOMPLETE, decode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
@@ -46,11 +42,11 @@ class TokenTexts:
         text = self.text(id_)
         if self._tokenizer is None:
             return None
-        if _INCOMPLETE not in text:
+        if INCOMPLETE not in text:
             return list(text.encode())
         # A part of a character: its bytes follow from its name.
         name = self.written(id_)
-        byte, alphabet = _BYTE_TOKEN.fullmatch(name), _byte_alphabet()
+        byte, alphabet = BYTE_TOKEN.fullmatch(name), _byte_alphabet()
         if byte:
             return [int(byte[1], 16)]
         return [alphabet[c] for c in name] if all(c in alphabet for c in name) else None

@@ -12,8 +12,10 @@ if TYPE_CHECKING:
 
 _NEAR = 32  # tokens before others that may decide the spelling of those
 _LONG = 2 * _NEAR  # tokens to decode at once, of a text that streams
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
-_INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
+# A token of a single byte, as SentencePiece names it.
+BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
+# A character that lacks bytes reads as this; a later token may complete it.
+INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 _MOST_OPEN = 3  # bytes of a character that lacks its last
 
 
@@ -65,7 +67,7 @@ class TextStream:
             end -= 1
         text = _decode(self._tokenizer, self._ids[:end])
         # A character may still lack bytes; where none come, `held` gives it as it is.
-        settled = text.rstrip(_INCOMPLETE)
+        settled = text.rstrip(INCOMPLETE)
         piece = settled[self._num_emitted :]
         self._num_emitted += len(piece)
 
@@ -112,7 +114,7 @@ def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
     in_run = dict.fromkeys(tokenizer.all_special_ids, b"")
     # Vocabularies of bytes (GPT-2) have no such tokens: their bytes wait as incomplete characters.
     for token, id_ in tokenizer.get_vocab().items():
-        byte = _BYTE_TOKEN.fullmatch(token)
+        byte = BYTE_TOKEN.fullmatch(token)
         if byte:
             in_run[id_] = bytes.fromhex(byte[1])
     return in_run
@@ -150,7 +152,7 @@ def _settled_length(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) 
     cuts = range(min(_MOST_OPEN, len(context)) + 1)
     texts = (_decode(tokenizer, context[: len(context) - cut]) for cut in cuts)
     # Longest where byte tokens are left out that would make their whole run unreadable.
-    return max(len(text.rstrip(_INCOMPLETE)) for text in texts)
+    return max(len(text.rstrip(INCOMPLETE)) for text in texts)
 
 
 def _decode(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> str:
