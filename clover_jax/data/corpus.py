@@ -52,13 +52,10 @@ def builtin_documents(
 ) -> list[Document]:
     """Return the built-in corpus's modules of one split, sorted by name.
 
-    Args:
-      split: "train", or "heldout" (about 5 % of the modules).
-      root: the library tree to read; the running interpreter's standard library by default.
-      packages: names of installed packages to add, e.g. ("numpy",).
-
-    Raises:
-      UserError: a package that is not installed, or a library without sources.
+    split: "train", or "heldout" (about 5 % of the modules).
+    root: the library tree to read; the running interpreter's standard library by default.
+    packages: names of installed packages to add, e.g. ("numpy",).
+    Raises UserError for a package that is not installed, or a library without sources.
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split ({split!r}) must be 'train' or 'heldout'")

@@ -109,25 +109,25 @@ def parse_row(row: Any, source: str) -> list[Record]:
             return _token_rows(row, source)
         if "messages" in row:
             pairs = [(message["role"], message["content"]) for message in row["messages"]]
-            return [_conversation(pairs, source)]
-        if "conversations" in row:
+        elif "conversations" in row:
             pairs = [(_sharegpt_role(m["from"], source), m["value"]) for m in row["conversations"]]
-            return [_conversation(pairs, source)]
-        if "prompt" in row and "response" in row:
+        elif "prompt" in row and "response" in row:
             pairs = [("user", row["prompt"]), ("assistant", row["response"])]
-            return [_conversation(pairs, source)]
         # Last: rows of other forms may have a text beside.
-        if "text" in row:
+        elif "text" in row:
             return [Text(source, _text(row["text"]))]
+        else:
+            raise UserError(
+                f"{source}: expected prompt and response, messages, conversations, text, or "
+                f"prompt_ids and output_ids; found {', '.join(map(repr, row)) or 'nothing'}"
+            )
+        messages = tuple((_text(role), _text(content)) for role, content in pairs)
+        return [Conversation(source, messages)]
     except UserError:
         raise  # says all there is to say
     # A message without a role, a number in the place of a list: whatever the row's shape breaks.
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{source}: a malformed row: {error!r}") from None
-    raise UserError(
-        f"{source}: expected prompt and response, messages, conversations, text, or prompt_ids "
-        f"and output_ids; found {', '.join(map(repr, row)) or 'nothing'}"
-    )
 
 
 def _sharegpt_role(name: Any, source: str) -> str:
@@ -168,11 +168,6 @@ def join_turns(turns: Sequence[Turn]) -> tuple[Turn, ...] | None:
         joined.append((prompt[len(read) :], output))
         read = prompt + output
     return tuple(joined)
-
-
-def _conversation(pairs: Sequence[tuple[Any, Any]], source: str) -> Conversation:
-    messages = tuple((_text(role), _text(content)) for role, content in pairs)
-    return Conversation(source, messages)
 
 
 def _text(value: Any) -> str:

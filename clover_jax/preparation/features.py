@@ -177,7 +177,7 @@ def _pack_rows(
     samples: PreparedSamples, first: int, batch_size: int, seq_len: int
 ) -> Iterator[Rows]:
     """Pack the samples from `first` on, in the pieces that training cuts them into."""
-    rows, row, column, segment = _empty_rows(batch_size, seq_len), 0, 0, 0
+    rows, row, column = _empty_rows(batch_size, seq_len), 0, 0
     for index in range(first, len(samples)):
         tokens = samples[index].tokens
         # A sample without tokens has a place, too: its record must not be missing.
@@ -185,18 +185,17 @@ def _pack_rows(
             piece = tokens[start : start + seq_len]
             # No room in this row: begin the next, and after the last one the next batch.
             if column + len(piece) > seq_len:
-                row, column, segment = row + 1, 0, 0
+                row, column = row + 1, 0
             if row == batch_size:
                 yield rows
                 rows, row = _empty_rows(batch_size, seq_len), 0
 
             # A segment of its own: as in training, a piece sees none before it, even of its sample.
-            segment += 1
             columns = slice(column, column + len(piece))
-            rows.tokens[row, columns] = piece
-            rows.segment_ids[row, columns] = segment
-            rows.positions[row, columns] = np.arange(len(piece))
             rows.places.append(Place(row, columns, is_last=start + seq_len >= len(tokens)))
+            rows.tokens[row, columns] = piece
+            rows.segment_ids[row, columns] = len(rows.places)
+            rows.positions[row, columns] = np.arange(len(piece))
             column = columns.stop
     yield rows
 

@@ -67,13 +67,10 @@ def progress_bar(
 ) -> Progress:
     """Return a progress display with rate, time left and the figures given to `show`.
 
-    Args:
-      total: units in all.
-      desc: the work, in a word or two.
-      unit: what is counted, in the singular.
-      initial: units that an earlier run has done; they count for the position, not for the rate.
-      file: where it goes, stderr by default. Not a terminal: a plain line every ten seconds.
-      compiling: a clock whose seconds count neither for the rate nor for the time left.
+    desc: the work, in a word or two. unit: what is counted, in the singular.
+    initial: units that an earlier run has done; they count for the position, not for the rate.
+    file: where it goes, stderr by default. Not a terminal: a plain line every ten seconds.
+    compiling: a clock whose seconds count neither for the rate nor for the time left.
     """
     file = sys.stderr if file is None else file
     display = _Bar if file.isatty() else _Lines

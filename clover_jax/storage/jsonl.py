@@ -23,8 +23,7 @@ def to_json(value: Any) -> str:
 def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
     """Yield the rows of a JSONL file, less a torn last line.
 
-    Raises:
-      UserError: for a whole line that is not JSON, with its number.
+    Raises UserError for a whole line that is not JSON, with its number.
     """
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):

@@ -40,17 +40,12 @@ class RowWriter:
     ):
         """Open `path` for appending, after the rows that an earlier run has left.
 
-        Args:
-          path: the row file; its manifest lies beside it.
-          settings: what the rows depend on, as JSON values.
-          prompts_hash: identifies the input rows.
-          overwrite: start anew whatever is there; it stays until the first row replaces it.
-          first: index of the first row, where other files have those before it.
-          shard: which part of all rows that is, for the manifest (`row_shards.py`); None for all.
-
-        Raises:
-          UserError: where `path` holds rows of other settings or prompts, rows without a manifest,
-            or is being written by another process.
+        settings: what the rows depend on, as JSON values. prompts_hash: identifies the input rows.
+        overwrite: start anew whatever is there; it stays until the first row replaces it.
+        first: index of the first row, where other files have those before it.
+        shard: which part of all rows that is, for the manifest (`row_shards.py`); None for all.
+        Raises UserError where `path` holds rows of other settings or prompts, rows without a
+        manifest, or is being written by another process.
         """
         self.path, self._first = Path(path), first
         self._manifest_path = manifest_path(self.path)
