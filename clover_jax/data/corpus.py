@@ -63,7 +63,10 @@ def builtin_documents(
     root = Path(root or sysconfig.get_path("stdlib"))
     documents = list(_read_tree(root, "", split))
     for package in packages:
-        documents.extend(_read_tree(_package_directory(package), package + "/", split))
+        folder = Path(sysconfig.get_path("purelib")) / package
+        if not folder.is_dir():
+            raise UserError(f"package {package!r} is not installed: {folder} is no directory")
+        documents.extend(_read_tree(folder, package + "/", split))
     if not documents:
         raise UserError(
             f"{root} holds no Python sources for the split {split!r}; minimal installs leave them "
@@ -120,10 +123,3 @@ def parse_module(text: str) -> ast.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         return ast.parse(text)
-
-
-def _package_directory(package: str) -> Path:
-    directory = Path(sysconfig.get_path("purelib")) / package
-    if not directory.is_dir():
-        raise UserError(f"package {package!r} is not installed: {directory} is no directory")
-    return directory

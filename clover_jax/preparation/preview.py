@@ -14,10 +14,7 @@ if TYPE_CHECKING:
 
 _COUNTED, _REST, _RESET = "\033[32m", "\033[2m", "\033[0m"
 # Where there are no colours; no chat template has these.
-_OPEN, _CLOSE = (
-    "\N{MATHEMATICAL LEFT WHITE SQUARE BRACKET}",
-    "\N{MATHEMATICAL RIGHT WHITE SQUARE BRACKET}",
-)
+_OPEN, _CLOSE = "⟦", "⟧"
 
 
 def show_samples(

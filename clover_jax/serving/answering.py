@@ -110,9 +110,8 @@ class Answering(Response):
         try:
             async for progress in updates:
                 # Only streams have pieces; of other answers no client sees the first token.
-                count = sum(len(piece.ids) for piece in progress.pieces)
                 now = time.monotonic()
-                if count:
+                if count := sum(len(piece.ids) for piece in progress.pieces):
                     if last_tokens is None:
                         metrics.first_tokens(now - started)
                     else:
