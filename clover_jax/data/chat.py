@@ -65,6 +65,7 @@ def encode_record(
     # A mask without an answer would be trained on in silence, and teach nothing.
     if not encoded.loss_mask.any():
         _refuse_lost_answer(record)
+    # A tokenizer may know tokens that the base does not.
     if encoded.tokens.size and encoded.tokens.max() >= vocab_size:
         raise UserError(
             f"{record.source}: token id {encoded.tokens.max()} is outside the base's vocabulary, "
@@ -92,6 +93,7 @@ def render_plain(record: Conversation) -> tuple[str, list[Span]]:
         start = len(text)
         text += content + "\n"
         if role == "assistant":
+            # Its newline too: where an answer ends is to be learnt.
             spans.append(Span(start, len(text)))
     return text, spans
 
@@ -200,6 +202,7 @@ def _encode_rendered(
 
     (Its first may not be: a token may join a space before the answer to the answer's first word.)
     """
+    # A template writes the special tokens itself.
     encoding = tokenizer(text, add_special_tokens=is_plain, return_offsets_mapping=True)
     # Tokens that the tokenizer adds have the offsets (0, 0), so their last character is in no span.
     # Spaces that it trims from offsets (trim_offsets) leave an empty range behind the last one.

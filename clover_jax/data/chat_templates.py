@@ -51,6 +51,7 @@ def with_chat_template(
             )
         # Newlines at the ends of the file are the editor's, not the template's.
         tokenizer.chat_template = _find(name).read_text(encoding="utf-8").strip("\n")
+    # Tried once here: a template that breaks the limits would fail row by row.
     if tokenizer is not None and tokenizer.chat_template is not None:
         # A template may refuse this conversation, for want of a system's message perhaps.
         with contextlib.suppress(_Refusal):

@@ -45,6 +45,7 @@ class PreparedSamples:
 
     def __init__(self, directory: Path, hidden_names: tuple[str, ...] = ()):
         """Open the folder; raises UserError for what is missing, unfinished or not whole."""
+        # `prepare` begins it last: without it the rest is not whole either.
         if not (directory / TRAIN).is_file():
             raise UserError(incomplete(directory))
         if hidden_names and not (directory / HIDDEN).is_file():

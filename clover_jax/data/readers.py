@@ -93,6 +93,7 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
 
 def _read_file(path: Path, is_named: bool, unread: collections.Counter[str]) -> Iterator[Record]:
     with open_rows(path) as file:
+        # Line by line; of other files the form shows only in the whole text.
         if plain_name(path).endswith(".jsonl"):
             yield from _parse_rows(_lines(path, file), unread)
             return

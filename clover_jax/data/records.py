@@ -26,6 +26,7 @@ _FORMS = (
 READ_FIELDS = frozenset().union(*_FORMS) | {
     *("error", "skipped", "accepted", "target_forwards", "tau", "seconds", "finish_reason"),
 }
+# Names of speakers in the wild -> roles of chat templates.
 _SHAREGPT_ROLES = {
     "human": "user",
     "user": "user",

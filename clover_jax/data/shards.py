@@ -81,6 +81,7 @@ class ShardWriter:
 
     def write(self, records: Sequence[bytes], **facts: Any) -> None:
         """Write one shard; `facts` are kept beside its name."""
+        # On use: commands that touch no prepared data run without the library.
         with _explained_absence():
             from array_record.python.array_record_module import ArrayRecordWriter
         name = f"{self._stem}-{len(self.shards):05}.array_record"
@@ -109,6 +110,7 @@ class ShardWriter:
         """Go on from an earlier run's manifest."""
         _check_version(earlier, self.path)
         wanted = self._manifest["made_from"]
+        # Of both: a key that one of them lacks differs, too.
         for name in sorted({*wanted, *earlier["made_from"]}):
             before = earlier["made_from"].get(name)
             if before != wanted.get(name):

@@ -39,6 +39,7 @@ class RowPrinter(AbstractContextManager):
             return
         self._waiting[row["index"]] = row
         while self.finished in self._waiting:
+            # Flushed, so that a reader of the pipe has each row at once.
             print(to_json(self._waiting.pop(self.finished)), flush=True)
             self.finished += 1
 
@@ -72,6 +73,7 @@ def open_rows(
     writers: list[RowWriter] = []
 
     def open_writer() -> int:
+        # Rows of a part keep the numbers that they have in the whole.
         writer = RowWriter(
             path,
             settings=settings,

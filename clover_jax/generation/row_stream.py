@@ -56,6 +56,7 @@ def open_stream(
     is_watched: whether events bring text as it settles.
     Raises UserError for less than one row at once.
     """
+    # NumPy's integers are whole numbers too.
     if not isinstance(batch_size, numbers.Integral):
         raise UserError(f"batch_size must be a whole number, not {batch_size!r}")
     if batch_size < 1:
@@ -188,6 +189,7 @@ class RowStream:
             if isinstance(prompt, BadPrompt):
                 raise UserError(prompt.error)
             if prompt.index not in self._states:
+                # The first turn; later ones go on with the answers so far.
                 state = RowState(prompt, self._settings, self._models, self._watched_by)
                 self._states[prompt.index] = state
             request = self._states[prompt.index].next_request()
@@ -209,5 +211,6 @@ class RowStream:
         return None
 
     def _leave_out(self, prompt: Prompt | BadPrompt, key: str, reason: str) -> None:
+        # A conversation fails as a whole, with the answers that it has.
         self._states.pop(prompt.index, None)
         self._not_decoded.append(RowEvent(prompt, row={"index": prompt.index, key: reason}))

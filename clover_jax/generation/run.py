@@ -53,6 +53,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
     that fail are counted instead.
     """
     if options.join:
+        # Files alone, which the primary has.
         return from_primary(lambda: _join(options))
     if options.searches_tree:
         check_one_process()

@@ -69,6 +69,7 @@ class GenerationSettings(Warping):
         # Callers of the library give one text, several or none.
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         stop = [] if stop is None else stop
+        # The class is frozen; this is how it sets its own fields.
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
 
         # Types first: what follows compares values. Then what a distribution needs, in its words.
@@ -87,6 +88,7 @@ class GenerationSettings(Warping):
                 f"({self.max_new_tokens})"
             )
         assert isinstance(self.stop, tuple)  # as set above
+        # The types above say that it is a tuple, not of what.
         if not all(isinstance(text, str) for text in self.stop):
             raise UserError(f"stop must be strings, not {self.stop!r}")
         if "" in self.stop:

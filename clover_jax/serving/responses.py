@@ -59,6 +59,7 @@ class Answers(abc.ABC):
         """Return the body of all answers, in the order of the asks."""
         choices = []
         for index, progress in enumerate(ended):
+            # With echo, prompt and answer are one text with one list of scores.
             scored = [
                 *self._scored_prompt(index, progress),
                 *self._scored(progress, 0, progress.turn.output_ids),

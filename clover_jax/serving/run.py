@@ -195,6 +195,7 @@ def _tell_ready(service: Service, models: Models, listener: socket.socket) -> No
     if not (is_loopback(options.host) or service.needs_key):
         say(f"anybody who reaches {host} may use this server; --api_key_file=FILE asks for a key")
 
+    # Last, since this is the line that callers wait for: requests are let in by now.
     draft = "no draft" if options.spec.draft == NO_DRAFT else options.spec.draft
     shown = f"[{host}]" if ":" in host else host
     say(f"serving {options.model_name} with {draft} on http://{shown}:{port}")

@@ -253,6 +253,7 @@ def _refuse_not_done(
 ) -> None:
     for name, harmless in not_done.items():
         value = values.get(name)
+        # Null and a neutral value ask for nothing, and clients often send them.
         if value is None or any(_is_same(value, other) for other in harmless):
             continue
         instead = f", or give {shown(harmless[0])}" if harmless else ""
