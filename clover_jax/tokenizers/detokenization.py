@@ -130,6 +130,8 @@ def _near_context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> lis
     while start and ids[start - 1] in in_run:
         start -= 1
     run = [id_ for id_ in ids[start:] if in_run[id_]]
+    # A run that begins the context stays: without it what follows would begin the text, and lose
+    # its space.
     if start:
         run = run[len(run) - _num_open(b"".join(in_run[id_] for id_ in run)) :]
     return [*ids[max(start - _NEAR, 0) : start], *run]

@@ -68,6 +68,8 @@ def test_a_continuation_keeps_the_space_that_the_start_of_a_text_loses(tokenizer
     assert decode_text(tokenizer, answer, prompt) == " the"
     stream = TextStream(tokenizer, prompt)
     assert stream.push(answer) + stream.held() == " the"
+    only_bytes = tokenizer.convert_tokens_to_ids(["<0x41>", "<0x42>"])
+    assert decode_text(tokenizer, answer, only_bytes) == " the"
 
 
 def test_a_character_that_the_context_begins_belongs_to_what_follows(tokenizers):
