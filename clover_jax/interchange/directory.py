@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
+from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import FLOAT32, Params
 from clover_jax.config import DrafterConfig
@@ -16,6 +17,7 @@ from clover_jax.interchange.orbax_params import save_params
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import BaseFingerprint
+from clover_jax.pretrained.loading import place_as
 from clover_jax.storage.files import atomic_directory
 
 
@@ -83,6 +85,7 @@ def load_draft(
 
 def read_draft(head: StoredHead, dtype: jnp.dtype) -> Draft:
     """Read the params of an opened head, cast to `dtype`, on the default device."""
-    card, params = head.card, head.read_params(dtype)
+    card, place = head.card, place_as(dtype)
+    params = unflatten_dict({path: place(path, head.read(path)) for path in head.shapes})
     built = registry.head(card.config)
     return Draft(built, params, card.tree, card.provenance, head.source, card.chat_template)

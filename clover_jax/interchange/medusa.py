@@ -19,13 +19,6 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count
 from clover_jax.pretrained.tensor_map import Leaf, Piece, whole
 
-ORIGINAL_FILE = "medusa_lm_head.safetensors"
-
-
-def parse_original(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaConfig:
-    """Turn the original's fields into ours."""
-    return _config(values, path, "medusa_num_heads", "medusa_num_layers", base)
-
 
 def parse_vllm(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaConfig:
     """Turn vLLM's fields into ours; another width and a reduced vocabulary are refused."""
@@ -42,7 +35,7 @@ def parse_vllm(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaCo
             f"{path}: hidden_size is {values['hidden_size']}, that of the base is "
             f"{base.hidden_size}; give the base that the head was trained for"
         )
-    return _config(values, path, "num_heads", "num_hidden_layers", base)
+    return _config(values, path, base, "num_heads", "num_hidden_layers")
 
 
 def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
@@ -84,7 +77,7 @@ def check_exportable(config: MedusaConfig, base: BaseConfig) -> None:
 
 
 def _config(
-    values: dict[str, Any], path: Path, heads: str, layers: str, base: BaseConfig
+    values: dict[str, Any], path: Path, base: BaseConfig, heads: str, layers: str
 ) -> MedusaConfig:
     # The names of the two fields are all that the layouts' configs differ in here.
     for name in (heads, layers):
@@ -117,11 +110,11 @@ ORIGINAL = Layout(
     name="medusa",
     to="medusa",
     kind="medusa",
-    parse_config=parse_original,
+    parse_config=functools.partial(_config, heads="medusa_num_heads", layers="medusa_num_layers"),
     leaves=functools.partial(_leaves, block="{}.0.linear", matrix="{}.1.weight"),
     config_fields=original_fields,
     check_exportable=check_exportable,
-    file=ORIGINAL_FILE,
+    file="medusa_lm_head.safetensors",
 )
 VLLM = Layout(
     name="medusa_vllm",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,17 +37,14 @@ class LazyLeaf:
     # orbax reads the following as it would of an array.
     @property
     def ndim(self) -> int:
-        """Number of axes."""
         return len(self.shape)
 
     @property
     def size(self) -> int:
-        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the array."""
         return self.size * self.dtype.itemsize
 
 
@@ -93,13 +90,6 @@ def check_folder(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
         or misshapen.
     """
     # Hashes first: orbax fails in many ways on an altered file.
-    _check_files(folder, files)
-    stored = stored_leaves(folder)
-    _check_tensors(folder, stored, by_path(expected))
-    return stored
-
-
-def _check_files(folder: Path, files: Any) -> None:
     if not isinstance(files, dict) or not files:
         raise UserError(f"{folder.parent}/draft.json does not list the files of {folder.name}/")
     hashes = hash_files(folder)
@@ -109,11 +99,8 @@ def _check_files(folder: Path, files: Any) -> None:
         if hashes[name] != wanted:
             raise UserError(f"{folder / name} has changed since it was written; copy it again")
 
-
-def _check_tensors(
-    folder: Path, stored: Mapping[LeafPath, Any], expected: Mapping[LeafPath, Any]
-) -> None:
-    for path, wanted in expected.items():
+    stored, asked = stored_leaves(folder), by_path(expected)
+    for path, wanted in asked.items():
         name = "/".join(path)
         if path not in stored:
             raise UserError(f"{folder} lacks tensor {name}, which its draft.json asks for")
@@ -123,10 +110,11 @@ def _check_tensors(
                 f"{folder}: tensor {name} has shape {shape}; draft.json asks for {wanted.shape}"
             )
     for path in stored:
-        if path not in expected:
+        if path not in asked:
             raise UserError(
                 f"{folder} has tensor {'/'.join(path)}, which its draft.json does not ask for"
             )
+    return stored
 
 
 class _LazyHandler(ocp.type_handlers.NumpyHandler):

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import FLOAT32, Params
 from clover_jax.config import DrafterConfig
@@ -23,7 +21,6 @@ from clover_jax.interchange.orbax_params import check_folder
 from clover_jax.models.int8 import Int8Matrix, widen
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import described_differences, fingerprint
-from clover_jax.pretrained.loading import place_as
 from clover_jax.pretrained.orbax_leaves import read_leaf
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles, check_finite
@@ -57,7 +54,6 @@ class StoredHead:
 
     @property
     def config(self) -> DrafterConfig:
-        """The head's config."""
         return self.card.config
 
     @property
@@ -75,21 +71,9 @@ class StoredHead:
                 )
         return np.dtype(wanted)
 
-    def read_params(self, dtype: jnp.dtype) -> Params:
-        """Return all leaves cast to `dtype`, on the default device; raises as `read`."""
-        place = place_as(dtype)
-        return unflatten_dict({path: place(path, self.read(path)) for path in self.shapes})
 
-
-class FoundHead(NamedTuple):
-    """Where a head lies; layout None is a native draft directory."""
-
-    directory: Path
-    layout: Layout | None
-
-
-def find_head(source: str, rope_theta: float | None) -> FoundHead:
-    """Find a head by its name and recognise its layout; the arguments are `load_draft`'s.
+def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | None]:
+    """Return a head's folder and its layout, None for a native one; arguments as `load_draft`'s.
 
     Raises UserError if there is no head, or if `rope_theta` is given for a native head.
     """
@@ -102,7 +86,7 @@ def find_head(source: str, rope_theta: float | None) -> FoundHead:
                 f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' "
                 "layouts)"
             )
-        return FoundHead(directory, recognise(directory))
+        return directory, recognise(directory)
 
     # A native head was trained with the rotary base that its config names.
     if rope_theta is not None:
@@ -110,7 +94,7 @@ def find_head(source: str, rope_theta: float | None) -> FoundHead:
             f"{native} says its own rotary base; a rope theta ({rope_theta:g}) can be given for "
             "the layouts of others only"
         )
-    return FoundHead(native, None)
+    return native, None
 
 
 def open_head(
@@ -135,7 +119,9 @@ def open_head(
     stored = layout.parse_config(read_json_object(path), path, base.config)
     # Some heads were trained with another rotary base than their config says.
     if rope_theta:
-        stored = _with_rope_theta(stored, rope_theta)
+        rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)
+        layer = dataclasses.replace(stored.layer, rope=rope)
+        stored = dataclasses.replace(stored, layer=layer)
     config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
     _check_widths(config, base, str(directory))
     files = _open_tensors(directory, layout, stored)
@@ -162,11 +148,6 @@ def open_head(
     return StoredHead(source, directory, card, layout.name, shapes, dtypes, read)
 
 
-def _with_rope_theta(config: DrafterConfig, theta: float) -> DrafterConfig:
-    rope = dataclasses.replace(config.layer.rope, theta=theta)
-    return dataclasses.replace(config, layer=dataclasses.replace(config.layer, rope=rope))
-
-
 def _open_native(
     directory: Path, source: str, base: BaseModel, allow_base_mismatch: bool
 ) -> StoredHead:
@@ -174,7 +155,12 @@ def _open_native(
     # Another width cannot be decoded with, even with --allow_base_mismatch.
     _check_widths(card.config, base, f"draft {source}")
     if not allow_base_mismatch:
-        _check_base(card, base, source)
+        differing = described_differences(card.base, fingerprint(base))
+        if differing:
+            raise UserError(
+                f"draft {source} was trained for another base than {base.source}: {differing}; "
+                "give the base that it was trained for, or --allow_base_mismatch"
+            )
     expected = _expected_params(card, directory, base)
     _check_layers(card.config.features, base, source)
 
@@ -206,14 +192,6 @@ def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
         raise UserError(
             f"{directory / CARD}: no head can be built of its drafter ({reason}); was it edited?"
         ) from error
-
-
-def _check_base(card: Card, base: BaseModel, source: str) -> None:
-    if differing := described_differences(card.base, fingerprint(base)):
-        raise UserError(
-            f"draft {source} was trained for another base than {base.source}: {differing}; give "
-            "the base that it was trained for, or --allow_base_mismatch"
-        )
 
 
 def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> None:

@@ -20,7 +20,7 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.tensor_files import READABLE
 from clover_jax.pretrained.tensor_map import Leaf, Piece
 from clover_jax.pretrained.tensor_map import Path as LeafPath
-from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.runtime.progress import progress_bar
 from clover_jax.storage.files import atomic_directory
 
 PART_BYTES = 2**24  # values on their way from a leaf to the file
@@ -33,7 +33,7 @@ _TYPE_NAMES = {dtype: name for name, dtype in READABLE.items()} | {
 
 def write_native(directory: Path, head: StoredHead, card: Card) -> None:
     """Write a native draft directory."""
-    bar = _bar(len(head.shapes))
+    bar = progress_bar(len(head.shapes), "convert", unit="tensor")
 
     # Made one by one while orbax writes, since a head may not fit in memory twice.
     def make(path: LeafPath) -> np.ndarray:
@@ -63,15 +63,12 @@ def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseM
     # Servers run a head in this type, or in float16 where none is named.
     fields = layout.config_fields(head.config, base) | {"torch_dtype": str(head.dtype)}
 
-    with _bar(len(tensors)) as bar, atomic_directory(directory) as unfinished:
+    bar = progress_bar(len(tensors), "convert", unit="tensor")
+    with bar, atomic_directory(directory) as unfinished:
         for _ in write_safetensors(unfinished / layout.file, tensors):
             bar.update()
         text = json.dumps(fields, indent=2) + "\n"
         (unfinished / "config.json").write_text(text, encoding="utf-8")
-
-
-def _bar(total: int) -> Progress:
-    return progress_bar(total, "convert", unit="tensor")
 
 
 class StreamedTensor(NamedTuple):
