@@ -24,7 +24,8 @@ from clover_jax.interchange import eagle, eagle3
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.families import read_architecture
+from clover_jax.pretrained.families import architecture_of
+from clover_jax.storage.json_files import read_json_object
 
 TARGET = "speculators"
 VERSION = "0.1.0"
@@ -117,10 +118,9 @@ def _shared_fields(
         "accept_tolerance": 0.0,
     }
     # vLLM loads the base that is named here where a user gives it the head alone.
-    verifier = {
-        "name_or_path": base.source,
-        "architectures": [read_architecture(base.directory)],
-    }
+    path = base.directory / "config.json"
+    architecture = architecture_of(read_json_object(path), path)
+    verifier = {"name_or_path": base.source, "architectures": [architecture]}
     return {
         _ALGORITHM: algorithm,
         "speculators_version": VERSION,

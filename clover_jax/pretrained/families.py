@@ -59,7 +59,7 @@ MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
 }
-_ROTARY_BUFFER = re.compile(r".*\.rotary_emb\.inv_freq")
+_ROTARY_BUFFER = r".*\.rotary_emb\.inv_freq"
 
 
 class Checkpoint(NamedTuple):
@@ -82,9 +82,8 @@ class Checkpoint(NamedTuple):
         matrix a second time although it is tied to the embedding.
         """
         tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
-        ignored = self.family.ignored
-        is_ignored = ignored is not None and ignored.fullmatch(name) is not None
-        return tied_copy or is_ignored or _ROTARY_BUFFER.fullmatch(name) is not None
+        ignored = (_ROTARY_BUFFER, self.family.ignored)
+        return tied_copy or any(re.fullmatch(pattern, name) for pattern in ignored)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -109,12 +108,6 @@ def read_checkpoint(directory: Path) -> Checkpoint:
         config = dataclasses.replace(config, eos_token_ids=ids)
     adjust = functools.partial(family.adjust, values)
     return Checkpoint(family, config, family.leaves(config), adjust)
-
-
-def read_architecture(directory: Path) -> str:
-    """Return the architecture of a base's folder; raises as `architecture_of`."""
-    path = directory / "config.json"
-    return architecture_of(read_json_object(path), path)
 
 
 def read_base_config(directory: Path) -> BaseConfig:

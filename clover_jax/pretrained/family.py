@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,30 +14,24 @@ from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf
 
-# From the fields of config.json and its path, for messages.
-ParseConfig = Callable[[dict[str, Any], Path], BaseConfig]
 # From the fields of config.json, a stored tensor's name, and the tensor.
 Adjust = Callable[[dict[str, Any], str, np.ndarray], np.ndarray]
-
-
-def unchanged(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
-    """Return the tensor as it is stored."""
-    return tensor
 
 
 @dataclasses.dataclass(frozen=True)
 class Family:
     """How checkpoints of one architecture are read; by default as Llama's.
 
-    parse: the reader of config.json; raises UserError for what the decoder cannot do.
+    parse: reads the fields of config.json, whose path is for messages; raises UserError for what
+        the decoder cannot do.
     leaves: where the stored tensors lie in the params.
     adjust: what is done to a stored tensor before it is used.
     files: opens the weight files of a folder.
-    ignored: names of stored tensors that no text needs, as a regular expression; None ignores none.
+    ignored: names of stored tensors that no text needs, as a regular expression; "" has none.
     """
 
-    parse: ParseConfig
+    parse: Callable[[dict[str, Any], Path], BaseConfig]
     leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
-    adjust: Adjust = unchanged
-    ignored: re.Pattern[str] | None = None
+    adjust: Adjust = lambda values, name, tensor: tensor
+    ignored: str = ""
     files: Callable[[Path], TensorFiles] = TensorFiles

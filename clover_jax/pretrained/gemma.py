@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import re
 from pathlib import Path
 from typing import Any
 
@@ -127,5 +126,5 @@ GEMMA3_MULTIMODAL = Family(
     parse_multimodal_config,
     functools.partial(base_leaves, prefix="language_model."),
     adjust_gemma,
-    re.compile(r"(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight"),
+    r"(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
 )

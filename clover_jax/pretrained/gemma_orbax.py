@@ -165,7 +165,7 @@ def in_orbax(family: Family, directory: Path) -> Family:
         )
     # The images' part has names of its own there, the text none for being beside it.
     leaves = functools.partial(_leaves, directory)
-    return dataclasses.replace(family, leaves=leaves, ignored=None, files=GemmaOrbaxFiles)
+    return dataclasses.replace(family, leaves=leaves, ignored="", files=GemmaOrbaxFiles)
 
 
 def _leaves(directory: Path, config: BaseConfig) -> list[Leaf]:
