@@ -29,9 +29,16 @@ _LONG_ROPE = RopeConfig(theta=1_000_000.0)
 # What several of the shapes have in common.
 _LLAMA3: dict[str, Any] = {"rope": RopeConfig(theta=500_000.0), "max_position_embeddings": 8192}
 _MISTRAL: dict[str, Any] = {"rope": _LONG_ROPE, "max_position_embeddings": 32_768}
+_QWEN3: dict[str, Any] = {
+    "head_dim": 128,
+    "rms_norm_eps": 1e-6,
+    "rope": _LONG_ROPE,
+    "max_position_embeddings": 40_960,
+    "query_key_norm": True,
+}
 
 
-def _llama(vocabulary, width, inner, layers, heads, kv_heads, **options) -> BaseConfig:
+def _shape(vocabulary, width, inner, layers, heads, kv_heads, **options) -> BaseConfig:
     return BaseConfig(
         vocab_size=vocabulary,
         hidden_size=width,
@@ -39,25 +46,7 @@ def _llama(vocabulary, width, inner, layers, heads, kv_heads, **options) -> Base
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        head_dim=width // heads,
-        **options,
-    )
-
-
-def _qwen3(width, inner, layers, heads, **options) -> BaseConfig:
-    return BaseConfig(
-        vocab_size=151_936,
-        hidden_size=width,
-        intermediate_size=inner,
-        num_layers=layers,
-        num_heads=heads,
-        num_kv_heads=8,
-        head_dim=128,
-        rms_norm_eps=1e-6,
-        rope=_LONG_ROPE,
-        max_position_embeddings=40_960,
-        query_key_norm=True,
-        **options,
+        **({"head_dim": width // heads} | options),
     )
 
 
@@ -67,18 +56,16 @@ def _experts(number: int, per_token: int, size: int) -> dict[str, Any]:
 
 # From the config.json of each.
 SHAPES = {
-    "llama3-8b": _llama(128_256, 4096, 14_336, 32, 32, 8, **_LLAMA3),
-    "llama3-70b": _llama(128_256, 8192, 28_672, 80, 64, 8, **_LLAMA3),
-    "llama3-405b": _llama(128_256, 16_384, 53_248, 126, 128, 8, **_LLAMA3),
-    "llama2-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
-    "vicuna-7b": _llama(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
-    "mistral-7b": _llama(32_768, 4096, 14_336, 32, 32, 8, **_MISTRAL),
-    "qwen3-0.6b": _qwen3(1024, 3072, 28, 16, tie_word_embeddings=True),
-    "qwen3-1.7b": _qwen3(2048, 6144, 28, 16, tie_word_embeddings=True),
-    "qwen3-8b": _qwen3(4096, 12_288, 36, 32),
-    "qwen3-30b-a3b": dataclasses.replace(
-        _qwen3(2048, 6144, 48, 32), num_kv_heads=4, **_experts(128, 8, 768)
-    ),
+    "llama3-8b": _shape(128_256, 4096, 14_336, 32, 32, 8, **_LLAMA3),
+    "llama3-70b": _shape(128_256, 8192, 28_672, 80, 64, 8, **_LLAMA3),
+    "llama3-405b": _shape(128_256, 16_384, 53_248, 126, 128, 8, **_LLAMA3),
+    "llama2-7b": _shape(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
+    "vicuna-7b": _shape(32_000, 4096, 11_008, 32, 32, 32, max_position_embeddings=4096),
+    "mistral-7b": _shape(32_768, 4096, 14_336, 32, 32, 8, **_MISTRAL),
+    "qwen3-0.6b": _shape(151_936, 1024, 3072, 28, 16, 8, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-1.7b": _shape(151_936, 2048, 6144, 28, 16, 8, **_QWEN3, tie_word_embeddings=True),
+    "qwen3-8b": _shape(151_936, 4096, 12_288, 36, 32, 8, **_QWEN3),
+    "qwen3-30b-a3b": _shape(151_936, 2048, 6144, 48, 32, 4, **_QWEN3, **_experts(128, 8, 768)),
     "gpt-oss-20b": BaseConfig(
         vocab_size=201_088,
         hidden_size=2880,
@@ -105,7 +92,7 @@ SHAPES = {
         activation="clamped",
         **_experts(32, 4, 2880),
     ),
-    "mixtral-8x7b": _llama(32_000, 4096, 14_336, 32, 32, 8, **_MISTRAL, **_experts(8, 2, 14_336)),
+    "mixtral-8x7b": _shape(32_000, 4096, 14_336, 32, 32, 8, **_MISTRAL, **_experts(8, 2, 14_336)),
     "gemma3-27b": BaseConfig(
         vocab_size=262_208,
         hidden_size=5376,
@@ -128,7 +115,7 @@ SHAPES = {
         embedding_scale=5376**0.5,
     ),
     # No model of this name: 125M parameters, larger than a CPU's caches and quick to make.
-    "llama-100m": _llama(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
+    "llama-100m": _shape(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
 }
 _GENERIC = re.compile(r"(\d+)x(\d+)x(\d+)")
 
@@ -171,7 +158,7 @@ def shape_config(source: str) -> BaseConfig:
             f"vocabulary ({vocabulary}) at least 1"
         )
     inner = -(-width * 8 // (3 * 64)) * 64
-    return _llama(vocabulary, width, inner, layers, width // 64, width // 64)
+    return _shape(vocabulary, width, inner, layers, width // 64, width // 64)
 
 
 def base_shapes(config: BaseConfig, dtype: jnp.dtype = FLOAT32) -> Params:
