@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -83,16 +84,6 @@ def with_experts(
     return dataclasses.replace(config, **experts, **changes)
 
 
-def mixtral_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return Llama's leaves, with experts by Mixtral's names."""
-    return _leaves(config, "block_sparse_moe", ("w1", "w3", "w2"))
-
-
-def qwen3_moe_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return Llama's leaves, with experts by Qwen3's names."""
-    return _leaves(config, "mlp", ("gate_proj", "up_proj", "down_proj"))
-
-
 def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
     """Return the base's leaves; names: of an expert's gate, up and down, within the module."""
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
@@ -118,5 +109,11 @@ def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf
     return [leaf for leaf in base_leaves(config) if leaf.path[:2] not in mlps]
 
 
-MIXTRAL = Family(parse_mixtral_config, mixtral_leaves)
-QWEN3_MOE = Family(parse_qwen3_moe_config, qwen3_moe_leaves)
+MIXTRAL = Family(
+    parse_mixtral_config,
+    functools.partial(_leaves, module="block_sparse_moe", names=("w1", "w3", "w2")),
+)
+QWEN3_MOE = Family(
+    parse_qwen3_moe_config,
+    functools.partial(_leaves, module="mlp", names=("gate_proj", "up_proj", "down_proj")),
+)

@@ -14,7 +14,7 @@ from clover_jax.interchange.clover2 import clover2_leaves
 from clover_jax.pretrained.baichuan import BAICHUAN
 from clover_jax.pretrained.gpt_oss import gpt_oss_leaves
 from clover_jax.pretrained.llama_tensors import base_leaves
-from clover_jax.pretrained.moe import mixtral_leaves
+from clover_jax.pretrained.moe import MIXTRAL
 from clover_jax.pretrained.phi import PHI3
 from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.pretrained.tensor_map import fuse, stored_shapes
@@ -108,7 +108,7 @@ FAMILIES = {
     "llama": (base_leaves, VARIANTS["biases"]),
     "phi3": (PHI3.leaves, TINY),
     "baichuan": (BAICHUAN.leaves, dataclasses.replace(TINY, num_kv_heads=TINY.num_heads)),
-    "mixtral": (mixtral_leaves, EXPERTS),
+    "mixtral": (MIXTRAL.leaves, EXPERTS),
     "gpt-oss": (gpt_oss_leaves, dataclasses.replace(EXPERTS, sinks=True, expert_bias=True)),
 }
 
