@@ -97,10 +97,7 @@ def load_quantized_base(
 
 
 def quantize_base(params: Params, parts: Sequence[str]) -> Params:
-    """Return a base's params as --int8 says; what is quantized already stays.
-
-    A tied lm_head is quantized beside the embedding, which is looked up as it was.
-    """
+    """Return a base's params as --int8 says; what is quantized already stays."""
     # A tied base keeps its embedding as it was: rows are looked up there, not multiplied.
     lm_head = frozen_from_base(params).lm_head
     if "base" in parts:
@@ -112,11 +109,11 @@ def quantize_base(params: Params, parts: Sequence[str]) -> Params:
 
 def quantize_params(params: Params) -> Params:
     """Return params with the matrices of INPUTS quantized."""
-
-    def each(path: tuple, leaf: Matrix) -> Matrix:
-        return _quantize_leaf(path[-1].key, leaf)
-
-    return jax.tree.map_with_path(each, params, is_leaf=lambda x: isinstance(x, Int8Matrix))
+    return jax.tree.map_with_path(
+        lambda path, leaf: _quantize_leaf(path[-1].key, leaf),
+        params,
+        is_leaf=lambda leaf: isinstance(leaf, Int8Matrix),
+    )
 
 
 def _quantizing(place: Place) -> Place:

@@ -20,9 +20,7 @@ _ROPE_FIELDS = {
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
     "yarn": ("factor",),
 }
-PARTLY_ROTATED = ("phi3",)  # model types whose decoders leave a part of each head as it is
 MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory before it is found
-_REQUIRED = ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads")
 
 
 def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
@@ -32,7 +30,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     as absent.
     """
     # Checked by name first: a config may hold anything.
-    for name in _REQUIRED:
+    for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
         check_count(values, name, path)
     check_count(values, "num_hidden_layers", path, MOST_LAYERS)
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
@@ -44,9 +42,15 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
     head_dim, rope = _head_dim(values, path), parse_rope(values, path)
-    if rope.share != 1 and values.get("model_type") not in PARTLY_ROTATED:
+    # Of these decoders Phi's alone leaves a part of each head as it is.
+    if rope.share != 1 and values.get("model_type") != "phi3":
         raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
     eps, eos = positive(values, "rms_norm_eps", 1e-6, path), eos_ids(values, path)
+    # Beyond its original length longrope turns all keys of a text by its long factors, also those
+    # that lie in the cache: texts go that far and no further.
+    context = values.get("max_position_embeddings") or 2048
+    if rope.kind == "longrope":
+        context = rope.original_max_position_embeddings
     try:
         return BaseConfig(
             vocab_size=values["vocab_size"],
@@ -58,7 +62,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
             head_dim=head_dim,
             rms_norm_eps=eps,
             rope=rope,
-            max_position_embeddings=_context(values, rope),
+            max_position_embeddings=context,
             tie_word_embeddings=bool(values.get("tie_word_embeddings", False)),
             qkv_bias=bias,
             output_bias=bias,
@@ -141,7 +145,7 @@ def _yarn(fields: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _longrope(fields: dict[str, Any], values: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return the rotation by the short factors; `_context` keeps texts to where they hold."""
+    """Return the rotation by the short factors; the context is kept to where they hold."""
     short = fields.get("short_factor")
     if not isinstance(short, list) or not all(map(_is_positive, short)):
         raise UserError(f"{path}: short_factor must be a list of positive numbers, not {short!r}")
@@ -212,14 +216,6 @@ def _check_supported(values: dict[str, Any], path: Path) -> None:
     # Quantized weights have other names and types, which would read as missing tensors.
     if values.get("quantization_config"):
         raise UserError(f"{path}: quantised checkpoints are not supported; give the original one")
-
-
-def _context(values: dict[str, Any], rope: RopeConfig) -> int:
-    # Beyond its original length longrope turns all keys of a text by its long factors, also those
-    # that lie in the cache: texts go that far and no further.
-    if rope.kind == "longrope":
-        return rope.original_max_position_embeddings
-    return values.get("max_position_embeddings") or 2048
 
 
 def _head_dim(values: dict[str, Any], path: Path) -> int:

@@ -14,7 +14,6 @@ from clover_jax.pretrained.llama_tensors import packed_leaves
 
 LONGROPE = ("su", "yarn")  # what the first versions call it
 PHI3_DEFAULTS: dict[str, Any] = {
-    "num_key_value_heads": None,
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
     "rms_norm_eps": 1e-5,

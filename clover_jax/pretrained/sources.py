@@ -84,7 +84,8 @@ def _download(source: str) -> Path:
     # Two rounds: PyTorch's copies of the weights are fetched only where there are no others.
     try:
         folder = fetch(HUB_PATTERNS)
-        return folder if _has_weights(folder) else fetch(HUB_PATTERNS + TORCH_PATTERNS)
+        found = any(folder.glob("*.safetensors")) or any(folder.glob("**/draft.json"))
+        return folder if found else fetch(HUB_PATTERNS + TORCH_PATTERNS)
     # OSError: no connection, or a full disk.
     except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
         reason = reason_of(error)
@@ -93,7 +94,3 @@ def _download(source: str) -> Path:
             "to work offline, give a folder that holds its config.json, tokenizer and weights, or "
             "set HF_HUB_OFFLINE=1 where the hub's cache has it"
         ) from error
-
-
-def _has_weights(folder: Path) -> bool:
-    return any(folder.glob("*.safetensors")) or any(folder.glob("**/draft.json"))

@@ -30,7 +30,6 @@ class TorchSlice:
         self._tensor = tensor
 
     def get_shape(self) -> list[int]:
-        """Return its shape."""
         return list(self._tensor.shape)
 
     def get_dtype(self) -> str:
