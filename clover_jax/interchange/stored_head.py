@@ -124,8 +124,13 @@ def open_head(
         stored = dataclasses.replace(stored, layer=layer)
     config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
     _check_widths(config, base, str(directory))
-    files = _open_tensors(directory, layout, stored)
-    dtypes = {name: files.dtype(name) for name in stored_shapes(layout.leaves(stored))}
+
+    # Every stored tensor must be accounted for.
+    files, own = TensorFiles(directory), stored_shapes(layout.leaves(stored))
+    copies = dict.fromkeys(layout.copies, (stored.vocab_size, stored.layer.hidden_size))
+    further = {name: array.shape for name, array in layout.more_tensors(stored).items()}
+    files.check(own | copies | further, harmless=layout.optional.__contains__)
+    dtypes = {name: files.dtype(name) for name in own}
 
     # The copies of the base's matrices show whose head it is.
     if not allow_base_mismatch:
@@ -202,16 +207,6 @@ def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> No
             f"draft {source} reads the state that enters layer {deepest}, but base {base.source} "
             f"has {base.config.num_layers} layers; give the base that it was trained for"
         )
-
-
-def _open_tensors(directory: Path, layout: Layout, config: DrafterConfig) -> TensorFiles:
-    """Open the files of a foreign head; every tensor must be accounted for."""
-    files, own = TensorFiles(directory), stored_shapes(layout.leaves(config))
-    matrix = (config.vocab_size, config.layer.hidden_size)
-    further = {name: array.shape for name, array in layout.more_tensors(config).items()}
-    expected = own | dict.fromkeys(layout.copies, matrix) | further
-    files.check(expected, harmless=layout.optional.__contains__)
-    return files
 
 
 def _fit_vocabulary(
