@@ -37,6 +37,7 @@ class Card:
     base: BaseFingerprint
     tree: str | None
     provenance: dict[str, Any]
+    # Anything, where a card was edited: `check_folder` judges it.
     files: Any = None
     chat_template: str | None = None
 
@@ -50,6 +51,7 @@ def native_directory(directory: Path) -> Path | None:
 
 def write_card(directory: Path, card: Card) -> None:
     """Write draft.json."""
+    # In a folder that is not in its place yet, so a torn file is never read.
     fields = {
         "format_version": FORMAT_VERSION,
         "drafter": card.config.to_dict(),
@@ -70,6 +72,7 @@ def read_card(directory: Path) -> Card:
     """
     path = directory / CARD
     card = read_json_object(path)
+    # The version first: of another one nothing else can be judged.
     version = card.get("format_version")
     if version != FORMAT_VERSION:
         raise UserError(
@@ -93,6 +96,7 @@ def read_card(directory: Path) -> Card:
     provenance = card.get("provenance") or {}
     if not isinstance(provenance, dict):
         raise UserError(f"{path}: provenance must be an object or null")
+    # Flags are asked later for the template and the data, and a model card formats tau.
     flags, tau = provenance.get("flags"), provenance.get("tau")
     if not isinstance(flags, dict | None):
         raise UserError(f"{path}: flags of provenance must be an object or null, not {flags!r}")

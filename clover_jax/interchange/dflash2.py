@@ -31,6 +31,7 @@ _ADDED = {"selector_rank": 0, "selector_top_k": 16, "conv_kernel_size": 0, "conv
 def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash2Config:
     """Turn the fields of a head's config into ours; unknown ones are refused too."""
     own = _own_fields(values, path)
+    # The head's layers have no window, so one would be left out in silence.
     layer_types = values.get("layer_types") or []
     if set(layer_types) - {"full_attention"}:
         raise UserError(f"{path}: layer_types is {layer_types}; only full_attention can be read")
@@ -73,6 +74,7 @@ def _own_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     own = _ADDED | {_BLOCK: values.get(_BLOCK)} | fields
     check_count(own, _BLOCK, path)
     for name in (_MASK, *_ADDED):
+        # Not isinstance, to which True is a whole number.
         if type(own.get(name)) is not int:
             raise UserError(f"{path}: {name} must be a whole number, not {own.get(name)!r}")
     return own
@@ -115,6 +117,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
 def check_exportable(config: DFlash2Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     refuse_draft_vocabulary(config, "DFlash")
+    # For its error: a head may read states that no id stands for.
     _layer_ids(config, base)
 
     # Qwen3's layer norms queries and keys; in all else it is Llama's.
@@ -126,6 +129,7 @@ def check_exportable(config: DFlash2Config, base: BaseConfig) -> None:
 
 
 def _layer_ids(config: DFlash2Config, base: BaseConfig) -> list[int]:
+    # Our names say which layer a state enters, the layout's ids which one it leaves.
     ids = {output_of(index, base.num_layers): index for index in range(base.num_layers)}
     foreign = [name for name in config.features if name not in ids]
     if foreign:
@@ -165,7 +169,7 @@ def dflash2_leaves(config: DFlash2Config) -> list[Leaf]:
 
 def _convolution(config: DFlash2Config, path: tuple[str, ...], prefix: str) -> list[Leaf]:
     width, taps = config.layer.hidden_size, config.conv_taps
-    # [2 o D / g, D] to [D, 2, o, D / g].
+    # [2 o D / g, D] to [D, 2, o, D / g], of o taps and D / g groups.
     outputs = (2, taps, width // config.conv_group)
     stored = (2 * taps * outputs[-1], width)
     name = f"{prefix}kernel_projection.weight"

@@ -34,6 +34,7 @@ class Draft:
     """
 
     head: registry.DraftHead
+    # Not shown: a message with the arrays in it cannot be read.
     params: Params = dataclasses.field(repr=False)
     tree: str | None
     provenance: dict[str, Any]
@@ -85,6 +86,7 @@ def load_draft(
 
 def read_draft(head: StoredHead, dtype: jnp.dtype) -> Draft:
     """Read the params of an opened head, cast to `dtype`, on the default device."""
+    # Leaf by leaf, so that the host holds one at a time.
     card, place = head.card, place_as(dtype)
     params = unflatten_dict({path: place(path, head.read(path)) for path in head.shapes})
     built = registry.head(card.config)

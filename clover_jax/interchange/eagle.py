@@ -35,7 +35,9 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> EagleC
     return EagleConfig(
         layer=read_eagle_layer(values, path),
         vocab_size=values["vocab_size"],
+        # Absent means true, as to EAGLE's own readers.
         fc_bias=bool(values.get("bias", True)),
+        # The layout names no loss; a head that is trained on goes on with the method's.
         loss=METHOD_LOSS,
     )
 
@@ -58,6 +60,7 @@ def eagle_leaves(config: EagleConfig) -> list[Leaf]:
     leaves = [over_states(("fc",), "fc.weight", 2, width)]  # embedding, then state
     if config.fc_bias:
         leaves.append(whole(("fc_bias",), "fc.bias", (width,)))
+    # What `fc` gives enters the layer's attention without a norm.
     return leaves + layer_leaves(config.layer, ("layer",), "layers.0.", input_norm=False)
 
 
@@ -103,6 +106,7 @@ LAYOUT = Layout(
     check_exportable=check_exportable,
     copies={EMBEDDING: "embedding"},
 )
+# For two servers: what is written differs, and is recognised as LAYOUT when it is read.
 VLLM = dataclasses.replace(
     LAYOUT, name="eagle_vllm", to="eagle_vllm", check_exportable=_check_for_vllm
 )

@@ -29,6 +29,7 @@ OFFSETS, KEPT = "d2t", "t2d"
 def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
     """Turn the fields of a head's config into ours, with the tensors d2t and t2d beside it."""
     layer = read_eagle_layer(values, path)
+    # Before the tensors, whose shapes are compared with it.
     size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         raise UserError(
@@ -52,6 +53,7 @@ def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
     # vLLM keeps a place for them only where the vocabularies differ.
     ids = np.array(config.draft_to_target, np.int64)
     kept = np.isin(np.arange(config.vocab_size), ids)
+    # Offsets, since a reader adds the draft id.
     return {OFFSETS: ids - np.arange(len(ids)), KEPT: kept}
 
 
@@ -84,16 +86,19 @@ def eagle3_leaves(config: Eagle3Config, prefix: str = "midlayer.") -> list[Leaf]
     width = config.layer.hidden_size
     return [
         over_states(("fc",), "fc.weight", NUM_FEATURES, width),
+        # Two norms in the place of the layer's own; its attention reads what both give, 2 D wide.
         norm_leaf(("embedding_norm",), f"{prefix}input_layernorm", width),
         norm_leaf(("state_norm",), f"{prefix}hidden_norm", width),
         *layer_leaves(config.layer, (), prefix, input_norm=False, read_width=2 * width),
         norm_leaf(("output_norm",), "norm", width),
+        # A matrix of its own, with a row for each token of the draft vocabulary.
         whole(("lm_head",), "lm_head.weight", (config.draft_vocab_size, width)),
     ]
 
 
 def _read_vocabulary(files: TensorFiles, size: int, vocab_size: int) -> tuple[int, ...] | None:
     """Return the target ids of the draft vocabulary; None where it is the base's own."""
+    # A head over the whole vocabulary may come with the tables or without.
     if size == vocab_size and not {OFFSETS, KEPT} & set(files.shapes):
         return None
     wanted = {OFFSETS: ((size,), "I64"), KEPT: ((vocab_size,), "BOOL")}

@@ -60,6 +60,7 @@ def recognise(directory: Path) -> Layout:
     if dflash2.FIELDS in values:
         return dflash2.LAYOUT
     if "speculators_model_type" in values:
+        # Heads of other algorithms go to EAGLE-1's, whose reader refuses them by name.
         is_eagle3 = values["speculators_model_type"] == "eagle3"
         return speculators.EAGLE3_LAYOUT if is_eagle3 else speculators.EAGLE_LAYOUT
     if "medusa_num_heads" in values:
@@ -69,8 +70,10 @@ def recognise(directory: Path) -> Layout:
 
     # The others have a Llama config, so they are recognised by the names of their tensors.
     names = TensorFiles(directory).shapes
+    # An EAGLE-3 head over the whole vocabulary has no d2t, but every one has this layer.
     if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:
         return eagle3.LAYOUT
+    # EAGLE's own folders, vLLM's and SGLang's: one reader suits all three.
     if "fc.weight" in names:
         return eagle.LAYOUT
     raise UserError(f"{directory} is {_description(names)}")

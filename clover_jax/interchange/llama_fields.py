@@ -41,10 +41,12 @@ def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
         "rms_norm_eps": layer.rms_norm_eps,
         "rope_theta": layer.rope.theta,
         "rope_scaling": _rope_scaling(layer.rope),
+        # Every other activation was refused by `beyond_llama`.
         "hidden_act": "silu",
         "tie_word_embeddings": False,
         "bos_token_id": base.bos_token_id,
         "eos_token_id": list(base.eos_token_ids) or None,
+        # Llama's one field for q, k, v and o; a layout says by itself where these differ.
         "attention_bias": layer.output_bias,
         "mlp_bias": layer.mlp_bias,
     }
@@ -57,6 +59,7 @@ def eagle_fields(config: DrafterConfig, base: BaseConfig, architecture: str) -> 
     return {"architectures": [architecture], **llama_fields(config, base), **more}
 
 
+# The fields of each type beside its factor. Longrope is refused before (`beyond_llama`).
 _OF_ROPE = {
     "linear": (),
     "llama3": ("low_freq_factor", "high_freq_factor", ORIGINAL),
@@ -85,6 +88,7 @@ _BEYOND_LLAMA = {
 
 def beyond_llama(layer: LayerConfig) -> str | None:
     """Return in words what a layer has beyond Llama's; None for a Llama layer."""
+    # `as_llama` keeps the rotation, so that one is looked at by itself.
     if layer.rope.kind == "longrope" or layer.rope.share != 1:
         return "a rotation of Phi's kind"
     llama = layer.as_llama()

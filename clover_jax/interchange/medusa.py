@@ -57,6 +57,7 @@ def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
         "vocab_size": config.vocab_size,
         "num_heads": config.num_positions,
         "num_hidden_layers": 1,
+        # The next two are vLLM's defaults; they do not concern the weights.
         "max_paths": 64,
         "topk": 10,
         "truncated_vocab_size": config.vocab_size,
@@ -82,6 +83,7 @@ def _config(
     # The names of the two fields are all that the layouts' configs differ in here.
     for name in (heads, layers):
         check_count(values, name, path, MOST_LAYERS)
+    # A second block would have tensors of its own, which our head has no place for.
     if values[layers] != 1:
         raise UserError(f"{path}: {layers} is {values[layers]}; heads of 1 residual block are read")
     return make_config(base, num_positions=values[heads])

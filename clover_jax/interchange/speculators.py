@@ -49,6 +49,7 @@ def _parse_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle
             f"{path}: {_NORM_FIRST} is {values.get(_NORM_FIRST, 'missing')}; only heads with false "
             "can be read, which add to the state as it was before its norm"
         )
+    # EAGLE-3's own reader looks for the size beside the fields of the layer.
     fields = layer | {"draft_vocab_size": values.get("draft_vocab_size")}
     config = eagle3.parse_config(fields, path, base)
     ids = values.get(_STATES)
@@ -70,6 +71,7 @@ def _layer_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 
 def _features(ids: Any, path: Path, base: BaseConfig) -> tuple[str, ...]:
+    # An id that is no state of this base shows that the head is another's.
     names = _all_states(base)
     if not _are_states(ids) or not set(ids) <= set(range(len(names))):
         raise UserError(
@@ -89,6 +91,7 @@ def _are_states(ids: Any) -> bool:
 def _eagle1_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
     own = {
         "architectures": ["EagleSpeculator"],
+        # Ids are EAGLE-3's: this head reads the base's last state.
         _STATES: None,
         "layernorms": False,
         "fusion_bias": config.fc_bias,
@@ -138,6 +141,7 @@ def _shared_fields(
 
 def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
     check_llama_layer(config.layer)
+    # For its error, before anything is written.
     _state_ids(config, base)
     # Our own field for biases of q, k and v alone means nothing to vLLM.
     if config.layer.qkv_bias != config.layer.output_bias:

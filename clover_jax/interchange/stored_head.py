@@ -122,6 +122,7 @@ def open_head(
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)
         layer = dataclasses.replace(stored.layer, rope=rope)
         stored = dataclasses.replace(stored, layer=layer)
+    # What the base does to embeddings and logits, the head must do too.
     config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
     _check_widths(config, base, str(directory))
 
@@ -130,6 +131,7 @@ def open_head(
     copies = dict.fromkeys(layout.copies, (stored.vocab_size, stored.layer.hidden_size))
     further = {name: array.shape for name, array in layout.more_tensors(stored).items()}
     files.check(own | copies | further, harmless=layout.optional.__contains__)
+    # Without the copies and the tables of ids, which may be of other types.
     dtypes = {name: files.dtype(name) for name in own}
 
     # The copies of the base's matrices show whose head it is.
@@ -166,6 +168,7 @@ def _open_native(
                 f"draft {source} was trained for another base than {base.source}: {differing}; "
                 "give the base that it was trained for, or --allow_base_mismatch"
             )
+    # Before any tensor is looked at: both mistakes are in the config.
     expected = _expected_params(card, directory, base)
     _check_layers(card.config.features, base, source)
 
@@ -183,6 +186,7 @@ def _open_native(
 
 
 def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
+    # Only shapes are compared, so one type stands for all.
     # Shapes do for any base: one that is opened for conversion has matrices that are not arrays.
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32),
@@ -200,6 +204,7 @@ def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
 
 
 def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> None:
+    # Every base has pre_norm and post_norm; the others are named by a layer.
     numbers = [name.removeprefix("layer_") for name in features if name.startswith("layer_")]
     deepest = max(map(int, numbers), default=0)
     if deepest >= base.config.num_layers:
@@ -212,6 +217,7 @@ def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> No
 def _fit_vocabulary(
     config: DrafterConfig, base: BaseModel, directory: Path, cut_vocab: bool
 ) -> DrafterConfig:
+    # A shorter one is refused by `_check_widths`.
     own, wanted = config.vocab_size, base.config.vocab_size
     if own <= wanted:
         return config
