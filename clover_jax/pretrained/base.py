@@ -33,9 +33,11 @@ class BaseModel:
     @property
     def dtype(self) -> jnp.dtype:
         """The type of params that are not quantized, and of activations."""
+        # The embedding is never quantized.
         return self.params["embedding"].dtype
 
     @property
     def lm_head(self) -> Matrix:
         """The [V, D] output matrix, which is the embedding when they are tied."""
+        # A tied base gets an lm_head beside its embedding when it is quantized.
         return self.params.get("lm_head", self.params["embedding"])

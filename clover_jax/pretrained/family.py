@@ -31,6 +31,7 @@ class Family:
     """
 
     parse: Callable[[dict[str, Any], Path], BaseConfig]
+    # What only some families do otherwise than Llama.
     leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
     adjust: Adjust = lambda values, name, tensor: tensor
     ignored: str = ""

@@ -47,12 +47,14 @@ GEMMA2_DEFAULTS: dict[str, Any] = {
     "final_logit_softcapping": 30.0,
     "attn_logit_softcapping": 50.0,
 }
+# Gemma 3 has no caps: its queries and keys are normed instead.
 GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
     "vocab_size": 262_208,
     "max_position_embeddings": 131_072,
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
 }
+# Of Gemma 3's layers without a window, and of those with one, where a config does not say them.
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
@@ -73,6 +75,7 @@ def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
         "rope_parameters": rotation,
     }
 
+    # The period, which newer configs replace by a list of types.
     every = values.get("sliding_window_pattern") or 6
     config = _parse(values, path, every)
     # Scaling for long texts concerns the layers that see them.
@@ -88,12 +91,14 @@ def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
     # Special tokens may be named outside, for both parts.
     outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
     shared = {name: values[name] for name in outer if values.get(name) is not None}
+    # What the text's own object says wins.
     return parse_gemma3_config(shared | text, path)
 
 
 def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{path}: use_bidirectional_attention is not supported: text is causal")
+    # Gemma has another name for the activation, and never biases in its MLP.
     llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
     config = parse_llama_config(llama, path)
 
@@ -117,6 +122,7 @@ def _cap(values: dict[str, Any], name: str, path: Path) -> float | None:
 
 def adjust_gemma(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
     """Return a norm's scale 1 + w in float32, which bfloat16 rounds when it is placed."""
+    # The names of all norms end so, those of queries and keys too.
     return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
 
 
@@ -126,5 +132,6 @@ GEMMA3_MULTIMODAL = Family(
     parse_multimodal_config,
     functools.partial(base_leaves, prefix="language_model."),
     adjust_gemma,
+    # The parts for images, and a second copy of the tied embedding.
     r"(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
 )

@@ -81,16 +81,19 @@ class GemmaOrbaxFiles(TensorFiles):
         # Imported here: orbax is slow to import, and most folders need none of it.
         from clover_jax.pretrained.orbax_leaves import read_leaf, stored_leaves
 
+        # Without the __init__ of TensorFiles, which looks for safetensors files.
         leaves = stored_leaves(directory)
         named = {_name_of(path): path for path in leaves}
         width = _width(directory, {name: leaves[path].shape for name, path in named.items()})
         self.directory = directory
         self.shapes = {}
+        # Name of Hugging Face's -> the array that it is taken from, and how.
         self._taken: dict[str, tuple[tuple[str, ...], Take]] = {}
         for name, path in named.items():
             if not _TEXT.fullmatch(name):
                 continue
             leaf = jax.ShapeDtypeStruct(leaves[path].shape, leaves[path].dtype)
+            # A quantised folder holds integers, which would be cast as if they were weights.
             if leaf.dtype not in READABLE.values():
                 raise UserError(
                     f"{directory}: {name} is stored as {leaf.dtype}; the readable types are "
@@ -102,6 +105,7 @@ class GemmaOrbaxFiles(TensorFiles):
             for ours, take in _tensors_in(name).items():
                 way = functools.partial(_turned, take) if turned else take
                 self._taken[ours] = (path, way)
+                # Traced, so that no array is read for its shape.
                 self.shapes[ours] = jax.eval_shape(way, leaf).shape
         self._places = dict.fromkeys(self.shapes, directory)
         self._read = functools.lru_cache(maxsize=1)(functools.partial(read_leaf, directory))
@@ -141,6 +145,7 @@ def _tensors_in(name: str) -> dict[str, Take]:
     if name == "final_norm/scale":
         return {"model.norm.weight": _same}
     layer, _, part = name.partition("/")
+    # Under its own name the check of all names refuses it.
     if part not in _OF_LAYER:
         return {name: _same}
     prefix = f"model.layers.{layer.removeprefix('layer_')}"
@@ -158,6 +163,7 @@ def is_orbax(directory: Path) -> bool:
 
 def in_orbax(family: Family, directory: Path) -> Family:
     """Return the family for an orbax folder; raises UserError where its layout is not known."""
+    # Only Gemma's families adjust their norms so.
     if family.adjust is not adjust_gemma:
         raise UserError(
             f"{directory} holds weights as orbax writes them, which are read of Gemma 2 and 3 "
@@ -173,6 +179,7 @@ def _leaves(directory: Path, config: BaseConfig) -> list[Leaf]:
     embedding, *others = base_leaves(config)
     (piece,) = embedding.pieces
     rows, width = piece.shape
+    # With too few rows the shape asked for is the config's, by which the check refuses it.
     stored, _ = GemmaOrbaxFiles(directory).shapes.get(piece.name, piece.shape)
     cut = dataclasses.replace(piece, shape=(max(stored, rows), width), part=(slice(rows),))
     return [dataclasses.replace(embedding, pieces=(cut,)), *others]

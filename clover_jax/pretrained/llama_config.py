@@ -93,6 +93,7 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
     fields = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(fields, dict):
         raise UserError(f"{path}: rope_scaling must be an object or null, not {fields!r}")
+    # The older object calls it `type`.
     kind = fields.get("rope_type", fields.get("type", "default"))
     if kind not in ROPE_KINDS:
         raise UserError(
@@ -132,6 +133,7 @@ def _original_length(fields: dict[str, Any], values: dict[str, Any]) -> int:
 def _yarn(fields: dict[str, Any], path: Path) -> dict[str, Any]:
     """Return which pairs are blended, and what queries and keys are multiplied by."""
 
+    # YaRN's sqrt(1 / t) = 0.1 ln(s) + 1, for texts s times as long.
     def longer(weight: float) -> float:
         return 0.1 * weight * math.log(fields["factor"]) + 1.0 if fields["factor"] > 1 else 1.0
 
@@ -195,6 +197,7 @@ def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tupl
         return tuple(default)
     if not isinstance(types, list) or len(types) != num_layers:
         raise UserError(f"{path}: layer_types must list {num_layers} types, one a layer")
+    # Other types (linear attention, chunks) are other computations.
     for kind in types:
         if kind not in (SLIDING, FULL):
             raise UserError(

@@ -39,6 +39,7 @@ def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
         path, of_layer = (f"layers_{index}",), f"{prefix}model.layers.{index}."
         leaves += layer_leaves(config.layer_at(index), path, of_layer)
     leaves.append(norm_leaf(("final_norm",), f"{prefix}model.norm", config.hidden_size))
+    # The embedding of a tied base is its output matrix too.
     if not config.tie_word_embeddings:
         leaves.append(whole(("lm_head",), f"{prefix}lm_head.weight", matrix))
     return leaves
@@ -56,7 +57,9 @@ def packed_leaves(config: BaseConfig, names: Mapping[str, str]) -> list[Leaf]:
 
 
 def _packed(leaf: Leaf, name: str) -> Leaf:
+    # Each part's rows end where the next part's begin.
     ends = list(itertools.accumulate(piece.shape[0] for piece in leaf.pieces))
+    # A part's name with another last module: "...self_attn.q_proj.weight" has "W_pack" there.
     stored = re.sub(r"\w+_proj", name, leaf.pieces[0].name)
     pieces = (
         dataclasses.replace(
@@ -126,6 +129,7 @@ def norm_leaf(path: Path, name: str, width: int) -> Leaf:
 
 def _qkv(config: LayerConfig, path: Path, prefix: str, width: int) -> Leaf:
     """Map to qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value."""
+    # Fused, so that one product makes the queries, keys and values of a layer.
     pieces = []
     for letter, (split, slot) in _qkv_slots(config).items():
         name, shape = f"{prefix}{letter}_proj.weight", (math.prod(split), width)
@@ -157,6 +161,7 @@ def _qkv_slots(config: LayerConfig) -> dict[str, tuple[tuple[int, ...], int | sl
 
 def _attention_out(config: LayerConfig, path: Path, name: str) -> Leaf:
     """Map to out [K, G, H, D]."""
+    # Stored [D, N H]: query head n is the n % G-th that reads key/value head n // G.
     width = config.hidden_size
     shape = (config.num_kv_heads, config.num_groups, config.head_dim, width)
     rows = config.num_heads * config.head_dim
@@ -166,6 +171,7 @@ def _attention_out(config: LayerConfig, path: Path, name: str) -> Leaf:
 
 def _gate_up(config: LayerConfig, path: Path, prefix: str) -> Leaf:
     """Map to gate_up [D, 2, F]."""
+    # Side by side, so that one product makes both.
     width, inner = config.hidden_size, config.intermediate_size
     pieces = tuple(
         Piece(f"{prefix}{name}_proj.weight", (inner, width), (inner, width), (1, 0), index)

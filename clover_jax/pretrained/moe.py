@@ -15,7 +15,9 @@ from clover_jax.pretrained.llama_config import check_count, parse_llama_config, 
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed
 
+# The leaves of a layer's experts, in the order in which a token passes them.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
+# What transformers' configs mean where a field is absent.
 MIXTRAL_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131_072,
@@ -40,6 +42,7 @@ QWEN3_MOE_DEFAULTS: dict[str, Any] = {
 def parse_mixtral_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Mixtral config into ours: experts in every layer."""
     values = MIXTRAL_DEFAULTS | values | {"attention_bias": False, "mlp_bias": False}
+    # An expert is as wide as the MLP that it replaces.
     config = parse_llama_config(values, path)
     window = read_window(values, path)
     size = config.intermediate_size
@@ -77,6 +80,7 @@ def with_experts(
     """Return a config with experts of width `size`, as many as the field `name` says."""
     for count in (name, "num_experts_per_tok"):
         check_count(values, count, path)
+    # A router cannot choose an expert twice.
     number, chosen = values[name], values["num_experts_per_tok"]
     if chosen > number:
         raise UserError(f"{path}: num_experts_per_tok ({chosen}) is more than {name} ({number})")
@@ -87,6 +91,7 @@ def with_experts(
 def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
     """Return the base's leaves; names: of an expert's gate, up and down, within the module."""
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
+    # Of gate, up and down, as our leaves have them: [in, out].
     shapes = ((width, inner), (width, inner), (inner, width))
     sparse = [i for i in range(config.num_layers) if i not in config.dense_layers]
 
@@ -95,6 +100,7 @@ def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> lis
         path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.{module}"
         leaves.append(transposed((*path, "router"), f"{prefix}.gate.weight", (width, number)))
         for ours, name, shape in zip(EXPERTS, names, shapes, strict=True):
+            # Each expert is a stored matrix [out, in] of its own; one leaf holds them all.
             stored = (shape[::-1], shape[::-1], (1, 0))
             pieces = tuple(
                 Piece(f"{prefix}.experts.{e}.{name}.weight", *stored, (e,)) for e in range(number)
@@ -109,6 +115,7 @@ def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf
     return [leaf for leaf in base_leaves(config) if leaf.path[:2] not in mlps]
 
 
+# Mixtral's w1 is the gate, w3 goes up and w2 down.
 MIXTRAL = Family(
     parse_mixtral_config,
     functools.partial(_leaves, module="block_sparse_moe", names=("w1", "w3", "w2")),

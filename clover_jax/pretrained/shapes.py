@@ -46,6 +46,7 @@ def _shape(vocabulary, width, inner, layers, heads, kv_heads, **options) -> Base
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
+        # Mostly the heads split the width.
         **({"head_dim": width // heads} | options),
     )
 
@@ -107,7 +108,7 @@ SHAPES = {
         tie_word_embeddings=True,
         query_key_norm=True,
         sliding_window=1024,
-        score_scale=168**-0.5,
+        score_scale=168**-0.5,  # 5376 / 32: by its config, not by the heads' width
         post_norms=True,
         activation="gelu",
         full_attention_layers=tuple(range(5, 62, 6)),
@@ -117,6 +118,7 @@ SHAPES = {
     # No model of this name: 125M parameters, larger than a CPU's caches and quick to make.
     "llama-100m": _shape(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
 }
+# Width, layers, vocabulary.
 _GENERIC = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
@@ -157,6 +159,7 @@ def shape_config(source: str) -> BaseConfig:
             f"shape {name!r}: the width ({width}) must be a multiple of 64, layers ({layers}) and "
             f"vocabulary ({vocabulary}) at least 1"
         )
+    # Llama's rule: three matrices of 8/3 of the width weigh what two of four times the width do.
     inner = -(-width * 8 // (3 * 64)) * 64
     return _shape(vocabulary, width, inner, layers, width // 64, width // 64)
 
@@ -165,6 +168,7 @@ def base_shapes(config: BaseConfig, dtype: jnp.dtype = FLOAT32) -> Params:
     """Return a base's params as ShapeDtypeStructs; allocates nothing."""
 
     def init() -> Params:
+        # No param's shape depends on the text.
         ids = jnp.zeros((1, 2), jnp.int32)
         return Decoder(config).init(jax.random.key(0), ids, ids, causal_mask(1, 2))["params"]
 
@@ -182,6 +186,7 @@ def random_params(shapes: Params, seed: int, place: Place | None = None) -> Para
     place: puts each where it belongs before the next one is made; None leaves it where it is.
     Norms are 1 and biases 0; the rest is normal.
     """
+    # A key for each leaf, so that leaves of one shape differ.
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
     keys = jax.random.split(jax.random.key(seed), len(leaves))
 
