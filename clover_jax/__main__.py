@@ -36,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _listing() -> str:
     """Return a line for each command: the first sentence of its docstring."""
     lines = ["usage: clover-jax COMMAND [--flag=value ...]", "", "commands:"]
+    # Importing them all is quick: JAX comes with their `main` only.
     for name in COMMANDS:
         first_line = (importlib.import_module(f"clover_jax.{name}").__doc__ or "").split("\n")[0]
         lines.append(f"  {name:<10}{first_line}")

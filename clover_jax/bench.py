@@ -76,6 +76,7 @@ def _refuse_idle_flags(flags) -> None:
         if flags[name].value != flags[name].default:
             raise UserError(f"--{name} is {why}")
 
+    # What no form of the command can do.
     if flags.tree == "auto":
         raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
     if flags.draft == "none" and flags.tree not in (None, "none"):
@@ -85,6 +86,7 @@ def _refuse_idle_flags(flags) -> None:
 
 
 def _measure(flags) -> dict:
+    # Before JAX is imported, so that the answer comes at once.
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
     from clover_jax import benchmark
@@ -111,6 +113,7 @@ def _compile(flags) -> dict:
     prepare_environment(target, os.environ)  # before JAX is imported
     from clover_jax import benchmark
 
+    # "auto" would go by this machine, which may be a CPU.
     dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype
     spec = settings_from(flags, ModelSpec, dtype=dtype)
     return benchmark.compile_and_describe(

@@ -22,6 +22,7 @@ class JsonConfig:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the fields as plain JSON values (tuples become lists)."""
+        # Through text, so that tuples are lists as in a file.
         return json.loads(json.dumps(dataclasses.asdict(self)))
 
     @classmethod
@@ -30,6 +31,7 @@ class JsonConfig:
 
         Raises ValueError for a field that this configuration does not have.
         """
+        # For an unknown name Python's own error would not list the known ones.
         hints = typing.get_type_hints(cls)
         unknown = sorted(set(values) - set(hints))
         if unknown:
@@ -43,11 +45,13 @@ def _revive(hint: Any, value: Any) -> Any:
     """Turn a JSON value back into what the field's annotation says."""
     if value is None:
         return None
+    # `X | None` with a value is an X.
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     if isinstance(hint, type) and issubclass(hint, JsonConfig):
         return hint.from_dict(value)
     if typing.get_origin(hint) is tuple:
+        # Every tuple of a configuration has items of one type, as many as it likes.
         inner = typing.get_args(hint)[0]
         return tuple(_revive(inner, item) for item in value)
     return value
@@ -69,6 +73,7 @@ class RopeConfig(JsonConfig):
 
     theta: float = 10_000.0
     kind: str = "default"
+    # For kinds that scale. The defaults are Llama 3.1's, of the betas those of YaRN's paper.
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -117,6 +122,7 @@ class LayerConfig(JsonConfig):
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
+    # What a layer of Llama does not have, turned off: `as_llama` leaves these defaults.
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -178,6 +184,7 @@ class LayerConfig(JsonConfig):
         )
 
 
+# By keyword only: its first fields have no default, and come after a layer's that have one.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig(LayerConfig):
     """The frozen base model: the shape that its layers have in common, and what is beside it.
@@ -213,6 +220,7 @@ class BaseConfig(LayerConfig):
         return dataclasses.replace(
             self._every_layer,
             sliding_window=None,
+            # Without experts the product is 0.
             intermediate_size=self.experts_per_token * self.expert_size or self.intermediate_size,
             num_experts=0,
             experts_per_token=0,
@@ -236,6 +244,7 @@ class BaseConfig(LayerConfig):
 
     @property
     def _every_layer(self) -> LayerConfig:
+        # A LayerConfig, since a BaseConfig never equals the layer of a head.
         names = [field.name for field in dataclasses.fields(LayerConfig)]
         return LayerConfig(**{name: getattr(self, name) for name in names})
 
@@ -271,6 +280,7 @@ class LossSpec(JsonConfig):
     neg_log_acceptance: float = 0.0
     lk: float = 0.0
     candidate_ce: float = 0.0
+    # How the terms and the positions are weighed.
     lk_eta: float = 3.0
     decay: float = 1.0
     dpace: float = 0.0
@@ -286,6 +296,7 @@ class LossSpec(JsonConfig):
             raise ValueError("loss divisor weights sums up decay^i: with dpace it must be pairs")
         if not 0 <= self.dpace <= 1:
             raise ValueError(f"loss dpace ({self.dpace}) must lie in 0 .. 1; 0 weighs by decay")
+        # Written so that NaN is refused too.
         if not self.lk_eta >= 0:
             raise ValueError(f"loss lk_eta ({self.lk_eta}) must be at least 0")
 
@@ -312,6 +323,7 @@ class DrafterConfig(JsonConfig):
     max_depth: int | None = None
     draft_to_target: tuple[int, ...] | None = None
     loss: LossSpec = LossSpec()
+    # The base's: heads in the layouts of others get these by `registry.of_base`.
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     base_layer: int | None = None

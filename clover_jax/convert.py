@@ -35,9 +35,11 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     report = execute(flags)
+    # On stderr: stdout has the line of JSON alone.
     if flags.verify:
         say(_verdict(report))
     cli.report(report)
+    # Nothing differs where nothing was compared.
     return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
 
 

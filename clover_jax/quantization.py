@@ -118,6 +118,7 @@ def quantize_params(params: Params) -> Params:
 
 def _quantizing(place: Place) -> Place:
     def place_quantized(path: Path, array: np.ndarray) -> Any:  # a Matrix, in place of an array
+        # lm_head waits: its hash is taken before it is rounded.
         placed = place(path, array)
         return placed if path[-1] == "lm_head" else _quantize_leaf(path[-1], placed)
 

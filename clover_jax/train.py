@@ -68,6 +68,7 @@ def main(flags: absl_flags.FlagValues) -> int:
     """Train and report."""
     settings = settings_from(flags, TrainSettings)
     asked = settings_from(flags, DryRunSettings)
+    # Before JAX is imported: a dry run may be for other hardware, which the environment names.
     if asked.dry_run:
         return _dry_run(settings, asked, flags.mesh)
 

@@ -32,9 +32,11 @@ from clover_jax.storage.jsonl import to_json
 STATUS_OK = 0
 STATUS_SOME_FAILED = 1  # some rows failed, the others are there
 STATUS_USER_ERROR = 2
+# As shells report a process that a signal ended.
 STATUS_INTERRUPTED = 128 + signal.SIGINT
 STATUS_BROKEN_PIPE = 128 + signal.SIGPIPE
 
+# With the names that absl's users know.
 HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort", "--help=all"}
 
 # What the file system says about a path that a user gave, and what would be right.
@@ -74,6 +76,7 @@ def run(
     argv = sys.argv[1:] if argv is None else list(argv)
     command, interrupted = _command_name(main), threading.Event()
     try:
+        # Behind "--" nothing is a flag.
         asked = set(argv[: argv.index("--")] if "--" in argv else argv)
         if "--version" in asked:
             print(f"clover-jax {__version__}")
@@ -84,9 +87,11 @@ def run(
             print(help_text(command, description, flags, everything))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
+        # In the environment, which JAX reads when `main` imports it.
         use_compilation_cache()
         with _interrupts_kept(interrupted):
             status = main(flags)
+        # A full disk behind a redirected stdout fails here, as a mistake with its advice.
         with naming("standard output"):
             sys.stdout.flush()
     except BrokenPipeError:
@@ -126,6 +131,7 @@ def _interrupts_kept(interrupted: threading.Event) -> Iterator[None]:
     Python drops exceptions within a callback, such as JAX's of the garbage collector. Where Ctrl-C
     is ignored or has another handler, nothing changes.
     """
+    # Python runs signal handlers in the main thread only.
     is_main = threading.current_thread() is threading.main_thread()
     if not is_main or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
         yield
@@ -189,6 +195,7 @@ def _command_name(main: Callable) -> str:
 
 
 def _say(command: str, message: str) -> None:
+    # One line, however a library folds its messages.
     print(f"{command}: {' '.join(message.split())}", file=sys.stderr, flush=True)
 
 

@@ -22,6 +22,7 @@ def write_card(folder: Path, head: StoredHead, to: str, base_model: str, terms: 
     base_model: the name by which others load the base. terms: the license.
     name: of the repository.
     """
+    # What its own draft.json says; of a head in another layout these facts are not known.
     config, trained, facts = head.config, head.card.base, head.card.provenance
     flags, tau = facts.get("flags") or {}, facts.get("tau")
     rows = {
@@ -64,6 +65,7 @@ def public_name(base: BaseModel, given: str | None) -> str:
     """
     if given is not None and not _REPOSITORY.fullmatch(given):
         raise UserError(f"--base_model={given} is no repository of the hub; give OWNER/NAME")
+    # A hub id or a built-in base has the same name everywhere.
     if given is None and Path(base.source).expanduser().is_dir():
         raise UserError(
             f"--base={base.source} is a folder that only this machine has, and the card must say "
@@ -120,6 +122,7 @@ def upload(folder: Path, repository: str) -> str:
 
     api = HfApi(token=read_token(repository))
     try:
+        # In a repository that is there already this is one more commit.
         api.create_repo(repository, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
     except (OSError, HfHubHTTPError, HFValidationError) as error:

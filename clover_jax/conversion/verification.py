@@ -58,6 +58,7 @@ def verification_prompts(
     Where neither is there, the beginnings of the data that the head was trained with; where that
     is not here any more, single tokens, which the base continues as it likes.
     """
+    # A file that was named must be there; the base's own may be missing.
     file = Path(path).expanduser() if path else base.directory / SHIPPED_PROMPTS
     if path or file.is_file():
         return read_prompts(file)[:count]
@@ -72,6 +73,7 @@ def verification_prompts(
         say(f"the data of this head cannot be read here: {error}")
         ids = []
     if not ids:
+        # Spread over the vocabulary: many begin with special tokens and bytes.
         step = max(1, base.config.vocab_size // count)
         ids = [[token] for token in range(0, base.config.vocab_size, step)]
         source = "single tokens of the base's vocabulary"

@@ -31,6 +31,7 @@ def open_head(spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBa
     Raises UserError for one that is broken, or was trained for another base or chat template.
     """
     if needs_no_file(spec.draft):
+        # Of another seed than a base of random weights.
         draft = fresh_head(spec.draft, base)
         return dataclasses.replace(draft, params=random_params(draft.params, seed=1))
 
@@ -48,12 +49,14 @@ def open_head(spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBa
 
 def fresh_head(name: str, base: BaseModel) -> Draft:
     """Return a draft of shapes: a head as `train` would begin one for this base."""
+    # "random:KIND:NAME=VALUE,...", or the bare kind of a head that has no weights.
     kind, _, text = name.removeprefix(RANDOM).partition(":")
     options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind)
     try:
         head = registry.head(registry.config_for_base(kind, base.config, **options))
     except ValueError as error:
         raise UserError(f"--draft={name}: {error}") from error
+    # In the base's type, as a head that is read would be.
     shapes = cast_shapes(registry.init_shapes(head, base.params), base.dtype)
     return Draft(head, shapes, TREES.get(name), {}, name)
 

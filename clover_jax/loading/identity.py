@@ -25,6 +25,7 @@ def identity_of(models: Models) -> dict[str, Any]:
     values = {
         "dtype": str(models.dtype),
         "int8": list(models.int8),
+        # The hash knows a base in whatever type it is loaded, the checksum every changed weight.
         "base_hash": lm_head_hash(models.base),
         "base_params": checksum(models.base.params),
         "base_config": _config_hash(models.base.config),

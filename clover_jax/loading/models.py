@@ -92,6 +92,7 @@ class Models:
     @functools.cached_property
     def weights(self) -> Weights:
         """The weights of a step: all params, with the rows of a reduced vocabulary gathered."""
+        # Once: the gathered rows are a copy, and several engines may decode with them.
         return weights_for(self.head, self.base.params, self.draft_params)
 
     @property
@@ -129,6 +130,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     """
     # A mistake in a name should not cost the minutes of loading a base.
     check_names(spec)
+    # A caller's is kept: several drafts are measured on one base.
     if plain is None:
         parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
         # Tensors go to their devices one by one: no device ever holds the whole base.
@@ -141,7 +143,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     if spec.draft == NO_DRAFT:
         return plain
 
-    # Quantized where it lies, as the base is.
+    # Placed first, then quantized where it lies, as the base is.
     draft = open_head(spec, plain.base, plain.tokenizer)
     params = draft.params
     if plain.mesh is not None:
@@ -180,6 +182,7 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
 
 def check_names(spec: ModelSpec) -> None:
     """Raise UserError for a tree or a draft that is not there, before a base is read."""
+    # Parsed here for its mistakes. One without nodes may go without a draft: it decodes plainly.
     tree = parse_tree(spec.tree) if spec.tree else None
     if spec.draft == NO_DRAFT:
         if tree is not None and tree.num_nodes:
@@ -190,6 +193,7 @@ def check_names(spec: ModelSpec) -> None:
         if spec.copy:
             raise UserError(f"--copy={spec.copy} needs a draft: --draft=lookup has nothing else")
     elif not needs_no_file(spec.draft):
+        # Found and recognised, but not opened: that takes the base.
         try:
             find_head(spec.draft, spec.draft_rope_theta)
         except UserError as error:
@@ -221,8 +225,10 @@ def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
+    # The user's own, else the one that the draft was measured with.
     name = spec.tree or draft.tree or default_tree(draft.head.config.max_depth)
     chosen = parse_tree(name)
+    # --copy replaces the copies of a recorded tree; one that is given may not have other ones.
     if spec.copy:
         if spec.tree and isinstance(chosen, CopyTree):
             raise UserError(f"tree {name!r} has copies already: give it without --copy={spec.copy}")

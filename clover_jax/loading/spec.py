@@ -65,4 +65,5 @@ class ModelSpec(ChatSettings, BaseSettings):
     allow_base_mismatch: bool = _foreign(
         False, "use a draft that was trained for another base or chat template"
     )
+    # No flag: a command that handles no text leaves it out by itself.
     tokenizer: bool = True
