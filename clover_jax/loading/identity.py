@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import json
 from typing import Any
 
 import jax
 import numpy as np
 
 from clover_jax.array_types import Params
+from clover_jax.data.rows import json_hash
 from clover_jax.decoding.tree import portable_name
 from clover_jax.loading.models import Models
 from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
@@ -28,12 +28,12 @@ def identity_of(models: Models) -> dict[str, Any]:
         # The hash knows a base in whatever type it is loaded, the checksum every changed weight.
         "base_hash": lm_head_hash(models.base),
         "base_params": checksum(models.base.params),
-        "base_config": _config_hash(models.base.config),
+        "base_config": json_hash(models.base.config.to_dict()),
         "chat_template": template_hash(models.tokenizer),
         "draft_hash": params_hash(models.draft_params) if models.draft else None,
-        "draft_config": _config_hash(models.head.config) if models.head else None,
+        "draft_config": json_hash(models.head.config.to_dict()) if models.head else None,
         "tree": tree.name,
-        "tree_hash": _config_hash(tree),
+        "tree_hash": json_hash(tree.to_dict()),
     }
     # Only where they are used, so that older outputs resume.
     if models.copy_from:
@@ -42,11 +42,6 @@ def identity_of(models: Models) -> dict[str, Any]:
     if models.attention != "xla":
         values["attention"] = models.attention
     return values
-
-
-def _config_hash(config: Any) -> str:
-    """Return SHA-256 over a config's values."""
-    return hashlib.sha256(json.dumps(config.to_dict(), sort_keys=True).encode()).hexdigest()
 
 
 def params_hash(params: Params) -> str:
