@@ -88,7 +88,7 @@ def convert_head(
         # Read as any other head would be, through the same checks.
         result = open_head(str(staged), base, allow_base_mismatch=options.spec.allow_base_mismatch)
         verification = verify(load(options.spec), head, result, prompts, options.max_new_tokens)
-        report |= {"bytes": _num_bytes(staged)} | verification.to_dict()
+        report |= {"bytes": _num_bytes(staged)} | dataclasses.asdict(verification)
         if verification.differing:
             return report | {"output": None}
         put_in_place(staged, output)

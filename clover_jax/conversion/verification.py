@@ -30,24 +30,15 @@ BATCH_SIZE = 4
 
 @dataclasses.dataclass(frozen=True)
 class Verification:
-    """The result of decoding with both heads.
+    """The result of decoding with both heads, as it is reported.
 
-    rows: prompts decoded. differing: indices of those whose accepted lengths or tokens differ.
+    prompts: how many were decoded. differing: indices of those whose accepted lengths or tokens do.
     """
 
     tau_source: float
     tau_result: float
-    rows: int
+    prompts: int
     differing: list[int]
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return what to report."""
-        return {
-            "tau_source": round(self.tau_source, 4),
-            "tau_result": round(self.tau_result, 4),
-            "prompts": self.rows,
-            "differing": self.differing,
-        }
 
 
 def verification_prompts(
@@ -120,4 +111,4 @@ def verify(
 
 
 def _tau(rows: dict[int, dict[str, Any]]) -> float:
-    return RowTotals(rows.values()).tau or 0.0
+    return round(RowTotals(rows.values()).tau or 0.0, 4)
