@@ -62,16 +62,12 @@ def run(
 ) -> int:
     """Run a command and return its exit status.
 
-    Args:
-      main: takes the parsed flags, prints its result by `report`, returns a status (None is 0).
-      define_flags: defines the command's flags, common ones included, on the values it is given.
-      argv: the arguments without the program's name; those of this process by default.
-
-    Returns:
-      0 on success, for `--help` and for `--version`; main's own status; 2 with one line on stderr
-      for a user's mistake (`UserError`, a bad flag, a path that cannot be used); 130 when
-      interrupted. Any other exception is a bug: it passes through with its traceback, and Python
-      makes it status 1.
+    main: takes the parsed flags, prints its result by `report`, returns a status (None is 0).
+    define_flags: defines the command's flags, common ones included, on the values it is given.
+    argv: the arguments without the program's name; those of this process by default.
+    The status is main's own; 0 for `--help` and `--version`; 2 with one line on stderr for a user's
+    mistake (`UserError`, a bad flag, a path that cannot be used); 130 when interrupted. Any other
+    exception is a bug: it passes through with its traceback, and Python makes it status 1.
     """
     argv = sys.argv[1:] if argv is None else list(argv)
     command, interrupted = _command_name(main), threading.Event()

@@ -31,10 +31,8 @@ def parse_flags(
 ) -> absl_flags.FlagValues:
     """Return the flag values of `argv`; `flags.flagfile` lists the flagfiles it named.
 
-    Raises:
-      UserError: for an argument that is no flag.
-      absl.flags.Error: for an unknown flag or a bad value.
-      OSError: for an unreadable flagfile.
+    Raises UserError for an argument that is no flag, absl.flags.Error for an unknown flag or a bad
+    value, OSError for an unreadable flagfile.
     """
     flagfiles = _flagfile_names(argv)
     # Of a file that includes itself absl would warn, and read on without it.
