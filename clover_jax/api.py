@@ -182,6 +182,7 @@ def generate_rows(
     rows = [_row(prompt, index, strict) for index, prompt in enumerate(prompts)]
     chosen = _chosen(GenerationSettings, settings)
     stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=strict)
+    # The other events are news of rows that go on.
     yield from (event.row for event in stream if event.row is not None)
 
 

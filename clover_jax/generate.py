@@ -19,6 +19,7 @@ from clover_jax.loading.spec import ModelSpec
 
 def define_flags(flags):
     """Define this command's flags."""
+    # In the order in which --help lists them.
     for kind in (GenerateOptions, ModelSpec, GenerationSettings):
         define_settings(flags, kind)
     cli.define_common_flags(flags)

@@ -97,7 +97,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
     values = read_json_object(path)
     family = ARCHITECTURES[architecture_of(values, path)]
-    # Google's own files have the same config and other tensors.
+    # The same config beside Google's own files, whose tensors have other names and shapes.
     if is_orbax(directory):
         family = in_orbax(family, directory)
     config = family.parse(values, path)
