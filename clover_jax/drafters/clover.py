@@ -178,11 +178,7 @@ class Clover(Drafter):
         return self._follow(frozen, above, token)
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
         mask = packed_mask(batch.segment_ids)

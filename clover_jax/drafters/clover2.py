@@ -127,11 +127,7 @@ class Clover2(Drafter):
         return Clover2State(self.attention_decoder_2(above, embedded), embedded)
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
         # s^0 of every text position at once.

@@ -150,11 +150,7 @@ class CloverCopy(CloverLR):
         return CloverCopyState(head, pointers)
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D+r+4k"]:
         """Return [u^i ; C s^i ; tokens ; log odds], as if the text had been drafted."""
         tokens, mask = batch.tokens, packed_mask(batch.segment_ids)

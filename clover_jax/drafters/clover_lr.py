@@ -197,11 +197,7 @@ class CloverLR(Drafter):
         return CloverLRState(block_logits=state.block_logits, recurrent=following)
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D+r"]:
         """Return [u^i ; C s^i], the latter 0 at position 0; teacher forced."""
         # The block of every text position at once.

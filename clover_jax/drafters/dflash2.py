@@ -212,11 +212,7 @@ class DFlash2(Drafter):
         return state.replace(token=token)
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B M D+r"]:
         """Return [u_k ; A[x_{t+k}] * G u_k] of slot k = i + 1, for a block at every anchor."""
         cfg, size, anchors = self.config, batch.tokens.shape[1], batch.anchors

@@ -72,11 +72,7 @@ class Eagle(LayerDrafter):
         self.layer = DecoderLayer(self.config.layer, input_norm=False)
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "1 B S D"]:
         """Return o_t from the base's true states; with `rng` these are noisy."""
         if rng is not None and self.config.feature_noise:

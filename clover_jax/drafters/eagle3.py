@@ -87,11 +87,7 @@ class Eagle3(LayerDrafter):
         self.lm_head = self.param("lm_head", nn.initializers.normal(0.02), shape)
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
         """Return the output of every step; a segment's last j + 1 positions have no pair at j."""
         tokens, positions, mask = batch.tokens, batch.positions, packed_mask(batch.segment_ids)

@@ -106,11 +106,7 @@ class Medusa(Drafter):
         return state
 
     def train_forward(
-        self,
-        frozen: Frozen,
-        features: Float[Array, "B S F"],
-        batch: Batch,
-        rng: Array | None = None,
+        self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
         return jnp.stack([self.heads(features, i) for i in range(self.config.num_positions)])
 

@@ -94,6 +94,7 @@ def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final
             None,
             features,
             Batch(tokens, tokens, tokens, tokens > 0),
+            None,
             method="train_forward",
         )[i]
         for i in range(3)
@@ -117,6 +118,7 @@ def test_medusa_starts_as_the_base_itself():
         None,
         features,
         Batch(tokens, tokens, tokens, tokens > 0),
+        None,
         method="train_forward",
     )
     frozen = frozen_from_base(random_base())

@@ -38,7 +38,8 @@ def features_of(tokens):
 
 def trained(params, tokens, segment_ids=None):
     """Return what training hands to `logits`: [P, S, D + r + 4K]."""
-    inputs = (frozen_from_base(random_base()), features_of(tokens), batch_of(tokens, segment_ids))
+    batch = batch_of(tokens, segment_ids)
+    inputs = (frozen_from_base(random_base()), features_of(tokens), batch, None)
     return compiled("train_forward")(params, *inputs)[:, 0]
 
 

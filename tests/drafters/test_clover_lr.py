@@ -21,14 +21,14 @@ def head_with(**changes):
     return registry.head(dataclasses.replace(config, **changes))
 
 
-def hidden_states(head, params, batch, **arguments):
+def hidden_states(head, params, batch):
     """Return what training sees, and the base's matrices."""
     base_params = with_draft_rows(random_base(), head.config)
     teacher = teach(TINY, base_params, head.config.features, batch)
     frozen = frozen_from_base(base_params)
-    inputs = (frozen, teacher.features, batch)
+    inputs = (frozen, teacher.features, batch, None)
     apply = functools.partial(head.module.apply, {"params": params}, method="train_forward")
-    return apply(*inputs, **arguments), frozen
+    return apply(*inputs), frozen
 
 
 def test_it_begins_without_a_correction_and_with_the_last_state_alone():
@@ -50,7 +50,8 @@ def test_the_size_of_states_and_rows_means_nothing():
 
     def hidden(features, lm_head):
         module, weights = head.module, frozen.replace(lm_head=lm_head)
-        return module.apply({"params": params}, weights, features, batch, method="train_forward")
+        inputs = (weights, features, batch, None)
+        return module.apply({"params": params}, *inputs, method="train_forward")
 
     found = hidden(teacher.features, frozen.lm_head)
     for features, scale in ((7 * teacher.features, 1), (teacher.features, 7)):
