@@ -46,7 +46,7 @@ from clover_jax.drafters.drafter import (
     check_max_depth,
     layer_for,
 )
-from clover_jax.drafters.residual_heads import ResidualHeads
+from clover_jax.drafters.medusa import ResidualHeads
 from clover_jax.drafters.tokens import embed, extend, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache

@@ -56,7 +56,6 @@ from clover_jax.drafters.drafter import (
     output_matrix,
     with_draft_rows,
 )
-from clover_jax.drafters.recurrence import GatedRecurrence
 from clover_jax.drafters.tokens import embed, embed_input, extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache, init_cache
@@ -109,6 +108,28 @@ class CloverLRConfig(DrafterConfig):
         if self.features[-1] != "pre_norm":
             raise ValueError(f"the last of the features {self.features} must be pre_norm")
         check_max_depth(self, "the block proposes no more")
+
+
+class GatedRecurrence(nn.Module):
+    """A gated recurrent unit: s' = (1 - gate) s + gate tanh(candidate [reset * s ; e]).
+
+    gate and reset are sigmoids of [s ; e].
+    """
+
+    rank: int
+
+    @nn.compact
+    def __call__(
+        self, state: Float[Array, "*b r"], token: Float[Array, "*b r"]
+    ) -> Float[Array, "*b r"]:
+        rank, init = self.rank, nn.initializers.lecun_normal()
+        gates = self.param("gates", init, (2, 2 * rank, rank))
+        biases = self.param("gates_bias", nn.initializers.zeros, (2, rank))
+        matrix = self.param("candidate", init, (2 * rank, rank))
+        both = jnp.concatenate([state, token], axis=-1)
+        gate, reset = (nn.sigmoid(both @ gates[i] + biases[i]) for i in range(2))
+        candidate = jnp.tanh(jnp.concatenate([reset * state, token], axis=-1) @ matrix)
+        return state + gate * (candidate - state)
 
 
 class CloverLRState(struct.PyTreeNode):

@@ -31,11 +31,11 @@ from clover_jax.drafters.drafter import (
     output_matrix,
     with_draft_rows,
 )
-from clover_jax.drafters.residual_heads import ResidualHeads
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import Cache
 from clover_jax.models.decoder import project
 from clover_jax.models.int8 import widen
+from clover_jax.models.layers import matrix_init
 
 METHOD_LOSS = LossSpec(hard_ce=1.0, decay=0.8)
 
@@ -53,6 +53,21 @@ class MedusaConfig(DrafterConfig):
         if self.num_positions < 1:
             raise ValueError(f"num_positions ({self.num_positions}) must be at least 1")
         check_max_depth(self, "Medusa has one head for each position")
+
+
+class ResidualHeads(nn.Module):
+    """x + SiLU(W_i x + b_i) for position i; positions share nothing."""
+
+    num_positions: int
+    width: int
+
+    def setup(self):
+        shape = (self.num_positions, self.width)
+        self.weight = self.param("weight", matrix_init(self.width), (*shape, self.width))
+        self.bias = self.param("bias", nn.initializers.zeros, shape)
+
+    def __call__(self, x: Float[Array, "*b D"], position: int) -> Float[Array, "*b D"]:
+        return x + jax.nn.silu(x @ self.weight[position] + self.bias[position])
 
 
 class Medusa(Drafter):
