@@ -26,77 +26,76 @@ _AXIS = dict.fromkeys("DR", "fsdp") | dict.fromkeys("EFKNV", "tensor")
 # with one is a sum over its entries only (H). A rank may be small and odd.
 _WHOLE_IF_INDIVISIBLE = frozenset("KNR")
 
-# Name of a leaf, without its number where numbered ones are alike -> its dimensions; several where
-# leaves of other ranks share the name.
-LAYOUTS: dict[str, tuple[str, ...]] = {
+# Name of a leaf, without its number where numbered ones are alike -> its dimensions.
+LAYOUTS: dict[str, str] = {
     # The base, and decoder layers inside drafts.
-    "embedding": ("V D",),
-    "lm_head": ("V D",),
-    "draft_lm_head": ("V D",),
-    "scale": ("-",),
-    "qkv": ("D K - -",),
-    "qkv_bias": ("K - -",),
-    "query_norm": ("-",),
-    "key_norm": ("-",),
-    "sinks": ("K -",),
-    "out": ("K - - D",),
-    "out_bias": ("-",),
-    "gate_up": ("D - F",),
-    "gate_up_bias": ("- F",),
-    "down": ("F D",),
-    "down_bias": ("-",),
+    "embedding": "V D",
+    "lm_head": "V D",
+    "draft_lm_head": "V D",
+    "scale": "-",
+    "qkv": "D K - -",
+    "qkv_bias": "K - -",
+    "query_norm": "-",
+    "key_norm": "-",
+    "sinks": "K -",
+    "out": "K - - D",
+    "out_bias": "-",
+    "gate_up": "D - F",
+    "gate_up_bias": "- F",
+    "down": "F D",
+    "down_bias": "-",
     # Experts are split by their width: the work is even, whichever experts are chosen. With whole
     # experts on each device XLA gathers all of them for a grouped product.
-    "router": ("D -",),
-    "router_bias": ("-",),
-    "expert_gate_bias": ("- F",),
-    "expert_up_bias": ("- F",),
-    "expert_down_bias": ("- -",),
-    "expert_gate": ("- D F",),
-    "expert_up": ("- D F",),
-    "expert_down": ("- F D",),
+    "router": "D -",
+    "router_bias": "-",
+    "expert_gate_bias": "- F",
+    "expert_up_bias": "- F",
+    "expert_down_bias": "- -",
+    "expert_gate": "- D F",
+    "expert_up": "- D F",
+    "expert_down": "- F D",
     # Clover-2 (and Clover): Attention Decoders and projectors.
-    "query": ("D N H",),
-    "query_bias": ("N H",),
-    "key_value": ("D - N H",),
-    "key_value_bias": ("- N H",),
-    "projector_0": ("D E",),
-    "projector_0_bias": ("-",),
-    "projector_1": ("- D E",),
-    "projector_1_bias": ("-",),
+    "query": "D N H",
+    "query_bias": "N H",
+    "key_value": "D - N H",
+    "key_value_bias": "- N H",
+    "projector_0": "D E",
+    "projector_0_bias": "-",
+    "projector_1": "- D E",
+    "projector_1_bias": "-",
     # Clover-LR: its block of proposals, and what lives in the few dimensions of the correction.
-    "fuse": ("- D E",),
-    "token_mix": ("D E",),
-    "block": ("D - E",),
-    "block_bias": ("- -",),
-    "correction_out": ("V R",),
-    "state_in": ("D -",),
-    "token_in": ("D -",),
-    "gates": ("- - -",),
-    "gates_bias": ("- -",),
-    "candidate": ("- -",),
-    "mix": ("- -",),
+    "fuse": "- D E",
+    "token_mix": "D E",
+    "block": "D - E",
+    "block_bias": "- -",
+    "correction_out": "V R",
+    "state_in": "D -",
+    "token_in": "D -",
+    "gates": "- - -",
+    "gates_bias": "- -",
+    "candidate": "- -",
+    "mix": "- -",
     # Its pointer into the text.
-    "point_from": ("D -",),
-    "point_to": ("D -",),
-    "of_length": ("- -",),
+    "point_from": "D -",
+    "point_to": "D -",
+    "of_length": "- -",
     # EAGLE's kind: the matrix that mixes what the layer reads.
-    "fc": ("- D E",),
-    "fc_bias": ("-",),
+    "fc": "- D E",
+    "fc_bias": "-",
     # DFlash 2: the kernels of its convolutions, and its selector.
-    "base_kernel": ("- - -",),
-    "kernel_projection": ("D - - E",),
-    "predecessor": ("V R",),
-    "successor": ("V R",),
-    "selector_gate": ("D -",),
+    "base_kernel": "- - -",
+    "kernel_projection": "D - - E",
+    "predecessor": "V R",
+    "successor": "V R",
+    "selector_gate": "D -",
     # Clover's MLP in the place of an Attention Decoder.
-    "inward": ("- D E",),
-    "inward_bias": ("-",),
+    "inward": "- D E",
+    "inward_bias": "-",
     # A residual block for each position; Medusa's lm_head_0 .. are as lm_head.
-    "weight": ("- D E",),
-    "bias": ("- -",),
+    "weight": "- D E",
+    "bias": "- -",
     # Beside the params in a train state: the bits of the run's random key.
-    "key": ("-",),
+    "key": "-",
 }
 
 
@@ -128,9 +127,9 @@ def param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSp
 
 def _layout_of(path: Path, rank: int) -> list[str]:
     one_of_many = re.sub(r"_\d+$", "", path[-1])
-    for layout in LAYOUTS.get(path[-1], LAYOUTS.get(one_of_many, ())):
-        if len(layout.split()) == rank:
-            return layout.split()
+    layout = LAYOUTS.get(path[-1], LAYOUTS.get(one_of_many, "")).split()
+    if len(layout) == rank:
+        return layout
     raise UserError(
         f"parameter {'/'.join(path)} with {rank} dimensions has no rule for a mesh; "
         "add its layout to LAYOUTS in clover_jax/sharding/param_layouts.py"
