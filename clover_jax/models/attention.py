@@ -20,10 +20,9 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int
 from clover_jax.models.cache import KeyValue
-from clover_jax.models.score_rules import ScoreRules, scaled
+from clover_jax.models.score_rules import MASKED, ScoreRules, scaled
 
 CACHE_CHUNK = 256  # a cache's length is a multiple of this
-MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -151,7 +150,7 @@ def attend(
     near = rules and rules.within(size)
     scores = _scores(query, fresh.key, fresh_mask[:, None, None], near)
     if near is not None:
-        scores = _apply_distance(near, scores, near.positions)
+        scores = near.by_distance(scores, near.positions)
     peak = scores.max(axis=-1)
     weight = jnp.exp(scores - peak[..., None])
     softmax = RunningSoftmax(peak, weight.sum(axis=-1), _mix(weight, fresh.value))
@@ -213,7 +212,7 @@ def absorb_rows(
     scores = _scores(query, rows.key, mask, rules)
     if rules is not None:
         assert positions is not None
-        scores = _apply_distance(rules, scores, positions)
+        scores = rules.by_distance(scores, positions)
 
     # Rescale what was summed so far to the new peak, then add these rows.
     peak = jnp.maximum(old.peak, scores.max(axis=-1))
@@ -336,14 +335,6 @@ def _absorb_chunk(
 def _scores(query: Array, key: Array, mask: Array, rules: ScoreRules | None) -> Array:
     products = jnp.einsum("bkgth,bksh->bkgts", query, key, preferred_element_type=jnp.float32)
     return jnp.where(mask, scaled(products, query.shape[-1], rules), MASKED)
-
-
-def _apply_distance(rules: ScoreRules, scores: Array, key_positions: Array) -> Array:
-    if rules.slopes is not None:
-        scores = scores + rules.bias(key_positions)
-    if rules.window is not None:
-        scores = jnp.where(rules.mask(key_positions), scores, MASKED)
-    return scores
 
 
 def _mix(weight: Array, value: Array) -> Array:

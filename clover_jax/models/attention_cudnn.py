@@ -13,8 +13,9 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Float, Int
-from clover_jax.models.attention import MASKED, RunningSoftmax
+from clover_jax.models.attention import RunningSoftmax
 from clover_jax.models.cache import KeyValue
+from clover_jax.models.score_rules import MASKED
 
 
 def read_cache(

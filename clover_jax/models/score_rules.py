@@ -12,8 +12,10 @@ import dataclasses
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import LayerConfig
+
+MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,16 +63,16 @@ class ScoreRules:
         """Return the rules for some rows of the batch."""
         return dataclasses.replace(self, positions=self.positions[rows])
 
-    def mask(self, key_positions: Int[Array, "*b S"]) -> Bool[Array, "B 1 1 T S"]:
-        """Return True where a key lies within the window."""
-        assert self.window is not None  # the caller has checked
-        return self._back(key_positions) < self.window
-
-    def bias(self, key_positions: Int[Array, "*b S"]) -> Float[Array, "B K G T S"]:
-        """Return what the slopes add to the scores."""
-        assert self.slopes is not None  # the caller has checked
-        distance = self._back(key_positions).astype(jnp.float32)
-        return jnp.multiply(-self.slopes[:, :, None, None], distance)
+    def by_distance(
+        self, scores: Float[Array, "B K G T S"], key_positions: Int[Array, "*b S"]
+    ) -> Float[Array, "B K G T S"]:
+        """Return scores lowered by the slopes, and MASKED where a key lies beyond the window."""
+        if self.slopes is not None:
+            distance = self._back(key_positions).astype(jnp.float32)
+            scores = scores + jnp.multiply(-self.slopes[:, :, None, None], distance)
+        if self.window is not None:
+            scores = jnp.where(self._back(key_positions) < self.window, scores, MASKED)
+        return scores
 
     def first_needed(self, length: Int[Array, " B"]) -> Int[Array, ""] | int:
         """Return a committed position before which no query of any row looks."""
