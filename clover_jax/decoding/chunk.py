@@ -52,8 +52,23 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         state, record = speculate_and_verify(config, weights, state)
         return state, *placement.whole((record, state.finish == RUNNING))
 
+    one_step = compiled(step)
+
+    def by_calls(
+        weights: Weights, state: DecodeState, filled: np.ndarray, limit: np.int32
+    ) -> tuple[DecodeState, tuple[StepRecord, ...]]:
+        # QUEUED - 1 more steps have begun when the host sees a row's end.
+        records: list[StepRecord] = []
+        running: list[Array] = []
+        for index in range(limit):
+            if index >= QUEUED and (filled & ~np.asarray(running[index - QUEUED])).any():
+                break
+            state, record, runs = one_step(weights, state)
+            records.append(record)
+            running.append(runs)
+        return state, tuple(records)
+
     # A loop on CPU, calls elsewhere: see `decoding.repeated`.
-    by_calls = functools.partial(_call_steps, compiled(step))
     run: Chunk = compiled(loop) if loops_on_device() else by_calls
 
     def chunk(weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None = None):
@@ -115,25 +130,6 @@ def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:
         float32 = jnp.float32
         scores = Scores(zeros(depth + 1, dtype=float32), zeros(*top), zeros(*top, dtype=float32))
     return StepRecord(zeros(), zeros(), zeros(), zeros(depth), copied, scores)
-
-
-def _call_steps(
-    step: Callable[[Weights, DecodeState], tuple[DecodeState, StepRecord, Array]],
-    weights: Weights,
-    state: DecodeState,
-    filled: np.ndarray,
-    limit: np.int32,
-) -> tuple[DecodeState, tuple[StepRecord, ...]]:
-    """Do the same by single steps; QUEUED - 1 more have begun when the host sees a row's end."""
-    records: list[StepRecord] = []
-    running: list[Array] = []
-    for index in range(limit):
-        if index >= QUEUED and (filled & ~np.asarray(running[index - QUEUED])).any():
-            break
-        state, record, runs = step(weights, state)
-        records.append(record)
-        running.append(runs)
-    return state, tuple(records)
 
 
 def read_records(records: Records) -> StepRecord:

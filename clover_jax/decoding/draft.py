@@ -82,7 +82,9 @@ def draft(
         proposal = head.apply(params, "propose", frozen, state, depth)
         candidates = _to_target(head, choose(proposal, int(level.rank.max()) + 1, depth))
         # A head whose proposal is the same for every branch returns a single one.
-        candidates = _for_branches(candidates, width)
+        candidates = jax.tree.map(
+            lambda x, width=width: jnp.broadcast_to(x, (batch, width, *x.shape[2:])), candidates
+        )
         # Every node is its parent's child of the node's rank.
         tokens.append(candidates.ids[:, level.parent, level.rank])
         drafts.append(candidates.drafts)
@@ -149,11 +151,6 @@ def sample_children(
         return Children(jnp.pad(chosen, missing, constant_values=PAD_TOKEN), drafts)
 
     return choose
-
-
-def _for_branches(children: Children, width: int) -> Children:
-    """Give every leaf [B, W or 1, ...] its W."""
-    return jax.tree.map(lambda x: jnp.broadcast_to(x, (x.shape[0], width, *x.shape[2:])), children)
 
 
 def _to_target(head: DraftHead, children: Children) -> Children:

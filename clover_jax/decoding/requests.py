@@ -220,11 +220,6 @@ def check_request(
     if len(request.eos_ids) > max_eos:
         raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {max_eos} fit")
 
-    _check_sampling(request, sampling)
-    check_bias(request.logit_bias, vocabulary)
-
-
-def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
     check_warping(request.temperature, request.top_k, request.top_p)
     if request.seed is not None:
         check_seed(request.seed)
@@ -240,3 +235,4 @@ def _check_sampling(request: Request, sampling: SamplingConfig) -> None:
         raise UserError(
             "min_new_tokens and logit_bias need an engine with SamplingConfig(biased=True)"
         )
+    check_bias(request.logit_bias, vocabulary)

@@ -39,10 +39,10 @@ from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.lossless import accept_drawn, accept_sampled
 from clover_jax.decoding.sampling import add_bias, warp
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
-from clover_jax.decoding.scores import Scores, score
+from clover_jax.decoding.scores import score
 from clover_jax.decoding.state import RUNNING, DecodeState, searched
 from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
-from clover_jax.decoding.verify import tree_choices, tree_logits, verify
+from clover_jax.decoding.verify import tree_choices, verify
 from clover_jax.drafters.drafter import (
     PAD_TOKEN,
     AcceptedPositions,
@@ -54,6 +54,7 @@ from clover_jax.drafters.drafter import (
 from clover_jax.drafters.registry import TRAINING_FREE, DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache
+from clover_jax.models.decoder import base_logits
 from clover_jax.sharding.placement import by_rows, gathered_in_use
 from clover_jax.sharding.top_k import argmax
 
@@ -200,7 +201,9 @@ def speculate_and_verify(
         slots = drafted.tree, accepted, verified.fresh, verified.features
         state, record = commit(state, *slots, by_kernel=config.attention == "pallas")
         if config.sampling.scored:
-            record = record.replace(scores=path_scores(verified, accepted, state.next_tokens))
+            assert verified.logits is not None  # `needs_choices_only` is False for scored steps
+            on_path = jnp.take_along_axis(verified.logits, accepted.path[..., None], axis=1)
+            record = record.replace(scores=score(on_path, state.next_tokens))
         if drafted.copy is not None and state.copies is not None:
             counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
             state = state.replace(copies=counted)
@@ -302,7 +305,8 @@ def verify_tree(
     features = tree_features(config, output.hidden)
     if config.sampling.needs_choices_only:
         return Verified(tree_choices(weights.base, output), None, output.fresh, features)
-    return Verified(None, tree_logits(config.base, weights.base, output), output.fresh, features)
+    logits = base_logits(config.base, weights.base, output.hidden["post_norm"])
+    return Verified(None, logits, output.fresh, features)
 
 
 def observe_verified(
@@ -349,12 +353,6 @@ def accept(
         return accept_drawn(tree, logits, rows, length, truncate)
     assert isinstance(config.tree, TreeConfig)  # StepConfig refuses draws of others
     return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
-
-
-def path_scores(verified: Verified, accepted: Accepted, emitted: Int[Array, "B A"]) -> Scores:
-    """Return the scores of the tokens after each slot of the accepted path."""
-    assert verified.logits is not None  # `needs_choices_only` is False where scores are wanted
-    return score(jnp.take_along_axis(verified.logits, accepted.path[..., None], axis=1), emitted)
 
 
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:

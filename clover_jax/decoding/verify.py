@@ -12,7 +12,7 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.tree import TokenTree, node_depth
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.cache import Cache
-from clover_jax.models.decoder import Decoder, DecoderOutput, base_logits, project
+from clover_jax.models.decoder import Decoder, DecoderOutput, project
 from clover_jax.models.int8 import Int8Matrix, Matrix
 from clover_jax.sharding.top_k import argmax
 
@@ -39,11 +39,6 @@ def verify(
     hold = jax.lax.optimization_barrier
     fresh = jax.lax.platform_dependent(output.fresh, cpu=lambda x: x, default=hold)
     return output.replace(fresh=fresh)
-
-
-def tree_logits(config: BaseConfig, params: Params, output: DecoderOutput) -> Float[Array, "B T V"]:
-    """Return the base's logits of the token after every slot."""
-    return base_logits(config, params, output.hidden["post_norm"])
 
 
 def tree_choices(params: Params, output: DecoderOutput) -> Int[Array, "B T"]:

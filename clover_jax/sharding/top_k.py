@@ -118,12 +118,10 @@ def argmax(logits: Float[Array, "*b V"]) -> Int[Array, "*b"]:
 
 
 def _largest(rows: Float[Array, "R V"]) -> TopK:
-    return TopK(rows.max(axis=1, keepdims=True), _argmax(rows)[:, None])
-
-
-def _argmax(rows: Float[Array, "R V"]) -> Int[Array, " R"]:
-    return jax.lax.platform_dependent(
+    largest = rows.max(axis=1, keepdims=True)
+    ids = jax.lax.platform_dependent(
         rows,
         cpu=lambda x: _top_k(x, 1).ids[:, 0],
         default=lambda x: jnp.argmax(x, axis=-1).astype(jnp.int32),
     )
+    return TopK(largest, ids[:, None])
