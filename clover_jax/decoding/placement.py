@@ -50,7 +50,6 @@ class Placement:
         return jax.device_put(weights, param_shardings(weights, self.mesh))
 
     def state(self, state: DecodeState) -> DecodeState:
-        """Split a state over the mesh."""
         if self.mesh is None:
             return state
         return jax.device_put(state, decode_state_shardings(state, self.mesh))

@@ -97,7 +97,6 @@ class NewTokens:
 
     @property
     def is_last(self) -> bool:
-        """Whether the row has ended."""
         return self.finish_reason is not None
 
 
@@ -130,7 +129,6 @@ class Generation:
     num_cached: int = 0
 
     def add(self, new: NewTokens) -> None:
-        """Take in what a chunk of steps gave."""
         self.output_ids += new.ids
         self.accepted += new.accepted
         self.proposed += new.proposed

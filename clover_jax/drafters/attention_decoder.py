@@ -41,7 +41,6 @@ class AttentionDecoder(nn.Module):
     def __call__(
         self, x: Float[Array, "*b D"], embedded: Float[Array, "*b D"]
     ) -> Float[Array, "*b D"]:
-        """Mix the embedded token into x."""
         return self.mix(x, self.read(embedded))
 
     def read(self, embedded: Float[Array, "*b D"]) -> Float[Array, "*b 2 N H"]:

@@ -112,7 +112,6 @@ class RegressiveMLP(nn.Module):
         return embedded @ self.inward[1]
 
     def mix(self, x: Float[Array, "*b D"], token: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Mix what `read` returned into x."""
         return x + jax.nn.silu(self.norm(x) @ self.inward[0] + token + self.inward_bias)
 
 

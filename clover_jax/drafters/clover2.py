@@ -161,7 +161,6 @@ class Clover2(Drafter):
         return self.attention_decoder_1(self.trunk_norm(z), embedded), fresh
 
     def _first_output(self, state: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Return u^0."""
         if self.config.output_projector:
             state = state @ self.projector_0 + self.projector_0_bias
         return self.head_norm(state)

@@ -176,7 +176,6 @@ class CloverLR(Drafter):
             self.mix = self.param("mix", zeros, (rank, rank))
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
-        """Return the Augmenting Block's cache."""
         layers = self.config.num_augmenting_layers
         return init_cache(self.config.layer, layers, batch, length, dtype)
 
@@ -209,7 +208,6 @@ class CloverLR(Drafter):
         token: Int[Array, "B W"],
         depth: int,
     ) -> CloverLRState:
-        """Feed a drafted token back."""
         if not self.config.rank:
             return state
         # Rank r, not D: this is all that a drafted token costs.

@@ -31,12 +31,7 @@ from clover_jax.drafters.drafter import (
     output_matrix,
     with_draft_rows,
 )
-from clover_jax.drafters.layer_drafter import (
-    LayerDrafter,
-    Prefix,
-    attend_path,
-    empty_path,
-)
+from clover_jax.drafters.layer_drafter import LayerDrafter, Prefix, attend_path, empty_path
 from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue

@@ -59,7 +59,6 @@ class Lookup(Drafter):
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[LookupState, Cache]:
-        """Take the last tokens of the text."""
         end = accepted.start + accepted.count
         suffix = last_tokens(accepted.text, end)[:, None]
         return LookupState(suffix, accepted.text, end), cache

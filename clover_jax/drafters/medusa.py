@@ -95,7 +95,6 @@ class Medusa(Drafter):
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[Float[Array, "B 1 D"], Cache]:
-        """Keep the last position's features."""
         return take_last(accepted.features, accepted.count), cache
 
     @property

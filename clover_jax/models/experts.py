@@ -59,7 +59,6 @@ class ExpertMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Apply to each position the experts that are chosen for it."""
         cfg = self.config
         number, width, inner = cfg.num_experts, cfg.hidden_size, cfg.expert_size
         router = self.param("router", matrix_init(width), (width, number))

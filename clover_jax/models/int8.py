@@ -29,7 +29,6 @@ class Int8Matrix(struct.PyTreeNode):
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """The matrix's shape."""
         return self.values.shape
 
     def __getitem__(self, index: int | slice) -> Int8Matrix:

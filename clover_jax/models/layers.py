@@ -142,7 +142,6 @@ class GatedMLP(nn.Module):
 
     @nn.compact
     def __call__(self, x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-        """Apply the MLP position by position."""
         cfg = self.config
         width, inner = cfg.hidden_size, cfg.intermediate_size
         gate_up = self.param("gate_up", matrix_init(width), (width, 2, inner))

@@ -60,7 +60,6 @@ class ScoreRules:
         return None if rules._is_empty else rules
 
     def of_rows(self, rows: slice) -> ScoreRules:
-        """Return the rules for some rows of the batch."""
         return dataclasses.replace(self, positions=self.positions[rows])
 
     def by_distance(

@@ -32,7 +32,6 @@ class MeshShape:
 
     @property
     def size(self) -> int:
-        """Devices in all."""
         return self.data * self.fsdp * self.tensor
 
     @property

@@ -9,14 +9,8 @@ splits them by where their arguments lie. So a run does, in this order,
     shardings = param_shardings(shapes, mesh)     # base, any draft, train states with optimiser
     state = jax.jit(init, out_shardings=shardings)(...)
 
-and for compiling without devices, from shapes alone:
-
-    weights = with_shardings(shapes, param_shardings(shapes, mesh))     # ShapeDtypeStructs
-    state = with_shardings(state_shapes, decode_state_shardings(state_shapes, mesh))
-    batch = with_shardings(batch_shapes, row_shardings(batch_shapes, mesh))
-    jax.jit(step).lower(weights, state).compile()
-
-A `Mesh` or an `AbstractMesh` (`make_abstract_mesh`) will do for everything that computes shardings.
+To compile without devices, `with_shardings` gives shapes the same placements; an `AbstractMesh`
+(`make_abstract_mesh`) will do for it.
 
 `param_layouts.py` says how a parameter is split, by its name.
 """
