@@ -2,6 +2,8 @@
 
 import lazy_loader
 
+# Names without their modules: the flags of commands come from `sampling_config`, before JAX is
+# loaded.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={

@@ -34,6 +34,7 @@ def accept_path(tree: TokenTree, following: Int[Array, "B T"]) -> Accepted:
     Example: tokens [[5, 7, 8, 9]], parent [[-1, 0, 1, 0]] and following [[7, 8, 4, 0]] accept slots
     0, 1, 2 with bonus 4.
     """
+    # At most one path qualifies, so no score has to decide.
     passes = _is_chosen(tree, following)
     return _longest(tree, passes, jnp.zeros(tree.tokens.shape), following)
 
@@ -62,6 +63,7 @@ def accept_typical(
     row = jnp.arange(tree.tokens.shape[0])[:, None]
     own = log_probability[row, parent, jnp.maximum(tree.tokens, 0)]
     passes = jnp.exp(own) > threshold[row, parent]
+    # An unused slot holds PAD_TOKEN, for which token 0 was looked up above.
     passes &= tree.tokens >= 0
     return _longest(tree, passes, own, argmax(log_probability))
 
@@ -74,6 +76,7 @@ def accept_forced(tree: TokenTree, following: Int[Array, "B T"], count: int) -> 
     base's own choices, so that the choices decide what is committed, as in real decoding. Of a
     shallower tree the deepest path is accepted.
     """
+    # Every token will do down to that level; only unused slots of adaptive trees stay out.
     passes = (tree.level() <= count) & (tree.tokens >= 0)
     score = _is_chosen(tree, following).astype(jnp.float32)
     return _longest(tree, passes, score, following)
@@ -81,6 +84,7 @@ def accept_forced(tree: TokenTree, following: Int[Array, "B T"], count: int) -> 
 
 def _is_chosen(tree: TokenTree, following: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """Return whether each slot's token is the base's choice after its parent."""
+    # PAD_TOKEN equals no choice. The root is compared with its own choice, which is never read.
     return tree.tokens == jnp.take_along_axis(following, jnp.maximum(tree.parent, 0), axis=1)
 
 
@@ -100,11 +104,13 @@ def _longest(
     level = node_depth(mask)
     count = jnp.where(kept, level, 0).max(axis=-1)
     candidates = kept & (level == count[:, None])
+    # The root was emitted before this step: its score says nothing of the path.
     total = jnp.sum(jnp.where(mask & ~is_root[:, None, :], score[:, None, :], 0.0), axis=-1)
     end = jnp.argmax(jnp.where(candidates, total, -jnp.inf), axis=-1)[:, None]
 
     # Its slots from the root down: the ancestor at each depth.
     on_path = jnp.take_along_axis(mask, end[..., None], axis=1)  # [B, 1, T]
+    # Beyond the end no slot has the depth, and argmax gives 0, the root: `commit` relies on it.
     at_depth = on_path & (level[:, None, :] == jnp.arange(tree.depth + 1)[:, None])
     path = jnp.argmax(at_depth, axis=-1).astype(jnp.int32)
     return Accepted(path, count, jnp.take_along_axis(following, end, axis=1)[:, 0])

@@ -40,11 +40,13 @@ class AcceptedLengths:
 
     def histogram(self, depth: int | None = None) -> list[int]:
         """Return at [k] how many forwards accepted k tokens, up to `depth` or to the longest."""
+        # -1, so that no forward at all gives no bar, not one of height 0.
         longest = max(self._counts, default=-1) if depth is None else depth
         return [self._counts[k] for k in range(longest + 1)]
 
     def reaching(self, depth: int) -> list[int]:
         """Return at [i] how many forwards accepted positions 0..i, for the positions of a tree."""
+        # k accepted tokens stand at positions 0 .. k - 1.
         return [sum(n for k, n in self._counts.items() if k > i) for i in range(depth)]
 
     def hit_rate(self, depth: int) -> list[float]:
@@ -53,5 +55,6 @@ class AcceptedLengths:
 
     def conditional_hit_rate(self, depth: int) -> list[float | None]:
         """Return the conditional hit rates; None where no forward came that far."""
+        # Every forward comes as far as position 0; later ones need the position before them.
         reached = [self.forwards, *self.reaching(depth)]
         return [hits / before if before else None for before, hits in itertools.pairwise(reached)]

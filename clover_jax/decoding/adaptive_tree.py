@@ -23,6 +23,7 @@ class AdaptiveTree(JsonConfig):
     width: nodes expanded on a level at most.
     """
 
+    # Equal bounds are one program, whatever they were called.
     name: str = dataclasses.field(compare=False)
     rule: str
     nodes: int
@@ -35,6 +36,7 @@ class AdaptiveTree(JsonConfig):
                 f"tree {self.name!r}: nodes ({self.nodes}), depth ({self.depth}) and width "
                 f"({self.width}) must be at least 1"
             )
+        # The dynamic rule always fills its nodes; clover4 may leave some of them unused.
         if self.rule == "dynamic" and self.nodes > self.pool_size:
             raise UserError(
                 f"tree {self.name!r}: {self.depth} levels of width {self.width} draft "
@@ -58,6 +60,8 @@ class AdaptiveTree(JsonConfig):
 
     def levels_within(self, max_depth: int | None) -> int:
         """Return how deep the tree goes with a head that drafts `max_depth` tokens (None: any)."""
+        # Only clover4 stops where the head does; `check_tree` refuses a dynamic tree that is too
+        # deep.
         if self.rule != "clover4" or max_depth is None:
             return self.depth
         return min(self.depth, max_depth)
@@ -65,6 +69,7 @@ class AdaptiveTree(JsonConfig):
     @property
     def pool_size(self) -> int:
         """Nodes that the dynamic rule looks at: `width` children of every expanded node."""
+        # The root alone is expanded on the first level, `width` nodes on each later one.
         return self.width + (self.depth - 1) * self.width**2
 
 

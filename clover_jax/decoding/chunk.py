@@ -40,16 +40,19 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
     """
 
     def compiled(function: Callable) -> Callable:
+        # The state is donated, so that its caches are updated in place.
         return placement.compiled(function, donate_argnums=1, compiler_options=options_here())
 
     def loop(
         weights: Weights, state: DecodeState, filled: Array, most: Array
     ) -> tuple[DecodeState, StepRecord]:
+        # Every host reads the records, so each of its devices gets them whole.
         state, records = decode_chunk(config, num_steps, weights, state, filled, most)
         return state, placement.whole(records)
 
     def step(weights: Weights, state: DecodeState) -> tuple[DecodeState, StepRecord, Array]:
         state, record = speculate_and_verify(config, weights, state)
+        # Which rows still run goes out beside the state, which the next call consumes at once.
         return state, *placement.whole((record, state.finish == RUNNING))
 
     one_step = compiled(step)
@@ -61,6 +64,7 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
         records: list[StepRecord] = []
         running: list[Array] = []
         for index in range(limit):
+            # This waits for a step that was called long ago, so the device has work meanwhile.
             if index >= QUEUED and (filled & ~np.asarray(running[index - QUEUED])).any():
                 break
             state, record, runs = one_step(weights, state)
@@ -73,6 +77,7 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
 
     def chunk(weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None = None):
         limit = num_steps if most is None else min(most, num_steps)
+        # An argument of the program: another limit compiles nothing.
         return run(weights, state, filled, np.int32(limit))
 
     return chunk
@@ -92,6 +97,8 @@ def decode_chunk(
     """
     most = num_steps if most is None else most
 
+    # A row that ends in a filled slot stops the chunk, so that the slot is refilled. Empty slots
+    # never run, and stop nothing.
     def goes_on(done: Array, state: DecodeState) -> Bool[Array, ""]:
         return (done < most) & ((state.finish == RUNNING) | ~filled).all()
 
@@ -111,6 +118,7 @@ def recorded_steps(
     def body(carry: Carry) -> Carry:
         done, state, records = carry
         state, record = step(state)
+        # The carry of a loop cannot grow, so a record goes to its place among zeros.
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 

@@ -63,8 +63,10 @@ def cut(
     # An EOS token is emitted, what follows it is not; room counts what may still be emitted.
     slots = jnp.arange(candidates.shape[1])
     ends = (candidates[..., None] == eos[:, None, :]).any(axis=-1) & (slots < count[:, None])
+    # Tokens up to the first EOS, itself included; more than there are where there is none.
     first_end = jnp.where(ends, slots, candidates.shape[1]).min(axis=-1) + 1
     emitted = jnp.minimum(jnp.minimum(count, first_end), room)
+    # A row that ends by EOS on its very last place has ended by EOS.
     finish = jnp.where(emitted == room, LENGTH, RUNNING)
     finish = jnp.where(first_end <= emitted, EOS, finish)
     return Emission(count=emitted, finish=finish)
@@ -85,8 +87,10 @@ def commit(
     Committed positions follow the emitted tokens: length = end - 1 always, so at most
     limit - 1 + A positions of the buffers are ever written.
     """
+    # All rows take the same way; what an ended one emits is set to nothing.
     running = state.finish == RUNNING
     path_tokens = jnp.take_along_axis(tree.tokens, accepted.path, axis=1)
+    # Slot 0 of a path is the root, which the text has already.
     candidates = append_bonus(path_tokens[:, 1:], accepted.count, accepted.bonus)
     emission = cut(candidates, accepted.count + 1, state.limit - state.end, state.eos)
     emitted = jnp.where(running, emission.count, 0)
@@ -104,6 +108,7 @@ def commit(
         features=jnp.take_along_axis(features, accepted.path[..., None], axis=1).astype(
             state.features.dtype
         ),
+        # The head absorbs these positions at the start of the next step, `count` of them.
         next_tokens=candidates,
         count=emitted,
     )
@@ -138,6 +143,7 @@ def write_tokens(
 
 def _by_position(tokens: Array, new: Array, start: Array) -> Array:
     place = jnp.arange(tokens.shape[1]) - start[:, None]
+    # A is small: one comparison with all positions for each new token.
     for index in range(new.shape[1]):
         tokens = jnp.where(place == index, new[:, index, None], tokens)
     return tokens
@@ -156,6 +162,7 @@ def sibling_ranks(parent: Int[Array, "r T"], slots: Int[Array, "B d"]) -> Int[Ar
     """
     parent = jnp.broadcast_to(parent, (slots.shape[0], parent.shape[1]))
     mine = jnp.take_along_axis(parent, slots, axis=1)
+    # Siblings of a slot have its parent; slots lie in the order of ranks.
     before = jnp.arange(parent.shape[1]) < slots[..., None]
     return ((parent[:, None] == mine[..., None]) & before).sum(axis=-1)
 
@@ -169,6 +176,7 @@ def append_bonus(
     Example: drafted [[7, 8, 0]], count [2], bonus [4] gives [[7, 8, 4, 4]].
     """
     slots = jnp.arange(drafted.shape[1] + 1)
+    # Room for a bonus behind a path of full depth.
     padded = jnp.pad(drafted, ((0, 0), (0, 1)))
     return jnp.where(slots < count[:, None], padded, bonus[:, None])
 

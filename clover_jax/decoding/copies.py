@@ -75,6 +75,7 @@ def count_copies(
     """Count how far a step's best copy went with the text; the first number[b] tokens are valid."""
     depth = best.tokens.shape[1]
     follows = jnp.cumprod(best.tokens == emitted[:, :depth], axis=1).astype(bool)
+    # A token of the copy is tried where all before it were right, and where the text has gone.
     is_tried = jnp.pad(follows[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     is_tried &= (best.tokens != PAD_TOKEN) & (jnp.arange(depth) < number[:, None])
     # Each token of the copy makes the match longer.
@@ -138,6 +139,7 @@ def add_copies(
     # The best keep that order. No node is worth more than its parent, so parents are kept.
     best = top_k(pool, nodes)
     kept = jnp.sort(jnp.where(best.values > -jnp.inf, best.ids, pool.shape[1]), axis=1)
+    # Places that got no node sort last: their index is beyond the pool.
     is_node, index = kept < pool.shape[1], jnp.minimum(kept, pool.shape[1] - 1)
     parents = jnp.take_along_axis(above, index, axis=1)
     slot = jnp.argmax(parents[..., None] == kept[:, None], axis=-1) + 1

@@ -70,7 +70,9 @@ def accept_drawn(
         return new, jnp.where(descends, slot, 0)
 
     start = _DrawnWalk(slot=zeros, count=zeros, descends=jnp.ones(batch, bool), bonus=zeros)
+    # One visit more than there are levels: at a leaf the last one draws the bonus.
     end, below = jax.lax.scan(visit, start, jnp.arange(tree.depth + 1))
+    # The root comes first; the last visit never descends.
     path = jnp.concatenate([zeros[:, None], below[:-1].T], axis=1)
     return Accepted(path=path, count=end.count, bonus=end.bonus)
 
@@ -140,6 +142,7 @@ def accept_sampled(
 
     # A loop, for the compiler's sake: written out, five levels take it twice as long.
     walk = jax.lax.fori_loop(0, config.depth, descend, walk)
+    # The bonus: the largest of log p and Gumbel noise is a draw from p.
     noise = gumbel(rows, (length + walk.count + 1)[:, None], TOKEN, logits.shape[-1])[:, 0]
     return Accepted(walk.path, walk.count, argmax(jnp.log(walk.residual) + noise))
 
@@ -165,15 +168,19 @@ def _descend(
     # p is kept dense and q on few tokens: a rejection changes p there, and scales the rest.
     left = _split(walk.residual, ids)
     found = jnp.full_like(walk.slot, -1)
+    # Child after child in the order of their draws; the first that is accepted ends the test.
     for order in range(children.shape[1]):
         slot = slots[:, order]
         token = tree.tokens[each[:, 0], jnp.maximum(slot, 0)]
         taken = ids == token[:, None]
         q_token, p_token = (jnp.sum(jnp.where(taken, x, 0), axis=-1) for x in (q, left.on))
+        # A child to which q gives nothing was never drawn, so it is not tested.
         tested = walk.descends & (found < 0) & (slot >= 0) & (q_token > 0)
+        # coin < p / q, without the division.
         accepted = tested & (coins[:, order] * q_token < p_token)
         found = jnp.where(accepted, slot, found)
         rejected = tested & ~accepted
+        # First p by the q of this draw, then q without the token: the order makes it lossless.
         left = jax.tree.map(functools.partial(keep_rows, rejected), _without_q(left, q), left)
         q = keep_rows(rejected, _without_token(q, taken), q)
 
@@ -231,5 +238,6 @@ def expansion_rows(config: TreeConfig) -> np.ndarray:
 
     Rows are numbered in slot order, which is the order in which levels are expanded.
     """
+    # Leaves are never expanded, so they have no q.
     has_children = np.isin(np.arange(config.num_slots), config.parents())
     return np.where(has_children, np.cumsum(has_children) - 1, -1).astype(np.int32)

@@ -34,6 +34,7 @@ class Placement:
 
     def whole_rows(self, batch_size: int) -> int:
         """Return the least number of rows, `batch_size` or more, that all devices can share."""
+        # Rounded up: rows that do not come out even would all lie on every device.
         shards = shape_of(self.mesh).num_row_shards
         return -(-batch_size // shards) * shards
 
@@ -67,6 +68,7 @@ class Placement:
         def placed(*arguments: Any) -> Any:
             # XLA may choose another layout for a result; the next call would then copy the caches.
             result = function(*arguments)
+            # The state comes first where a program returns more than that.
             states, *records = result if isinstance(result, tuple) else (result,)
             there = decode_state_shardings(states, mesh)
             states = jax.lax.with_sharding_constraint(states, there)
@@ -75,6 +77,7 @@ class Placement:
         compiled = jax.jit(placed, **options)
 
         def call(*arguments: Any) -> Any:
+            # A call may trace, and what is traced asks for the mesh.
             with self.in_use():
                 return compiled(*arguments)
 

@@ -56,6 +56,7 @@ def draft_tokens(
     padded = _pad(context)
     features = select_features(_forward(config, params, context).hidden, head.config.features)
     next_tokens = jnp.asarray(_pad([*context[1:], root]))
+    # One row that begins at position 0: `zero` is where it starts and, later, its only branch.
     zero, config_of_head = jnp.zeros(1, jnp.int32), head.config
     frozen = frozen_from_base(with_draft_rows(params, config_of_head))
     to_target = config_of_head.draft_to_target or range(config_of_head.vocab_size)
@@ -84,6 +85,7 @@ def draft_tokens(
             order = np.argsort(-np.asarray(proposal)[0, 0], kind="stable")
             tokens[path] = to_target[int(order[path[-1]])]
         token = jnp.asarray([[tokens[path]]])
+        # A single branch: its parent is number 0 of the level above.
         arguments = (frozen, above, cache, zero[None], token)
         states[path] = apply("advance", *arguments, static=(depth + 1,))
     return tokens
@@ -114,10 +116,12 @@ def speculative_greedy(
     while len(text) < len(prompt) + max_new_tokens:
         tokens = draft_tokens(head, draft_params, config, params, text, tree)
         path: tuple[int, ...] = ()
+        # Verify by full forwards, one token at a time: no tree mask, no cache.
         while True:
             best = int(np.argmax(_logits(config, params, text)[-1]))
             children = [p for p in tree.paths if p[:-1] == path and tokens[p] == best]
             text.append(best)
+            # The base wants a token that no child holds: that is the bonus.
             if not children:
                 break
             path = children[0]

@@ -129,6 +129,7 @@ class Generation:
     num_cached: int = 0
 
     def add(self, new: NewTokens) -> None:
+        # In place: whoever follows the row has it already, and sees it grow.
         self.output_ids += new.ids
         self.accepted += new.accepted
         self.proposed += new.proposed
@@ -147,6 +148,7 @@ class Generation:
     @property
     def tau(self) -> float | None:
         """Emitted tokens per target forward; None when prefill's own token was the only one."""
+        # The first token is from prefill, and no verifying forward's.
         return (len(self.output_ids) - 1) / len(self.accepted) if self.accepted else None
 
 
@@ -163,6 +165,7 @@ class RowUpdate:
 
         Its slot is free for the next request; the row gets no further update.
         """
+        # A row that has ended in this very chunk keeps its own reason.
         self.row.finish_reason = self.row.finish_reason or "stop"
 
 
@@ -185,6 +188,7 @@ def requests_of_every_kind(length: int) -> list[Request]:
 
     length: of the prompts.
     """
+    # Two tokens: prefill gives the first, so that a step has one to give.
     plain = Request(0, [0] * length, 2)
     drawn = dataclasses.replace(plain, temperature=1.0)
     cut = dataclasses.replace(drawn, top_p=0.5)

@@ -71,6 +71,7 @@ def empty_sampling(batch: int, biased: bool = False) -> RowSampling:
 def row_key(seed: Int[Array, ""], numbers: Int[Array, " n"]) -> Array:
     """Return [1, 2], the key of a row by a seed and by numbers; those below 0 are left out."""
     key = jax.random.key(seed)
+    # Folded in one after another, so that each row and each of its turns has a stream of its own.
     for number in numbers:
         key = jnp.where(number < 0, key, jax.random.fold_in(key, number))
     return jax.random.key_data(key)[None]
@@ -92,6 +93,7 @@ def add_bias(
     assert bias is not None  # as for every engine with `SamplingConfig.biased`
     batch, _, vocabulary = logits.shape
     each = jnp.arange(batch)[:, None]
+    # Once for each row: all its slots have the same biases.
     added = jnp.zeros((batch, vocabulary)).at[each, bias.ids].add(bias.values, mode="drop")
 
     # A negative index would count from the end.
@@ -121,6 +123,7 @@ def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Fl
 
 def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
     vocabulary = logits.shape[-1]
+    # One sort serves both rules.
     descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocabulary), vocabulary)
     # Top-k: the k-th largest logit is the least that stays.
@@ -165,6 +168,7 @@ def uniform(
 
 def _per_position(rows: RowSampling, positions: Array, purpose: int, sample) -> Array:
     def one(row_key: Array, position: Array) -> Array:
+        # Neither the row's place in the batch nor the step is part of the key.
         key = jax.random.wrap_key_data(row_key)
         return sample(jax.random.fold_in(jax.random.fold_in(key, position), purpose))
 

@@ -76,6 +76,7 @@ class StepConfig:
     attention: str = "xla"
 
     def __post_init__(self):
+        # Plain decoding is a step whose tree has no nodes; everything else drafts.
         if (self.head is None) != (self.tree.num_nodes == 0):
             raise UserError(
                 f"tree {self.tree.name!r} has {self.tree.num_nodes} nodes and there is "
@@ -92,6 +93,7 @@ class StepConfig:
                 f"tree {self.tree.name!r} has copies, which are no draws from the draft: use "
                 "draft_sampling topk, or a tree without copies"
             )
+        # The scores of these heads are fixed guesses, the same for every text.
         if self.head is not None and self.head.config.kind in TRAINING_FREE:
             raise UserError(
                 f"{self.head.config.kind} has no distribution to draw children from: use "
@@ -130,6 +132,7 @@ def check_tree(head: DraftHead, tree: Tree) -> None:
             f"clover4, chain:{config.max_depth} or dynamic:NODES:{config.max_depth}, or train more "
             "positions"
         )
+    # `lax.top_k` cannot give more entries than there are.
     if tree.num_ranks > config.draft_vocab_size:
         raise UserError(
             f"tree {tree.name!r} looks at {tree.num_ranks} children of a node and the draft's "
@@ -163,6 +166,7 @@ def weights_for(
     head: DraftHead | None, base_params: Params, draft_params: Params | None
 ) -> Weights:
     """Return the weights for the steps of a head, the rows of its vocabulary gathered."""
+    # Here and not within the step, which would gather the rows again each time.
     if head is not None and head.module.reads_lm_head:
         base_params = with_draft_rows(base_params, head.config)
     return Weights(base_params, draft_params if draft_params is not None else {})
@@ -173,6 +177,7 @@ def reads_caches(stage: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(stage)
     def run(config: StepConfig, *arguments: Any) -> Result:
+        # A context variable that attention looks up: the layers between need no argument for it.
         with reading(config.attention):
             return stage(config, *arguments)
 
@@ -183,6 +188,7 @@ def speculate_and_verify(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, StepRecord]:
     """Advance every running row by its accepted path and one bonus token."""
+    # The head first reads what the last step accepted; plain decoding has no head.
     root = roots(state)
     if config.head is None:
         drafted = Drafted(TokenTree.root_only(root))
@@ -201,10 +207,12 @@ def speculate_and_verify(
         slots = drafted.tree, accepted, verified.fresh, verified.features
         state, record = commit(state, *slots, by_kernel=config.attention == "pallas")
         if config.sampling.scored:
+            # The tokens after the path's slots are the accepted ones and the bonus.
             assert verified.logits is not None  # `needs_choices_only` is False for scored steps
             on_path = jnp.take_along_axis(verified.logits, accepted.path[..., None], axis=1)
             record = record.replace(scores=score(on_path, state.next_tokens))
         if drafted.copy is not None and state.copies is not None:
+            # The best copy is counted in every step, whether it got slots or not.
             counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
             state = state.replace(copies=counted)
         return state, record
@@ -288,7 +296,9 @@ def _children(config: StepConfig, tree: TreeConfig, state: DecodeState) -> Choos
     assert config.head is not None  # as in `draft_tree`
     if config.sampling.draft_sampling != "sampled":
         return top_children
+    # q has room for at least the children that the tree wants.
     support = min(max(SUPPORT, tree.num_ranks), config.head.config.draft_vocab_size)
+    # The root stands at `length`, the nodes of level d at length + 1 + d.
     positions = state.length[:, None] + 1 + jnp.arange(tree.depth)
     return sample_children(state.sampling, positions, config.sampling.truncate, support)
 
@@ -304,6 +314,7 @@ def verify_tree(
     output = verify(config.base, weights.base, tree, state.cache, length)
     features = tree_features(config, output.hidden)
     if config.sampling.needs_choices_only:
+        # Only choices leave this stage, so that a device need not store the logits.
         return Verified(tree_choices(weights.base, output), None, output.fresh, features)
     logits = base_logits(config.base, weights.base, output.hidden["post_norm"])
     return Verified(None, logits, output.fresh, features)
@@ -316,9 +327,11 @@ def observe_verified(
     if config.head is None or not config.head.module.observes:
         return state
     choices = verified.choices
+    # Where the rule wanted all logits, the choices are still to be made.
     if choices is None:
         assert verified.logits is not None  # one of the two is there
         choices = argmax(verified.logits)
+    # An ended row is verified with the others, but what it holds is no text any more.
     valid = (tree.tokens != PAD_TOKEN) & (state.finish == RUNNING)[:, None]
     cache = config.head.apply(
         weights.draft, "observe", state.draft_cache, tree.tokens, choices, valid
@@ -331,6 +344,7 @@ def accept(
 ) -> Accepted:
     """Apply the verification rule that the config names."""
     sampling, tree = config.sampling, drafted.tree
+    # Rules that read the most probable tokens alone come first: there are no logits then.
     if sampling.force_accept is not None:
         return accept_forced(tree, verified.choices, sampling.force_accept)
     if sampling.needs_choices_only:
@@ -338,9 +352,11 @@ def accept(
     logits = verified.logits
     assert logits is not None  # `verify_tree` gives them to all further rules
     if sampling.biased:
+        # A slot predicts the token behind it.
         positions = state.length[:, None] + 1 + tree.level()
         logits = add_bias(logits, state.sampling, state.eos, positions)
     if sampling.verify == "greedy":
+        # Greedy with biases: the largest logit after they were added.
         return accept_path(tree, argmax(logits))
     # Typical acceptance judges drafted tokens; plain decoding has none and draws as usual.
     if sampling.verify == "typical" and config.head is not None:
@@ -348,6 +364,7 @@ def accept(
         return accept_typical(
             tree, log_probability, sampling.typical_epsilon, sampling.typical_delta
         )
+    # Lossless. A chosen child is a point mass; only drawn ones have a q to be tested with.
     rows, truncate, length = state.sampling, sampling.truncate, state.length
     if drafted.drafts is None:
         return accept_drawn(tree, logits, rows, length, truncate)
@@ -358,5 +375,6 @@ def accept(
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
     """Return the base's activations that the head reads: [B, T, F], F = 0 without a head."""
     if not config.features:
+        # The state keeps its leaf, of no width.
         return hidden["post_norm"][..., :0]
     return by_rows(select_features(hidden, config.features))

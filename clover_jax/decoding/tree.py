@@ -56,6 +56,7 @@ class TreeConfig(JsonConfig):
         if len(nodes) != len(self.paths):
             raise ValueError(f"tree {self.name!r} lists a path twice")
         for path in self.paths:
+            # The empty path is the root, which no path names.
             if not path or min(path) < 0:
                 raise ValueError(
                     f"tree {self.name!r}: path {list(path)} must hold one or more ranks from 0 on"
@@ -64,6 +65,7 @@ class TreeConfig(JsonConfig):
                 raise ValueError(
                     f"tree {self.name!r}: path {list(path)} needs its parent {list(path[:-1])}"
                 )
+        # In the order of slots: level by level, so that parents come before their children.
         object.__setattr__(self, "paths", tuple(sorted(nodes, key=lambda p: (len(p), p))))
 
     @classmethod
@@ -84,6 +86,7 @@ class TreeConfig(JsonConfig):
     @property
     def num_ranks(self) -> int:
         """Children of one node that are looked at: the largest rank and those before it."""
+        # Plain decoding looks at no child.
         return max((max(path) for path in self.paths), default=-1) + 1
 
     @property
@@ -103,6 +106,7 @@ class TreeConfig(JsonConfig):
 
     def levels(self) -> list[Level]:
         """Return the levels below the root, nearest first."""
+        # Nodes go in slot order, in which the next level finds its parents.
         # Only nodes with children cost a recurrent step, so levels index those.
         levels: list[Level] = []
         expanded_above: list[tuple[int, ...]] = [()]
@@ -126,6 +130,7 @@ class TreeConfig(JsonConfig):
 
         Example: chain:2 gives [-1, 0, 1].
         """
+        # The root is slot 0, and path i slot i + 1.
         slot = {(): 0} | {path: i + 1 for i, path in enumerate(self.paths)}
         return np.array([-1, *(slot[path[:-1]] for path in self.paths)], np.int32)
 
@@ -147,6 +152,7 @@ class TokenTree(struct.PyTreeNode):
     @classmethod
     def root_only(cls, root: Int[Array, " B"]) -> TokenTree:
         """Return the tree of one slot for each row."""
+        # One parent for all rows: what follows from it is a constant of the program.
         return cls(root[:, None], jnp.full((1, 1), -1), depth=0)
 
     def mask(self) -> Bool[Array, "B T T"]:
@@ -172,6 +178,7 @@ class CopyTree(JsonConfig):
     copies: int
 
     def __post_init__(self):
+        # Without copies it is the drafted tree itself, by another name.
         if self.copies < 1:
             raise ValueError(f"tree {self.name!r}: copies ({self.copies}) must be at least 1")
 
@@ -214,6 +221,7 @@ Tree = TreeConfig | AdaptiveTree | CopyTree
 
 def with_copies(tree: Tree, copies: int) -> CopyTree:
     """Return the tree with room for `copies` copied nodes beside the drafted ones."""
+    # A tree that has copies gets another number of them, not copies twice.
     drafted = tree.drafted if isinstance(tree, CopyTree) else tree
     name = f"{drafted.name}+copy:{copies}" if drafted.num_nodes else f"copy:{copies}"
     return CopyTree(name, drafted, copies)
@@ -235,6 +243,7 @@ def parse_tree(name: str) -> Tree:
     drafted, _, copies = name.rpartition("copy:")
     if copies.isdecimal() and int(copies) > 0 and (not drafted or drafted.endswith("+")):
         own = parse_tree(drafted[:-1]) if drafted else TreeConfig.root_only()
+        # A second +copy: is no tree, and ends in the error below.
         if not isinstance(own, CopyTree):
             return with_copies(own, int(copies))
 
@@ -270,6 +279,7 @@ def portable_name(tree: Tree) -> str:
     if isinstance(tree, CopyTree):
         own = f"{portable_name(tree.drafted)}+" if tree.drafted.num_nodes else ""
         return f"{own}copy:{tree.copies}"
+    # A file lies on one machine, and "auto" means what was measured there.
     is_named = tree.name != AUTO and not tree.name.startswith("file:")
     if is_named or isinstance(tree, AdaptiveTree):
         return tree.name
@@ -281,6 +291,7 @@ def default_tree(max_depth: int | None) -> str:
 
     paper25 where it fits, else clover4, which goes no deeper than the head.
     """
+    # paper25 is 5 levels deep.
     return "paper25" if max_depth is None or max_depth >= 5 else "clover4"
 
 
@@ -306,6 +317,7 @@ def _spelt_tree(name: str, paths: str) -> TreeConfig:
 
 
 def _is_path(value: Any) -> bool:
+    # Not isinstance: JSON's true is an int, too.
     return isinstance(value, list) and bool(value) and all(type(rank) is int for rank in value)
 
 
@@ -329,4 +341,5 @@ def ancestor_mask(parent: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]
 @typed
 def node_depth(mask: Bool[Array, "B T T"]) -> Int[Array, "B T"]:
     """Return the depth of each slot, 0 at the root, from its ancestor mask."""
+    # A slot sees itself and one ancestor for each level above.
     return mask.sum(axis=-1, dtype=jnp.int32) - 1

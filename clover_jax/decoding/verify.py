@@ -30,6 +30,7 @@ def verify(
 
     A slot's position is length + its level.
     """
+    # Siblings share a position: the mask alone keeps branches apart.
     mask = tree.mask()
     positions = length[:, None] + node_depth(mask)
     output: Any = Decoder(config).apply(
