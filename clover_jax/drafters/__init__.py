@@ -2,6 +2,7 @@
 
 import lazy_loader
 
+# One file a method, imported when it is used.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={

@@ -55,6 +55,7 @@ class AttentionDecoder(nn.Module):
         query = contract("...d,dnh->...nh", self.norm(x), self.query)
         if self.bias:
             query = query + self.query_bias
+        # Each head weighs its own part of the token by one number.
         key, value = key_value[..., 0, :, :], key_value[..., 1, :, :]
         # Back to the params' dtype: one float32 factor would make all that follows float32.
         weight = cosine_similarity(query, key, self.config.rms_norm_eps).astype(value.dtype)

@@ -58,6 +58,7 @@ def absorb_positions(
         and values.
     Returns z at the last accepted position, and the cache.
     """
+    # All A positions go through, valid or not, so that shapes are the same at every step.
     start, (batch, size) = accepted.start, accepted.next_tokens.shape
     positions = start[:, None] + jnp.arange(size)
     # Rows past count[b] come last, so the causal mask keeps them from the valid ones.
@@ -100,6 +101,7 @@ def from_last_layer(
 def _first_experts(mlp: Params, inner: int) -> Params:
     """Return a `GatedMLP` of width `inner` made of whole experts."""
     _, width, size = mlp["expert_gate"].shape
+    # Side by side the experts [k, D, F] are one MLP of width k F.
     count = inner // size
     gate, up = (
         jnp.moveaxis(mlp[name][:count], 0, 1).reshape(width, inner)

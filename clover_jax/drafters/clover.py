@@ -173,6 +173,7 @@ class Clover(Drafter):
         """Feed a drafted token back: the regressive connection."""
         if self.regressive is None:
             return state
+        # Each branch goes on from its own parent.
         above = jnp.take_along_axis(state, parent[..., None], axis=1)
         return self._follow(frozen, above, token)
 
@@ -188,6 +189,7 @@ class Clover(Drafter):
             # It depends on the token alone: computed once, shifted further at every position.
             read = self._read(frozen, extend(batch.tokens, count))
         outputs = []
+        # Each state takes in the text's token and leaves by the residual block of its position.
         for depth in range(count):
             if self.regressive is not None:
                 state = self.regressive.mix(state, window(read, depth + 1, size))
@@ -242,6 +244,7 @@ def init_from_base(config: CloverConfig, params: Params, base_params: Params, rn
         identity = jnp.eye(config.layer.hidden_size)
         both = jnp.stack([identity, identity])
         query, key = both + NOISE * jax.random.normal(rng, both.shape)
+        # With values of zero the decoder adds nothing, whatever the cosines are.
         key_value = jnp.stack([key, jnp.zeros_like(identity)], axis=1)
         new["regressive"] = with_matrices(params["regressive"], query, key_value)
     elif config.regressive_block == "mlp":

@@ -123,6 +123,7 @@ class GatedRecurrence(nn.Module):
         self, state: Float[Array, "*b r"], token: Float[Array, "*b r"]
     ) -> Float[Array, "*b r"]:
         rank, init = self.rank, nn.initializers.lecun_normal()
+        # Gate and reset in one param; the candidate reads the state after its reset.
         gates = self.param("gates", init, (2, 2 * rank, rank))
         biases = self.param("gates_bias", nn.initializers.zeros, (2, rank))
         matrix = self.param("candidate", init, (2 * rank, rank))
@@ -195,6 +196,7 @@ class CloverLR(Drafter):
     def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the block's logits of this level, corrected for each branch."""
         logits = state.block_logits[:, depth, None]
+        # C s^0 counts as 0: the root's token has entered before the block.
         if depth and self.config.rank:
             logits = logits + project(self.correction_out, state.recurrent @ self.mix)
         return soft_cap(logits, self.config.logit_cap)
@@ -249,6 +251,7 @@ class CloverLR(Drafter):
         """Return lm_head u + R C s, within the base's soft cap."""
         width = self.config.layer.hidden_size
         logits = project(output_matrix(self.config, frozen), hidden[..., :width])
+        # As in `propose`: nothing is corrected at position 0.
         if position and self.config.rank:
             logits = logits + project(self.correction_out, hidden[..., width:])
         return soft_cap(logits, self.config.logit_cap)
@@ -335,7 +338,9 @@ def init_from_base(
     if config.rank:
         random = jax.random.normal(next(keys), (width, width))
         directions = principal_directions(lm_head, config.rank)
+        # QR makes random columns orthonormal.
         new["state_in"] = jnp.linalg.qr(random)[0][:, : config.rank]
+        # R has a row for each token that the head may propose.
         rows = output_matrix(config, frozen_from_base(with_draft_rows(base_params, config)))
         new |= {
             "token_in": directions,

@@ -151,6 +151,7 @@ class DFlash2(Drafter):
     def setup(self):
         cfg = self.config
         width, eps, count = cfg.layer.hidden_size, cfg.layer.rms_norm_eps, len(cfg.features)
+        # One matrix for each feature, which `_context` sums up.
         self.fc = self.param("fc", matrix_init(count * width), (count, width, width))
         self.context_norm = RMSNorm(eps)
         self.layers = [BlockLayer(cfg.layer, cfg.block) for _ in range(cfg.num_layers)]
@@ -172,6 +173,7 @@ class DFlash2(Drafter):
         start, count, size = accepted.start, accepted.count, accepted.next_tokens.shape[1]
         anchor = take_last(accepted.next_tokens[..., None], count)[..., 0]
         slots = self._slots(frozen, anchor)
+        # The accepted positions, then the block behind the valid ones of them.
         runs = ((start, size), (start + count, self.config.block.size))
         positions = [first[:, None] + jnp.arange(number) for first, number in runs]
 
@@ -182,19 +184,23 @@ class DFlash2(Drafter):
         context = self._context(accepted.features)
         u, fresh = self._run(context, slots, jnp.concatenate(positions, 1), own, cache, start)
 
+        # Only the context's keys and values stay; those of the slots were for this block.
         rows = jax.tree.map(lambda x: x[:, :, :size], fresh)
         cache = over_rows_and_heads(write_rows, cache, rows, ordered_after(start, u))
+        # Slot 0 holds the anchor, which is known.
         return self._root_state(frozen, u[:, 1:], anchor), cache
 
     def propose(self, frozen: Frozen, state: DFlash2State, depth: int) -> FewTokens:
         """Return the slot's candidates by their scores after each branch's last token."""
         ids, scores = state.ids[:, depth, None], state.logits[:, depth, None]
         if self.config.rank:
+            # S = U + <A[a] * G u, B[b]>, of the K candidates alone.
             pair = self._pair(state.token, state.gate[:, depth, None])
             candidates = by_rows(jnp.take(self.successor, ids[:, 0], axis=0))
             scores += jnp.einsum(
                 "bwr,bkr->bwk", pair, candidates, preferred_element_type=jnp.float32
             )
+        # All K of them, in the order that `FewTokens` promises.
         best, order = jax.lax.top_k(scores, scores.shape[-1])
         ids = jnp.take_along_axis(jnp.broadcast_to(ids, scores.shape), order, axis=-1)
         return FewTokens(ids, jax.nn.log_softmax(best))
@@ -217,9 +223,11 @@ class DFlash2(Drafter):
         """Return [u_k ; A[x_{t+k}] * G u_k] of slot k = i + 1, for a block at every anchor."""
         cfg, size, anchors = self.config, batch.tokens.shape[1], batch.anchors
         if anchors is None:
+            # A block behind every t: x_{t+1} is its anchor.
             anchors = jnp.broadcast_to(jnp.arange(1, size + 1), batch.tokens.shape)
 
         def at_anchors(x: Int[Array, "B S"], further: int = 0) -> Int[Array, "B M"]:
+            # Clipped at the row's end, where no pair counts.
             return jnp.take_along_axis(x, jnp.minimum(anchors + further, size - 1), axis=1)
 
         # A block sees the text of its document before its anchor.
@@ -227,6 +235,7 @@ class DFlash2(Drafter):
         seen = is_before & (at_anchors(batch.segment_ids)[..., None] == batch.segment_ids[:, None])
         slots = self._slots(frozen, at_anchors(batch.tokens))
         places = at_anchors(batch.positions)[..., None] + jnp.arange(cfg.block.size)
+        # Every block stands at its true positions, as it does in decoding.
         positions = jnp.concatenate([batch.positions, places.reshape(len(places), -1)], axis=1)
         own = functools.partial(attend_blocks, seen=seen)
         u, _ = self._run(self._context(features), slots, positions, own)
@@ -249,6 +258,7 @@ class DFlash2(Drafter):
     ) -> Float[Array, "*b Vd"]:
         """Return S of the K candidates, -inf of all others."""
         pair = project(self.successor, hidden[..., self.config.layer.hidden_size :])
+        # Which tokens are among the K has no gradient; their scores have.
         least = kth_largest(jax.lax.stop_gradient(logits), self.config.candidates)
         return jnp.where(logits >= least[..., None], logits + pair, -jnp.inf)
 
@@ -286,6 +296,7 @@ class DFlash2(Drafter):
         # The one pass over the vocabulary of this step.
         count = min(self.config.candidates, self.config.draft_vocab_size)
         best = top_k(head_logits(self.config, frozen, u), count)
+        # Of all P slots at once: drafting goes on without the trunk.
         gate = u @ self.selector_gate if self.config.rank else u[..., :0]
         return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor)
 
@@ -324,6 +335,7 @@ def output_of(layer: int, num_layers: int) -> str:
 
 def method_loss(block_size: int, rank: int) -> LossSpec:
     """Return the method's loss; gamma 7, 5 and 4 are published for blocks of 16, 10 and 8."""
+    # Half of the block and 7 at most, which are the published values.
     gamma = min(block_size / 2, 7)
     decay = math.exp(-1 / gamma)
     return LossSpec(

@@ -112,6 +112,8 @@ class Drafter(nn.Module):
         """Whether the head has `rescore`, and so proposes a few of its logits' tokens."""
         return False
 
+    # What decoding calls: a cache once, `absorb` in each step, then level by level `propose` and
+    # `advance`.
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> DraftCache:
         """Return an empty draft cache: the head's KV cache, other state of the text, or ()."""
         return ()
@@ -163,6 +165,7 @@ class Drafter(nn.Module):
         """
         raise NotImplementedError
 
+    # What training calls; `logits` serves decoding as well.
     def train_forward(
         self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "P B S D"]:
@@ -232,6 +235,7 @@ def with_draft_rows(base_params: Params, config: DrafterConfig) -> Params:
     frozen = frozen_from_base(base_params)
     given = frozen.draft_lm_head
     is_done = given is not None and given.shape[0] == config.draft_vocab_size
+    # A whole vocabulary needs no rows of its own.
     if config.draft_to_target is None or is_done:
         return base_params
     matrix = frozen.lm_head if given is None else given
@@ -259,6 +263,7 @@ def head_logits(
     config: DrafterConfig, frozen: Frozen, hidden: Float[Array, "*b D"]
 ) -> Float[Array, "*b Vd"]:
     """Return the logits of a head's outputs by the frozen matrix, within the base's soft cap."""
+    # The cap is the base's: a head imitates its capped logits.
     return project(output_matrix(config, frozen), hidden, config.logit_cap)
 
 

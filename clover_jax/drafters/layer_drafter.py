@@ -37,6 +37,7 @@ class Path(struct.PyTreeNode):
 
     def extended(self, fresh: KeyValue) -> Path:
         """Return the paths with the branches' own rows, [B, K, W, H], at their end."""
+        # Keys of one more token: [B, K, W, H] becomes [B, W, 1, K, H].
         rows = jax.tree.map(lambda x: x.transpose(0, 2, 1, 3)[:, :, None], fresh)
         return Path(
             key=jnp.concatenate([self.key, rows.key], axis=2),
@@ -87,11 +88,13 @@ class LayerDrafter(Drafter):
         embedded = embed_input(self.config, frozen, accepted.next_tokens)
         states = self.fuse(accepted.features)
 
+        # One layer has one cache and one pair of fresh keys and values.
         def trunk(positions, mask, cache, length):
             hidden, fresh = self.run(embedded, states, positions, mask, cache[0], length)
             return hidden, (fresh,)
 
         root, cache = absorb_positions(trunk, accepted, cache)
+        # The root's own keys are in the cache, so its path is empty.
         path = empty_path(self.config.layer, len(root), 1, root.dtype)
         return BranchState(root, path, (accepted.start + accepted.count)[:, None]), cache
 
@@ -113,6 +116,7 @@ class LayerDrafter(Drafter):
         hidden, fresh = self.run(
             embed_input(self.config, frozen, token),
             above.hidden,
+            # Committed positions end at length - 1; a node of level d lies d further.
             above.length - 1 + depth,
             None,
             cache[0],
@@ -141,6 +145,7 @@ class LayerDrafter(Drafter):
 
 def empty_path(config: LayerConfig, batch: int, width: int, dtype: jnp.dtype) -> Path:
     """Return the paths of `width` branches that have no drafted token yet."""
+    # No entry along j yet: arrays of no size, to which each level adds one.
     nothing = jnp.zeros((batch, width, 0, config.num_kv_heads, config.head_dim), dtype)
     return Path(key=nothing, value=nothing)
 
@@ -166,6 +171,7 @@ def attend_path(
     products = jnp.einsum("bkgth,btjkh->bkgtj", query, own.key, preferred_element_type=jnp.float32)
     scores = scaled(products, query.shape[-1], rules)
     if rules is not None and rules.slopes is not None:
+        # How far back each of the path's tokens lies; the branch's own comes last, at 0.
         back = jnp.arange(own.key.shape[2])[::-1]
         scores -= rules.slopes[:, :, None, None] * back
     peak = scores.max(axis=-1)

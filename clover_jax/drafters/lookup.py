@@ -67,7 +67,8 @@ class Lookup(Drafter):
         """Return what followed the longest matches of each branch."""
         matches = find_matches(state.text, state.end, state.suffix, CONTINUATIONS)
         repeats = jnp.asarray(REPEATS)[matches.length]
-        # A candidate is right where those before it were wrong.
+        # A candidate is right where those before it were wrong. Its own factor leaves the product
+        # again; it is above 0, as no match is always right.
         left = jnp.cumprod(1 - repeats, axis=-1) / (1 - repeats)
         return FewTokens(matches.token, jnp.log(repeats * left))
 
@@ -82,6 +83,7 @@ class Lookup(Drafter):
     ) -> LookupState:
         """Put the drafted tokens at the ends of their branches."""
         above = jnp.take_along_axis(state.suffix, parent[..., None], axis=1)
+        # Newest first: the drafted token enters in front, and the oldest leaves.
         suffix = jnp.concatenate([token[..., None], above[..., :-1]], axis=-1)
         return state.replace(suffix=suffix)
 

@@ -95,6 +95,7 @@ class Medusa(Drafter):
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[Float[Array, "B 1 D"], Cache]:
+        # No head looks further back, so there is nothing to cache.
         return take_last(accepted.features, accepted.count), cache
 
     @property
@@ -155,4 +156,5 @@ def init_from_base(config: MedusaConfig, params: Params, base_params: Params, rn
     frozen = frozen_from_base(with_draft_rows(base_params, config))
     lm_head = widen(output_matrix(config, frozen), frozen.embedding.dtype)
     zeros = jax.tree.map(jnp.zeros_like, params["heads"])
+    # All params beside the residual blocks are output matrices.
     return dict.fromkeys(params, lm_head) | {"heads": zeros}

@@ -48,6 +48,7 @@ def known_text(
 
     source: other text to copy from, begun by a PAD_TOKEN; None where there is none.
     """
+    # Up to the root, itself included; beyond it lies garbage of rejected drafts.
     known = jnp.where(jnp.arange(tokens.shape[1]) <= end[:, None], tokens, PAD_TOKEN)
     return known if source is None else jnp.concatenate([known, source], axis=1)
 
@@ -58,6 +59,7 @@ def match_lengths(text: Int[Array, "B S"], suffix: Int[Array, "B W l"]) -> Int[A
     matched = jnp.ones((*suffix.shape[:2], size), bool)
     length = jnp.zeros(matched.shape, jnp.int32)
     for back in range(suffix.shape[2]):
+        # Column j has the token `back + 1` places before j, for all j at once.
         earlier = jnp.pad(text, ((0, 0), (back + 1, 0)), constant_values=PAD_TOKEN)[:, :size]
         wanted = suffix[..., back, None]
         matched &= (earlier[:, None] == wanted) & (wanted != PAD_TOKEN)
@@ -82,6 +84,7 @@ def find_matches(
     size = text.shape[1]
     place = jnp.arange(size)
     age = jnp.where(place <= end[:, None], place, 2 * size - place)[:, None]
+    # Where nothing follows a match there is nothing to copy.
     followed = (length > 0) & (text != PAD_TOKEN)[:, None]
     order = jnp.where(followed, length * 2 * size + age, -1)
 
