@@ -33,6 +33,7 @@ class Int8Matrix(struct.PyTreeNode):
 
     def __getitem__(self, index: int | slice) -> Int8Matrix:
         """Return a part along the first axis."""
+        # Where products sum over the first axis, its parts share one step.
         is_shared = self.step.shape[0] == 1 < self.shape[0]
         part = 0 if isinstance(index, int) else slice(None)
         return Int8Matrix(self.values[index], self.step[part if is_shared else index])
@@ -57,6 +58,7 @@ def quantize(matrix: Float[Array, "..."], inputs: tuple[int, ...]) -> Int8Matrix
     # One step per output channel, so that a product is scaled once, after its sum.
     wide = matrix.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True)
+    # Where an output has zeros only, any step will do but 0.
     step = jnp.where(largest > 0, largest / LARGEST, 1.0)
     return Int8Matrix(jnp.round(wide / step).astype(jnp.int8), step)
 

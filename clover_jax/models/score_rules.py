@@ -46,6 +46,7 @@ class ScoreRules:
         """Return the rules of a layer; None where it has none."""
         slopes = None
         if config.alibi:
+            # By key head and the query heads that share it, as scores have them.
             slopes = alibi_slopes(config.num_heads).reshape(config.num_kv_heads, -1)
         rules = cls(
             positions, config.sliding_window, slopes, config.score_scale, config.score_cap, sinks
@@ -88,6 +89,7 @@ class ScoreRules:
         return all(rule is None for rule in rules)
 
     def _back(self, key_positions: Int[Array, "*b S"]) -> Int[Array, "B 1 1 T S"]:
+        # [B, T, S], with axes for K and G between.
         back = self.positions[:, :, None] - key_positions[..., None, :]
         return back[:, None, None]
 

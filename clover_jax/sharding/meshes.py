@@ -40,6 +40,7 @@ class MeshShape:
         return self.data * self.fsdp
 
     def __str__(self) -> str:
+        # As `--mesh` takes it.
         return f"data={self.data},fsdp={self.fsdp},tensor={self.tensor}"
 
 
@@ -99,6 +100,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     devices = list(jax.devices() if devices is None else devices)[: shape.size]
     if len(devices) < shape.size:
         raise UserError(f"a mesh of {shape} needs {shape.size} devices; there are {len(devices)}")
+    # Auto: the compiler decides every split that is not given.
     sizes, types = dataclasses.astuple(shape), (AxisType.Auto,) * 3
     try:
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)

@@ -43,6 +43,7 @@ def replicated(mesh: AnyMesh) -> NamedSharding:
 
 def put_whole(value: np.ndarray, mesh: Mesh) -> Array:
     """Put a value, the same in every process, whole on every device."""
+    # Each process fills its own devices: nothing is sent.
     return jax.make_array_from_callback(value.shape, replicated(mesh), lambda index: value[index])
 
 
@@ -90,6 +91,7 @@ def gathered_in_use(params: PyTree) -> PyTree:
     return params if mesh is None or min(mesh.shape.values()) == 1 else gathered(params, mesh)
 
 
+# Where a leaf lies is static, and gets no gradient.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(whole: NamedSharding, at_rest: NamedSharding, leaf: Array) -> Array:
     """Lay out anew; the gradient is laid out as the leaf lies at rest.
@@ -137,6 +139,7 @@ def parts_of_rows(batch: PyTree, count: int, mesh: AnyMesh | None) -> PyTree:
     """
 
     def split(leaf: Array) -> Array:
+        # Neighbours, which lie on one device, go to different parts.
         parts = jnp.swapaxes(leaf.reshape(-1, count, *leaf.shape[1:]), 0, 1)
         if mesh is None:
             return parts
@@ -212,6 +215,7 @@ def by_rows(x: Array) -> Array:
     mesh = _mesh_in_use()
     if mesh is None:
         return x
+    # What is not named stays whole.
     rows = PartitionSpec(_axes_of_rows(x.shape[0], mesh))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rows))
 
@@ -223,6 +227,7 @@ def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
     itself, and sends all places to all devices.
     """
     mesh = _mesh_in_use()
+    # The single row of a prefill lies on every device, with nothing to split.
     if mesh is None or _axes_of_rows(arrays[0].shape[0], mesh) is None:
         return function(*arrays)
     rows = PartitionSpec(ROWS)
@@ -238,6 +243,7 @@ def over_rows_of(
         params[name] does, whole over fsdp. Over tensor params stay as they are split.
     """
 
+    # Splits over tensor are not named: they stay with the compiler, as `axis_names` says below.
     def over_fsdp(path: tuple, leaf: Array) -> PartitionSpec:
         spec = param_spec(leaf_path(path), leaf.shape, mesh)
         return PartitionSpec(*(axis if axis == "fsdp" else None for axis in spec))
@@ -262,6 +268,7 @@ def _gather_here(leaf: Array, spec: PartitionSpec) -> Array:
     """Make a leaf whole, from within a function of a single device."""
     if "fsdp" not in spec:
         return leaf
+    # tiled: the parts are joined along the axis, not stacked.
     return jax.lax.all_gather(leaf, "fsdp", axis=tuple(spec).index("fsdp"), tiled=True)
 
 
@@ -286,6 +293,7 @@ def _axes_of_rows(count: int, mesh: AnyMesh) -> tuple[str, ...] | None:
 
 
 def _mesh_in_use() -> AnyMesh | None:
+    # A mesh without these axes is none of ours.
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or set(AXES) - set(mesh.axis_names) else mesh
 
