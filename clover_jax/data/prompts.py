@@ -5,9 +5,9 @@ from __future__ import annotations
 import codecs
 import collections
 import dataclasses
-import math
 import os
 import re
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -209,7 +209,9 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    # Compared, since a whole number may be too large to be made a float; NaN is not less.
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and abs(value) <= sys.float_info.max
 
 
 def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:

@@ -85,6 +85,7 @@ def test_a_row_knows_its_turns_and_whether_it_is_a_conversation():
         ({"prompt": "a", "seed": 1.5}, "seed must be a whole number from 0, not 1.5"),
         ({"prompt": "a", "temperature": -1}, "temperature must be a number from 0, not -1"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature must be a number from 0"),
+        ({"prompt": "a", "temperature": 10**309}, "temperature must be a number from 0"),
         ({"prompt": "a", "top_k": True}, "top_k must be a whole number from 0 (0: all), not true"),
         ({"prompt": "a", "top_p": 0}, "top_p must be a number above 0 and up to 1, not 0"),
         ({"prompt": "a", "max_new_tokens": 0}, "max_new_tokens must be a whole number from 1"),
