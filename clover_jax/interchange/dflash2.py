@@ -36,6 +36,11 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash
     if set(layer_types) - {"full_attention"}:
         raise UserError(f"{path}: layer_types is {layer_types}; only full_attention can be read")
     llama = parse_qwen3_config(values, path)
+    if any(llama.layer_at(index).sliding_window for index in range(llama.num_layers)):
+        raise UserError(
+            f"{path}: use_sliding_window gives layers of the head a window; only heads without one "
+            "can be read"
+        )
 
     # A block has a slot for the token before the drafts, too.
     try:

@@ -71,6 +71,10 @@ OWN = [  # changes of dflash_config
 BESIDE = [
     ({"dflash_config": []}, r"dflash_config must be an object, not \[\]"),
     ({"layer_types": ["sliding_attention"]}, r"layer_types is \['sliding_attention'\]; only full"),
+    (
+        {"layer_types": None, "use_sliding_window": True, "max_window_layers": 0},
+        "use_sliding_window gives layers of the head a window",
+    ),
 ]
 
 
