@@ -102,8 +102,11 @@ def read_card(directory: Path) -> Card:
         raise UserError(f"{path}: flags of provenance must be an object or null, not {flags!r}")
     if not isinstance(tau, float | int | None):
         raise UserError(f"{path}: tau of provenance must be a number or null, not {tau!r}")
-    for name in ("tree", "chat_template"):
-        if not isinstance(card.get(name), str | None):
-            raise UserError(f"{path}: {name} must be a text or null, not {card[name]!r}")
+    texts = {name: card.get(name) for name in ("tree", "chat_template")}
+    for name in ("data", "chat_template"):
+        texts[f"{name} of provenance's flags"] = (flags or {}).get(name)
+    for name, value in texts.items():
+        if not isinstance(value, str | None):
+            raise UserError(f"{path}: {name} must be a text or null, not {value!r}")
     tree, template = card.get("tree"), card.get("chat_template")
     return Card(config, trained_for, tree, provenance, card.get("files"), template)

@@ -156,6 +156,7 @@ def test_a_folder_that_is_no_draft(tmp_path, base):
         ({"format_version": ...}, "has format_version None; this program reads 1"),
         ({"tree": 5}, "tree must be a text or null, not 5"),
         ({"provenance": {"flags": ["a"]}}, r"flags of provenance must be an object.*, not \['a'\]"),
+        ({"provenance": {"flags": {"data": ["a"]}}}, r"data of provenance's flags must be a text"),
         ({"provenance": {"tau": "2.5"}}, "tau of provenance must be a number or null, not '2.5'"),
         ({"drafter": ...}, "has no 'drafter' object"),
         ({"base": "tiny"}, "has no 'base' object"),
