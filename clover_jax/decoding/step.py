@@ -63,7 +63,7 @@ Result = TypeVar("Result")
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """Everything static of a step: equal configs share one compiled program.
+    """All that is fixed when a step is compiled: equal configs share one program.
 
     head: None for plain decoding, with the tree that has no nodes.
     attention: implementation that reads the KV cache, "xla", "pallas" or "cudnn".
@@ -105,7 +105,7 @@ class StepConfig:
                 "use draft_sampling topk, or a static tree with sampled"
             )
         if self.tree.has_rank_gaps:
-            # The second draw verified as if it were the first is not lossless.
+            # The second draw, verified as if it were the first, would change the distribution.
             raise UserError(
                 f"tree {self.tree.name!r} leaves out some node's earlier siblings: with "
                 "draft_sampling sampled a rank is a draw, and no draw may be passed over"
@@ -123,7 +123,7 @@ def check_tree(head: DraftHead, tree: Tree) -> None:
     if isinstance(tree, CopyTree):
         tree = tree.drafted  # copies go as deep as they like
 
-    # Clover's rule stops where the head does; its width must fit all the same.
+    # `clover4` cuts its depth to the head's; its width is checked below all the same.
     depth = tree.levels_within(config.max_depth)
     if config.max_depth is not None and depth > config.max_depth:
         raise UserError(
@@ -150,8 +150,8 @@ class Weights(struct.PyTreeNode):
 class Verified(struct.PyTreeNode):
     """What one base forward gives for every slot.
 
-    choices: [B, T] the most probable token after each slot, where the rule needs no more.
-    logits: [B, T, V] of the token after each slot, where it does.
+    choices: [B, T] the most probable token after each slot; None where the rule needs logits.
+    logits: [B, T, V] of the token after each slot; None where `choices` are enough.
     fresh: keys and values of the slots.
     features: [B, T, F] what the head will read of them.
     """
@@ -165,7 +165,7 @@ class Verified(struct.PyTreeNode):
 def weights_for(
     head: DraftHead | None, base_params: Params, draft_params: Params | None
 ) -> Weights:
-    """Return the weights for the steps of a head, the rows of its vocabulary gathered."""
+    """Return the weights for the steps of a head, with the lm_head rows of its vocabulary."""
     # Here and not within the step, which would gather the rows again each time.
     if head is not None and head.module.reads_lm_head:
         base_params = with_draft_rows(base_params, head.config)
@@ -177,7 +177,7 @@ def reads_caches(stage: Callable[..., Result]) -> Callable[..., Result]:
 
     @functools.wraps(stage)
     def run(config: StepConfig, *arguments: Any) -> Result:
-        # A context variable that attention looks up: the layers between need no argument for it.
+        # A context variable that attention looks up, so that no layer has to pass it on.
         with reading(config.attention):
             return stage(config, *arguments)
 
@@ -241,9 +241,9 @@ def absorb_pending(
 ) -> tuple[Any, DraftCache]:
     """Return the head's root state and the draft cache after the positions accepted last."""
     assert config.head is not None  # plain decoding drafts nothing
-    # Attention reads as far as the longest row of the batch, so an ended row has length 0, as in
-    # `verify_tree`. It overwrites the first positions of its draft cache, which `state.extract`
-    # restores.
+    # Attention reads as far as the longest row of the batch: an ended row counts as empty, as in
+    # `verify_tree`. What it absorbs then lands on the first positions of its draft cache;
+    # `state.extract` restores them.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     accepted = AcceptedPositions(
         state.features, state.next_tokens, start, state.count, searched(state, state.length)
@@ -364,7 +364,7 @@ def accept(
         return accept_typical(
             tree, log_probability, sampling.typical_epsilon, sampling.typical_delta
         )
-    # Lossless. A chosen child is a point mass; only drawn ones have a q to be tested with.
+    # Lossless: children chosen by rank are verified by one draw, sampled ones by their q.
     rows, truncate, length = state.sampling, sampling.truncate, state.length
     if drafted.drafts is None:
         return accept_drawn(tree, logits, rows, length, truncate)
@@ -375,6 +375,6 @@ def accept(
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
     """Return the base's activations that the head reads: [B, T, F], F = 0 without a head."""
     if not config.features:
-        # The state keeps its leaf, of no width.
+        # A leaf of width 0, so that the state has the same structure.
         return hidden["post_norm"][..., :0]
     return by_rows(select_features(hidden, config.features))

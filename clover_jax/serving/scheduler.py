@@ -39,8 +39,8 @@ from clover_jax.serving.fair_queue import FairQueue
 from clover_jax.serving.options import ServeOptions
 
 MOST_STEPS = 8  # from one look at the queue to the next
-MOST_WAITED = 4  # steps: how long rows that decode may wait while prompts are read
-IDLE_SECONDS = 10  # without a request, until the primary sends the others an empty iteration
+MOST_WAITED = 4  # steps: how long rows that decode may wait while several prompts are read
+IDLE_SECONDS = 10  # how often the primary sends the others an empty iteration without requests
 # How long a chunk of steps should last: text should flow, and a change in the queue be seen soon.
 CHUNK_SECONDS = 0.02
 
@@ -94,7 +94,7 @@ class Scheduler:
         self._models = dataclasses.replace(
             models, base=dataclasses.replace(models.base, config=config)
         )
-        # Each text to copy from begins with a padding token.
+        # Each text to copy from begins with a padding token: --copy_from's and a prediction.
         room = self.context + len(models.copy_from) + 2 if models.copies else 0
         # The rules that suit any row; each chunk runs by the cheapest ones of its rows (`adapts`).
         self._engine = self._models.engine(
@@ -132,7 +132,7 @@ class Scheduler:
     def compile(self) -> None:
         """Compile all programs, with a bar; without it each compiles when it is needed."""
         slots = self._open()
-        # Long enough that the later ones go on from what a slot holds of the first.
+        # Long enough that later requests reuse the first one's prefix: that program compiles too.
         kinds = requests_of_every_kind(min(self._engine.prefill_size + 2, self.context - 2))
         with (
             progress_bar(len(kinds), "compile", "program") as bar,
@@ -198,7 +198,7 @@ class Scheduler:
             self._changed.notify()
 
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
-        # The key of a row without a seed is made of its number, so no two may have one.
+        # The key of a row without a seed is made of its number, so numbers must differ.
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
         row = RowState(prompt, ask.settings, self._models, ask.watched_by)
         try:
@@ -266,7 +266,8 @@ class Scheduler:
             self._joining = [self._waiting.pop() for _ in range(count)]
 
         # A step costs the same for few rows and for many, so a slot that is read late is wasted
-        # time. A single prompt, however long, still holds the others up for one step's time only.
+        # time. A single prompt, however long, holds the others up for one step's time, or for
+        # CHUNK_SECONDS where that is longer, or for one chunk.
         step_seconds = self._slots.step_seconds or CHUNK_SECONDS
         reading = self._slots.num_reading + count
         waited = min(max(reading, 1), MOST_WAITED) * step_seconds
@@ -289,7 +290,7 @@ class Scheduler:
                 self._running.pop(slot, None)
                 slots.remove(slot)
             joined = [slots.add(request) for request in iteration.joined]
-            # In the other processes `_joining` is empty, and so stays `_running`.
+            # In the other processes `_joining` is empty, so `_running` stays empty too.
             self._running.update(zip(joined, self._joining, strict=False))
             self._joining = []
 
@@ -324,7 +325,7 @@ class Scheduler:
 class Updates:
     """An iterator over the progress of an ask.
 
-    Of an ask that is watched each piece of text, else only the end. Close it to free its slot.
+    A watched ask gives each piece of text, any other only its end. Close it to free its slot.
     """
 
     def __init__(self, scheduler: Scheduler, job: _Job, seconds: float):

@@ -80,7 +80,8 @@ class LossMetrics(struct.PyTreeNode):
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
 
-    They sum up over the parts of a batch where `counts` was the whole batch's.
+    Where each part of a batch was given the whole batch's `counts`, the sum of the parts' metrics
+    is that of the batch.
     """
 
     terms: Terms
@@ -89,7 +90,7 @@ class LossMetrics(struct.PyTreeNode):
 
 
 class _Sums(NamedTuple):
-    """Sums over counted pairs, [P, r] each (or [r] for one position, [P] of all groups).
+    """Sums over counted pairs: [r] of one position in the loop, then [P, r]; [P] over all groups.
 
     loss: of the weighted terms; terms: unweighted.
     """
@@ -105,7 +106,7 @@ class _Carry(NamedTuple):
     A sum over the groups within the loop would make every chunk wait for all devices of a mesh and
     send them whole matrices.
 
-    d_hidden: [P, r, slots, D] gradient by compact slot.
+    d_hidden: [P, r, slots, D] gradient by compact slot, the target's number among those in use.
     d_owned:  gradient of the head's own output matrices, [r, ...] each.
     """
 
@@ -290,7 +291,7 @@ def _dpace(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P 
     factors = ((1 - least) * labels + least)[..., None]
     factor = to_sources(factors, operands, (num_positions, rows, length, 1))[..., 0]
     is_counted = factor > 0
-    # A pair that does not count is no factor of the others' products, and no summand.
+    # A pair that does not count is left out of the products and of the sum.
     reached = jnp.where(is_counted, jnp.cumprod(jnp.where(is_counted, factor, 1), axis=0), 0)
     # The sum over m >= i; then back from the source's column to the target's.
     weights = jax.lax.cumsum(reached, axis=0, reverse=True)
