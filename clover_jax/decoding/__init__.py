@@ -2,8 +2,7 @@
 
 import lazy_loader
 
-# Names without their modules: the flags of commands come from `sampling_config`, before JAX is
-# loaded.
+# Lazy: commands define flags from `sampling_config` alone, before JAX is loaded.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={

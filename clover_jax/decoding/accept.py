@@ -34,7 +34,7 @@ def accept_path(tree: TokenTree, following: Int[Array, "B T"]) -> Accepted:
     Example: tokens [[5, 7, 8, 9]], parent [[-1, 0, 1, 0]] and following [[7, 8, 4, 0]] accept slots
     0, 1, 2 with bonus 4.
     """
-    # At most one path qualifies, so no score has to decide.
+    # Scores only break ties between paths of one length, and here no ties occur.
     passes = _is_chosen(tree, following)
     return _longest(tree, passes, jnp.zeros(tree.tokens.shape), following)
 
@@ -76,7 +76,7 @@ def accept_forced(tree: TokenTree, following: Int[Array, "B T"], count: int) -> 
     base's own choices, so that the choices decide what is committed, as in real decoding. Of a
     shallower tree the deepest path is accepted.
     """
-    # Every token will do down to that level; only unused slots of adaptive trees stay out.
+    # Any token passes down to level `count`; unused slots hold PAD_TOKEN and stay out.
     passes = (tree.level() <= count) & (tree.tokens >= 0)
     score = _is_chosen(tree, following).astype(jnp.float32)
     return _longest(tree, passes, score, following)
@@ -84,7 +84,7 @@ def accept_forced(tree: TokenTree, following: Int[Array, "B T"], count: int) -> 
 
 def _is_chosen(tree: TokenTree, following: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     """Return whether each slot's token is the base's choice after its parent."""
-    # PAD_TOKEN equals no choice. The root is compared with its own choice, which is never read.
+    # PAD_TOKEN equals no choice. The root's result is not used: `_longest` always keeps the root.
     return tree.tokens == jnp.take_along_axis(following, jnp.maximum(tree.parent, 0), axis=1)
 
 
@@ -104,7 +104,7 @@ def _longest(
     level = node_depth(mask)
     count = jnp.where(kept, level, 0).max(axis=-1)
     candidates = kept & (level == count[:, None])
-    # The root was emitted before this step: its score says nothing of the path.
+    # The root belongs to every path and was emitted before: its score does not count.
     total = jnp.sum(jnp.where(mask & ~is_root[:, None, :], score[:, None, :], 0.0), axis=-1)
     end = jnp.argmax(jnp.where(candidates, total, -jnp.inf), axis=-1)[:, None]
 

@@ -40,7 +40,7 @@ class AcceptedLengths:
 
     def histogram(self, depth: int | None = None) -> list[int]:
         """Return at [k] how many forwards accepted k tokens, up to `depth` or to the longest."""
-        # -1, so that no forward at all gives no bar, not one of height 0.
+        # -1 without any forward, so that the list is empty.
         longest = max(self._counts, default=-1) if depth is None else depth
         return [self._counts[k] for k in range(longest + 1)]
 

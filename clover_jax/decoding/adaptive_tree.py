@@ -23,7 +23,7 @@ class AdaptiveTree(JsonConfig):
     width: nodes expanded on a level at most.
     """
 
-    # Equal bounds are one program, whatever they were called.
+    # The name is not compared: trees with equal bounds share one compiled program.
     name: str = dataclasses.field(compare=False)
     rule: str
     nodes: int
@@ -36,7 +36,7 @@ class AdaptiveTree(JsonConfig):
                 f"tree {self.name!r}: nodes ({self.nodes}), depth ({self.depth}) and width "
                 f"({self.width}) must be at least 1"
             )
-        # The dynamic rule always fills its nodes; clover4 may leave some of them unused.
+        # The dynamic rule picks `nodes` of its pool; clover4 may leave nodes unused.
         if self.rule == "dynamic" and self.nodes > self.pool_size:
             raise UserError(
                 f"tree {self.name!r}: {self.depth} levels of width {self.width} draft "

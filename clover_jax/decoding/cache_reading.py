@@ -52,7 +52,7 @@ def _read_by_kernel(
     compiled = functools.partial(read_cache, **options)
     paths = {"default": compiled, "cpu": functools.partial(compiled, interpret=True)}
     read = functools.partial(jax.lax.platform_dependent, **paths)
-    # An argument by itself, so that it is split over the rows of a mesh as the queries are.
+    # An array argument, not an option: on a mesh positions are split by rows, as queries are.
     positions = () if rules is None else (rules.positions,)
     return over_rows_and_heads(read, query, cache, length, *positions)
 
@@ -61,7 +61,7 @@ def _read_by_cudnn(
     query: Array, cache: KeyValue, length: Array, rules: ScoreRules | None
 ) -> RunningSoftmax | None:
     # What depends on a query's position, and what changes a score beyond its scale, is left to XLA.
-    # Sinks are no such thing: `attention.finish` adds them to what was read.
+    # Sinks do not matter here: `attention.finish` adds them to what was read.
     changed = rules and (rules.slopes is not None or rules.window or rules.cap)
     if changed or query.dtype.itemsize != 2:
         return None

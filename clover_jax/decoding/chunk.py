@@ -60,11 +60,11 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
     def by_calls(
         weights: Weights, state: DecodeState, filled: np.ndarray, limit: np.int32
     ) -> tuple[DecodeState, tuple[StepRecord, ...]]:
-        # QUEUED - 1 more steps have begun when the host sees a row's end.
         records: list[StepRecord] = []
         running: list[Array] = []
+        # When the host sees that a row has ended, QUEUED - 1 further steps are already called.
         for index in range(limit):
-            # This waits for a step that was called long ago, so the device has work meanwhile.
+            # Wait for the step called QUEUED calls ago; later calls keep the device busy.
             if index >= QUEUED and (filled & ~np.asarray(running[index - QUEUED])).any():
                 break
             state, record, runs = one_step(weights, state)
@@ -77,7 +77,7 @@ def compile_chunk(config: StepConfig, num_steps: int, placement: Placement) -> C
 
     def chunk(weights: Weights, state: DecodeState, filled: np.ndarray, most: int | None = None):
         limit = num_steps if most is None else min(most, num_steps)
-        # An argument of the program: another limit compiles nothing.
+        # The limit is an argument of the compiled loop, so a new limit compiles nothing.
         return run(weights, state, filled, np.int32(limit))
 
     return chunk
@@ -118,7 +118,7 @@ def recorded_steps(
     def body(carry: Carry) -> Carry:
         done, state, records = carry
         state, record = step(state)
-        # The carry of a loop cannot grow, so a record goes to its place among zeros.
+        # A loop's carry has a fixed shape, so each record overwrites its row of zeros.
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 

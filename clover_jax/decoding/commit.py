@@ -63,10 +63,10 @@ def cut(
     # An EOS token is emitted, what follows it is not; room counts what may still be emitted.
     slots = jnp.arange(candidates.shape[1])
     ends = (candidates[..., None] == eos[:, None, :]).any(axis=-1) & (slots < count[:, None])
-    # Tokens up to the first EOS, itself included; more than there are where there is none.
+    # Tokens up to and with the first EOS; without an EOS, more than there are candidates.
     first_end = jnp.where(ends, slots, candidates.shape[1]).min(axis=-1) + 1
     emitted = jnp.minimum(jnp.minimum(count, first_end), room)
-    # A row that ends by EOS on its very last place has ended by EOS.
+    # Where an EOS takes the last free place, the reason is EOS, not LENGTH.
     finish = jnp.where(emitted == room, LENGTH, RUNNING)
     finish = jnp.where(first_end <= emitted, EOS, finish)
     return Emission(count=emitted, finish=finish)
@@ -87,7 +87,7 @@ def commit(
     Committed positions follow the emitted tokens: length = end - 1 always, so at most
     limit - 1 + A positions of the buffers are ever written.
     """
-    # All rows take the same way; what an ended one emits is set to nothing.
+    # All rows run the same code; an ended row emits 0 tokens.
     running = state.finish == RUNNING
     path_tokens = jnp.take_along_axis(tree.tokens, accepted.path, axis=1)
     # Slot 0 of a path is the root, which the text has already.
@@ -143,7 +143,7 @@ def write_tokens(
 
 def _by_position(tokens: Array, new: Array, start: Array) -> Array:
     place = jnp.arange(tokens.shape[1]) - start[:, None]
-    # A is small: one comparison with all positions for each new token.
+    # `new` has few tokens: each costs one comparison with all positions.
     for index in range(new.shape[1]):
         tokens = jnp.where(place == index, new[:, index, None], tokens)
     return tokens

@@ -75,7 +75,7 @@ def count_copies(
     """Count how far a step's best copy went with the text; the first number[b] tokens are valid."""
     depth = best.tokens.shape[1]
     follows = jnp.cumprod(best.tokens == emitted[:, :depth], axis=1).astype(bool)
-    # A token of the copy is tried where all before it were right, and where the text has gone.
+    # A copied token is tried if all before it were right and the text came this far.
     is_tried = jnp.pad(follows[:, :-1], ((0, 0), (1, 0)), constant_values=True)
     is_tried &= (best.tokens != PAD_TOKEN) & (jnp.arange(depth) < number[:, None])
     # Each token of the copy makes the match longer.

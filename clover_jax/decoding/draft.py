@@ -73,7 +73,7 @@ def draft(
     root: the token in slot 0. state: the head's root state. Only nodes that have children are
     advanced, so level d costs W_d recurrent steps, not one per node.
     """
-    # All nodes may be copies of the text, for which no head is asked.
+    # In a tree like copy:25 all nodes are copies of the text, and no head is asked.
     if not tree.num_nodes:
         return Drafted(TokenTree.root_only(root))
 
@@ -134,7 +134,7 @@ def sample_children(
     """
     # Greedy rows divide by 1 and draw without noise: their children are the best ones.
     hot = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
-    # One for each level: its nodes stand at the same position, and a text visits one of them.
+    # Nodes of one level share their noise: a text visits only one of them.
     noise = gumbel(rows, positions, CHILDREN, support)
     noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
 

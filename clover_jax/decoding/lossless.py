@@ -142,7 +142,7 @@ def accept_sampled(
 
     # A loop, for the compiler's sake: written out, five levels take it twice as long.
     walk = jax.lax.fori_loop(0, config.depth, descend, walk)
-    # The bonus: the largest of log p and Gumbel noise is a draw from p.
+    # The bonus: the argmax of log p plus Gumbel noise is a draw from p.
     noise = gumbel(rows, (length + walk.count + 1)[:, None], TOKEN, logits.shape[-1])[:, 0]
     return Accepted(walk.path, walk.count, argmax(jnp.log(walk.residual) + noise))
 
@@ -180,7 +180,7 @@ def _descend(
         accepted = tested & (coins[:, order] * q_token < p_token)
         found = jnp.where(accepted, slot, found)
         rejected = tested & ~accepted
-        # First p by the q of this draw, then q without the token: the order makes it lossless.
+        # First p loses this draw's q, then q loses the token: this order keeps it lossless.
         left = jax.tree.map(functools.partial(keep_rows, rejected), _without_q(left, q), left)
         q = keep_rows(rejected, _without_token(q, taken), q)
 

@@ -34,7 +34,7 @@ class Placement:
 
     def whole_rows(self, batch_size: int) -> int:
         """Return the least number of rows, `batch_size` or more, that all devices can share."""
-        # Rounded up: rows that do not come out even would all lie on every device.
+        # Rounded up: rows that cannot be split evenly would all lie on every device.
         shards = shape_of(self.mesh).num_row_shards
         return -(-batch_size // shards) * shards
 
@@ -77,7 +77,7 @@ class Placement:
         compiled = jax.jit(placed, **options)
 
         def call(*arguments: Any) -> Any:
-            # A call may trace, and what is traced asks for the mesh.
+            # A call may trace the function, which looks up the mesh in use.
             with self.in_use():
                 return compiled(*arguments)
 

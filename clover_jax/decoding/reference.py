@@ -56,7 +56,7 @@ def draft_tokens(
     padded = _pad(context)
     features = select_features(_forward(config, params, context).hidden, head.config.features)
     next_tokens = jnp.asarray(_pad([*context[1:], root]))
-    # One row that begins at position 0: `zero` is where it starts and, later, its only branch.
+    # One row: `zero` is the position where it starts and, below, the number of its only branch.
     zero, config_of_head = jnp.zeros(1, jnp.int32), head.config
     frozen = frozen_from_base(with_draft_rows(params, config_of_head))
     to_target = config_of_head.draft_to_target or range(config_of_head.vocab_size)

@@ -129,7 +129,7 @@ class Generation:
     num_cached: int = 0
 
     def add(self, new: NewTokens) -> None:
-        # In place: whoever follows the row has it already, and sees it grow.
+        # In place, since callers hold this object and watch it grow.
         self.output_ids += new.ids
         self.accepted += new.accepted
         self.proposed += new.proposed
@@ -148,7 +148,7 @@ class Generation:
     @property
     def tau(self) -> float | None:
         """Emitted tokens per target forward; None when prefill's own token was the only one."""
-        # The first token is from prefill, and no verifying forward's.
+        # The first token comes from prefill, not from a verifying forward.
         return (len(self.output_ids) - 1) / len(self.accepted) if self.accepted else None
 
 
@@ -188,7 +188,7 @@ def requests_of_every_kind(length: int) -> list[Request]:
 
     length: of the prompts.
     """
-    # Two tokens: prefill gives the first, so that a step has one to give.
+    # Two new tokens: prefill gives the first, a step the second.
     plain = Request(0, [0] * length, 2)
     drawn = dataclasses.replace(plain, temperature=1.0)
     cut = dataclasses.replace(drawn, top_p=0.5)

@@ -71,7 +71,7 @@ def empty_sampling(batch: int, biased: bool = False) -> RowSampling:
 def row_key(seed: Int[Array, ""], numbers: Int[Array, " n"]) -> Array:
     """Return [1, 2], the key of a row by a seed and by numbers; those below 0 are left out."""
     key = jax.random.key(seed)
-    # Folded in one after another, so that each row and each of its turns has a stream of its own.
+    # Folded in one by one: rows or turns that differ in a number draw from different streams.
     for number in numbers:
         key = jnp.where(number < 0, key, jax.random.fold_in(key, number))
     return jax.random.key_data(key)[None]

@@ -71,7 +71,7 @@ class SamplingConfig(JsonConfig):
     @property
     def needs_choices_only(self) -> bool:
         """Whether the rule reads the base's most probable tokens only, and no other logits."""
-        # Biases move the largest logit, so all logits are wanted to add them.
+        # Biases may change which logit is the largest, so they need all logits.
         return self.verify == "greedy" and not self.biased
 
 

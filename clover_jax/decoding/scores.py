@@ -30,7 +30,7 @@ def score(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Scores:
     """Return the scores of tokens that follow the positions of these logits."""
     log_probability = finite_log_softmax(logits)
     own = jnp.take_along_axis(log_probability, tokens[..., None], axis=-1)[..., 0]
-    # A tiny base may have fewer tokens than that.
+    # A tiny base may have fewer tokens than MOST_ALTERNATIVES.
     top, ids = jax.lax.top_k(log_probability, min(MOST_ALTERNATIVES, logits.shape[-1]))
     return Scores(own, ids, top)
 

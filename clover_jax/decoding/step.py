@@ -93,7 +93,7 @@ class StepConfig:
                 f"tree {self.tree.name!r} has copies, which are no draws from the draft: use "
                 "draft_sampling topk, or a tree without copies"
             )
-        # The scores of these heads are fixed guesses, the same for every text.
+        # Scores of these heads come from a fixed table of guesses: no distribution to draw from.
         if self.head is not None and self.head.config.kind in TRAINING_FREE:
             raise UserError(
                 f"{self.head.config.kind} has no distribution to draw children from: use "
@@ -132,7 +132,7 @@ def check_tree(head: DraftHead, tree: Tree) -> None:
             f"clover4, chain:{config.max_depth} or dynamic:NODES:{config.max_depth}, or train more "
             "positions"
         )
-    # `lax.top_k` cannot give more entries than there are.
+    # A node's children are the draft's top k tokens, and k cannot exceed its vocabulary.
     if tree.num_ranks > config.draft_vocab_size:
         raise UserError(
             f"tree {tree.name!r} looks at {tree.num_ranks} children of a node and the draft's "
@@ -166,7 +166,7 @@ def weights_for(
     head: DraftHead | None, base_params: Params, draft_params: Params | None
 ) -> Weights:
     """Return the weights for the steps of a head, with the lm_head rows of its vocabulary."""
-    # Here and not within the step, which would gather the rows again each time.
+    # Rows are gathered here, once: within the step it would happen at every step.
     if head is not None and head.module.reads_lm_head:
         base_params = with_draft_rows(base_params, head.config)
     return Weights(base_params, draft_params if draft_params is not None else {})
@@ -298,7 +298,7 @@ def _children(config: StepConfig, tree: TreeConfig, state: DecodeState) -> Choos
         return top_children
     # q has room for at least the children that the tree wants.
     support = min(max(SUPPORT, tree.num_ranks), config.head.config.draft_vocab_size)
-    # The root stands at `length`, the nodes of level d at length + 1 + d.
+    # The root stands at `length`, the nodes of level d = 1, 2, .. at length + d.
     positions = state.length[:, None] + 1 + jnp.arange(tree.depth)
     return sample_children(state.sampling, positions, config.sampling.truncate, support)
 
@@ -327,11 +327,11 @@ def observe_verified(
     if config.head is None or not config.head.module.observes:
         return state
     choices = verified.choices
-    # Where the rule wanted all logits, the choices are still to be made.
+    # Where the rule reads all logits, `verify_tree` has left the choices out.
     if choices is None:
         assert verified.logits is not None  # one of the two is there
         choices = argmax(verified.logits)
-    # An ended row is verified with the others, but what it holds is no text any more.
+    # An ended row is verified with the others, but its tokens are not part of a text.
     valid = (tree.tokens != PAD_TOKEN) & (state.finish == RUNNING)[:, None]
     cache = config.head.apply(
         weights.draft, "observe", state.draft_cache, tree.tokens, choices, valid
@@ -352,7 +352,7 @@ def accept(
     logits = verified.logits
     assert logits is not None  # `verify_tree` gives them to all further rules
     if sampling.biased:
-        # A slot predicts the token behind it.
+        # A slot's logits predict the token at the next position.
         positions = state.length[:, None] + 1 + tree.level()
         logits = add_bias(logits, state.sampling, state.eos, positions)
     if sampling.verify == "greedy":
@@ -375,6 +375,6 @@ def accept(
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
     """Return the base's activations that the head reads: [B, T, F], F = 0 without a head."""
     if not config.features:
-        # A leaf of width 0, so that the state has the same structure.
+        # No head, or one that reads no features: the state keeps the leaf, with width 0.
         return hidden["post_norm"][..., :0]
     return by_rows(select_features(hidden, config.features))

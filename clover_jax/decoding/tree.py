@@ -56,7 +56,7 @@ class TreeConfig(JsonConfig):
         if len(nodes) != len(self.paths):
             raise ValueError(f"tree {self.name!r} lists a path twice")
         for path in self.paths:
-            # The empty path is the root, which no path names.
+            # The empty path would be the root, which is not listed.
             if not path or min(path) < 0:
                 raise ValueError(
                     f"tree {self.name!r}: path {list(path)} must hold one or more ranks from 0 on"
@@ -106,7 +106,7 @@ class TreeConfig(JsonConfig):
 
     def levels(self) -> list[Level]:
         """Return the levels below the root, nearest first."""
-        # Nodes go in slot order, in which the next level finds its parents.
+        # Nodes stay in slot order; `parent` is an index into the expanded nodes of the level above.
         # Only nodes with children cost a recurrent step, so levels index those.
         levels: list[Level] = []
         expanded_above: list[tuple[int, ...]] = [()]
@@ -152,7 +152,7 @@ class TokenTree(struct.PyTreeNode):
     @classmethod
     def root_only(cls, root: Int[Array, " B"]) -> TokenTree:
         """Return the tree of one slot for each row."""
-        # One parent for all rows: what follows from it is a constant of the program.
+        # All rows share one `parent` row, so masks made from it are constants of the program.
         return cls(root[:, None], jnp.full((1, 1), -1), depth=0)
 
     def mask(self) -> Bool[Array, "B T T"]:
@@ -279,7 +279,7 @@ def portable_name(tree: Tree) -> str:
     if isinstance(tree, CopyTree):
         own = f"{portable_name(tree.drafted)}+" if tree.drafted.num_nodes else ""
         return f"{own}copy:{tree.copies}"
-    # A file lies on one machine, and "auto" means what was measured there.
+    # A file lies on one machine only, and "auto" means what was measured on one.
     is_named = tree.name != AUTO and not tree.name.startswith("file:")
     if is_named or isinstance(tree, AdaptiveTree):
         return tree.name

@@ -2,7 +2,6 @@
 
 import lazy_loader
 
-# One file a method, imported when it is used.
 __getattr__, __dir__, __all__ = lazy_loader.attach(
     __name__,
     submod_attrs={

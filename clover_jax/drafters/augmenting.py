@@ -58,7 +58,7 @@ def absorb_positions(
         and values.
     Returns z at the last accepted position, and the cache.
     """
-    # All A positions go through, valid or not, so that shapes are the same at every step.
+    # All A positions run through the trunk, valid or not: shapes stay the same at every step.
     start, (batch, size) = accepted.start, accepted.next_tokens.shape
     positions = start[:, None] + jnp.arange(size)
     # Rows past count[b] come last, so the causal mask keeps them from the valid ones.

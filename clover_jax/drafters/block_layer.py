@@ -99,7 +99,7 @@ def convolve(
     paths = {"default": _repeated, "tpu": _repeated if on_mesh else _placed}
     paths = {name: functools.partial(path, width=width) for name, path in paths.items()}
     by_channel = jax.lax.platform_dependent(kernel, **paths)
-    # Shifted within the blocks, so that no slot reads another block's.
+    # Shifted within each block, so that no slot reads a slot of another block.
     for back in range(len(base)):
         earlier = jnp.pad(blocks, ((0, 0), (0, 0), (back, 0), (0, 0)))[:, :, :size]
         total += (base[back] + by_channel[:, :, back]) * earlier.reshape(y.shape)
@@ -155,8 +155,8 @@ class BlockLayer(nn.Module):
         hidden = hidden + after(mixed)
 
         x = self.mlp_norm(hidden)
+        # Each sublayer has convolutions of its own, with kernels made from the state that it reads.
         before, after = self.mlp_conv(x)
-        # Each sublayer has kernels of its own, from the state that it reads.
         return hidden + after(self.mlp(before(x))), fresh
 
 
@@ -172,8 +172,8 @@ def attend_last(
     size: int,
 ) -> Float[Array, "B K G T H"]:
     """Attend from the last `size` rows, a block's slots, to what is seen and to the cache."""
-    # One product made queries of the context's rows too; only those of the slots are wanted.
     mask = jnp.repeat(seen[:, None], size, axis=1)  # all slots see alike
+    # One product made queries of the context's rows too; only those of the slots are wanted.
     return attend(query[:, :, :, -size:], fresh, mask, cache, length)
 
 
@@ -187,7 +187,7 @@ def attend_blocks(
 
     fresh: the keys and values of the text's S positions, then those of the slots, block by block.
     """
-    # The text's rows ask for nothing: they are here for their keys and values.
+    # Queries of the text's rows are dropped: only their keys and values are used.
     num_blocks, size = seen.shape[1:]
     query = query[:, :, :, size:]
     text = jax.tree.map(lambda x: x[:, :, :size], fresh)

@@ -189,7 +189,7 @@ class Clover(Drafter):
             # It depends on the token alone: computed once, shifted further at every position.
             read = self._read(frozen, extend(batch.tokens, count))
         outputs = []
-        # Each state takes in the text's token and leaves by the residual block of its position.
+        # At each position the state mixes in the text's token, then passes that position's block.
         for depth in range(count):
             if self.regressive is not None:
                 state = self.regressive.mix(state, window(read, depth + 1, size))

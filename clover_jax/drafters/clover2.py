@@ -108,7 +108,7 @@ class Clover2(Drafter):
         return Clover2State(hidden=root, embedded=jnp.zeros_like(root)), cache
 
     def propose(self, frozen: Frozen, state: Clover2State, depth: int) -> Float[Array, "B W Vd"]:
-        # The root's token is in s^0 already; later states are projected together with theirs.
+        # s^0 contains the root's token; later states are projected together with their own tokens.
         if depth == 0:
             return self.logits(frozen, self._first_output(state.hidden), depth)
         return self.logits(frozen, self._joint_output(state), depth)
@@ -214,7 +214,7 @@ def init_from_base(
     # A decoder whose query and key are the identity and whose value is zero passes its input on.
     identity = jnp.eye(config.layer.hidden_size)
     final_norm = base_params["final_norm"]
-    # One for each noisy matrix: two in each decoder, and both projectors.
+    # A key for each call of `noisy`: two in each decoder, and one for each projector.
     keys = iter(jax.random.split(rng, 6))
 
     def noisy(matrix: Array) -> Array:

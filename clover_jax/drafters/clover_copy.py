@@ -123,7 +123,7 @@ class CloverCopy(CloverLR):
         # What a row brought with it to copy from has no states, and is left out.
         keys = cache[-1].key[:, 0]
         end, size = (accepted.start + accepted.count)[:, None], keys.shape[1]
-        # The key of position t would point beyond x_{t+1}, the last token that is known.
+        # The last position, t = end - 1, is left out: its key points at x_{t+2}, not known yet.
         is_earlier = (jnp.arange(size) < end - 1)[:, None]
         text = accepted.text[:, :size]
         pointers = self._aim(root, keys, is_earlier, text, text, end)
@@ -146,7 +146,7 @@ class CloverCopy(CloverLR):
     ) -> State:
         """Feed a drafted token back, and move the pointers on."""
         head = super().advance(frozen, state.head, cache, parent, token, depth)
-        # All branches share the places; each has followed them its own way.
+        # All branches share the places pointed at; each has match lengths of its own.
         length = jnp.take_along_axis(state.pointers.length, parent[..., None], axis=1)
         pointers = state.pointers.replace(length=length).follow(token, depth - 1)
         return CloverCopyState(head, pointers)
@@ -167,7 +167,7 @@ class CloverCopy(CloverLR):
         is_earlier = mask & ~jnp.eye(size, dtype=bool)
         pointers = self._aim(z, fresh[-1].key[:, 0], is_earlier, tokens, words, end)
         copies = []
-        # The trainer knows one array of states, so tokens travel in its columns.
+        # The trainer takes one array of states, so the copied tokens are columns of it.
         for depth in range(self.config.num_positions):
             ahead = to_columns(to_draft(self.config, pointers.ahead[..., depth]), z.dtype)
             odds = self._log_odds(pointers, depth).astype(z.dtype)
@@ -251,7 +251,7 @@ def mix(
 
     # log(q + o) = log q + softplus(log o - log q), for the few tokens that are copied.
     is_copy = is_first & (tokens >= 0) & (tokens < logits.shape[-1])
-    # What is no copy looks at token 0, and adds 0 to it.
+    # Entries that are no copy look up token 0 and add 0 to it.
     ids = jnp.broadcast_to(jnp.where(is_copy, tokens, 0), together.shape)
     own = jnp.take_along_axis(logits, ids, axis=-1) - jax.nn.logsumexp(logits, -1, keepdims=True)
     gain = jnp.where(is_copy, jax.nn.softplus(together - own), 0)
@@ -278,7 +278,7 @@ def _keys_alone(keys: Float[Array, "B S r"]) -> KeyValue:
 
 
 def _usual_odds(key: Array, shape: tuple[int, int]) -> Float[Array, "P M"]:
-    # Odds are against the head: 1 : 1 where a copy is right half of the time.
+    # Odds of a copy against the head's own choice: 1 : 1 where half of the copies are right.
     usual = jnp.array([WITHOUT_MATCH, *REPEATS[1:]])
     return jnp.broadcast_to(jnp.log(usual / (1 - usual)), shape)
 
@@ -297,6 +297,6 @@ def make_config(
     head = clover_lr.make_config(
         base, num_features=num_features, rank=rank, rope=rope, loss=loss, **options
     )
-    # Clover-LR chooses and checks what it shares; the kind is no longer its own.
+    # Clover-LR chooses and checks the fields that both heads have; the kind is replaced.
     own = {"kind": "clover_copy", "pointers": pointers, "pointer_rank": pointer_rank}
     return CloverCopyConfig(**(vars(head) | own))

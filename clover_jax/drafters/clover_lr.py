@@ -123,7 +123,7 @@ class GatedRecurrence(nn.Module):
         self, state: Float[Array, "*b r"], token: Float[Array, "*b r"]
     ) -> Float[Array, "*b r"]:
         rank, init = self.rank, nn.initializers.lecun_normal()
-        # Gate and reset in one param; the candidate reads the state after its reset.
+        # `gates` holds gate and reset; the candidate is separate, as it reads the reset state.
         gates = self.param("gates", init, (2, 2 * rank, rank))
         biases = self.param("gates_bias", nn.initializers.zeros, (2, rank))
         matrix = self.param("candidate", init, (2 * rank, rank))
@@ -196,7 +196,7 @@ class CloverLR(Drafter):
     def propose(self, frozen: Frozen, state: CloverLRState, depth: int) -> Float[Array, "B W Vd"]:
         """Return the block's logits of this level, corrected for each branch."""
         logits = state.block_logits[:, depth, None]
-        # C s^0 counts as 0: the root's token has entered before the block.
+        # Level 0 has no correction (C s^0 is 0): the block's input contains the root's token.
         if depth and self.config.rank:
             logits = logits + project(self.correction_out, state.recurrent @ self.mix)
         return soft_cap(logits, self.config.logit_cap)

@@ -151,7 +151,7 @@ class DFlash2(Drafter):
     def setup(self):
         cfg = self.config
         width, eps, count = cfg.layer.hidden_size, cfg.layer.rms_norm_eps, len(cfg.features)
-        # One matrix for each feature, which `_context` sums up.
+        # One matrix for each feature; `_context` sums up their products.
         self.fc = self.param("fc", matrix_init(count * width), (count, width, width))
         self.context_norm = RMSNorm(eps)
         self.layers = [BlockLayer(cfg.layer, cfg.block) for _ in range(cfg.num_layers)]
@@ -173,7 +173,7 @@ class DFlash2(Drafter):
         start, count, size = accepted.start, accepted.count, accepted.next_tokens.shape[1]
         anchor = take_last(accepted.next_tokens[..., None], count)[..., 0]
         slots = self._slots(frozen, anchor)
-        # The accepted positions, then the block behind the valid ones of them.
+        # The A accepted positions, then the block, which begins right after the valid ones.
         runs = ((start, size), (start + count, self.config.block.size))
         positions = [first[:, None] + jnp.arange(number) for first, number in runs]
 
@@ -184,7 +184,7 @@ class DFlash2(Drafter):
         context = self._context(accepted.features)
         u, fresh = self._run(context, slots, jnp.concatenate(positions, 1), own, cache, start)
 
-        # Only the context's keys and values stay; those of the slots were for this block.
+        # Only the context's keys and values enter the cache; those of the slots are dropped.
         rows = jax.tree.map(lambda x: x[:, :, :size], fresh)
         cache = over_rows_and_heads(write_rows, cache, rows, ordered_after(start, u))
         # Slot 0 holds the anchor, which is known.
@@ -296,7 +296,7 @@ class DFlash2(Drafter):
         # The one pass over the vocabulary of this step.
         count = min(self.config.candidates, self.config.draft_vocab_size)
         best = top_k(head_logits(self.config, frozen, u), count)
-        # Of all P slots at once: drafting goes on without the trunk.
+        # The gates of all P slots at once, since `propose` does not run the trunk.
         gate = u @ self.selector_gate if self.config.rank else u[..., :0]
         return DFlash2State(ids=best.ids, logits=best.values, gate=gate, token=anchor)
 
@@ -335,7 +335,7 @@ def output_of(layer: int, num_layers: int) -> str:
 
 def method_loss(block_size: int, rank: int) -> LossSpec:
     """Return the method's loss; gamma 7, 5 and 4 are published for blocks of 16, 10 and 8."""
-    # Half of the block and 7 at most, which are the published values.
+    # Half of the block, 7 at most: this gives the three published values.
     gamma = min(block_size / 2, 7)
     decay = math.exp(-1 / gamma)
     return LossSpec(

@@ -75,7 +75,7 @@ class Eagle(LayerDrafter):
         self, frozen: Frozen, features: Float[Array, "B S F"], batch: Batch, rng: Array | None
     ) -> Float[Array, "1 B S D"]:
         """Return o_t from the base's true states; with `rng` these are noisy."""
-        # Drafting on, the states are the head's own and not exact; noise makes it used to that.
+        # When drafting, the head reads its own inexact states; noise trains it for that.
         if rng is not None and self.config.feature_noise:
             noise = self.config.feature_noise
             features = features + noise_like(features, batch.segment_ids, rng, noise)

@@ -37,7 +37,7 @@ class Path(struct.PyTreeNode):
 
     def extended(self, fresh: KeyValue) -> Path:
         """Return the paths with the branches' own rows, [B, K, W, H], at their end."""
-        # Keys of one more token: [B, K, W, H] becomes [B, W, 1, K, H].
+        # One more token on each path: [B, K, W, H] becomes [B, W, 1, K, H].
         rows = jax.tree.map(lambda x: x.transpose(0, 2, 1, 3)[:, :, None], fresh)
         return Path(
             key=jnp.concatenate([self.key, rows.key], axis=2),
@@ -145,7 +145,7 @@ class LayerDrafter(Drafter):
 
 def empty_path(config: LayerConfig, batch: int, width: int, dtype: jnp.dtype) -> Path:
     """Return the paths of `width` branches that have no drafted token yet."""
-    # No entry along j yet: arrays of no size, to which each level adds one.
+    # Axis j has length 0; each level adds one entry.
     nothing = jnp.zeros((batch, width, 0, config.num_kv_heads, config.head_dim), dtype)
     return Path(key=nothing, value=nothing)
 

@@ -67,8 +67,8 @@ class Lookup(Drafter):
         """Return what followed the longest matches of each branch."""
         matches = find_matches(state.text, state.end, state.suffix, CONTINUATIONS)
         repeats = jnp.asarray(REPEATS)[matches.length]
-        # A candidate is right where those before it were wrong. Its own factor leaves the product
-        # again; it is above 0, as no match is always right.
+        # A candidate counts where all before it are wrong: the product of their 1 - repeats.
+        # Dividing takes its own factor out again; that is never 0, as all REPEATS are below 1.
         left = jnp.cumprod(1 - repeats, axis=-1) / (1 - repeats)
         return FewTokens(matches.token, jnp.log(repeats * left))
 

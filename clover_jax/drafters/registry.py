@@ -76,7 +76,7 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
     Raises UserError for an option that the kind does not have, ValueError for a bad value.
     """
     known = _options(kind)
-    # Named by the kind's own list, where `make_config` would raise a TypeError.
+    # Checked here to name the known options; `make_config` would raise a bare TypeError.
     for name in options:
         if name not in known:
             raise UserError(f"a {kind} head has no option {name}; its options: {', '.join(known)}")
@@ -89,7 +89,7 @@ def _options(kind: str) -> dict[str, Any]:
     `**options` stands for fields of its config: those that no other kind has, and num_positions.
     """
     file, config, _ = _load(kind)
-    # Annotations are strings in these files, which eval_str reads.
+    # These files have annotations as strings; eval_str turns them into types.
     parameters = inspect.signature(file.make_config, eval_str=True).parameters
     hints = {name: each.annotation for name, each in parameters.items() if name != "base"}
     if hints.pop("options", None) is None:
@@ -161,7 +161,7 @@ def init_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
     """Return float32 params with the method's initialisation from the base."""
     if draft.config.kind in TRAINING_FREE:
         return {}
-    # Random params first; then what the method begins from the base takes their place.
+    # Random params first; those that the method takes from the base then replace them.
     fresh, noise = jax.random.split(rng)
     params = _random_params(draft, base_params, fresh)
     file = _load(draft.config.kind).file
