@@ -37,7 +37,7 @@ class Card:
     base: BaseFingerprint
     tree: str | None
     provenance: dict[str, Any]
-    # Anything, where a card was edited: `check_folder` judges it.
+    # Any type, since a card may have been edited by hand: `check_folder` judges it.
     files: Any = None
     chat_template: str | None = None
 
@@ -51,7 +51,7 @@ def native_directory(directory: Path) -> Path | None:
 
 def write_card(directory: Path, card: Card) -> None:
     """Write draft.json."""
-    # In a folder that is not in its place yet, so a torn file is never read.
+    # The folder is moved to its place when complete, so no reader meets a torn file.
     fields = {
         "format_version": FORMAT_VERSION,
         "drafter": card.config.to_dict(),
@@ -72,7 +72,7 @@ def read_card(directory: Path) -> Card:
     """
     path = directory / CARD
     card = read_json_object(path)
-    # The version first: of another one nothing else can be judged.
+    # The version comes first: fields of another version mean nothing here.
     version = card.get("format_version")
     if version != FORMAT_VERSION:
         raise UserError(

@@ -32,7 +32,7 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
     clover = values.get("clover")
     if not isinstance(clover, dict):
         raise UserError(f'{path} has no "clover" object; it is not an official Clover-2 head')
-    # By their full names, so that a message says in which object they are.
+    # Under their full names, so that an error says in which object the field is.
     for name in ("num_heads", "num_layers"):
         check_count({f"clover.{name}": clover.get(name)}, f"clover.{name}", path, MOST_LAYERS)
     llama = parse_llama_config(values, path)
@@ -69,7 +69,7 @@ def config_fields(config: Clover2Config, base: BaseModel) -> dict[str, Any]:
     clover = {
         "num_heads": config.num_positions,
         "num_layers": config.num_augmenting_layers,
-        # One for both parts: the weight of the regression is ten times this one to a reader.
+        # One weight for both parts: readers take ten times this for the regression.
         "heads_coefficient": config.loss.soft_ce,
         "decay_coefficient": config.loss.decay,
     }
@@ -140,7 +140,7 @@ def _attention_decoder(config: LayerConfig, name: str, stored: str) -> list[Leaf
     """Map to query [D, N, H] and key_value [D, 2, N, H] with their biases."""
     # Keys and values are two stored matrices each, which fill one leaf.
     width, heads = config.hidden_size, (config.num_heads, config.head_dim)
-    # Stored [N H, D], which is split in heads and turned.
+    # Stored as [N H, D]: split into heads [N, H, D], then transposed to [D, N, H].
     matrix, split = (width, width), (*heads, width)
 
     def weight(letter: str, index: tuple = (...,)) -> Piece:

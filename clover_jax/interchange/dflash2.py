@@ -79,7 +79,7 @@ def _own_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     own = _ADDED | {_BLOCK: values.get(_BLOCK)} | fields
     check_count(own, _BLOCK, path)
     for name in (_MASK, *_ADDED):
-        # Not isinstance, to which True is a whole number.
+        # Not isinstance: to it True is an int.
         if type(own.get(name)) is not int:
             raise UserError(f"{path}: {name} must be a whole number, not {own.get(name)!r}")
     return own
@@ -122,7 +122,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
 def check_exportable(config: DFlash2Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     refuse_draft_vocabulary(config, "DFlash")
-    # For its error: a head may read states that no id stands for.
+    # Called for its error: a head may read states that no id stands for.
     _layer_ids(config, base)
 
     # Qwen3's layer norms queries and keys; in all else it is Llama's.

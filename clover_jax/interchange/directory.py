@@ -34,7 +34,7 @@ class Draft:
     """
 
     head: registry.DraftHead
-    # Not shown: a message with the arrays in it cannot be read.
+    # Not in the repr: an error message with all arrays in it cannot be read.
     params: Params = dataclasses.field(repr=False)
     tree: str | None
     provenance: dict[str, Any]

@@ -106,7 +106,7 @@ LAYOUT = Layout(
     check_exportable=check_exportable,
     copies={EMBEDDING: "embedding"},
 )
-# For two servers: what is written differs, and is recognised as LAYOUT when it is read.
+# Variants for two servers differ in what is written; when read, they are all LAYOUT.
 VLLM = dataclasses.replace(
     LAYOUT, name="eagle_vllm", to="eagle_vllm", check_exportable=_check_for_vllm
 )

@@ -29,7 +29,7 @@ OFFSETS, KEPT = "d2t", "t2d"
 def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
     """Turn the fields of a head's config into ours, with the tensors d2t and t2d beside it."""
     layer = read_eagle_layer(values, path)
-    # Before the tensors, whose shapes are compared with it.
+    # The size is checked first: the tensors' shapes are compared with it.
     size, vocab_size = values.get("draft_vocab_size"), values["vocab_size"]
     if not isinstance(size, int) or not 1 <= size <= vocab_size:
         raise UserError(
@@ -53,7 +53,7 @@ def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:
     # vLLM keeps a place for them only where the vocabularies differ.
     ids = np.array(config.draft_to_target, np.int64)
     kept = np.isin(np.arange(config.vocab_size), ids)
-    # Offsets, since a reader adds the draft id.
+    # d2t holds offsets: a reader adds the draft id to get the target id.
     return {OFFSETS: ids - np.arange(len(ids)), KEPT: kept}
 
 

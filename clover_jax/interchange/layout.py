@@ -38,12 +38,12 @@ class Layout:
     name: str
     to: str
     kind: str
-    # Any is a config of this kind: each layout's functions take no other.
+    # Any stands for a config of this layout's `kind`.
     parse_config: Callable[[dict[str, Any], Path, BaseConfig], Any]
     leaves: Callable[[Any], list[Leaf]]
     config_fields: Callable[[Any, BaseModel], dict[str, Any]]
     check_exportable: Callable[[Any, BaseConfig], None]
-    # What only some layouts have.
+    # Fields that only some layouts need.
     copies: Mapping[str, str] = dataclasses.field(default_factory=dict)
     more_tensors: Callable[[Any], dict[str, np.ndarray]] = lambda config: {}
     optional: tuple[str, ...] = ()

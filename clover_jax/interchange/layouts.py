@@ -70,7 +70,7 @@ def recognise(directory: Path) -> Layout:
 
     # The others have a Llama config, so they are recognised by the names of their tensors.
     names = TensorFiles(directory).shapes
-    # An EAGLE-3 head over the whole vocabulary has no d2t, but every one has this layer.
+    # An EAGLE-3 head over the whole vocabulary may lack d2t, but every one has `midlayer`.
     if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:
         return eagle3.LAYOUT
     # EAGLE's own folders, vLLM's and SGLang's: one reader suits all three.

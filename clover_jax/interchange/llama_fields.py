@@ -46,7 +46,7 @@ def llama_fields(config: DrafterConfig, base: BaseConfig) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "bos_token_id": base.bos_token_id,
         "eos_token_id": list(base.eos_token_ids) or None,
-        # Llama's one field for q, k, v and o; a layout says by itself where these differ.
+        # Llama has one field for q, k, v and o; layouts where these may differ add or check more.
         "attention_bias": layer.output_bias,
         "mlp_bias": layer.mlp_bias,
     }
@@ -88,7 +88,7 @@ _BEYOND_LLAMA = {
 
 def beyond_llama(layer: LayerConfig) -> str | None:
     """Return in words what a layer has beyond Llama's; None for a Llama layer."""
-    # `as_llama` keeps the rotation, so that one is looked at by itself.
+    # `as_llama` keeps the rotation, so the loop below would not see a difference in it.
     if layer.rope.kind == "longrope" or layer.rope.share != 1:
         return "a rotation of Phi's kind"
     llama = layer.as_llama()

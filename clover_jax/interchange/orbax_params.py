@@ -58,7 +58,7 @@ def save_params(folder: Path, params: Params) -> dict[str, str]:
     alone = ocp.options.MultiprocessingOptions(
         primary_host=jax.process_index(),
         active_processes={jax.process_index()} if several else None,
-        # Barriers of its own name, apart from those of the training checkpoints.
+        # A prefix of its own keeps its barriers apart from those of the training checkpoints.
         barrier_sync_key_prefix="draft" if several else None,
     )
 
@@ -74,7 +74,7 @@ def save_leaves(folder: Path, leaves: dict[LeafPath, LazyLeaf]) -> dict[str, str
         (LazyLeaf, _LazyHandler()),
         (jax.Array, ocp.type_handlers.ArrayHandler()),  # without it orbax complains
     )
-    # A tree of arguments beside the tree of leaves, as orbax wants them.
+    # Orbax wants a tree of save arguments beside the tree of leaves.
     handler = ocp.PyTreeCheckpointHandler(type_handler_registry=registry)
     save_args = unflatten_dict(dict.fromkeys(leaves, ocp.SaveArgs(chunk_byte_size=CHUNK_BYTES)))
     arguments = ocp.args.PyTreeSave(unflatten_dict(leaves), save_args=save_args)
@@ -112,7 +112,7 @@ def check_folder(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
             raise UserError(
                 f"{folder}: tensor {name} has shape {shape}; draft.json asks for {wanted.shape}"
             )
-    # One too many may be a part of a head that this program would leave out.
+    # An extra tensor may be a part of the head that this program would leave out.
     for path in stored:
         if path not in asked:
             raise UserError(
@@ -125,7 +125,7 @@ class _LazyHandler(ocp.type_handlers.NumpyHandler):
     """Writes leaves in turn, each chunk by chunk; the result looks like any stored NumPy array."""
 
     def __init__(self):
-        # No copies: an array stays as it is until it is written, which is at once.
+        # No copies: each array is written at once, before anything can change it.
         super().__init__(deepcopy_host_arrays=False)
 
     async def serialize(self, values, infos, args=None):

@@ -91,7 +91,7 @@ def _are_states(ids: Any) -> bool:
 def _eagle1_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
     own = {
         "architectures": ["EagleSpeculator"],
-        # Ids are EAGLE-3's: this head reads the base's last state.
+        # Only EAGLE-3 heads have ids of states; this head reads the base's last state.
         _STATES: None,
         "layernorms": False,
         "fusion_bias": config.fc_bias,
@@ -141,7 +141,7 @@ def _shared_fields(
 
 def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
     check_llama_layer(config.layer)
-    # For its error, before anything is written.
+    # Called for its error, before anything is written.
     _state_ids(config, base)
     # Our own field for biases of q, k and v alone means nothing to vLLM.
     if config.layer.qkv_bias != config.layer.output_bias:

@@ -131,7 +131,7 @@ def open_head(
     copies = dict.fromkeys(layout.copies, (stored.vocab_size, stored.layer.hidden_size))
     further = {name: array.shape for name, array in layout.more_tensors(stored).items()}
     files.check(own | copies | further, harmless=layout.optional.__contains__)
-    # Without the copies and the tables of ids, which may be of other types.
+    # Types of the head's own tensors only: copies and tables of ids may have others.
     dtypes = {name: files.dtype(name) for name in own}
 
     # The copies of the base's matrices show whose head it is.
@@ -168,7 +168,7 @@ def _open_native(
                 f"draft {source} was trained for another base than {base.source}: {differing}; "
                 "give the base that it was trained for, or --allow_base_mismatch"
             )
-    # Before any tensor is looked at: both mistakes are in the config.
+    # These two checks need the config alone, so they come before any tensor.
     expected = _expected_params(card, directory, base)
     _check_layers(card.config.features, base, source)
 
@@ -186,7 +186,7 @@ def _open_native(
 
 
 def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
-    # Only shapes are compared, so one type stands for all.
+    # Only shapes are compared, so float32 stands for any type.
     # Shapes do for any base: one that is opened for conversion has matrices that are not arrays.
     shapes = jax.tree.map(
         lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32),
@@ -217,7 +217,7 @@ def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> No
 def _fit_vocabulary(
     config: DrafterConfig, base: BaseModel, directory: Path, cut_vocab: bool
 ) -> DrafterConfig:
-    # A shorter one is refused by `_check_widths`.
+    # A shorter vocabulary is refused by `_check_widths`.
     own, wanted = config.vocab_size, base.config.vocab_size
     if own <= wanted:
         return config

@@ -17,7 +17,7 @@ def fitting_context(models: Models, room: int) -> int:
 
     Example: of a base of 1024 positions 112 where the room is 912; at most MOST_CONTEXT.
     """
-    # One at least: where that does not fit either, `cache_size` says so.
+    # At least 1: if even that does not fit, `cache_size` raises the error.
     return max(1, min(MOST_CONTEXT, models.base.config.max_position_embeddings - room))
 
 
@@ -50,7 +50,7 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
     KV caches are zero, since their values do not change the cost. Tokens and features are random,
     and the largest number of accepted positions waits for `absorb`.
     """
-    # One program makes all buffers; op by op each would be one of its own.
+    # One program makes all buffers; without jit each would compile a program of its own.
     state = jax.jit(lambda: _empty(models, batch, size))()
     tokens, features = jax.random.split(jax.random.key(2))
     vocabulary, pending = models.base.config.vocab_size, state.next_tokens.shape[1]
@@ -69,6 +69,6 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
 
 
 def _empty(models: Models, batch: int, size: int) -> DecodeState:
-    # With the room that an engine has for end-of-sequence ids, so that programs are the engine's.
+    # EOS_ROOM is what an engine has, so that shapes and programs are the engine's.
     base, head, tree = models.base.config, models.head, models.tree
     return empty_state(base, head, tree, batch, size, EOS_ROOM, models.dtype)

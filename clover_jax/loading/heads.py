@@ -31,7 +31,7 @@ def open_head(spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBa
     Raises UserError for one that is broken, or was trained for another base or chat template.
     """
     if needs_no_file(spec.draft):
-        # Of another seed than a base of random weights.
+        # The seed differs from that of a base with random weights, which is 0.
         draft = fresh_head(spec.draft, base)
         return dataclasses.replace(draft, params=random_params(draft.params, seed=1))
 

@@ -25,7 +25,7 @@ def identity_of(models: Models) -> dict[str, Any]:
     values = {
         "dtype": str(models.dtype),
         "int8": list(models.int8),
-        # The hash knows a base in whatever type it is loaded, the checksum every changed weight.
+        # The hash is the same for any dtype of loading; the checksum shows any changed weight.
         "base_hash": lm_head_hash(models.base),
         "base_params": checksum(models.base.params),
         "base_config": json_hash(models.base.config.to_dict()),

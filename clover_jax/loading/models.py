@@ -92,7 +92,7 @@ class Models:
     @functools.cached_property
     def weights(self) -> Weights:
         """The weights of a step: all params, with the rows of a reduced vocabulary gathered."""
-        # Once: the gathered rows are a copy, and several engines may decode with them.
+        # Made once: the gathered rows are a copy, which several engines can share.
         return weights_for(self.head, self.base.params, self.draft_params)
 
     @property
@@ -130,7 +130,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     """
     # A mistake in a name should not cost the minutes of loading a base.
     check_names(spec)
-    # A caller's is kept: several drafts are measured on one base.
+    # A base that the caller gives is kept, to measure several drafts on it.
     if plain is None:
         parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
         # Tensors go to their devices one by one: no device ever holds the whole base.
@@ -143,7 +143,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     if spec.draft == NO_DRAFT:
         return plain
 
-    # Placed first, then quantized where it lies, as the base is.
+    # The draft is placed on its devices first and quantized there, as the base is.
     draft = open_head(spec, plain.base, plain.tokenizer)
     params = draft.params
     if plain.mesh is not None:
@@ -182,7 +182,7 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
 
 def check_names(spec: ModelSpec) -> None:
     """Raise UserError for a tree or a draft that is not there, before a base is read."""
-    # Parsed here for its mistakes. One without nodes may go without a draft: it decodes plainly.
+    # Parsed here to find mistakes early. A tree without nodes needs no draft: it decodes plainly.
     tree = parse_tree(spec.tree) if spec.tree else None
     if spec.draft == NO_DRAFT:
         if tree is not None and tree.num_nodes:
@@ -193,7 +193,7 @@ def check_names(spec: ModelSpec) -> None:
         if spec.copy:
             raise UserError(f"--copy={spec.copy} needs a draft: --draft=lookup has nothing else")
     elif not needs_no_file(spec.draft):
-        # Found and recognised, but not opened: that takes the base.
+        # The head is found and recognised, but not opened, which takes the base.
         try:
             find_head(spec.draft, spec.draft_rope_theta)
         except UserError as error:
@@ -225,10 +225,10 @@ def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) ->
 
 
 def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
-    # The user's own, else the one that the draft was measured with.
+    # The user's tree, else the one that the draft was measured with, else a default.
     name = spec.tree or draft.tree or default_tree(draft.head.config.max_depth)
     chosen = parse_tree(name)
-    # --copy replaces the copies of a recorded tree; one that is given may not have other ones.
+    # --copy replaces the copies of a draft's recorded tree, but not those that --tree names.
     if spec.copy:
         if spec.tree and isinstance(chosen, CopyTree):
             raise UserError(f"tree {name!r} has copies already: give it without --copy={spec.copy}")

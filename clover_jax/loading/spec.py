@@ -65,5 +65,5 @@ class ModelSpec(ChatSettings, BaseSettings):
     allow_base_mismatch: bool = _foreign(
         False, "use a draft that was trained for another base or chat template"
     )
-    # No flag: a command that handles no text leaves it out by itself.
+    # Not a flag: commands that handle no text set it to False.
     tokenizer: bool = True

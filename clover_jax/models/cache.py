@@ -18,7 +18,7 @@ from flax import struct
 from clover_jax.array_types import Array, Float, Int, PyTree
 from clover_jax.config import LayerConfig
 
-# Of a batch. Each is traced by itself, so more of them would take too long to compile.
+# Rows of a batch, for `write_rows`: each is traced separately, and more would compile too long.
 MOST_ROWS_ONE_BY_ONE = 128
 
 
@@ -54,7 +54,7 @@ def init_cache(
 def map_key_values(function: Callable[[Any], Any], cache: PyTree) -> PyTree:
     """Apply a function to the keys and values in a cache, and leave what else lies there."""
 
-    # What else a head keeps has no axis of positions.
+    # Other state in a head's cache has no axis of positions.
     def apply(node: Any) -> Any:
         return jax.tree.map(function, node) if _is_key_value(node) else node
 
@@ -89,7 +89,7 @@ def _by_index(fresh: Cache, index: Array) -> Cache:
 
 def _by_product(fresh: Cache, index: Array) -> Cache:
     def select(rows: Array) -> Array:
-        # One 1 in each row of the product: a sum of zeros and one value.
+        # Each row of `chosen` has a single 1, so the product copies values exactly.
         chosen = jax.nn.one_hot(index, rows.shape[2], dtype=rows.dtype)
         # A slot that is not gathered must not matter, and 0 times its NaN or infinity would.
         rows = jnp.where(chosen.any(axis=1)[:, None, :, None], rows, 0)
@@ -152,6 +152,6 @@ def ordered_after(
     (an optimization_barrier does not help: it is gone before copies are decided). No token is
     negative, and a row with a NaN is lost anyway, so where it writes does not matter.
     """
-    # Nothing is wrong in fact, and 0 is added: only the dependence is wanted.
+    # `wrong` is always False, so 0 is added: only the dependence on `result` is wanted.
     wrong = jnp.isnan(result) if jnp.issubdtype(result.dtype, jnp.floating) else result < 0
     return start + wrong.any(axis=tuple(range(1, result.ndim)))

@@ -135,7 +135,7 @@ class DecoderLayer(nn.Module):
         self.attention = SelfAttention(self.config)
         self.mlp_norm = RMSNorm(eps)
         self.mlp = ExpertMLP(self.config) if self.config.num_experts else GatedMLP(self.config)
-        # No norm is a function without params, so that most bases have no leaf for it.
+        # `_no_norm` is a function without params, so most bases have no leaf for these norms.
         after: Callable[[float], Any] = RMSNorm if self.config.post_norms else _no_norm
         self.attention_post_norm, self.mlp_post_norm = after(eps), after(eps)
 
@@ -210,7 +210,7 @@ class Decoder(nn.Module):
             run: Callable[..., Any] = layer
             if self.layer_params is not None:
                 params, x = self.layer_params(index, x)
-                # Outside of this module, whose own params are the split ones.
+                # A clone outside of this module, whose params are split: it gets gathered ones.
                 run = functools.partial(layer.clone(parent=None).apply, {"params": params})
             x, rows = run(x, positions, mask, None if cache is None else cache[index], length)
             fresh.append(rows)

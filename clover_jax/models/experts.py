@@ -79,7 +79,7 @@ class ExpertMLP(nn.Module):
             side: self.param(f"expert_{side}", matrix_init(shape[0]), (number, *shape))
             for side, shape in shapes.items()
         }
-        # Empty for a family without them: `Experts` has None then.
+        # Empty for a family without biases: the defaults of `Experts` are None.
         biases = {
             f"{side}_bias": self.param(
                 f"expert_{side}_bias", nn.initializers.zeros, (number, shape[1])
@@ -96,7 +96,7 @@ class ExpertMLP(nn.Module):
 
 def _way_for(pairs: int, tokens: int, number: int) -> Callable[..., Array]:
     """Return the function for this number of pairs of token and expert."""
-    # Each pair may have an expert of its own: up to a quarter of all are few to read.
+    # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
     if pairs <= min(MOST_PAIRS, number // 4):
         return _chosen
     return _all if tokens <= MOST_TOKENS else _grouped

@@ -58,7 +58,7 @@ def quantize(matrix: Float[Array, "..."], inputs: tuple[int, ...]) -> Int8Matrix
     # One step per output channel, so that a product is scaled once, after its sum.
     wide = matrix.astype(jnp.float32)
     largest = jnp.max(jnp.abs(wide), axis=inputs, keepdims=True)
-    # Where an output has zeros only, any step will do but 0.
+    # Where all weights of an output are 0, any step but 0 will do.
     step = jnp.where(largest > 0, largest / LARGEST, 1.0)
     return Int8Matrix(jnp.round(wide / step).astype(jnp.int8), step)
 

@@ -81,14 +81,14 @@ def apply_rope(
     x: Float[Array, "B *n T H"], positions: Int[Array, "B T"], rope: RopeConfig
 ) -> Float[Array, "B *n T H"]:
     """Rotate each pair (x[j], x[j + H/2]) by position * frequency[j], in float32."""
-    # NumPy: constants of the program, computed in float64 while it is traced.
+    # A NumPy array, so a constant of the program: computed in float64 while tracing.
     frequency = inverse_frequencies(rope, x.shape[-1])
     angle = positions[..., None].astype(jnp.float32) * frequency
     angle = jnp.expand_dims(angle, tuple(range(1, x.ndim - 2)))  # broadcast over the head axes
     cosine, sine = jnp.cos(angle), jnp.sin(angle)
     if rope.attention_factor != 1:
         cosine, sine = cosine * rope.attention_factor, sine * rope.attention_factor
-    # Both entries of a pair turn by one angle, and lie half a head apart.
+    # Both entries of a pair turn by one angle; they lie half of the rotated part apart.
     cosine, sine = (jnp.concatenate([each, each], axis=-1) for each in (cosine, sine))
     if rope.share < 1:
         # Some families leave a part of each head as it is.

@@ -89,7 +89,7 @@ class ScoreRules:
         return all(rule is None for rule in rules)
 
     def _back(self, key_positions: Int[Array, "*b S"]) -> Int[Array, "B 1 1 T S"]:
-        # [B, T, S], with axes for K and G between.
+        # [B, T, S]; the return adds axes for K and G.
         back = self.positions[:, :, None] - key_positions[..., None, :]
         return back[:, None, None]
 

@@ -37,6 +37,6 @@ def gathered_bytes(base: PyTree, mesh: AnyMesh) -> int:
 
 def whole_over_rows(params: PyTree, mesh: AnyMesh) -> int:
     """Return the bytes on a device of params that are gathered over fsdp."""
-    # As the same params would lie if nothing were split over fsdp.
+    # The layout that the params would have on the same mesh with fsdp=1.
     whole = make_abstract_mesh(dataclasses.replace(shape_of(mesh), fsdp=1))
     return bytes_per_device(params, param_shardings(params, whole))

@@ -40,7 +40,7 @@ class MeshShape:
         return self.data * self.fsdp
 
     def __str__(self) -> str:
-        # As `--mesh` takes it.
+        # The form that `--mesh` takes.
         return f"data={self.data},fsdp={self.fsdp},tensor={self.tensor}"
 
 

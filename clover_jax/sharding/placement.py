@@ -91,7 +91,7 @@ def gathered_in_use(params: PyTree) -> PyTree:
     return params if mesh is None or min(mesh.shape.values()) == 1 else gathered(params, mesh)
 
 
-# Where a leaf lies is static, and gets no gradient.
+# The two placements are static arguments and get no gradient.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(whole: NamedSharding, at_rest: NamedSharding, leaf: Array) -> Array:
     """Lay out anew; the gradient is laid out as the leaf lies at rest.
@@ -215,7 +215,7 @@ def by_rows(x: Array) -> Array:
     mesh = _mesh_in_use()
     if mesh is None:
         return x
-    # What is not named stays whole.
+    # Axes that are not named stay whole.
     rows = PartitionSpec(_axes_of_rows(x.shape[0], mesh))
     return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, rows))
 
@@ -227,7 +227,7 @@ def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
     itself, and sends all places to all devices.
     """
     mesh = _mesh_in_use()
-    # The single row of a prefill lies on every device, with nothing to split.
+    # Rows that cannot be split, as the single row of a prefill, lie whole on every device.
     if mesh is None or _axes_of_rows(arrays[0].shape[0], mesh) is None:
         return function(*arrays)
     rows = PartitionSpec(ROWS)
@@ -293,7 +293,7 @@ def _axes_of_rows(count: int, mesh: AnyMesh) -> tuple[str, ...] | None:
 
 
 def _mesh_in_use() -> AnyMesh | None:
-    # A mesh without these axes is none of ours.
+    # A mesh without AXES is not one that this package made.
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or set(AXES) - set(mesh.axis_names) else mesh
 
