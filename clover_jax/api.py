@@ -182,7 +182,7 @@ def generate_rows(
     rows = [_row(prompt, index, strict) for index, prompt in enumerate(prompts)]
     chosen = _chosen(GenerationSettings, settings)
     stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=strict)
-    # The other events are news of rows that go on.
+    # Events without a row report progress of rows that still run.
     yield from (event.row for event in stream if event.row is not None)
 
 
@@ -247,7 +247,7 @@ def _row(prompt: PromptLike | Mapping[str, Any], index: int, strict: bool) -> Pr
 
 def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
     """Return the prompt row that stands for text, token ids or messages, or that is given."""
-    # In this order: a mapping and a text can be iterated too.
+    # Mappings and text come first, since they can be iterated too.
     if isinstance(prompt, Mapping):
         row = dict(prompt)
     elif isinstance(prompt, str):
@@ -285,7 +285,7 @@ def _execute(command: ModuleType, **given: Any) -> dict[str, Any]:
         if name not in defined or name == "flagfile":
             known = ", ".join(sorted(set(defined) - {"flagfile"}))
             raise UserError(f"{name!r} is no setting; the settings are {known}")
-        # Left out where it is None, so that the flag's default holds.
+        # None leaves the flag out, so that its default holds.
         values: Sequence[Any] = [] if value is None else [value]
         if isinstance(value, list | tuple):
             # A list is one flag with commas, but for a flag that is written again for each value.

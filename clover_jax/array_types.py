@@ -26,7 +26,7 @@ Array = jax.Array
 Params = PyTree[Any]
 FLOAT32 = jnp.dtype("float32")  # jnp.float32 itself is a scalar type
 
-# jaxtyping's names too, which modules import from here.
+# Modules import jaxtyping's names from here as well.
 __all__ = [
     "FLOAT32",
     "Array",

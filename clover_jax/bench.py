@@ -76,7 +76,7 @@ def _refuse_idle_flags(flags) -> None:
         if flags[name].value != flags[name].default:
             raise UserError(f"--{name} is {why}")
 
-    # What no form of the command can do.
+    # Values that no form of the command can use.
     if flags.tree == "auto":
         raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
     if flags.draft == "none" and flags.tree not in (None, "none"):
@@ -113,7 +113,7 @@ def _compile(flags) -> dict:
     prepare_environment(target, os.environ)  # before JAX is imported
     from clover_jax import benchmark
 
-    # "auto" would go by this machine, which may be a CPU.
+    # "auto" would choose by this machine, not by the target.
     dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype
     spec = settings_from(flags, ModelSpec, dtype=dtype)
     return benchmark.compile_and_describe(

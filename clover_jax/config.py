@@ -31,7 +31,7 @@ class JsonConfig:
 
         Raises ValueError for a field that this configuration does not have.
         """
-        # For an unknown name Python's own error would not list the known ones.
+        # Checked here, since Python's own error would not list the known names.
         hints = typing.get_type_hints(cls)
         unknown = sorted(set(values) - set(hints))
         if unknown:
@@ -45,7 +45,7 @@ def _revive(hint: Any, value: Any) -> Any:
     """Turn a JSON value back into what the field's annotation says."""
     if value is None:
         return None
-    # `X | None` with a value is an X.
+    # Of `X | None` a value that is not None is an X.
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         hint = next(arm for arm in typing.get_args(hint) if arm is not type(None))
     if isinstance(hint, type) and issubclass(hint, JsonConfig):
@@ -73,7 +73,8 @@ class RopeConfig(JsonConfig):
 
     theta: float = 10_000.0
     kind: str = "default"
-    # For kinds that scale. The defaults are Llama 3.1's, of the betas those of YaRN's paper.
+    # For kinds that scale. Each model sets its factor; the other defaults are Llama 3.1's, and of
+    # the betas those of YaRN's paper.
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -184,7 +185,7 @@ class LayerConfig(JsonConfig):
         )
 
 
-# By keyword only: its first fields have no default, and come after a layer's that have one.
+# kw_only: fields without a default follow the layer's, which have defaults.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig(LayerConfig):
     """The frozen base model: the shape that its layers have in common, and what is beside it.
@@ -220,7 +221,7 @@ class BaseConfig(LayerConfig):
         return dataclasses.replace(
             self._every_layer,
             sliding_window=None,
-            # Without experts the product is 0.
+            # Without experts the product is 0, and `or` takes the layer's own width.
             intermediate_size=self.experts_per_token * self.expert_size or self.intermediate_size,
             num_experts=0,
             experts_per_token=0,
@@ -244,7 +245,7 @@ class BaseConfig(LayerConfig):
 
     @property
     def _every_layer(self) -> LayerConfig:
-        # A LayerConfig, since a BaseConfig never equals the layer of a head.
+        # A plain LayerConfig: a BaseConfig never compares equal to a head's layer.
         names = [field.name for field in dataclasses.fields(LayerConfig)]
         return LayerConfig(**{name: getattr(self, name) for name in names})
 
@@ -323,7 +324,7 @@ class DrafterConfig(JsonConfig):
     max_depth: int | None = None
     draft_to_target: tuple[int, ...] | None = None
     loss: LossSpec = LossSpec()
-    # The base's: heads in the layouts of others get these by `registry.of_base`.
+    # These come from the base; `registry.of_base` sets them.
     embedding_scale: float = 1.0
     logit_cap: float | None = None
     base_layer: int | None = None

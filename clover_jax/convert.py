@@ -35,11 +35,11 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     report = execute(flags)
-    # On stderr: stdout has the line of JSON alone.
+    # The verdict goes to stderr: stdout has the line of JSON alone.
     if flags.verify:
         say(_verdict(report))
     cli.report(report)
-    # Nothing differs where nothing was compared.
+    # Without --verify the report has no `differing`, and the status is 0.
     return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
 
 

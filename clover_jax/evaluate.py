@@ -60,7 +60,7 @@ def execute(flags) -> dict:
         seed=flags.seed,
         workdir=cli.workdir_of(flags, "evaluate"),
     )
-    # For the report: all flags but those that no measurement depends on.
+    # The report records all flags but those that no measurement depends on.
     recorded = cli.flag_settings(flags, "compare", "overwrite")
     if options.replay is not None:
         from clover_jax.evaluation.replay import replay

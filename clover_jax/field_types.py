@@ -112,7 +112,7 @@ def check_settings(settings: Any) -> None:
     check_types(settings)
     for name, declared in declared_settings(type(settings)).items():
         value = getattr(settings, name)
-        # To Python True is a number; None is what no value was given for.
+        # None is unset, and a bool, which Python counts as a number, has no bounds.
         if value is None or isinstance(value, bool):
             continue
         if declared.choices and value not in declared.choices:
@@ -144,13 +144,13 @@ def field_kinds(settings: type) -> dict[str, tuple[type, ...]]:
 
 
 def _kinds(hint: Any) -> tuple[type, ...]:
-    # Of a generic type, as tuple[int, ...], only the class can be checked by isinstance.
+    # isinstance cannot check tuple[int, ...], only its class, tuple.
     hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
     return tuple(typing.get_origin(hint) or hint for hint in hints)
 
 
 def _is_a(kind: type, value: Any) -> bool:
-    # True passes for an int, so that it is let through as a bool only.
+    # To isinstance True is an int too; here a bool passes as a bool only.
     if kind is bool or not isinstance(value, bool):
         return isinstance(value, (int, float) if kind is float else kind)
     return False
@@ -163,7 +163,7 @@ def parse_values(given: str, text: str, known: dict[str, type], unknown: str) ->
     Raises UserError that lists what is known where a name is unknown or has a bad value.
     """
     options: dict[str, Any] = {}
-    # A comma too many does no harm.
+    # Empty items, from a comma too many, are skipped.
     for item in filter(None, map(str.strip, text.split(","))):
         name, equals, value = item.partition("=")
         problem = None

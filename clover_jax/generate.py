@@ -32,7 +32,7 @@ def main(flags) -> int:
 
     settings, spec = settings_from(flags, GenerationSettings), settings_from(flags, ModelSpec)
     options = settings_from(flags, GenerateOptions, spec=spec, seed=flags.seed)
-    # All processes decode, one of them prints.
+    # All processes decode; only the primary one prints.
     with joined_processes(), primary_speaks():
         result = run(options, settings)
         cli.report(result)

@@ -14,7 +14,7 @@ from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.errors import UserError
 from clover_jax.serving.options import ServeOptions, ServeSpec
 
-# By the names that are imported.
+# Names of modules, as they are imported.
 _PACKAGES = ("starlette", "uvicorn", "pydantic", "prometheus_client")
 
 

@@ -32,11 +32,11 @@ from clover_jax.storage.jsonl import to_json
 STATUS_OK = 0
 STATUS_SOME_FAILED = 1  # some rows failed, the others are there
 STATUS_USER_ERROR = 2
-# As shells report a process that a signal ended.
+# Shells report a process that a signal ended by these numbers.
 STATUS_INTERRUPTED = 128 + signal.SIGINT
 STATUS_BROKEN_PIPE = 128 + signal.SIGPIPE
 
-# With the names that absl's users know.
+# Includes the names that absl's own programs have.
 HELP = {"--help", "-help", "-h", "--helpfull", "--helpshort", "--help=all"}
 
 # What the file system says about a path that a user gave, and what would be right.
@@ -72,7 +72,7 @@ def run(
     argv = sys.argv[1:] if argv is None else list(argv)
     command, interrupted = _command_name(main), threading.Event()
     try:
-        # Behind "--" nothing is a flag.
+        # After "--" nothing is a flag.
         asked = set(argv[: argv.index("--")] if "--" in argv else argv)
         if "--version" in asked:
             print(f"clover-jax {__version__}")
@@ -83,11 +83,11 @@ def run(
             print(help_text(command, description, flags, everything))
             return STATUS_OK
         flags = command_flags.parse_flags(define_flags, argv)
-        # In the environment, which JAX reads when `main` imports it.
+        # This sets environment variables, which JAX reads when `main` imports it.
         use_compilation_cache()
         with _interrupts_kept(interrupted):
             status = main(flags)
-        # A full disk behind a redirected stdout fails here, as a mistake with its advice.
+        # Where stdout goes to a full disk, this fails with an error that names stdout.
         with naming("standard output"):
             sys.stdout.flush()
     except BrokenPipeError:

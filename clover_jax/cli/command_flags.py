@@ -35,7 +35,7 @@ def parse_flags(
     value, OSError for an unreadable flagfile.
     """
     flagfiles = _flagfile_names(argv)
-    # Of a file that includes itself absl would warn, and read on without it.
+    # absl would only warn of a flagfile that includes itself, and read on.
     for name in flagfiles:
         _check_flagfile(name, ())
     values = defined(define_flags)
@@ -147,7 +147,7 @@ def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:
 
 def flag_settings(flags: absl_flags.FlagValues, *leave_out: str) -> dict[str, Any]:
     """Return the value of every flag not in `leave_out`, for manifests and provenance."""
-    # The lines of flagfiles are among the values already.
+    # What flagfiles set is among the values already.
     skipped = {"flagfile", *leave_out}
     return {name: flags[name].value for name in sorted(flags) if name not in skipped}
 

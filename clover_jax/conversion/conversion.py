@@ -85,7 +85,7 @@ def convert_head(
     with scratch_directory(output) as scratch:
         staged = scratch / "head"
         write_head(staged, head, options.to, base, options.input)
-        # Read as any other head would be, through the same checks.
+        # The written head is opened like any other, through the same checks.
         result = open_head(str(staged), base, allow_base_mismatch=options.spec.allow_base_mismatch)
         verification = verify(load(options.spec), head, result, prompts, options.max_new_tokens)
         report |= {"bytes": _num_bytes(staged)} | dataclasses.asdict(verification)

@@ -9,7 +9,7 @@ from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import ModelSpec
 
-# Written out: the table of layouts imports JAX, and `--help` must not. A test compares them.
+# Written out, as the table of layouts imports JAX and `--help` must not; a test compares both.
 TARGETS = (
     "orbax",
     "clover2",

@@ -22,7 +22,7 @@ def write_card(folder: Path, head: StoredHead, to: str, base_model: str, terms: 
     base_model: the name by which others load the base. terms: the license.
     name: of the repository.
     """
-    # What its own draft.json says; of a head in another layout these facts are not known.
+    # The facts come from draft.json; those of a head in another layout are mostly unknown.
     config, trained, facts = head.config, head.card.base, head.card.provenance
     flags, tau = facts.get("flags") or {}, facts.get("tau")
     rows = {
@@ -122,7 +122,7 @@ def upload(folder: Path, repository: str) -> str:
 
     api = HfApi(token=read_token(repository))
     try:
-        # In a repository that is there already this is one more commit.
+        # In an existing repository the upload is one more commit.
         api.create_repo(repository, exist_ok=True)
         return str(api.upload_folder(repo_id=repository, folder_path=str(folder)))
     except (OSError, HfHubHTTPError, HFValidationError) as error:

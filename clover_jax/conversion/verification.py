@@ -64,7 +64,7 @@ def verification_prompts(
         say(f"the data of this head cannot be read here: {error}")
         ids = []
     if not ids:
-        # Spread over the vocabulary: many begin with special tokens and bytes.
+        # Spread over the vocabulary, since many vocabularies begin with special tokens and bytes.
         step = max(1, base.config.vocab_size // count)
         ids = [[token] for token in range(0, base.config.vocab_size, step)]
         source = "single tokens of the base's vocabulary"

@@ -97,7 +97,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
     values = read_json_object(path)
     family = ARCHITECTURES[architecture_of(values, path)]
-    # The same config beside Google's own files, whose tensors have other names and shapes.
+    # An orbax folder has the same config.json, but tensors of other names and shapes.
     if is_orbax(directory):
         family = in_orbax(family, directory)
     config = family.parse(values, path)
@@ -107,7 +107,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     ids = eos_ids(read_json_object(newer), newer) if newer.is_file() else None
     if ids is not None:
         config = dataclasses.replace(config, eos_token_ids=ids)
-    # By the fields as they are written: our config does not say which version of Baichuan it is.
+    # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.
     adjust = functools.partial(family.adjust, values)
     return Checkpoint(family, config, family.leaves(config), adjust)
 

@@ -31,7 +31,7 @@ class Family:
     """
 
     parse: Callable[[dict[str, Any], Path], BaseConfig]
-    # What only some families do otherwise than Llama.
+    # Fields that only some families change from Llama's.
     leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
     adjust: Adjust = lambda values, name, tensor: tensor
     ignored: str = ""

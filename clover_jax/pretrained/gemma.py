@@ -54,7 +54,7 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
     "final_logit_softcapping": None,
     "attn_logit_softcapping": None,
 }
-# Of Gemma 3's layers without a window, and of those with one, where a config does not say them.
+# Default rotary bases of Gemma 3: for layers without a window, and for those with one.
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
@@ -75,7 +75,7 @@ def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
         "rope_parameters": rotation,
     }
 
-    # The period, which newer configs replace by a list of types.
+    # The period of the layers without a window; newer configs list the types instead.
     every = values.get("sliding_window_pattern") or 6
     config = _parse(values, path, every)
     # Scaling for long texts concerns the layers that see them.
@@ -91,14 +91,14 @@ def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
     # Special tokens may be named outside, for both parts.
     outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
     shared = {name: values[name] for name in outer if values.get(name) is not None}
-    # What the text's own object says wins.
+    # Fields of text_config win over the shared ones.
     return parse_gemma3_config(shared | text, path)
 
 
 def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{path}: use_bidirectional_attention is not supported: text is causal")
-    # Gemma has another name for the activation, and never biases in its MLP.
+    # Gemma names the activation's field differently, and its MLP never has biases.
     llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
     config = parse_llama_config(llama, path)
 
@@ -122,7 +122,7 @@ def _cap(values: dict[str, Any], name: str, path: Path) -> float | None:
 
 def adjust_gemma(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
     """Return a norm's scale 1 + w in float32, which bfloat16 rounds when it is placed."""
-    # The names of all norms end so, those of queries and keys too.
+    # All norms' names end like this, also those of queries and keys.
     return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
 
 

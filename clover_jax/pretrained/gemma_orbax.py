@@ -87,7 +87,7 @@ class GemmaOrbaxFiles(TensorFiles):
         width = _width(directory, {name: leaves[path].shape for name, path in named.items()})
         self.directory = directory
         self.shapes = {}
-        # Name of Hugging Face's -> the array that it is taken from, and how.
+        # Hugging Face's name -> the path of the array with the tensor, and how to take it out.
         self._taken: dict[str, tuple[tuple[str, ...], Take]] = {}
         for name, path in named.items():
             if not _TEXT.fullmatch(name):
@@ -145,7 +145,7 @@ def _tensors_in(name: str) -> dict[str, Take]:
     if name == "final_norm/scale":
         return {"model.norm.weight": _same}
     layer, _, part = name.partition("/")
-    # Under its own name the check of all names refuses it.
+    # An unknown array keeps its name, so that `TensorFiles.check` refuses it.
     if part not in _OF_LAYER:
         return {name: _same}
     prefix = f"model.layers.{layer.removeprefix('layer_')}"
@@ -163,7 +163,7 @@ def is_orbax(directory: Path) -> bool:
 
 def in_orbax(family: Family, directory: Path) -> Family:
     """Return the family for an orbax folder; raises UserError where its layout is not known."""
-    # Only Gemma's families adjust their norms so.
+    # `adjust_gemma` marks the families that are Gemma's.
     if family.adjust is not adjust_gemma:
         raise UserError(
             f"{directory} holds weights as orbax writes them, which are read of Gemma 2 and 3 "
@@ -179,7 +179,7 @@ def _leaves(directory: Path, config: BaseConfig) -> list[Leaf]:
     embedding, *others = base_leaves(config)
     (piece,) = embedding.pieces
     rows, width = piece.shape
-    # With too few rows the shape asked for is the config's, by which the check refuses it.
+    # At least the config's rows are asked for, so that the check refuses too few.
     stored, _ = GemmaOrbaxFiles(directory).shapes.get(piece.name, piece.shape)
     cut = dataclasses.replace(piece, shape=(max(stored, rows), width), part=(slice(rows),))
     return [dataclasses.replace(embedding, pieces=(cut,)), *others]

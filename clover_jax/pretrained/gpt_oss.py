@@ -22,7 +22,7 @@ from clover_jax.pretrained.moe import leaves_without_mlp, with_experts
 from clover_jax.pretrained.tensor_files import READABLE, TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
 
-# What transformers' config means where a field is absent.
+# Defaults of transformers' config, for absent fields.
 DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 64,
@@ -61,8 +61,8 @@ def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
             f"{values['swiglu_limit']} are not supported, only {CLAMPED_GAIN} and {CLAMP}"
         )
 
-    # Where layer_types lists none, the layers 1, 3, .. see everything.
     config = parse_llama_config(values, path)
+    # Without layer_types the layers 1, 3, .. see everything.
     every_second = range(1, config.num_layers, 2)
     return with_experts(
         config,
@@ -84,7 +84,7 @@ def gpt_oss_leaves(config: BaseConfig) -> list[Leaf]:
     leaves = leaves_without_mlp(config, range(config.num_layers))
     for index in range(config.num_layers):
         path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.mlp"
-        # The router is [out, in] as in Llama; experts are [X, in, out], as here.
+        # The stored router is [out, in], like Llama's matrices; experts are [X, in, out], as ours.
         leaves += [
             transposed((*path, "router"), f"{prefix}.router.weight", (width, number)),
             whole((*path, "router_bias"), f"{prefix}.router.bias", (number,)),
@@ -118,7 +118,7 @@ class Mxfp4Files(TensorFiles):
             blocks, scales = self.shapes[name + BLOCKS], self.shapes.get(name + SCALES)
             if len(blocks) != 4 or blocks[3] != 16 or scales != blocks[:3]:
                 continue
-            # Two numbers a byte, 16 bytes a block: 32 inputs each.
+            # A block holds 32 inputs: 16 bytes of two numbers each.
             del self.shapes[name + BLOCKS], self.shapes[name + SCALES]
             self.shapes[name] = (blocks[0], 32 * blocks[2], blocks[1])
             self._places[name] = self._places[name + BLOCKS]
@@ -130,7 +130,7 @@ class Mxfp4Files(TensorFiles):
         """Return one tensor, or a slice along its first axis; MXFP4 as bfloat16."""
         if name not in self._packed:
             return super().read(name, rows, types)
-        # Bytes are no weights, so their type is asked for by name.
+        # U8 is not among the types of weights that `read` accepts by default.
         blocks = super().read(name + BLOCKS, rows, ("U8",))
         return widen_mxfp4(blocks, super().read(name + SCALES, rows, ("U8",)))
 
@@ -150,7 +150,7 @@ def widen_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     for expert in range(number):
         halves = np.stack([blocks[expert] & 0x0F, blocks[expert] >> 4], axis=-1)
         numbers = FP4[halves].reshape(outputs, groups, 32)
-        # Signed, or scales below the bias would wrap around.
+        # int32, since uint8 scales below the bias would wrap around.
         exponents = scales[expert, :, :, None].astype(np.int32) - SCALE_BIAS
         wide[expert] = np.ldexp(numbers, exponents).reshape(outputs, -1).T
     return wide

@@ -42,7 +42,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
     head_dim, rope = _head_dim(values, path), parse_rope(values, path)
-    # Of these decoders Phi's alone leaves a part of each head as it is.
+    # Only Phi's decoder is supported with a part of each head unrotated.
     if rope.share != 1 and values.get("model_type") != "phi3":
         raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
     eps, eos = positive(values, "rms_norm_eps", 1e-6, path), eos_ids(values, path)

@@ -57,9 +57,9 @@ def packed_leaves(config: BaseConfig, names: Mapping[str, str]) -> list[Leaf]:
 
 
 def _packed(leaf: Leaf, name: str) -> Leaf:
-    # Each part's rows end where the next part's begin.
+    # ends[i]: the row of the stored matrix where part i ends and the next one begins.
     ends = list(itertools.accumulate(piece.shape[0] for piece in leaf.pieces))
-    # A part's name with another last module: "...self_attn.q_proj.weight" has "W_pack" there.
+    # The stored name: "...self_attn.q_proj.weight" becomes "...self_attn.W_pack.weight".
     stored = re.sub(r"\w+_proj", name, leaf.pieces[0].name)
     pieces = (
         dataclasses.replace(
@@ -161,7 +161,7 @@ def _qkv_slots(config: LayerConfig) -> dict[str, tuple[tuple[int, ...], int | sl
 
 def _attention_out(config: LayerConfig, path: Path, name: str) -> Leaf:
     """Map to out [K, G, H, D]."""
-    # Stored [D, N H]: query head n is the n % G-th that reads key/value head n // G.
+    # Stored as [D, N H]: query head n is number n % G of those that read key/value head n // G.
     width = config.hidden_size
     shape = (config.num_kv_heads, config.num_groups, config.head_dim, width)
     rows = config.num_heads * config.head_dim

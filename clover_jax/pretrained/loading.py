@@ -47,7 +47,7 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
         return random_base(source, dtype, place)
     directory = find_directory(source)
     checkpoint = read_checkpoint(directory)
-    # Both before any tensor is read, which may take minutes.
+    # Both checks come before any tensor is read, which may take minutes.
     _check_tokenizer(directory, checkpoint.config)
     files = _open_files(directory, checkpoint)
 
@@ -124,10 +124,10 @@ def open_base(source: str) -> BaseModel:
             leaf.shape, lambda rows: checkpoint.adjust(name, files.read(name, rows))
         )
 
-    # By its first key: these two lie in the root of the params.
+    # The first key is enough: embedding and lm_head lie at the root of the params.
     leaves = {leaf.path[0]: leaf for leaf in checkpoint.leaves}
     matrices = {name: leaves[name] for name in ("embedding", "lm_head") if name in leaves}
-    # Shapes are enough of the rest: a head is checked by them.
+    # For the rest shapes are enough: heads are checked against them.
     params = base_shapes(checkpoint.config)
     params |= {name: stored_matrix(leaf) for name, leaf in matrices.items()}
     return BaseModel(checkpoint.config, params, directory, source)

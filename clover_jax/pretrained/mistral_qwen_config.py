@@ -32,8 +32,8 @@ _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
 
 def parse_mistral_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Mistral config into ours."""
-    # The window is every layer's: none of the first ones goes without.
     values = MISTRAL_DEFAULTS | values | _NO_BIASES
+    # 0: no layer goes without the window.
     return _with_window(parse_llama_config(values, path), values, 0, path)
 
 
@@ -67,7 +67,7 @@ def _parse_qwen(values: dict[str, Any], path: Path) -> BaseConfig:
 def _with_window(
     config: BaseConfig, values: dict[str, Any], num_full: int, path: Path
 ) -> BaseConfig:
-    # Qwen's first layers are those without a window.
+    # Qwen's first `num_full` layers have no window; Mistral has 0 of them.
     first = range(config.num_layers)[:num_full]
     return dataclasses.replace(
         config,

@@ -15,9 +15,9 @@ from clover_jax.pretrained.llama_config import check_count, parse_llama_config, 
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed
 
-# The leaves of a layer's experts, in the order in which a token passes them.
+# The leaves of a layer's experts, in the order of `names` and `shapes` below.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
-# What transformers' configs mean where a field is absent.
+# Defaults of transformers' configs, for absent fields.
 MIXTRAL_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
     "max_position_embeddings": 131_072,
@@ -42,9 +42,9 @@ QWEN3_MOE_DEFAULTS: dict[str, Any] = {
 def parse_mixtral_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Mixtral config into ours: experts in every layer."""
     values = MIXTRAL_DEFAULTS | values | {"attention_bias": False, "mlp_bias": False}
-    # An expert is as wide as the MLP that it replaces.
     config = parse_llama_config(values, path)
     window = read_window(values, path)
+    # An expert is as wide as the MLP that it replaces.
     size = config.intermediate_size
     return with_experts(config, values, path, "num_local_experts", size, sliding_window=window)
 
@@ -91,7 +91,7 @@ def with_experts(
 def _leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
     """Return the base's leaves; names: of an expert's gate, up and down, within the module."""
     width, inner, number = config.hidden_size, config.expert_size, config.num_experts
-    # Of gate, up and down, as our leaves have them: [in, out].
+    # [in, out] of an expert's gate, up and down, as in our leaves.
     shapes = ((width, inner), (width, inner), (inner, width))
     sparse = [i for i in range(config.num_layers) if i not in config.dense_layers]
 
@@ -115,7 +115,7 @@ def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf
     return [leaf for leaf in base_leaves(config) if leaf.path[:2] not in mlps]
 
 
-# Mixtral's w1 is the gate, w3 goes up and w2 down.
+# In Mixtral's names w1 is gate, w3 is up and w2 is down.
 MIXTRAL = Family(
     parse_mixtral_config,
     functools.partial(_leaves, module="block_sparse_moe", names=("w1", "w3", "w2")),

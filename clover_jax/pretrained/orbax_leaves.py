@@ -35,9 +35,9 @@ def by_path(tree: Params) -> dict[LeafPath, Any]:
 
 def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
     """Return one leaf as it is stored."""
-    # Without these types orbax would put the leaf where it was when it was written.
     # A tree with this leaf alone, so that no other is read.
     item = unflatten_dict({path: 0})
+    # Without these types orbax would put the leaf where it was when it was written.
     wanted = unflatten_dict({path: ocp.RestoreArgs(restore_type=np.ndarray)})
     with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
         arguments = ocp.args.PyTreeRestore(item=item, restore_args=wanted, partial_restore=True)

@@ -13,7 +13,7 @@ from clover_jax.pretrained.llama_config import parse_llama_config, read_window
 from clover_jax.pretrained.llama_tensors import packed_leaves
 
 LONGROPE = ("su", "yarn")  # what the first versions call it
-# What transformers' config means where a field is absent.
+# Defaults of transformers' config, for absent fields.
 PHI3_DEFAULTS: dict[str, Any] = {
     "max_position_embeddings": 4096,
     "original_max_position_embeddings": 4096,
@@ -30,7 +30,7 @@ def parse_phi3_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """
     fixed = {"attention_bias": False, "mlp_bias": False, "model_type": "phi3"}
     values = PHI3_DEFAULTS | values | fixed
-    # An older or a newer name; "yarn" would else be read as YaRN's own rotation.
+    # The field's older and newer name. "yarn" here means longrope, not YaRN.
     for name in ("rope_scaling", "rope_parameters"):
         fields = values.get(name)
         if isinstance(fields, dict) and fields.get("rope_type", fields.get("type")) in LONGROPE:

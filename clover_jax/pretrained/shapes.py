@@ -46,7 +46,7 @@ def _shape(vocabulary, width, inner, layers, heads, kv_heads, **options) -> Base
         num_layers=layers,
         num_heads=heads,
         num_kv_heads=kv_heads,
-        # Mostly the heads split the width.
+        # By default the heads together are as wide as the model.
         **({"head_dim": width // heads} | options),
     )
 
@@ -118,7 +118,7 @@ SHAPES = {
     # No model of this name: 125M parameters, larger than a CPU's caches and quick to make.
     "llama-100m": _shape(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
 }
-# Width, layers, vocabulary.
+# The generic form: WIDTHxLAYERSxVOCABULARY.
 _GENERIC = re.compile(r"(\d+)x(\d+)x(\d+)")
 
 
@@ -159,7 +159,7 @@ def shape_config(source: str) -> BaseConfig:
             f"shape {name!r}: the width ({width}) must be a multiple of 64, layers ({layers}) and "
             f"vocabulary ({vocabulary}) at least 1"
         )
-    # Llama's rule: three matrices of 8/3 of the width weigh what two of four times the width do.
+    # Llama's rule: 3 matrices of 8/3 of the width have as many weights as 2 of 4 times the width.
     inner = -(-width * 8 // (3 * 64)) * 64
     return _shape(vocabulary, width, inner, layers, width // 64, width // 64)
 
@@ -168,7 +168,7 @@ def base_shapes(config: BaseConfig, dtype: jnp.dtype = FLOAT32) -> Params:
     """Return a base's params as ShapeDtypeStructs; allocates nothing."""
 
     def init() -> Params:
-        # No param's shape depends on the text.
+        # Any text will do: no param's shape depends on its length.
         ids = jnp.zeros((1, 2), jnp.int32)
         return Decoder(config).init(jax.random.key(0), ids, ids, causal_mask(1, 2))["params"]
 

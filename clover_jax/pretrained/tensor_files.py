@@ -56,7 +56,7 @@ class TensorFiles:
         types: what it may be stored as; weights are floating-point numbers.
         Raises UserError for a quantised or otherwise unreadable tensor, or one with NaN in it.
         """
-        # The type first: bytes of a quantised tensor are finite, and no weights.
+        # Type first: a quantised tensor's bytes would pass the check for finite values.
         self._check_type(name, types)
         array = self._tensors[name][rows]
         check_finite(array, name, self._places[name])
@@ -76,7 +76,7 @@ class TensorFiles:
 
     def check_part(self, names: Iterable[str], part: np.ndarray) -> None:
         """Raise UserError where a part of these tensors holds infinities or NaN, naming which."""
-        # Read again only where something is wrong, to say in which of them.
+        # Tensors are read again only on a failure: `read` names the bad one.
         if not is_finite(part):
             for name in names:
                 self.read(name)

@@ -62,7 +62,7 @@ class Piece:
 
         Example: of a box (rows, :, heads) a piece at index (:, 1) has (rows, heads).
         """
-        # Axes after the index are whole in the piece, so every part of them is in it.
+        # strict=False: axes after the index are whole in the piece and need no check.
         index = () if self.index == (...,) else self.index
         for axis, (ours, part) in enumerate(zip(index, box, strict=False)):
             if ours != slice(None) and part != slice(None):
@@ -130,13 +130,13 @@ class StoredLeaf:
 
 def fuse(leaf: Leaf, read: Callable[[str], np.ndarray], box: Box | None = None) -> np.ndarray:
     """Return one leaf, made of its stored pieces, or a box of it, as an array of its own."""
-    # The part's shape: a slice may end beyond its axis.
+    # Lengths by `range`, since a slice may end beyond its axis.
     box = box or (slice(None),) * len(leaf.shape)
     shape = [len(range(size)[part]) for size, part in zip(leaf.shape, box, strict=True)]
     fused = None
     for piece in leaf.pieces:
         ours = piece.to_ours(read(piece.name))[piece.within(box)]
-        # In the stored type; pieces that are stored otherwise are cast to the first one's.
+        # The result has the first piece's stored type; pieces of other types are cast to it.
         fused = np.empty(shape, ours.dtype) if fused is None else fused
         _copy(piece.in_stored_order(ours), piece.unpermuted(fused))
     assert fused is not None
@@ -148,13 +148,13 @@ def _copy(source: np.ndarray, target: np.ndarray) -> None:
     # As bits: NumPy moves bfloat16 half as fast.
     if source.dtype == target.dtype:
         source, target = (x.view(f"u{x.itemsize}") for x in (source, target))
-    # In the same order of memory NumPy's own copy is fast.
+    # Where the last axis is contiguous in both, NumPy's own copy is fast.
     if source.ndim < 2 or target.strides[-1] == target.itemsize:
         target[...] = source
         return
 
     # A transposition. Taken whole, each element would come from another line of the cache.
-    # Blocks along the longest axis: the axes before it are walked one by one.
+    # Copied in blocks along the longest axis, for each index of the axes before it.
     longest = int(np.argmax(source.shape[:-1]))
     for outer in np.ndindex(source.shape[:longest]):
         rows, where = source[outer], target[outer]
