@@ -15,7 +15,7 @@ from clover_jax.pretrained.llama_config import check_count, parse_llama_config, 
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed
 
-# The leaves of a layer's experts, in the order of `names` and `shapes` below.
+# The leaves of a layer's experts, in the order in which `_leaves` takes their names.
 EXPERTS = ("expert_gate", "expert_up", "expert_down")
 # Defaults of transformers' configs, for absent fields.
 MIXTRAL_DEFAULTS: dict[str, Any] = {

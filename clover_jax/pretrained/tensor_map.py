@@ -62,8 +62,8 @@ class Piece:
 
         Example: of a box (rows, :, heads) a piece at index (:, 1) has (rows, heads).
         """
-        # strict=False: axes after the index are whole in the piece and need no check.
         index = () if self.index == (...,) else self.index
+        # strict=False: axes after the index are whole in the piece and need no check.
         for axis, (ours, part) in enumerate(zip(index, box, strict=False)):
             if ours != slice(None) and part != slice(None):
                 raise ValueError(f"axis {axis} of {box} is where pieces lie beside each other")
