@@ -88,7 +88,7 @@ _BEYOND_LLAMA = {
 
 def beyond_llama(layer: LayerConfig) -> str | None:
     """Return in words what a layer has beyond Llama's; None for a Llama layer."""
-    # `as_llama` keeps the rotation, so the loop below would not see a difference in it.
+    # `as_llama` keeps the rotation, so the comparison below would not see a difference in it.
     if layer.rope.kind == "longrope" or layer.rope.share != 1:
         return "a rotation of Phi's kind"
     llama = layer.as_llama()

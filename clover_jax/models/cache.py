@@ -152,6 +152,6 @@ def ordered_after(
     (an optimization_barrier does not help: it is gone before copies are decided). No token is
     negative, and a row with a NaN is lost anyway, so where it writes does not matter.
     """
-    # `wrong` is always False, so 0 is added: only the dependence on `result` is wanted.
+    # `wrong` is False but for a NaN, so 0 is added: only the dependence on `result` is wanted.
     wrong = jnp.isnan(result) if jnp.issubdtype(result.dtype, jnp.floating) else result < 0
     return start + wrong.any(axis=tuple(range(1, result.ndim)))
