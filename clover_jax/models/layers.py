@@ -80,7 +80,10 @@ def _passage(rope: RopeConfig, size: int) -> tuple[float, float]:
 def apply_rope(
     x: Float[Array, "B *n T H"], positions: Int[Array, "B T"], rope: RopeConfig
 ) -> Float[Array, "B *n T H"]:
-    """Rotate each pair (x[j], x[j + H/2]) by position * frequency[j], in float32."""
+    """Rotate each pair (x[j], x[j + n]) by position * frequency[j], in float32.
+
+    n: the number of pairs: H/2, or half of the rotated part of a head (`rope.share`).
+    """
     # A NumPy array, so a constant of the program: computed in float64 while tracing.
     frequency = inverse_frequencies(rope, x.shape[-1])
     angle = positions[..., None].astype(jnp.float32) * frequency
