@@ -66,7 +66,7 @@ def measure(method: Method, turns: Sequence[TurnRow]) -> Iterator[tuple[int, Hit
     longest = max((len(turn.output_ids) for turn in turns), default=1)
     num_targets = -(-longest // _TARGETS_AT_ONCE) * _TARGETS_AT_ONCE
 
-    # By the length of their buffers, each of which is a program.
+    # Turns by the size of their buffer: the program is compiled for each size.
     by_size: dict[int, list[int]] = {}
     for number, turn in enumerate(turns):
         size = bucket(len(turn.prompt_ids) + len(turn.output_ids))
@@ -102,7 +102,7 @@ def _pack(turns: Sequence[TurnRow], rows: int, size: int) -> tuple[Batch, np.nda
         tokens[row, : len(ids)] = ids
         first[row], end[row] = len(turn.prompt_ids), len(ids)
     slots = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
-    # A document a row, with padding behind it.
+    # One document in each row (1), then padding (0).
     segments = (slots < end[:, None]).astype(np.int32)
     # NumPy's, which the program takes to the device.
     fields: tuple[Any, ...] = (tokens, segments, slots, segments > 0)
@@ -149,7 +149,7 @@ def count_hits(
             return target_ids(head, top_k(scores, max(TOP)).ids)
 
         ids = _in_chunks(best_ids, _rows(hidden[i], source))
-        # Against the very token that decoding takes, not any that ties with it.
+        # Only the token that decoding takes is a hit, not another with an equal logit.
         is_hit = (ids == wanted[..., None]) & counts[..., None]
         pairs.append(counts.sum(axis=1))
         hits.append(jnp.stack([is_hit[..., :k].any(-1).sum(axis=1) for k in TOP], axis=1))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 Values = Mapping[str, Any]  # of a report.json
-# What the page reads of a report.
+# Keys that a report must have, since the page reads them.
 _NEEDED = {"manifest", "methods", "tasks", "speed", "batch_sizes"}
 
 
@@ -76,7 +76,7 @@ def compare_reports(names: str, output: str | None) -> dict[str, Any]:
         for method in report.values["methods"]
         if method != VANILLA
     ]
-    # Those of either report; a draft has dashes where its report lacks one.
+    # Tasks of either report; a draft has dashes where its report lacks the task.
     tasks = list(dict.fromkeys(task for report in reports for task in report.values["tasks"]))
     page = _page(reports, columns, tasks, differing)
     print(page)
@@ -173,7 +173,7 @@ def _read_both(names: str) -> list[Report]:
 
 def _read(path: Path) -> Values:
     values = read_json_object(path)
-    # Any JSON object may lie there.
+    # The file may hold any JSON object.
     if values.get("format") != FORMAT or not values.keys() >= _NEEDED:
         raise UserError(
             f"{path} is no report of evaluate, or of another format than {FORMAT}; give the "
@@ -195,7 +195,7 @@ def _page(
     if differing["times"]:
         parts.append(f"Not the same conditions for times: {'; '.join(differing['times'])}.")
 
-    # A table a figure, so that the drafts of both stand side by side.
+    # One table for each figure, so that the drafts of both reports stand side by side.
     for title in ("tau", "speed-up", "tokens/s", EQUAL):
         text = FIGURES[title]
         rows = [

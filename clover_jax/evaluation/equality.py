@@ -73,8 +73,8 @@ def compare_passes(
     plain: Mapping[int, Mapping[str, Any]],
 ) -> Comparisons:
     """Return row -> comparisons of its first pass, then of each later one that differs from it."""
-    # A later pass keeps the rows only whose tokens are not those of the first.
     compared = {number: [compare_rows(row, plain[number])] for number, row in rows.items()}
+    # A later pass keeps only the rows whose tokens differ from those of the first.
     for one in passes:
         for row in one.changed:
             again = compare_rows(row, plain[row["row"]])

@@ -66,7 +66,6 @@ def spread(value: Mapping[str, Any] | None, digits: int = 2, suffix: str = "") -
 
 def equal(cell: Mapping[str, Any]) -> str:
     """Return "EQUAL of COMPARED" rows; a dash for plain decoding and for no figures."""
-    # Only drafts have been compared.
     counts = cell.get("equality")
     return NONE if counts is None else f"{counts['equal']} of {counts['compared']}"
 
@@ -79,7 +78,7 @@ def cell_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping
 
 def speed_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping[str, Any]:
     """Return a method's speed on a task, or overall, at the report's first batch size."""
-    # JSON's keys are texts.
+    # Keys are strings in JSON.
     speeds = report["speed"][str(report["batch_sizes"][0])][method]
     empty = {"speedup": None, "tokens_per_second": None}
     return speeds["overall"] if task is None else speeds["tasks"].get(task, empty)
@@ -237,7 +236,7 @@ def share(part: int, whole: int) -> str:
 
 def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     keys = ("compared", "equal", "near_ties", "mismatches", "not_compared")
-    # First the counts, then what explains them: settings, later passes, single rows.
+    # First the counts; settings, later passes and single rows below explain them.
     counts = {name: report["methods"][name]["overall"]["equality"] for name in drafts}
     yield table(
         ["draft", *(key.replace("_", " ") for key in keys)],
@@ -266,7 +265,7 @@ def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]
 def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     """Yield the table of the rows that differ, mismatches first, and what it leaves out."""
     differing = [(name, one) for name in drafts for one in report["divergences"][name]]
-    # What ends the command with an error comes first.
+    # Mismatches first: they end the command with an error.
     differing.sort(key=lambda pair: pair[1]["kind"] != MISMATCH)
     if not differing:
         return
@@ -293,10 +292,10 @@ def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[s
 def _batch_sizes(report: Mapping[str, Any]) -> str:
     names = list(report["methods"])
     rows = []
-    # Speed-ups from the first draft on: plain decoding is what they are ratios to.
     for size in sorted(report["batch_sizes"]):
         cells = [report["speed"][str(size)][name]["overall"] for name in names]
         rates = (spread(cell["tokens_per_second"], 0) for cell in cells)
+        # Plain decoding comes first and has no speed-up over itself.
         speedups = (spread(cell["speedup"], 2, "x") for cell in cells[1:])
         rows.append([size, *rates, *speedups])
     header = [f"{display_name(name)} tokens/s" for name in names]
@@ -307,7 +306,7 @@ def _batch_sizes(report: Mapping[str, Any]) -> str:
 def _steps(report: Mapping[str, Any]) -> str:
     rows = []
     for name, cells in report["methods"].items():
-        # None where no row had text to time steps with.
+        # `step` is None where no row had text to time steps with.
         step = cells["step"]
         if step:
             parts = ("draft", "verify", "rest")
@@ -322,7 +321,7 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
     def joined(part: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in part.items())
 
-    # As they would be given again; None is what was left out.
+    # Flags are written as on a command line; None stands for one that was left out.
     flags = manifest["flags"].items()
     rows = [
         ["finished at", manifest["finished_at"]],

@@ -108,7 +108,7 @@ def choose_baselines(options: Options, settings: GenerationSettings) -> list[Dra
 def _with_tree_that_pays(
     name: str, models: Models, settings: GenerationSettings, options: Options
 ) -> Models:
-    # Rows that are kept were decoded with a tree, which then stays theirs.
+    # Where rows of an earlier run are kept, their tree is used again.
     rows = None if options.overwrite else options.rows_path(name)
     chosen = with_auto_tree(
         models, sampling_for(settings, []), settings.warping, options.batch_size, None, rows
@@ -154,8 +154,8 @@ def warm_up(method: Method, engine: Engine, longest: int) -> None:
     size = 0
     while size < engine.buffer_size(min(longest, context)):
         size = engine.buffer_size(size - depth + 1 if size else 1)
-        # A prompt of one token whose limit fills the buffer, but for the tree's depth that steps
-        # write beyond a row's end.
+        # One token of prompt, and a limit that fills the buffer less the tree's depth, which steps
+        # may write beyond a row's end.
         limit = min(size - depth, context)
         requests.append(Request(len(requests), [0], max(limit - 1, 1)))
 

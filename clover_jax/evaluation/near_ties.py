@@ -91,7 +91,7 @@ def judge(
         # Equal rows show how far margins move; divergent ones alone may be too few for that.
         others = [(number, None) for number in equal[:_EQUAL_ROWS]]
         cases = [_case(plain[number], one, plan) for number, one in [*divergences, *others]]
-        # As small and as large as the run's batches, or a little larger.
+        # One engine for a row alone, one for the run's largest batch or a little more.
         sizes = (1, max(*plan.batch_sizes, _LEAST_BATCH))
         engines = (vanilla.models.engine(size, plan.sampling, seed=plan.seed) for size in sizes)
         judged = classify(cases, vanilla.models.base.params, *engines)
@@ -134,7 +134,7 @@ def classify(
     together = list(_margins_of(cases, batched.batch_size, params, batched))
     single = _margins_of(cases, 1, params, alone)
     wide = _margins_of(cases, batched.batch_size, params, batched, _AT_ONCE)
-    # One for all cases: a single row may show too little of what rounding does.
+    # One threshold for all cases: a single row may show too little of what rounding does.
     threshold = max(
         _largest_change(one.margin, other.margin)
         for one, *others in zip(together, single, wide, strict=True)
@@ -311,7 +311,7 @@ def room_to_cut(logits: Float[Array, "B V"], rows: RowSampling) -> Float[Array, 
 
     Example: tempered logits [2, 1.5, 1.4] and top_k 2 give [0.6, 0.1, -0.1].
     """
-    # Top-k cuts first, and top-p looks at the mass of what it has left.
+    # Top-k cuts first; top-p then counts the mass of the tokens that are left.
     kept_by_k = warp(logits[:, None], rows.replace(top_p=jnp.ones_like(rows.top_p)), True)[:, 0]
     is_kept = warp(logits[:, None], rows, truncate=True)[:, 0] > -jnp.inf
     scaled = warp(logits[:, None], rows, truncate=False)[:, 0]

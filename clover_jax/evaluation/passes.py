@@ -46,7 +46,7 @@ class Evaluation:
         return [
             key
             for key in self.keys
-            # Times without all of their rows do not count: a row file drops a torn last line.
+            # A pass also runs again where rows are missing: a row file drops a torn last line.
             if key not in self.journal or not self.files[key.method].has_all(key.task)
         ]
 
@@ -76,7 +76,7 @@ class Evaluation:
 
     def _bar(self, batch_size: int, keys: Sequence[PassKey], compiling: CompileClock) -> Progress:
         """Return a bar over the rows of all passes of a batch size; `keys` are still to do."""
-        # Done rows count as well, or a resumed run would seem to begin.
+        # Done rows count as well, or the bar of a resumed run would start at 0.
         total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
         done = total - self.num_rows(keys)
         desc = f"batch size {batch_size}"
@@ -85,7 +85,7 @@ class Evaluation:
     def _run_pass(self, key: PassKey, compiling: CompileClock, bar: Progress) -> None:
         """Decode a task once: its rows go to the method's file, its time to the journal."""
         prompts, file = self.plan.tasks[key.task], self.files[key.method]
-        # Names are keys, so exactly one method has it.
+        # Names of methods are unique.
         (models,) = (method.models for method in self.methods if method.name == key.method)
         engine = self.engines[key.batch_size][key.method]
         stream = RowStream(engine, models, prompts, self.plan.settings)

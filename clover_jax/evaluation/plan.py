@@ -69,7 +69,7 @@ class Plan:
         for batch_size in self.batch_sizes:
             for task in self.tasks:
                 for repeat in range(self.repeats):
-                    # Counted over all tasks and sizes, so that each begins about as often.
+                    # Counted over all tasks and sizes: each method begins about as often.
                     first = round_number % len(names)
                     for name in names[first:] + names[:first]:
                         yield PassKey(batch_size, task, repeat, name)
@@ -88,7 +88,7 @@ def group_by_task(
     # Rows without a category are named after their file.
     stem = Path(source).name.partition(".")[0] or "prompts"
     categories = [getattr(prompt, "category", None) for prompt in prompts]
-    # A proper superset: Spec-Bench has others too, MT-bench's own file nothing else.
+    # `>` is a proper superset: Spec-Bench has other categories too, MT-bench's own file has none.
     is_mixed = set(categories) - {None} > _MT_BENCH_CATEGORIES
 
     tasks: Tasks = {}

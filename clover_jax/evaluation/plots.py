@@ -32,7 +32,7 @@ def draw_plots(report: Mapping[str, Any], folder: Path) -> list[Path]:
 
 def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
     """Return name -> function that draws a plot; plots with lines of one point are left out."""
-    # Plots are of drafts; plain decoding is the line at 1.
+    # Only drafts are drawn; in plots of speed-ups plain decoding is the line at 1.
     overall = {
         name: cells["overall"] for name, cells in report["methods"].items() if name != VANILLA
     }
@@ -123,7 +123,7 @@ def _speedup_by_task(report: Mapping[str, Any], overall: Mapping[str, Any]) -> F
     tasks = groups(report["tasks"])
     labels = [task or "overall" for task in tasks] if len(tasks) > 1 else list(report["tasks"])
     spreads = {
-        # The names in the legend bring tau, which explains a speed-up.
+        # The legend adds each draft's tau, which explains its speed-up.
         _with_tau(name, cell): [speed_of(report, name, task)["speedup"] for task in tasks]
         for name, cell in overall.items()
     }
@@ -178,5 +178,5 @@ def _with_tau(name: str, cell: Mapping[str, Any]) -> str:
 
 
 def _depth(overall: Mapping[str, Any]) -> int:
-    # Of the deepest tree; a draft without forwards has no rates.
+    # The depth of the deepest tree; a draft without forwards has no rates.
     return max(len(cell["hit_rate"]) for cell in overall.values())

@@ -67,7 +67,6 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
     answers: list[Written] = []
     without_answer = 0
     with progress_bar(len(records), "tokenizing", "row") as bar:
-        # A row may hold several answers, each with all the text before it for a prompt.
         for kind, record in records:
             turns = _turns(record, tokenizer, vocab_size)
             without_answer += not turns
@@ -80,7 +79,6 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
             "conversations, or prompt_ids and output_ids"
         )
 
-    # The figures of every draft, and what decides them: texts, tokenizer, trees, versions.
     measured = {name: _measure(name, answers, config) for name, config in methods.items()}
     report = {
         "source": str(options.replay),
@@ -121,7 +119,7 @@ def _methods(options: Options, base: BaseConfig) -> dict[str, StepConfig]:
         if value:
             raise UserError(f"--replay measures copies of a row alone: leave --{name}={value} out")
 
-    # As beside drafts that decode: --baselines names them, and the settings draw nothing.
+    # The same baselines as in a run that decodes with default settings.
     names = [choice.name for choice in choose_baselines(options, GenerationSettings())]
     if not names:
         raise UserError(f"--replay has nothing to measure with --baselines={options.baselines}")
@@ -174,13 +172,13 @@ def _records(source: Path, limit: int | None) -> Iterator[tuple[str, Record]]:
         for line_number, line in enumerate(file, start=1):
             if not line.strip():
                 continue
-            # Messages name the line.
+            # Error messages name the line.
             where = f"{source}:{line_number}"
             row = parse_line(line, where)
             # What is no object has no kind, and `parse_row` says that it is none.
             named = row if isinstance(row, dict) else {}
             kind = next((str(named[key]) for key in _KINDS if named.get(key)), stem)
-            # Of each kind, so that a file sorted by kind has some of all.
+            # Rows are counted by kind, so that a file sorted by kind gives some of each.
             taken[kind] = taken.get(kind, 0) + 1
             if limit is None or taken[kind] <= limit:
                 yield from ((kind, record) for record in parse_row(row, where))
@@ -190,7 +188,7 @@ def _turns(
     record: Record, tokenizer: PreTrainedTokenizerBase | None, vocab_size: int
 ) -> list[tuple[list[int], list[int]]]:
     """Return the answers of a record, each after all the text before it."""
-    # Messages, token ids, or several turns of them; a plain text answers nothing.
+    # A record is messages, token ids or several turns of them; a plain text has no answer.
     turns: list[tuple[list[int], list[int]]] = []
     if isinstance(record, Conversation):
         messages = [{"role": role, "content": text} for role, text in record.messages]

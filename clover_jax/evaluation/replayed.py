@@ -93,7 +93,7 @@ def _output_row(answer: Written, row: int, record: StepRecord) -> dict[str, Any]
         "output_ids": answer.output_ids,
         "accepted": accepted,
         "proposed": record.proposed[:count, row].tolist(),
-        # Of the accepted tokens alone; the record has room for a whole path.
+        # Ranks of accepted tokens alone; the record has room for a whole path.
         "ranks": [path[:length] for path, length in zip(ranks, accepted, strict=True)],
         "num_cut": 0,
         "finish_reason": "length",
@@ -165,7 +165,7 @@ def _step(
     # A node is right where its token is the text's at its depth.
     ahead = state.end[:, None] + jnp.arange(tree.depth + 1)
     following = jnp.take_along_axis(text, jnp.minimum(ahead, text.shape[1] - 1), axis=1)
-    # After a slot `level` below the root the text goes on `level` tokens further.
+    # After a slot at depth `level` the base would give the text's token `level` places further.
     level = jnp.broadcast_to(tree.level(), tree.tokens.shape)
     choices = jnp.take_along_axis(following, level, axis=1)
 

@@ -147,7 +147,7 @@ def _cell(
         return cell
 
     plan = evaluation.plan
-    # Against plain decoding's rows of the same prompts.
+    # Rows are compared with plain decoding's rows of the same prompts.
     chosen = plan.prompts if task is None else plan.tasks[task]
     numbers = [prompt.index for prompt in chosen]
     comparisons = measured.comparisons[method.name]
@@ -156,7 +156,7 @@ def _cell(
         [comparisons[number] for number in numbers],
         [divergences[number] for number in numbers if number in divergences],
     )
-    # Turn by turn, so that a row of several turns counts with each.
+    # Hits are added up turn by turn: each turn of a row counts.
     hits = [one for number in numbers for one in measured.hits[method.name][number]]
     cell["accuracy"] = accuracy.total(hits).to_dict() if hits else None
     return cell
@@ -185,7 +185,7 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
 
 def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
     """Return the revisions of the code that timed the passes and of this, the oldest first."""
-    # By session, which are numbered as they began; the revision that wrote the page comes last.
+    # Sessions are numbered in order. The revision that writes the page comes last if it is new.
     by_age = sorted((one.origin for one in passes), key=lambda origin: origin.session)
     revisions = dict.fromkeys([*(origin.revision for origin in by_age), here])
     if set(revisions) <= {None}:

@@ -44,7 +44,7 @@ class RowFile:
             self._sink.append(placed)
             return None
 
-        # Times and counts may differ between passes, tokens must not.
+        # Only tokens are compared: times and counts may differ between passes.
         old, new = ([turn.output_ids for turn in turns_of(one)] for one in (before, row))
         return None if old == new else placed
 
@@ -79,7 +79,6 @@ def open_row_files(
         files = {}
         for method in methods:
             path = options.rows_path(method.name)
-            # What a row depends on: another value of it makes another row.
             depends_on = {"draft": method.source, **common, **identity_of(method.models)}
             sink = open_rows(path, plan.prompts, depends_on, options.overwrite)
             files[method.name] = RowFile(stack.enter_context(sink), plan, method)

@@ -103,7 +103,7 @@ def make_plan(
     source: str,
 ) -> Plan:
     """Return what is decoded; its batch sizes are those that engines of the models have."""
-    # Rows beyond the limit decide nothing, the largest buffer included.
+    # Only rows within the limit decide the settings and the longest buffer.
     tasks = group_by_task(prompts, source, options.limit_prompts)
     kept = [prompt for rows in tasks.values() for prompt in rows]
     sampling = sampling_for(settings, kept)
@@ -141,7 +141,7 @@ def _decode(evaluation: Evaluation) -> None:
             f"{evaluation.journal.num_dropped} timed passes are of another machine or version, "
             "and are run again"
         )
-    # What a command that was stopped has left.
+    # Rows that a stopped command has left.
     rows = sum(len(file.rows) for file in evaluation.files.values())
     if rows:
         total = evaluation.num_rows(evaluation.keys)

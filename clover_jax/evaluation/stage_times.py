@@ -45,7 +45,7 @@ class StageTimes:
 
     def to_dict(self, plain: StageTimes) -> dict[str, Any]:
         """Return seconds, shares, and the cost of a step in steps of plain decoding."""
-        # Parts that overlap in the step may add up to more than it.
+        # Parts that overlap within a step may add up to more than the step.
         rest = max(self.step - self.draft - self.verify, 0.0)
         total = self.draft + self.verify + rest
         return {
@@ -94,7 +94,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     for _ in range(_REPEATS + 1):
         for name, (program, *more) in programs.items():
             started = time.perf_counter()
-            # As many steps as a chunk has, whether a call is a loop of them or one.
+            # STEPS steps in all, whether one call runs all of them or a single one.
             for _ in range(STEPS // steps_at_once()):
                 state, result = program(weights, state, *more)
             jax.block_until_ready((state, result))

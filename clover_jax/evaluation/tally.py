@@ -65,7 +65,7 @@ class Tally(RowTotals):
         for accepted, ranks in zip(turn.accepted, turn.ranks, strict=True):
             self._context_forwards[context_bin(context)] += 1
             self._context_accepted[context_bin(context)] += accepted
-            # One rank an accepted token, the root's child first.
+            # One rank for each accepted token, that of the root's child first.
             for depth, rank in enumerate(ranks):
                 self._ranks[depth][rank] += 1
             context += accepted + 1

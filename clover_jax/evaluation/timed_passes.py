@@ -69,7 +69,7 @@ class TimedPass:
         return cls(key, origin, **{name: row[name] for name in _OWN})
 
 
-# What is neither part of the key nor of the origin; with both, the columns of the journal.
+# Fields outside of key and origin; together with those they are the columns of the journal.
 _OWN = ("rows", "tokens", "seconds", "compile_seconds", "changed")
 _COLUMNS = {*PassKey._fields, *_OWN, *Origin._fields}
 
@@ -109,7 +109,7 @@ class PassJournal:
         # A pass that was begun twice counts as it ended last.
         self._passes = {one.key: one for one in passes}
         self.num_dropped = len(rows) - len(passes)
-        # One more than any that left passes here.
+        # This session's number: one more than that of any pass here.
         sessions = (one.origin.session for one in self._passes.values())
         self.origin = Origin(max(sessions, default=-1) + 1, conditions, revision)
 
@@ -133,7 +133,7 @@ class PassJournal:
 
 def throughputs(passes: Iterable[TimedPass]) -> dict[int, float]:
     """Return repeat -> tokens per second over all passes of that repeat."""
-    # Sums first, so that a long task weighs as long as it took.
+    # Tokens and seconds are summed before dividing, so that a task weighs by its time.
     tokens: collections.Counter[int] = collections.Counter()
     seconds: collections.defaultdict[int, float] = collections.defaultdict(float)
     for one in passes:
@@ -163,7 +163,7 @@ def speed(passes: Sequence[TimedPass], plain: Sequence[TimedPass]) -> dict[str, 
 
 def split_rounds(passes: Iterable[TimedPass]) -> list[dict[str, Any]]:
     """Return the rounds whose passes are of several sessions, so not measured side by side."""
-    # A round is all methods over one task once.
+    # A round: each method decodes one task once, at one batch size.
     sessions: dict[tuple[int, str, int], set[int]] = {}
     for one in passes:
         size, task, repeat, _ = one.key
