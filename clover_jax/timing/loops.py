@@ -74,7 +74,7 @@ def draft_loop(
             next_tokens=state.next_tokens + zero[:, None],
             length=state.length + zero,
         )
-        # A slot without a token has -1, which is no id.
+        # A slot without a token holds -1, which is no valid id.
         return state, jnp.maximum(tokens[:, -1], 0) + zero
 
     return _repeat(body, (state, roots(state)))

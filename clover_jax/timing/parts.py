@@ -63,7 +63,7 @@ class Bench:
         """
         self.models = models
         state = Placement(models.mesh).state(running_state(models, batch, size, context))
-        # Apart, because the buffers are donated and the small arrays are read by every part.
+        # Kept apart: the buffers are donated, while every part reads the small arrays.
         self._buffers = {name: getattr(state, name) for name in _BUFFERS}
         self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
         live = context / size  # the share of the caches that holds anything
@@ -138,7 +138,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
 
     # Each stage runs once here, for its result is what the next one reads.
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
-        # The cache is written in place; the state is what the next stage drafts from.
+        # The cache is updated in place; the next stage drafts from `head_state`.
         head_state, cache = absorb_pending(config, weights, state)
         return state.replace(draft_cache=cache), head_state
 
@@ -168,7 +168,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
         verified,
     )
     accepted = parts["accept"].run()
-    # As the step has it: where a kernel reads the cache, rows are written in another layout.
+    # As in the step: where a kernel reads the cache, rows are written in another layout.
     commit_here = functools.partial(commit, by_kernel=config.attention == "pallas")
     parts["commit"] = bench.updating(
         lambda weights, *arguments: commit_here(*arguments),

@@ -47,7 +47,7 @@ def time_in_turns(
     for their outputs.
     """
     calls = {name: _calls_per_turn(run, clock) for name, run in runs.items()}
-    # A call of those in `single`, such as the engine's, goes on in the text, so one is enough.
+    # Each call in `single`, such as the engine's, moves on in the text: one a turn, no more.
     calls |= dict.fromkeys(single, 1)
 
     # In turns, so that a slow moment of the machine hits all functions alike.
@@ -60,7 +60,7 @@ def time_in_turns(
 
 def _calls_per_turn(run: Run, clock: Callable[[], float]) -> int:
     jax.block_until_ready(run())  # compiles
-    # The fastest of these: by a slow one a turn would get too few calls.
+    # The fastest call decides: after a slow one a turn would get too few calls.
     once = min(_turn(run, 1, clock) for _ in range(WARM_UP - 1))
     return max(1, min(MOST_CALLS, round(ENOUGH / max(once, 1e-9))))
 

@@ -25,7 +25,7 @@ from clover_jax.training.pairs import CompactTargets
 class Terms(NamedTuple):
     """One value for each term of the loss; [P] each where it is for all positions."""
 
-    # Each is a weight in `LossSpec` too.
+    # Each field's name is also that of its weight in `LossSpec`.
     regression: Array
     soft_ce: Array
     hard_ce: Array
@@ -99,13 +99,13 @@ class Chunk(struct.PyTreeNode):
 
 def num_chunks(operands: Operands) -> Int[Array, ""]:
     """Return the chunks that hold all used targets."""
-    # Of the fullest group: the others' slots are masked in its last chunks.
+    # The fullest group decides; other groups' slots are masked in its last chunks.
     return (operands.targets.count.max() + operands.chunk - 1) // operands.chunk
 
 
 def slots_of_chunks(operands: Operands) -> int:
     """Return the slots that a group's chunks have together, if all targets are used."""
-    # Rounded up, because an update of a slice that does not fit would be moved to one that does.
+    # Rounded up to whole chunks: `dynamic_update_slice` shifts a slice that exceeds the array.
     return -(-operands.mask.shape[-1] // operands.chunk) * operands.chunk
 
 
@@ -120,7 +120,7 @@ def take_chunks(hidden: Array, operands: Operands, number: Array) -> Iterator[Ch
     def of_pairs(x: Array) -> Array:
         return jnp.take_along_axis(x, index, axis=1)
 
-    # [P, r, n, D]: the rows of a group in a line, as in the operands.
+    # [P, r, n, D]: the rows of a group are flattened, as in the operands.
     flat = hidden.reshape(len(hidden), len(index), -1, hidden.shape[-1])
     targets = {}
     for i, states in enumerate(flat):
@@ -151,7 +151,7 @@ def _take_targets(operands: Operands, index: Int[Array, "r c"]) -> dict[str, Arr
     if config.draft_to_target is not None:
         reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
 
-    # Over what the head can propose: of a reduced vocabulary this is p, renormalised.
+    # Over the tokens that the head can propose: for a reduced vocabulary p is renormalised.
     teacher = jax.nn.softmax(head_logits(config, frozen, states))
     return {
         "states": states,

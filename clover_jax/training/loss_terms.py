@@ -45,7 +45,7 @@ def pair_terms(
     log_total = jax.nn.logsumexp(logits, axis=-1)
     cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
 
-    # All of them, where several tokens tie for the base's best: proposing one of these is a hit.
+    # Where several tokens tie for the base's best, proposing any of them is a hit.
     is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
     # Two sums: 1 - A would round V away where p and q are nearly the same, and 1 - V would round A
     # away where they hardly overlap.
@@ -78,7 +78,7 @@ def pair_terms(
             labelled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
         ),
     )
-    # By what decoding proposes by, which are the scores after `rescore`.
+    # By the scores after `rescore`, since decoding proposes by those.
     hits = jnp.where(is_best, scores, -jnp.inf).max(axis=-1) >= scores.max(axis=-1)
     return terms, in_reach & hits
 

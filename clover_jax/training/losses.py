@@ -208,7 +208,7 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
     else:
         labelled = {"hard_ce": counts.labelled, "candidate_ce": counts.labelled}
         counted = Terms.alike(counts.pairs)._replace(**labelled)
-    # DFlash 2: one divisor for all positions, the sum of w_i over all that counts.
+    # DFlash 2: one divisor for all positions, the sum of w_i over all counted pairs.
     if spec.divisor == "weights":
         decay = spec.decay ** jnp.arange(len(counts.pairs))
         counted = jax.tree.map(
@@ -237,7 +237,7 @@ def _value_and_gradient(
     """Return value and gradient of `_chunked_loss`, both taken within each chunk."""
     head, num_positions, width = operands.head, hidden.shape[0], hidden.shape[-1]
     groups = operands.states.shape[0]
-    # What takes all positions or all pairs together is computed in a pass before.
+    # What needs all positions or all pairs together is computed in a pass of its own before.
     if head.config.loss.dpace:
         operands = operands.replace(weight=_dpace(owned, hidden, operands))
     if head.config.loss.candidate_ce and head.module.rescores:
@@ -249,7 +249,7 @@ def _value_and_gradient(
     differentiate = jax.grad(_position_loss, argnums=(2, 3), has_aux=True)  # owned, u
 
     def body(number: Array, carry: _Carry) -> _Carry:
-        # A chunk, position by position: sums and d_hidden lie side by side, d_owned adds up.
+        # Position by position: sums and d_hidden are stacked, d_owned is added up.
         parts, gradients, d_owned = [], [], carry.d_owned
         by_position = _by_position(differentiate, owned, hidden, operands, number)
         for (d_mine, d_hidden), sums in by_position:
@@ -390,5 +390,5 @@ def _position_loss(
     ]
     loss = sum(parts, jnp.zeros(()))
     sums = _Sums(loss, jax.tree.map(jnp.sum, terms), hits.astype(loss.dtype).sum())
-    # They are reported, not trained on.
+    # The sums are reported, not trained on.
     return loss, jax.lax.stop_gradient(sums)

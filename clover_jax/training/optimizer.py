@@ -56,7 +56,7 @@ def make_schedule(config: OptimizerConfig) -> optax.Schedule:
     warmup, decay = config.warmup_steps, config.steps - config.warmup_steps
     # A warm-up of 0 steps still divides by its length.
     rise = optax.linear_schedule(0.0, config.learning_rate, max(warmup, 1))
-    # One step longer than the run, or its last step would have rate 0.
+    # One step longer than the decay, or the run's last step would have rate 0.
     fall = SCHEDULES[config.schedule](config.learning_rate, decay + 1)
     return optax.join_schedules([lambda count: rise(count + 1), lambda n: fall(n + 1)], [warmup])
 

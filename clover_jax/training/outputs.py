@@ -79,7 +79,7 @@ class DraftWriter:
 
 def best_measured(workdir: Path) -> dict[str, Any] | None:
     """Return the row of eval.jsonl that the head in WORKDIR/best was kept for; None without one."""
-    # By the head's own card: rows of eval.jsonl are cut where the run resumes, the head stays.
+    # Read from the head's own card: a resumed run cuts rows of eval.jsonl and keeps the head.
     directory = workdir / BEST
     return read_card(directory).provenance.get("measured") if directory.exists() else None
 
@@ -114,7 +114,7 @@ class Measurement:
         if best.get("measured_with") != row["measured_with"] or row["tau"] > best["tau"]:
             self.writer.write(BEST, state.params, step, row)
             self.best = row
-        # Again, since the draft that was saved at this step does not know its tau yet.
+        # Written again: the draft that was saved at this step does not have its tau yet.
         self.writer.write(DRAFT, state.params, step, row)
         # Last, so that a row means that the drafts of its step are on disk.
         self.log.write("eval", row)

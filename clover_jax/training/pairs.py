@@ -69,7 +69,7 @@ def sample_anchors(key: Array, batch: Batch, count: int) -> Int[Array, "B M"]:
     """
     size = batch.tokens.shape[1]
     is_possible = batch.loss_mask & labelled_targets(batch.segment_ids)
-    # The largest of random numbers are a sample without repeats.
+    # The largest of random numbers give a sample without repeats.
     order = jnp.where(is_possible, jax.random.uniform(key, batch.tokens.shape), -1.0)
     value, anchors = jax.lax.top_k(order, min(count, size))
     return jnp.where(value < 0, size - 1, anchors)
@@ -101,7 +101,7 @@ def anchored_mask(
     for i in range(num_positions):
         # `at` clips places beyond the row, which `is_inside` then masks.
         if likely is not None:
-            # The token i places behind the anchor must be one that the base may choose there.
+            # The token i places after the anchor must be one that the base may choose there.
             reached = reached & at(likely, i - 1)
         is_inside = (anchors + i + 1 < size) & (at(batch.segment_ids, i + 1) == segment)
         masks.append(at(batch.loss_mask, i + 1) & is_inside & (segment > 0) & reached)
@@ -160,7 +160,7 @@ def among_likely(logits: Float[Array, " V"], token: Int[Array, ""]) -> Bool[Arra
     ids = jnp.arange(logits.shape[-1])
     # By sums over the vocabulary: on a mesh `lax.top_k` gathers the logits of all rows.
     own = jnp.where(ids == token, logits, 0).sum()
-    # Equal tokens stand in the order of their ids, as `top_k` has them.
+    # Tokens of equal logits stand in the order of their ids, as in `top_k`.
     before = (logits > own) | ((logits == own) & (ids < token))
     preceding = jnp.where(before, jax.nn.softmax(logits), 0).sum()
     return (before.sum() < CANDIDATES) & (preceding <= PRECEDING_MASS)
@@ -216,7 +216,7 @@ def compact_targets(mask: Bool[Array, "P B S"], groups: int = 1) -> CompactTarge
     Example: mask[0] = [[F, T, F, T]] gives index [[1, 3, 0, 0]], rank [[-1, 0, 0, 1]], count [2].
     """
     used = mask.any(axis=0).reshape(groups, -1)
-    # `nonzero` with a size: how many targets are used is data, and shapes are not.
     rank = jnp.cumsum(used, axis=1) - 1
+    # `nonzero` needs a fixed size: how many targets are used is known at run time only.
     index = jax.vmap(lambda row: jnp.nonzero(row, size=row.size, fill_value=0)[0])(used)
     return CompactTargets(index=index, rank=rank.reshape(mask.shape[1:]), count=used.sum(axis=1))

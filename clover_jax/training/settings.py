@@ -156,7 +156,7 @@ def check_resumable(
                 "another --workdir"
             )
 
-    # Then the flags by value, but for those whose contents were just compared.
+    # Then the flags by value, except those whose contents were just compared.
     declared = declared_settings(TrainSettings)
     fixed = {name for name in declared if not declared[name].may_change}
     for name in sorted(fixed - identity.keys()):

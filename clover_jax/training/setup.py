@@ -191,7 +191,7 @@ def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
     return OptimizerConfig(
         steps=settings.steps,
         learning_rate=settings.learning_rate,
-        # The flag has a default, which must not refuse a shorter run.
+        # The flag's default must not make a shorter run fail.
         warmup_steps=min(settings.warmup_steps, settings.steps),
         schedule=settings.schedule,
         b2=settings.adam_b2,
@@ -220,7 +220,7 @@ def pipeline_config(settings: TrainSettings, base: BaseModel, head: DraftHead) -
 
     Raises UserError for rows too short for every draft position or longer than the base's context.
     """
-    # In a shorter row the last position has no target: its first lies at index num_positions.
+    # In a shorter row the last draft position has no target: its first one is at num_positions.
     shortest, longest = head.config.num_positions + 1, base.config.max_position_embeddings
     if not shortest <= settings.seq_len <= longest:
         raise UserError(

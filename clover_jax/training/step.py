@@ -207,7 +207,7 @@ def accumulated_gradient(
         return total._replace(gradient=placed_as_params(total.gradient, config.mesh)), None
 
     operands = parts, jnp.arange(config.accumulation_steps)
-    # The sum begins at zeros, in the shapes that the gradient of a part has.
+    # The sum begins at zeros, of the shapes that one part's gradient has.
     first = jax.tree.map(lambda leaf: leaf[0], operands)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(gradient_of, *first)
@@ -243,7 +243,7 @@ def _counts_of_all(
         return count_pairs(mask, part)
 
     numbers = jnp.arange(config.accumulation_steps)
-    # In turn, so that one part's activations exist at a time.
+    # One part after another, so that the activations of only one exist at a time.
     of_each = jax.lax.map(of_part, (parts, numbers))
     return jax.tree.map(lambda count: count.sum(axis=0), of_each)
 

@@ -98,7 +98,7 @@ def read_base(
         return output.hidden
 
     packed = tokens, segment_ids, positions
-    # A dense base needs no more: with whole weights each device computes its own rows.
+    # A dense base needs only whole weights: then each device computes its own rows.
     if mesh is None or not base.num_experts:
         return read(gathered(base_params, mesh), *packed)
 
@@ -117,7 +117,7 @@ def _gathered_in_turn(
     gather: Callable[..., Params], layers: list[tuple[str, Params]]
 ) -> LayerParams:
     """Return the `layer_params` of a Decoder that gathers a layer's while the one before runs."""
-    # At most one layer's: a layer takes it, and has the next one gathered meanwhile.
+    # Params of at most one layer: `take` hands them out and starts to gather the next layer's.
     ready = [gather(*layers[0])]
 
     def take(index: int, x: Array) -> tuple[Params, Array]:

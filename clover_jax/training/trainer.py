@@ -49,7 +49,7 @@ class Trainer:
         config, steps = self.inputs.step, self.settings.steps
         mesh = config.mesh
         train_step = make_train_step(config)
-        # Once for the run: lm_head's rows of a reduced vocabulary are gathered outside of the step.
+        # lm_head's rows of a reduced vocabulary are gathered once for the run, not in each step.
         base_params = with_draft_rows(self.inputs.base.params, config.head.config)
         if done:
             # A killed run may have left the draft of a later step than its checkpoint's.
@@ -74,8 +74,8 @@ class Trainer:
             # Nothing is logged, saved or measured of a step that is not known to be finite.
             if self._due(self.settings.log_every, done):
                 self._log(done, watch.settle(), clock)
-            # Saved before it is measured: a run that is stopped while it measures does so when it
-            # resumes. Tokens a second are those of training alone, so the clock stands still.
+            # Saved before it is measured: a run that is stopped meanwhile measures when it resumes.
+            # The clock stands still, so that tokens a second are those of training alone.
             is_saved = self._due(self.settings.checkpoint_every, done)
             if is_saved:
                 watch.settle()
@@ -101,7 +101,7 @@ class Trainer:
         self.checkpoints.save(done, state, self.batches)
 
     def _measured_at(self, done: int) -> bool:
-        # 0 is never, not even at the last step, of which there is always a checkpoint.
+        # --eval_every=0 means never, not even at the last step (checkpoints always have that one).
         every = self.settings.eval_every
         return every > 0 and self._due(every, done)
 

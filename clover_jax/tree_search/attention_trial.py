@@ -37,7 +37,7 @@ def with_attention(
         return models
     batch = Placement(models.mesh).whole_rows(batch_size)
     context = fitting_context(models, room=0)
-    # With the tree, which says how many queries a step has for each row.
+    # The tree is in the key: it decides how many queries a step has for each row.
     key = timing_key(models, batch, context) | {"tree": models.tree.to_dict()}
     with passing_note("measuring attention"):
         trial = remembered("attention", key, lambda: compare(models, batch, context, kernel))

@@ -162,7 +162,7 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
 
 def _costs(models: Models, batch_size: int) -> CostTable:
     context = min(CONTEXT, models.base.config.max_position_embeddings // 2)
-    # A step in a loop takes another time than one that the host starts.
+    # Steps in a loop and steps that the host starts take different times.
     key = timing_key(models, batch_size, context) | {"in loops of": steps_at_once()}
     measured = remembered(
         "costs", key, lambda: measure_costs(models, batch_size, context).to_dict()
@@ -231,6 +231,6 @@ def rows_a_round(num_prompts: int, batch_size: int, plain_seconds: float) -> int
 
     Example: 16 prompts are 4 a round at batch 1 and 5 ms a step, and 2 a round at 100 ms.
     """
-    # All prompts over all rounds, as far as the time goes, and never fewer than slots.
+    # All prompts are spread over the rounds; fewer where steps are slow, but one for each slot.
     in_time = max(int(ROUND_SECONDS / (plain_seconds * NEW_TOKENS)) * batch_size, LEAST_A_ROUND)
     return max(min(-(-num_prompts // ROUNDS), in_time), batch_size)

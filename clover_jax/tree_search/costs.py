@@ -41,7 +41,7 @@ def measure_costs(
     Raises UserError where the context is longer than the base's.
     """
     assert models.head is not None  # only a head's tree has costs
-    # The step that is timed as a whole drafts a chain, as deep as the head goes.
+    # The step that is timed as a whole drafts a chain of `depth`, or less if the head ends before.
     deepest = models.head.config.max_depth or depth
     models = models.with_tree(parse_tree(f"chain:{min(depth, deepest)}"))
     size = cache_size(models, context, room=0)

@@ -29,7 +29,7 @@ def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
         "platform": device.platform,
         "edition": EDITION,
         "mesh": dict(mesh.shape) if mesh else None,
-        # Another compiler may make another way the fastest.
+        # With another compiler another way may be the fastest.
         "versions": compiler_versions(),
     }
 
@@ -54,7 +54,7 @@ def remembered(
     key: JSON values; everything that changes the result must be in it. An unreadable file is
         measured anew.
     """
-    # A folder a host, beside its compiled programs.
+    # One folder for each host, beside its compiled programs.
     root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     folder = Path(root, "clover_jax", "measurements", platform.node() or "host")
     text = json.dumps(key, sort_keys=True)
@@ -64,8 +64,8 @@ def remembered(
             kept = read_json_object(path)
         except UserError:
             kept = {}
-        # The name has only a part of the hash, so the key itself is compared.
-        # As JSON gives it back, where tuples have become lists.
+        # The name has only a part of the hash, so the key itself is compared, as JSON gives it
+        # back: with lists for tuples.
         if kept.get("key") == json.loads(text) and isinstance(kept.get("value"), dict):
             return kept["value"]
     value = measure()

@@ -44,7 +44,7 @@ class CostTable(JsonConfig):
 
     def step(self, tree: TreeConfig) -> float:
         """Return the seconds of a speculative step with a tree."""
-        # A level costs by how many of its nodes are expanded; the deepest expands none.
+        # A level's cost depends on how many of its nodes are expanded; the deepest expands none.
         widths = [level.expanded.size for level in tree.levels()]
         levels = sum(_between(self.level, width) for width in widths if width)
         verify = _between(self.verify, tree.num_slots)
@@ -89,7 +89,7 @@ def choose_tree(costs: CostTable, ranks: np.ndarray, *, gaps: bool = True) -> Ch
 
 
 def _best_of_depth(costs: CostTable, ranks: np.ndarray, depth: int, gaps: bool) -> Choice | None:
-    # Each tree is the one before and the next path by frequency, so accepted tokens add up.
+    # Each tree is the one before plus the next most frequent path, so accepted tokens add up.
     counts = _path_counts(ranks, depth)
     order = _most_frequent(counts, gaps)[:MOST_NODES]
     best, accepted = None, 0.0
@@ -99,7 +99,7 @@ def _best_of_depth(costs: CostTable, ranks: np.ndarray, depth: int, gaps: bool) 
         seconds = costs.step(tree)
         # A step emits the accepted tokens and the base's own next one.
         speed_up = (1 + accepted) / seconds * costs.plain
-        # A tree that is not as deep as this was looked at with a smaller depth.
+        # A shallower tree was looked at with its own depth.
         if tree.depth == depth and (best is None or speed_up > best.speed_up):
             best = Choice(tree, accepted, seconds, speed_up)
     return best
@@ -110,7 +110,7 @@ def _most_frequent(counts: collections.Counter[tuple[int, ...]], gaps: bool) -> 
 
     Example: of counts {(0,): 3, (2,): 2} with gaps (0,), (2,) and without (0,), (1,), (2,).
     """
-    # Of equal counts the shorter first: a path is never taken in before its beginning.
+    # Of equal counts the shorter path first, so that a path's beginning comes before the path.
     order = sorted(counts, key=lambda path: (-counts[path], len(path), path))
     if gaps:
         return order

@@ -111,7 +111,7 @@ def run_in_turns(
     passes: each is called with the number of its round.
     The first pass rotates, so that a slow moment does not always hit the same one.
     """
-    # What a later round compiles all the same, the clock of `measure_trials` leaves out.
+    # A later round may compile too; the clock of `measure_trials` leaves that time out.
     for run in passes:
         run(0)
 
@@ -152,7 +152,6 @@ def describe(
 
     num_prompts: different prompts over all rounds.
     """
-    # What was tried, on how much text, each way with its rate, and what follows.
     speed_ups = [speed_up(trial, plain) for trial in trials]
     prompts = "1 prompt" if num_prompts == 1 else f"{num_prompts} different prompts"
     lines = [

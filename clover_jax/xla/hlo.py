@@ -24,7 +24,7 @@ COLLECTIVES = (
     "ragged-all-to-all",
     "reduce-scatter",
 )
-# These read as much of their operand as they give.
+# Of their operand these read only as much as they return.
 _CUTTING = {"dynamic-slice", "gather", "slice", "slice-start"}
 _UPDATING = ("dynamic-update-slice", "scatter")  # in place, where the buffer was donated
 
@@ -75,7 +75,7 @@ class Program:
     @functools.cached_property
     def executed(self) -> dict[str, Loops]:
         """Computation name -> the loops that it lies in."""
-        # From the entry down through what control flow runs, each with the loops around it.
+        # From the entry down through the computations that control flow runs.
         loops = {self.entry: Loops()}
         pending = [self.entry]
         while pending:

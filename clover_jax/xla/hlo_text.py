@@ -150,7 +150,7 @@ def parse(text: str) -> tuple[dict[str, Computation], str]:
     entry, current = "", None
 
     for line in text.splitlines():
-        # An instruction of the computation whose header came last, or a header, or neither.
+        # A line is an instruction of the last header's computation, a header, or neither.
         instruction = _INSTRUCTION.match(line) if current else None
         if instruction:
             name = instruction[2]
@@ -202,7 +202,7 @@ def _instruction(name: str, text: str, is_root: bool) -> Instruction:
         condition=attribute(_CONDITION),
         calls=attribute(_CALLS),
         cycles=number(_CYCLES) or 0,
-        # The text escapes apostrophes.
+        # Apostrophes are escaped in the text.
         source=(attribute(_SOURCE) or "").replace("\\'", "'"),
         is_root=is_root,
         number=int(arguments) if _WHOLE.fullmatch(arguments) else None,

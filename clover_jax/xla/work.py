@@ -112,7 +112,7 @@ def _product(equation: core.JaxprEqn, sizes: list[int]) -> Work:
     operands = [math.prod(_shape(operand)) for operand in equation.invars]
     if equation.primitive.name == _GROUPED:
         (rows, *_), (groups, *_) = _shape(equation.invars[0]), _shape(equation.invars[1])
-        # Rows of one group read its matrix once, so no more are read than there are rows.
+        # Rows of one group read its matrix once: at most as many matrices as rows are read.
         operands[1] = operands[1] * min(rows, groups) // groups
     read = sum(size * entries for size, entries in zip(sizes, operands, strict=True))
     return Work(read, _product_flops(equation))
