@@ -46,7 +46,7 @@ def _read_bandwidth() -> float:
 
 
 def _copy_bandwidth() -> float:
-    # An addition, because a plain copy may be left out; it reads and writes every byte.
+    # An addition reads and writes every byte; the compiler may leave out a plain copy.
     source = jnp.zeros(COPY_BYTES // 4, jnp.float32)
     copy = jax.jit(lambda x: x + 1.0)
     (seconds,) = time_in_turns({"copy": lambda: copy(source)}, ROUNDS).values()

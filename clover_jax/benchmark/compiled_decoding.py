@@ -98,7 +98,7 @@ class CompiledStep:
         resident = (
             self.argument_bytes + self.output_bytes - self.aliased_bytes + self.temporary_bytes
         )
-        # In shares of the weights, where a copy of one would show.
+        # As shares of the weights' bytes, where a copy of a weight would show.
         temporaries = self.temporary_bytes / self.weight_bytes
         values = self.temporary_value_bytes / self.weight_bytes
 
@@ -133,7 +133,7 @@ class CompiledStep:
 
     def _kernel_lines(self) -> list[str]:
         """Return lines for the kernels, which the estimate lacks."""
-        # XLA's own attention has none, and then there is nothing to add.
+        # With XLA's own attention there are no kernels, and so nothing to add.
         kernels = self.kernel_seconds_by_part
         if not kernels:
             return []
@@ -156,7 +156,7 @@ class CompiledStep:
         if not self.draft_floor_bytes:
             return [f"by part: {parts}"]
 
-        # Absorb and draft together are the head's work, in its floor as well.
+        # The head's work is absorb and draft together; its floor counts both as well.
         head = sum(self.moved_by_part.get(part, 0.0) for part in ("absorb", "draft"))
         return [
             f"by part: {parts}",
@@ -191,7 +191,7 @@ def compile_and_describe(
     """
     # Mistakes first: compiling a large base takes minutes.
     path = None if program is None else place_for(program, "--program")
-    # Shapes will do: no weights are read or allocated.
+    # Shapes are enough: no weights are read or allocated.
     models = load_shapes(spec, target.platform)
     context = context or fitting_context(models, room=0)
     with passing_note(f"compiling for {target.name}"):
@@ -204,7 +204,7 @@ def compile_and_describe(
     if path is not None:
         path.write_text(text)
 
-    # What was compiled, by the names of the flags; the figures come behind it.
+    # What was compiled, by the names of the flags; the figures come after it.
     settings = {
         "base": spec.base,
         "draft": spec.draft,
@@ -240,7 +240,7 @@ def compile_step(
 
     # The arguments, as the engine lays them out.
     batch = Placement(device_mesh).whole_rows(batch)
-    # A single step: buffers have room for its tree, and none to go on.
+    # A single step: buffers have room for its tree, and for no further step.
     size = cache_size(models, context, room=0)
     states = state_shapes(models, batch, size)
     weight_places = param_shardings(models.weights, device_mesh)
@@ -291,7 +291,7 @@ def compile_step(
         weight_bytes=bytes_per_device(models.weights, weight_places),
         cache_bytes=bytes_per_device(caches, cache_places),
         floor_bytes=floor_bytes,
-        # Of the products each device has its share, of rows or of weights.
+        # Each device does its share of the products, by rows or by weights.
         floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
         moved_bytes=sum(moved.values()),
         counted_bytes=program_costs.compilers_cost(compiled.program, "bytes accessed"),

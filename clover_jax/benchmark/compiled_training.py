@@ -21,7 +21,7 @@ from clover_jax.xla.targets import Target, find_devices
 
 MEGA = 1e6
 PARTS = ("teacher", "head", "loss", "update")  # scopes of the step
-# What XLA says when a program is too large: what it would use, of how much there is.
+# XLA's message for a program that is too large: bytes that it would use, of how many.
 _FULL = re.compile(r"(?:Used|temporaries) \(?([\d.]+\w).*? (?:of|HBM) \(?([\d.]+\w)")
 
 

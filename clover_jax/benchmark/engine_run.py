@@ -36,9 +36,9 @@ class EngineRun:
     def pace(self, context: int, end: int) -> float:
         """Return the tokens that a row emits in a step, from `context` on, in WARM_UP chunks."""
         stream = self._stream(context, end)
-        # Closed before the end: only the lengths that were accepted are wanted.
         for _ in range(WARM_UP):
             rows = self._take(stream)
+        # Closed early: only the accepted lengths so far are wanted.
         stream.close()
         return 1 + statistics.mean(count for row in rows for count in row.accepted)
 

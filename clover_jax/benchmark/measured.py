@@ -240,7 +240,7 @@ def measure(
 
 def room_for(models: Models, rounds: int, force_accept: int | None) -> int:
     """Return the positions that the engine's rows take while they are timed; none may end."""
-    # Each call that warms up or is timed is a chunk of steps; one is to spare.
+    # Every call, to warm up or timed, is a chunk of steps; there is room for one more.
     pace = known_pace(models, force_accept) or models.tree.depth + 1
     return (rounds + WARM_UP + 1) * STEPS * pace
 
@@ -253,7 +253,7 @@ def known_pace(models: Models, force_accept: int | None) -> int | None:
 
 
 def _timed(part: Part, seconds: float, ceilings: Ceilings) -> TimedPart:
-    # What a part must read: the floor leaves out what it writes.
+    # Bytes that a part must read: the floor leaves out what it writes.
     num_bytes = part.work.weight_bytes + part.cache_bytes
     floor = max(num_bytes / ceilings.bandwidth, part.work.flops / ceilings.matrix_rate)
     return TimedPart(seconds, floor, num_bytes)
@@ -261,7 +261,6 @@ def _timed(part: Part, seconds: float, ceilings: Ceilings) -> TimedPart:
 
 def _levels(timed: Mapping[str, TimedPart], depth: int) -> dict[str, TimedPart]:
     """Return the whole draft under its own name, and the difference that each level makes."""
-    # The draft to a level less the draft to the one above.
     whole = [timed[f"draft to level {level}"] for level in range(1, depth + 1)]
     pairs = itertools.pairwise([TimedPart(0.0, 0.0), *whole])  # without the level, and with it
     levels = {

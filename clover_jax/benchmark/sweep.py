@@ -102,7 +102,7 @@ def sweep(
 
 def expanded_widths(models: Models) -> list[int]:
     """Return the number of nodes that are expanded on each level below the root."""
-    # Copies are made beside the tree and expand no node of it.
+    # Copies are added beside the tree and expand none of its nodes.
     tree = models.tree.drafted if isinstance(models.tree, CopyTree) else models.tree
     if isinstance(tree, AdaptiveTree):
         return [tree.width] * (models.levels - 1)
@@ -110,7 +110,7 @@ def expanded_widths(models: Models) -> list[int]:
 
 
 def _cell(costs: CostTable, batch: int, nodes: int, widths: Sequence[int]) -> Cell:
-    # The draft of the measured tree, with the verification of one of so many nodes.
+    # The draft of the measured tree, with the verification of a tree of `nodes` nodes.
     verify = dict(costs.verify)[nodes + 1]  # the root is a slot too
     draft = costs.first + sum(dict(costs.level)[width] for width in widths)
     step = draft + verify + costs.rest

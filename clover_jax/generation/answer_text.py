@@ -41,7 +41,7 @@ class AnswerText:
         # Token by token where one may undo what those before it read, else all at once.
         is_fragile = self._stops and self._pieces.holds_back(new)
         for part in [[id_] for id_ in new] if is_fragile else [new]:
-            # The end alone, where one may be new: all of the text each time would take ever longer.
+            # Only the end may hold a new stop string; to search all text would take ever longer.
             recent = max(len(self._text) - self._overlap, 0)
             self._text += self._pieces.push(part)
             text = _readable(self._text[recent:], self._pieces) if self._stops else ""

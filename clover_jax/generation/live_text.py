@@ -61,7 +61,7 @@ class LiveText:
             return prompt.text
         if self._tokenizer is not None:
             return str(self._tokenizer.decode(turn.prompt_ids))
-        # No words at all: ids, as the answer will have them too.
+        # Without a tokenizer the prompt is shown as ids, like the answer.
         return " ".join(map(str, turn.prompt_ids)) + " "
 
     def _write(self, text: str, style: str) -> None:

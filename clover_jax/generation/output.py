@@ -26,7 +26,7 @@ class RowPrinter(AbstractContextManager):
         """Start with row 0, or resume after the rows that another process has."""
         self.finished, self.earlier_seconds = finished, 0.0
         self._quiet = quiet
-        # Index -> rows that came before one that stands before them.
+        # Index -> row that waits until all rows before it are there.
         self._waiting: dict[int, dict[str, Any]] = {}
 
     def kept(self) -> Iterable[dict[str, Any]]:

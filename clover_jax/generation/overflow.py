@@ -29,7 +29,7 @@ def fit_context(
 
     Raises ContextOverflow or Skipped, as settings.context_overflow says.
     """
-    # Room for one token more: a prompt that fills the context has no answer.
+    # One token more must fit: a prompt that fills the context leaves no room for an answer.
     context = base.max_position_embeddings
     if len(ids) < context:
         return ids

@@ -145,14 +145,14 @@ class RowState:
         if prediction is not None and models.tokenizer is not None:
             # An answer is no longer than the context.
             ids = models.tokenizer(prediction, add_special_tokens=False)["input_ids"]
-            # Before the shared text: what does not fit is left out at the end.
+            # The prediction goes before the shared text: what does not fit is cut off at the end.
             sources.insert(0, ids[: models.base.config.max_position_embeddings])
         return sources
 
     def take(self, progress: RowUpdate) -> TurnProgress:
         """Take in new tokens of the current turn; stop it at a stop string."""
         row = progress.row
-        # Streamed text is looked at forward by forward, or as the grain says.
+        # Streamed text is taken piece by piece, as fine as `watched_by` says.
         pieces, cut = self._watch(row) if self._watched_by else ([], None)
         # Text that is not needed before the end is detokenized at once, in the end.
         if self._answer and not self._watched_by and (self._settings.stop or progress.done):
@@ -189,7 +189,7 @@ class RowState:
     def _parts(self, row: Generation) -> Iterator[tuple[int, list[int], bool]]:
         """Yield what is new of a row: the forward, its tokens, whether they were copied."""
         if self._watched_by == "chunk":
-            # As cheap as can be: neither the forwards within a chunk nor copies are told apart.
+            # The cheapest way: neither the forwards within a chunk nor copies are told apart.
             if ids := row.output_ids[self._num_seen :]:
                 yield row.target_forwards, ids, False
             return
@@ -201,7 +201,7 @@ class RowState:
 
     def output_row(self) -> dict[str, Any]:
         """Return the finished row's output; with several turns each value is a list."""
-        # One key each, as for a single turn, so that readers of rows know one form.
+        # The keys are those of a single turn, so that readers of rows know one form.
         columns = [dataclasses.asdict(turn) for turn in self._turns]
         if self.prompt.num_turns == 1:
             return {"index": self.prompt.index, **columns[0]}
@@ -245,7 +245,7 @@ def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:
     Example: accepted [2, 0, 3] emits 1 + 3 + 1 + 4 tokens, so 1 token took 0 forwards, 4 took 1,
     5 took 2 and 6 took 3.
     """
-    # At k, the tokens of prefill and the first k forwards together.
+    # `emitted[k]`: tokens of prefill and the first k forwards together.
     emitted = list(accumulate((count + 1 for count in accepted), initial=1))
     return min(bisect_left(emitted, num_tokens), len(accepted))
 

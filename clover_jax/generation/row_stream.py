@@ -145,7 +145,7 @@ class RowStream:
             elif taken.ended:
                 self._next_turns.append(state.prompt)
             yield RowEvent(state.prompt, taken, row)
-        # Those after the last update, or all where no row could be decoded.
+        # Rows that failed after the last update, or all rows where none could be decoded.
         yield from self._take_not_decoded()
         if self._failure is not None:
             raise self._failure
@@ -189,7 +189,7 @@ class RowStream:
             if isinstance(prompt, BadPrompt):
                 raise UserError(prompt.error)
             if prompt.index not in self._states:
-                # The first turn; later ones go on with the answers so far.
+                # The row's first turn; later turns go on with the answers so far.
                 state = RowState(prompt, self._settings, self._models, self._watched_by)
                 self._states[prompt.index] = state
             request = self._states[prompt.index].next_request()

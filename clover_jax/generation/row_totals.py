@@ -66,12 +66,12 @@ def _percent(count: int, total: int) -> str:
 
 def turn_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
     """Yield these columns of every turn of an output row; nothing where no text was decoded."""
-    # A row that failed or was skipped counts as such and has no lengths.
+    # A row that failed or was skipped has no lengths to count.
     if "output_ids" not in row:
         return
     columns = [row[name] for name in names]
     if isinstance(row["finish_reason"], list):
-        # Several turns: each column is a list of one entry a turn.
+        # Several turns: each column is a list with one entry for each turn.
         yield from zip(*columns, strict=True)
     else:
         yield tuple(columns)

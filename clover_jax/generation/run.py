@@ -53,7 +53,7 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
     that fail are counted instead.
     """
     if options.join:
-        # Files alone, which the primary has.
+        # Only files are joined, which the primary has.
         return from_primary(lambda: _join(options))
     if options.searches_tree:
         check_one_process()
@@ -177,7 +177,7 @@ def _decode(
         sink.note_seconds(seconds)  # a resumed run counts what came after the last row too
 
     new_tokens = totals.tokens - tokens_before
-    # Nothing decoded, nothing measured.
+    # Without new tokens there is no speed.
     speed = round(new_tokens / seconds, 2) if new_tokens else None
     say(totals.summary(speed))
     return totals.to_dict() | {

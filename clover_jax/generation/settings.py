@@ -88,7 +88,7 @@ class GenerationSettings(Warping):
                 f"({self.max_new_tokens})"
             )
         assert isinstance(self.stop, tuple)  # as set above
-        # The types above say that it is a tuple, not of what.
+        # `check_types` has checked that it is a tuple, not what is in it.
         if not all(isinstance(text, str) for text in self.stop):
             raise UserError(f"stop must be strings, not {self.stop!r}")
         if "" in self.stop:
@@ -104,7 +104,7 @@ class GenerationSettings(Warping):
 
         Raises UserError, naming the row, for invalid ones.
         """
-        # None in a row means that the command's own holds.
+        # None in a row means that the command's own value holds.
         own = {name: getattr(prompt, name) for name in _ROW_OPTIONS}
         given = {name: value for name, value in own.items() if value is not None}
         try:
@@ -121,7 +121,7 @@ def sampling_for(
     An engine whose rows are all greedy reduces logits to their argmax; top-k and top-p cost a sort.
     Raises UserError for rules that exclude each other.
     """
-    # The command's own always count: a tree is searched for by them alone.
+    # The command's own settings always count: a tree is searched for by them alone.
     rows = [settings]
     for prompt in prompts:
         try:
