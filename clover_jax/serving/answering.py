@@ -45,7 +45,7 @@ class Answering(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Decode and answer; raises ApiError and what the scheduler raises before it has begun."""
-        # Nothing is awaited between `ready` in the endpoint and this: what was let in is counted.
+        # Nothing is awaited between the endpoint's `ready` and this: `drain` waits for the request.
         with self._service.answering():
             if self._call.streams:
                 await _unless_gone(receive, self._stream(send))
@@ -80,7 +80,7 @@ class Answering(Response):
         """Yield the updates of every ask; at the end, also after an error, all slots are freed."""
         async with contextlib.AsyncExitStack() as stack:
             updates = []
-            # All are in the queue before one is followed; where one is refused, all go.
+            # All asks are queued before one is followed; where one is refused, all are withdrawn.
             for ask in self._call.asks:
                 update = await self._scheduler.submit(ask)
                 stack.push_async_callback(update.aclose)
@@ -109,7 +109,7 @@ class Answering(Response):
         last_tokens: float | None = None
         try:
             async for progress in updates:
-                # Only streams have pieces; of other answers no client sees the first token.
+                # Only streams have pieces; in other answers no client sees the first token arrive.
                 now = time.monotonic()
                 if count := sum(len(piece.ids) for piece in progress.pieces):
                     if last_tokens is None:
@@ -138,7 +138,7 @@ class _EventWriter:
     async def write(self, values: list[dict[str, Any]], is_last: bool = False) -> None:
         """Write an event for each value; after the last ones the line that ends a stream."""
         body = b"".join(map(event, values)) + (DONE if is_last else b"")
-        # Tokens may settle no text yet, as the first bytes of a character.
+        # New tokens may settle no text yet, such as the first bytes of a character.
         if not body:
             return
         message = {"type": "http.response.body", "body": body, "more_body": not is_last}
@@ -160,7 +160,7 @@ async def _unless_gone(receive: Receive, work: Coroutine[Any, Any, None]) -> Non
     working = asyncio.ensure_future(work)
     leaving = asyncio.ensure_future(_until_gone(receive))
     try:
-        # uvicorn drops what is sent to a client that has gone; it says so by a message alone.
+        # uvicorn drops what is sent to a client that has gone; only a received message tells.
         await asyncio.wait((working, leaving), return_when=asyncio.FIRST_COMPLETED)
         if working.done():
             with contextlib.suppress(_Gone):

@@ -46,7 +46,7 @@ _PAGE_HEADERS = {
 # The version of the text format in which prometheus_client writes.
 _METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-# From a body, what it is checked against, and the client's address.
+# From a body, what it is checked against and the client's address, to the call.
 Read = Callable[[Mapping[str, Any], Served, str], Call]
 
 
@@ -165,7 +165,7 @@ async def _detokenize(request: Request) -> Response:
     asked = validated(DetokenizeRequest, await _body(request))
     check_model(asked.model, ready.served.model)
     vocab_size, largest = ready.models.base.config.vocab_size, max(asked.tokens, default=0)
-    # The tokenizer itself would leave out ids that it does not know.
+    # The tokenizer would silently leave out ids that it does not know.
     if largest >= vocab_size:
         raise ApiError(f"tokens must lie in 0 .. {vocab_size - 1}, not {largest}", param="tokens")
     return JSONResponse({"prompt": await asyncio.to_thread(ready.texts.decode, asked.tokens)})
@@ -178,7 +178,7 @@ async def _health(request: Request) -> Response:
 
 
 async def _metrics(request: Request) -> Response:
-    # Open to all, and while the model loads: who collects figures has no key.
+    # Open to all, also while the model loads: collectors of figures have no key.
     return Response(_service(request).metrics.text(), headers={"Content-Type": _METRICS_TYPE})
 
 

@@ -90,7 +90,7 @@ def parse_object(body: bytes) -> dict[str, Any]:
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     value = dict(pairs)
     if len(value) < len(pairs):
-        # Fewer names than pairs: the most common one is there more than once.
+        # Fewer keys than pairs: the most common key is there more than once.
         (twice, _), *_ = collections.Counter(name for name, _ in pairs).most_common(1)
         raise ApiError(f"the key {shown(twice)} is there twice", param=twice)
     return value

@@ -33,10 +33,10 @@ class Protocol(H11Protocol):
     def _watch_head(self) -> None:
         # Between two requests uvicorn has its own limit, which the first byte ends.
         if self.cycle is not None and not self.cycle.response_complete:
-            # This request has its head; body and answer have limits of their own.
+            # The head of this request is complete; body and answer have limits of their own.
             self._forget_head()
         elif self._head_timer is None:
-            # Later bytes do not begin it anew: a byte now and then would hold a connection.
+            # Later bytes do not restart the timer: slow ones would hold the connection.
             self._head_timer = self.loop.call_later(HEAD_SECONDS, self.transport.close)
 
     def _forget_head(self) -> None:

@@ -14,7 +14,7 @@ class FairQueue(Generic[Job]):
     """Jobs that wait: one of each client in turn, however many it has."""
 
     def __init__(self):
-        # In the order of turns; a client without jobs has no entry, so it cannot hold up a turn.
+        # Clients in the order of their turns; a client without jobs has no entry.
         self._jobs: collections.OrderedDict[str, collections.deque[Job]] = collections.OrderedDict()
 
     def __len__(self) -> int:

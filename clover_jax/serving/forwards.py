@@ -30,7 +30,7 @@ def forwards_of(progress: TurnProgress) -> list[Forward]:
     row, forwards = progress.generation, []
     # The turn ends where a stop string has cut it; the engine's result may go on.
     for number, ids in forward_groups(progress.turn, 1):
-        # Number 0 is prefill, whose token the 1 leaves out: forward 1 has the figures at index 0.
+        # The first token is prefill's (number 0) and left out; forward n's figures are at n - 1.
         copied = sum(len(part) for part, is_copied in copied_parts(row, number, ids) if is_copied)
         forwards.append(Forward(len(ids) - 1, row.proposed[number - 1], copied))
     return forwards

@@ -77,7 +77,7 @@ class Metrics:
 
     def later_tokens(self, count: int, seconds: float) -> None:
         """Count more tokens of a stream, `seconds` after those before them."""
-        # Tokens of one chunk come together: each took its share of the time since those before.
+        # Tokens of one chunk come together: each gets an equal share of the time since the last.
         for _ in range(count):
             self._between.observe(seconds / count)
 
@@ -99,7 +99,7 @@ class Metrics:
         self._drafts.inc(len(forwards))
         self._drafted.inc(sum(forward.num_drafted for forward in forwards))
         self._accepted.inc(sum(accepted))
-        # As vLLM counts: position 0 is the first token beyond the one that plain decoding gives.
+        # As vLLM counts: position 0 is the first token beyond plain decoding's one.
         for position in range(max(accepted, default=0)):
             reached = sum(count > position for count in accepted)
             self._accepted_at.labels(self._model, str(position)).inc(reached)
@@ -131,7 +131,7 @@ class Metrics:
 
     def text(self) -> bytes:
         """Return all figures in the text format of Prometheus."""
-        # Renamed in the text, since each figure registered under two names would be counted twice.
+        # Renamed in the text: two registered names would mean two counters for each figure.
         ours = generate_latest(self._registry).decode()
         return (ours + _NAME.sub(rf"\1{_THEIRS}", ours)).encode()
 

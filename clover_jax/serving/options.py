@@ -22,7 +22,7 @@ _limit = functools.partial(setting, group="limits")
 class ServeSpec(ModelSpec):
     """What to decode with; without a draft it copies from the text, which needs no file."""
 
-    # The same flag with another default.
+    # The same flag as in `ModelSpec`, with another default.
     draft: str = dataclasses.field(
         default="lookup", metadata={"setting": declared_settings(ModelSpec)["draft"]}
     )
@@ -72,7 +72,7 @@ class ServeOptions:
 
     def __post_init__(self):
         check_settings(self)
-        # A browser sends its origin with the scheme: without one a name would match none.
+        # Browsers send origins with a scheme, so a name without one would never match.
         for origin in self.allowed_origins:
             if origin != "*" and "://" not in origin:
                 raise UserError(
@@ -114,7 +114,7 @@ class ServeOptions:
                 raise UserError(f"--api_key_file={self.api_key_file} holds no key")
             keys += listed
 
-        # A header has no other characters, and blanks at its ends are lost on the way.
+        # A header can hold no other characters, and blanks at its ends are stripped on the way.
         for key in keys:
             if not (key.isascii() and key.isprintable() and key.strip() == key != ""):
                 raise UserError(

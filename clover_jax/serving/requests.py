@@ -67,7 +67,7 @@ def read_completion(body: Mapping[str, Any], served: Served, peer: str) -> Call:
     Raises ApiError, or UserError for values that make no distribution.
     """
     request = _checked(CompletionRequest, body, served)
-    # With echo 0 tokens ask for the scores of the prompt; without it they ask for nothing.
+    # With echo, max_tokens=0 asks for the prompt's scores; without echo it asks for nothing.
     if request.max_tokens == 0 and not request.echo:
         raise ApiError("max_tokens must be at least 1, or 0 with echo", param="max_tokens")
     return _call(
@@ -96,7 +96,7 @@ def read_chat(body: Mapping[str, Any], served: Served, peer: str) -> Call:
         served,
         peer,
         max_tokens=older if newer is None else newer,
-        # As many as the context leaves room for.
+        # Without a limit: as many tokens as the context leaves room for.
         usual_tokens=served.max_model_len,
         top_logprobs=(request.top_logprobs or 0) if request.logprobs else None,
     )
@@ -165,7 +165,7 @@ def _call(
         # As OpenAI's: plain sampling unless the client says otherwise.
         temperature=1.0 if request.temperature is None else float(request.temperature),
         top_p=1.0 if request.top_p is None else float(request.top_p),
-        # All tokens: -1 in vLLM's API, 0 here.
+        # Keeping all tokens is -1 in vLLM's API and 0 here.
         top_k=max(request.top_k or 0, 0),
         max_new_tokens=most_tokens,
         min_new_tokens=request.min_tokens or 0,

@@ -44,7 +44,7 @@ class Answers(abc.ABC):
 
     def __init__(self, call: Call, model: str, texts: TokenTexts):
         self.call, self._texts = call, texts
-        # Alike in every chunk of a stream.
+        # The same in every chunk of a stream.
         self._head = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}",
             "created": int(time.time()),
@@ -79,7 +79,7 @@ class Answers(abc.ABC):
         for piece in pieces if self.call.tells_forwards else _joined(pieces):
             scored = self._scored(progress, self._num_told[index], piece.ids)
             self._num_told[index] += len(piece.ids)
-            # Nothing to show yet, but for who counts tokens by their forwards.
+            # Nothing to show yet, except to a client that counts tokens by forward.
             if not (piece.text or scored or (piece.ids and self.call.tells_forwards)):
                 continue
             choice = self._piece(index, piece.text, scored)
@@ -103,7 +103,7 @@ class Answers(abc.ABC):
         """Return the chunks after the last choice has ended."""
         if not self.call.include_usage:
             return []
-        # As OpenAI's: a chunk without choices.
+        # As in OpenAI's API: a chunk without choices.
         return [self._body(self.chunk_kind, []) | {"usage": self.usage(ended)}]
 
     def usage(self, ended: Sequence[TurnProgress]) -> dict[str, Any]:
@@ -130,7 +130,7 @@ class Answers(abc.ABC):
     def _predicted(self, ended: Sequence[TurnProgress]) -> tuple[int, int]:
         """Return the tokens that came from predictions, and those of predictions that did not."""
         accepted = rejected = 0
-        # None has ended here where no output is wanted.
+        # `ended` is empty where no output is wanted, hence not strict.
         for ask, progress in zip(self.call.asks, ended, strict=False):
             if ask.prompt.prediction is None:
                 continue
@@ -145,7 +145,7 @@ class Answers(abc.ABC):
         return self.call.asks[0].top_logprobs is not None
 
     def _finish(self, progress: TurnProgress) -> str:
-        # A limit of 0 has ended it, whatever its one token was.
+        # A limit of 0 tokens has ended the answer, whatever the engine's one token was.
         reason = "length" if self.call.no_output else progress.turn.finish_reason
         assert reason is not None  # an answer that has ended says why
         return FINISH_REASONS[reason]
@@ -159,7 +159,7 @@ class Answers(abc.ABC):
     def _scored_prompt(self, index: int, progress: TurnProgress) -> list[Scored]:
         if not self.call.asks[index].prompt_logprobs:
             return []
-        # They begin with the second token: nothing predicted the first.
+        # Scores begin with the second token: nothing predicted the first.
         scores = progress.generation.prompt_scores
         return self._with_scores(progress.turn.prompt_ids, [None, *scores])
 
@@ -170,7 +170,7 @@ class Answers(abc.ABC):
         return self._with_scores(ids, progress.generation.scores[first : first + len(ids)])
 
     def _with_scores(self, ids: Sequence[int], scores: Sequence[TokenScore | None]) -> list[Scored]:
-        # All asks of a call are alike. The engine always gives as many as any request may want.
+        # The engine gives as many scores as any request may want; all asks of a call want `most`.
         most = self.call.asks[0].top_logprobs or 0
         scored = []
         for id_, score in zip(ids, scores, strict=True):

@@ -45,7 +45,7 @@ def run(options: ServeOptions) -> dict[str, Any]:
     UserError for a port that cannot be had and for models that cannot be loaded.
     """
     service, listeners = Service(options), []
-    # The primary alone has a port. Before the models load: a port may be taken.
+    # Only the primary opens a port, and before the models load: the port may be taken.
     from_primary(lambda: listeners.append(open_port(options)))
     if not listeners:
         _follow(options)
@@ -141,7 +141,7 @@ def _start(options: ServeOptions) -> Ready:
             draft: Scheduler(other, dataclasses.replace(options, batch_size=1))
             for draft, other in _to_compare_with(models, options).items()
         }
-    # Not compiled here: a slot of these compiles its programs when somebody compares.
+    # The other drafts compile their programs when somebody first compares.
     for other in others.values():
         other.start()
     served = Served(options.model_name, scheduler.context, options.max_waiting)
@@ -175,7 +175,7 @@ def _to_compare_with(models: Models, options: ServeOptions) -> dict[str, Models]
     """
     if not options.page or models.draft is None or process_count() > 1:
         return {}
-    # The base's weights are shared; only caches are made anew.
+    # The base's weights are shared; only caches are made for each.
     plain = models.plain()
     compared = {NO_DRAFT: plain}
     if options.spec.draft != "lookup":
@@ -195,7 +195,7 @@ def _tell_ready(service: Service, models: Models, listener: socket.socket) -> No
     if not (is_loopback(options.host) or service.needs_key):
         say(f"anybody who reaches {host} may use this server; --api_key_file=FILE asks for a key")
 
-    # Last, since this is the line that callers wait for: requests are let in by now.
+    # Last, because callers wait for this line: requests are admitted by now.
     draft = "no draft" if options.spec.draft == NO_DRAFT else options.spec.draft
     shown = f"[{host}]" if ":" in host else host
     say(f"serving {options.model_name} with {draft} on http://{shown}:{port}")
@@ -226,7 +226,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> None
         # While models load nothing is lost by dying at once.
         await service.opened.wait()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # A shell lets jobs in the background ignore Ctrl-C; they go on doing so.
+            # Shells make background jobs ignore Ctrl-C; that is kept.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, stop.set)
 
@@ -244,7 +244,7 @@ def _dying_at_once() -> Iterator[None]:
     A thread that compiles cannot be interrupted, and Python would wait for it.
     """
     before = signal.getsignal(signal.SIGINT)
-    # Another handler is a caller's, and stays.
+    # Any other handler is the caller's, and stays.
     if before is signal.default_int_handler:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:

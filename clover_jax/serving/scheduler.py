@@ -96,7 +96,7 @@ class Scheduler:
         )
         # Each text to copy from begins with a padding token: --copy_from's and a prediction.
         room = self.context + len(models.copy_from) + 2 if models.copies else 0
-        # The rules that suit any row; each chunk runs by the cheapest ones of its rows (`adapts`).
+        # Rules that suit any row; each chunk runs by the cheapest that its rows allow (`adapts`).
         self._engine = self._models.engine(
             options.batch_size,
             SamplingConfig("lossless", truncate=True, biased=True),
@@ -198,7 +198,7 @@ class Scheduler:
             self._changed.notify()
 
     def _prepare(self, ask: Ask, loop: asyncio.AbstractEventLoop) -> _Job:
-        # The key of a row without a seed is made of its number, so numbers must differ.
+        # A row without a seed draws by a key made of its number, so each row gets its own number.
         prompt = dataclasses.replace(ask.prompt, index=next(self._numbers))
         row = RowState(prompt, ask.settings, self._models, ask.watched_by)
         try:
@@ -213,7 +213,7 @@ class Scheduler:
             wants_scores=ask.top_logprobs is not None,
             wants_prompt_scores=ask.prompt_logprobs,
         )
-        # Here and not in the engine's thread, where a refusal would end every row.
+        # Checked here, not in the engine's thread, where a refusal would end every row.
         self._engine.check(request)
         return _Job(ask, row, request, loop, Generation(prompt.index, list(request.prompt_ids)))
 
@@ -352,7 +352,7 @@ class Updates:
             if isinstance(news, Exception):
                 raise RuntimeError("the engine has failed") from news
 
-            # A batch may hold several chunks of steps, kept back until the client needed them.
+            # `news` may hold several chunks of steps, kept back until the client needed them.
             generation = self._job.generation
             for new in news:
                 generation.add(new)
@@ -367,7 +367,7 @@ class Updates:
 
     async def aclose(self) -> None:
         """Cancel the ask if it runs; the slot is free before the next chunk of steps."""
-        # Also before the first update, when a generator would not have begun and end in silence.
+        # Cancels also before the first update; a generator that has not begun would not.
         if not self._has_ended:
             self._has_ended = True
             self._scheduler.cancel(self._job)

@@ -121,7 +121,7 @@ class Service:
 
     async def drain(self) -> None:
         """Refuse new requests, and wait until all admitted ones are answered."""
-        # Refused first: none may begin while the last ones are waited for.
+        # New requests are refused first: none may begin while the last ones are waited for.
         self._is_draining = True
         await self._all_answered.wait()
 
@@ -142,7 +142,7 @@ class Service:
         """Raise ApiError for a page elsewhere that has pointed its own name at this machine."""
         # A browser always sends the host name that it used.
         name = re.sub(r":\d+$", "", request.headers.get("host", "localhost"))
-        # A key protects by itself; an address of the network is asked for by any name.
+        # A key is protection enough, and an address in the network may be reached by any name.
         is_open = self.needs_key or not is_loopback(self.options.host)
         if not is_open and not is_loopback(name.strip("[]")):
             raise ApiError(
@@ -163,6 +163,6 @@ def is_loopback(host: str) -> bool:
         return True
     try:
         return ipaddress.ip_address(host).is_loopback
-    # Another name may lead anywhere.
+    # Any other host name may lead anywhere.
     except ValueError:
         return False

@@ -207,7 +207,7 @@ class ChatRequest(CommonRequest):
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool | None = None
     top_logprobs: int | None = Field(None, ge=0, le=MOST_LOGPROBS)
-    # A completion has it, so it cannot be among `_NOT_DONE`.
+    # Completions support echo, so it cannot be among `_NOT_DONE`.
     echo: Literal[False] | None = None
 
 
@@ -229,7 +229,7 @@ class DetokenizeRequest(_Shape):
 
 
 S = TypeVar("S", bound=_Shape)
-# In the place of pydantic's own words for these kinds of mistakes.
+# Words used instead of pydantic's own for these kinds of mistakes.
 _WORDS = {"missing": "is missing", "model_type": "must be an object"}
 
 
@@ -269,7 +269,7 @@ def _is_same(value: Any, other: Any) -> bool:
 
 def _refusal(error: pydantic.ValidationError) -> ApiError:
     """Return a message for the first thing that is wrong."""
-    # Its place is a path of names and numbers, as in messages[0].content.
+    # The field's place is a path of names and numbers, as in messages[0].content.
     first = error.errors(include_url=False)[0]
     name = "".join(f"[{at}]" if isinstance(at, int) else f".{at}" for at in first["loc"])
     name = name.removeprefix(".")

@@ -25,7 +25,7 @@ class TokenTexts:
         before = tokenizer("a", add_special_tokens=False)["input_ids"] if tokenizer else []
         self._before = list(before)[-1:]
         self._special = frozenset(tokenizer.all_special_ids) if tokenizer else frozenset()
-        # Caches of this object: one on the class would keep every tokenizer alive.
+        # One cache for each object: a cache on the class would keep every tokenizer alive.
         self.text = functools.cache(self._text)
         self.spelled = functools.cache(self._spelled)
 
