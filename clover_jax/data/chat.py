@@ -65,7 +65,7 @@ def encode_record(
     # A mask without an answer would be trained on in silence, and teach nothing.
     if not encoded.loss_mask.any():
         _refuse_lost_answer(record)
-    # A tokenizer may know tokens that the base does not.
+    # A tokenizer may know tokens that the base has no row for.
     if encoded.tokens.size and encoded.tokens.max() >= vocab_size:
         raise UserError(
             f"{record.source}: token id {encoded.tokens.max()} is outside the base's vocabulary, "
@@ -93,7 +93,7 @@ def render_plain(record: Conversation) -> tuple[str, list[Span]]:
         start = len(text)
         text += content + "\n"
         if role == "assistant":
-            # Its newline too: where an answer ends is to be learnt.
+            # The newline counts too, so that the head learns where an answer ends.
             spans.append(Span(start, len(text)))
     return text, spans
 
@@ -108,7 +108,7 @@ def render_chat(record: Conversation, tokenizer: PreTrainedTokenizerBase) -> tup
     """
     asked = after_first_question(record.messages)
     messages = [{"role": role, "content": content} for role, content in asked]
-    # Nobody asks anything, so nothing is learnt; the caller sees an empty mask.
+    # Without a question there is nothing to learn: the caller gets an empty mask.
     if not messages:
         return "", []
 

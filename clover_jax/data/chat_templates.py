@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 TEMPLATES = Path(clover_jax.__file__).parent / "assets" / "templates"
-# Status of the process that renders -> which limit ended it.
+# Exit status of the rendering process -> the limit that ended it.
 _ENDINGS: dict[int | None, str] = {
     -signal.SIGPROF: f"takes more than {template_worker.LIMIT_SECONDS} s of processor time",
     template_worker.OUT_OF_MEMORY: f"takes more than {template_worker.LIMIT_MEGABYTES} MB",
@@ -64,7 +64,7 @@ def template_notice(
     rows: Iterable[Record | Prompt | BadPrompt], tokenizer: PreTrainedTokenizerBase | None
 ) -> str | None:
     """Return what to tell a user whose conversations meet a base without a chat template."""
-    # Records and prompts alike: `train` and `prepare` read the ones, `generate` the others.
+    # Rows are records (`train`, `prepare`) or prompts (`generate`, `evaluate`).
     count = sum(
         isinstance(row, Conversation) or (isinstance(row, Prompt) and row.is_conversation)
         for row in rows
@@ -135,7 +135,7 @@ class _Renderer:
     def render(self, request: Mapping[str, Any], source: str) -> str:
         """Return the text; raises UserError naming `source`."""
         with self._lock:
-            # One request, one line: without the lock a thread could read another one's answer.
+            # Each request gets one line: unlocked, a thread could read another thread's answer.
             line = self._answer(json.dumps(request, default=str))
             status = None if line else self._stop()
 
@@ -194,5 +194,5 @@ class _Renderer:
 
 @functools.lru_cache(maxsize=1)
 def _renderer() -> _Renderer:
-    # Made on first use, one for the whole process: most commands render nothing.
+    # One for the whole process, made on first use: many commands render nothing.
     return _Renderer()

@@ -66,7 +66,7 @@ def make_pipeline(
     )
     # Cut before packing: a row has room for a piece of any sample.
     dataset = FlatMapIterDataset(dataset, CutInPieces(config.seq_len))
-    # First fit over several batches' worth of rows; each piece is a segment of its own.
+    # First-fit packing into the rows of several batches; each piece is a segment of its own.
     dataset = FirstFitPackIterDataset(
         dataset,
         length_struct=dict.fromkeys(("tokens", "loss_mask", *ORIGIN), config.seq_len),
@@ -98,7 +98,7 @@ class _Numbered:
         return {
             "tokens": tokens,
             "loss_mask": loss_mask,
-            # Packed rows mix samples; by these two a token's activations are found again.
+            # Packed rows mix samples; these two say where a token's activations are stored.
             "sample": np.full(len(tokens), index, np.int64),
             "place": np.arange(len(tokens), dtype=np.int32),
         }

@@ -45,7 +45,7 @@ class PreparedSamples:
 
     def __init__(self, directory: Path, hidden_names: tuple[str, ...] = ()):
         """Open the folder; raises UserError for what is missing, unfinished or not whole."""
-        # `prepare` begins it last: without it the rest is not whole either.
+        # `prepare` begins TRAIN after HELDOUT: without it a run was stopped early.
         if not (directory / TRAIN).is_file():
             raise UserError(incomplete(directory))
         if hidden_names and not (directory / HIDDEN).is_file():
@@ -60,7 +60,7 @@ class PreparedSamples:
 
     @functools.cached_property
     def _hidden(self) -> ShardReader:
-        # Opened on demand: the manifest of activations is there only where they were kept.
+        # Opened on demand: only a folder with kept activations has this manifest.
         return ShardReader(self.directory / HIDDEN)
 
     @property

@@ -53,7 +53,7 @@ def encode_prompt(
 
 def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
     messages = [dict(message) for message in prompt.messages or ()]
-    # The turns that have an answer, each with it, then the one that waits for one.
+    # Turns with their answers, then the turn that waits for one.
     for index, turn in enumerate((prompt.turns or ())[: len(answers) + 1]):
         messages.append({"role": "user", "content": turn})
         messages += [{"role": "assistant", "content": text} for text in answers[index : index + 1]]

@@ -127,7 +127,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
     path = Path(path)
     name = "standard input" if path == STANDARD_INPUT else str(path)
     with open_rows(path) as file:
-        # Some editors begin a file with the mark, which is no part of its first row.
+        # Some editors begin a file with a byte order mark, which is no part of its first row.
         content = file.read().removeprefix(codecs.BOM_UTF8)
     # The readers of training data take a list, so it is a likely mistake.
     if plain_name(path).endswith(".json") and content.lstrip().startswith(b"["):
@@ -167,7 +167,7 @@ def parse_prompt(row: Any, index: int, source: str) -> Prompt:
         raise UserError(f"{source}: expected one of {', '.join(_FORMS)}; found {keys}")
 
     values: dict[str, Any] = {}
-    # In the table's order: of several mistakes always the same one is named.
+    # In the order of ROW_FIELDS: of several mistakes always the same one is named.
     for key, field in ROW_FIELDS.items():
         value = row.get(key)
         if value is None:
@@ -209,7 +209,7 @@ def _is_whole(value: Any, least: int) -> bool:
 
 
 def _is_number(value: Any) -> bool:
-    # Compared, since a whole number may be too large to be made a float; NaN is not less.
+    # A comparison, since `math.isfinite` fails on huge integers; it is false for NaN.
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return is_number and abs(value) <= sys.float_info.max
 

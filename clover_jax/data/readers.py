@@ -64,7 +64,7 @@ def read_records(spec: str) -> Records:
                 others += _read_file(path, is_named, unread)
     tell_unread(unread, f"--data={spec}")
 
-    # Of all files together: too few in each may be enough in all.
+    # Split over all files together: each may have too few records, all of them enough.
     others_train, others_heldout = split_by_hash(others)
     records = Records(train + others_train, heldout + others_heldout)
     if not records.train:
@@ -93,7 +93,7 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
 
 def _read_file(path: Path, is_named: bool, unread: collections.Counter[str]) -> Iterator[Record]:
     with open_rows(path) as file:
-        # Line by line; of other files the form shows only in the whole text.
+        # Read line by line; other files show their form only as a whole.
         if plain_name(path).endswith(".jsonl"):
             yield from _parse_rows(_lines(path, file), unread)
             return
@@ -177,7 +177,7 @@ def _rows_in(path: Path, text: str) -> Iterable[tuple[str, Any]] | None:
         return [
             (f"{path}[{n}][{i}]", row) for n, rows in lists.items() for i, row in enumerate(rows)
         ] or None
-    # In a .json file a list of other objects is a mistake that the rows' own messages explain.
+    # A .json list of other objects is a mistake, which parsing its rows will explain.
     is_list = _are_rows(value) or (is_json and all(isinstance(row, dict) for row in value))
     return [(f"{path}[{number}]", row) for number, row in enumerate(value)] if is_list else None
 

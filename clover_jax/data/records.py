@@ -14,7 +14,7 @@ HELDOUT_FRACTION = 0.05
 # Fewer records than this are all trained on: a hash could hold out most of a handful.
 MIN_RECORDS_FOR_HELDOUT = 20
 
-# What each form of a row has at least, in the order in which they are tried.
+# The keys that each form of a row must have, in the order in which `parse_row` tries them.
 _FORMS = (
     {"prompt_ids", "output_ids"},
     {"messages"},
@@ -163,7 +163,7 @@ def join_turns(turns: Sequence[Turn]) -> tuple[Turn, ...] | None:
     joined: list[Turn] = []
     read: tuple[int, ...] = ()
     for prompt, output in turns:
-        # A template may drop the thinking of past answers: then no prompt continues the last.
+        # A template may drop past answers' thinking: then a prompt does not continue the last turn.
         if prompt[: len(read)] != read:
             return None
         joined.append((prompt[len(read) :], output))
@@ -218,7 +218,7 @@ def cut_text(record: Text, max_chars: int) -> list[Text]:
             line_end = text.rfind("\n", start, end) + 1
             end = line_end if line_end > start else end
         ends = end >= len(text) and record.ends
-        # Only the document's own ends get BOS and EOS, wherever it is cut.
+        # Only the document's own ends get BOS and EOS, not the cuts.
         starts = start == 0 and record.starts
         sections.append(Text(record.source, text[start:end], starts, ends))
         start = end

@@ -73,7 +73,7 @@ def tell_unread(fields: collections.Counter[str], source: str) -> None:
     Fields that only label a row are left out; the others may be misspelt.
     """
     unread = [(name, count) for name, count in fields.most_common() if name not in LABELS]
-    # The most frequent ones: data of another kind may have hundreds of fields.
+    # Only the most frequent fields: other kinds of data may have hundreds.
     listed = [f"{shown(n)} ({c} {'row' if c == 1 else 'rows'})" for n, c in unread[:9]]
     if len(unread) > len(listed):
         listed.append("...")

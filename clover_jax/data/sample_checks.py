@@ -71,7 +71,7 @@ class SampleCounts:
         record, sample = samples.sections[index], samples[index]
         size, is_conversation = len(sample.tokens), not isinstance(record, Text)
         self.samples += 1
-        # Asking for the sample has tokenised it, which is when a refusal is found.
+        # `samples[index]` above has tokenised it, which is when a refusal is found.
         if index in samples.refused:
             self.refused += 1
             self.reason = self.reason or samples.refused[index]
@@ -163,7 +163,7 @@ def look_at(samples: RecordSamples, count: int = LOOKED_AT) -> SampleCounts:
     others = (index for index in range(len(samples)) if index % stride)
     counts = SampleCounts()
     for index in itertools.chain(spread, others):
-        # At least those that are spread; further ones only while none teaches anything.
+        # All that are spread; further ones only while none teaches anything.
         if counts.samples >= len(spread) and counts.pieces:
             break
         counts.add(samples, index)

@@ -29,7 +29,7 @@ from clover_jax.storage.json_files import read_json_object
 FORMAT_VERSION = 1
 Arrays = dict[str, np.ndarray]
 
-# Those that records are written with, by safetensors' names.
+# The dtypes that records are written with, by safetensors' names.
 _DTYPES = {
     "BF16": ml_dtypes.bfloat16,
     "F32": np.float32,
@@ -81,7 +81,7 @@ class ShardWriter:
 
     def write(self, records: Sequence[bytes], **facts: Any) -> None:
         """Write one shard; `facts` are kept beside its name."""
-        # On use: commands that touch no prepared data run without the library.
+        # Imported here: commands that touch no prepared data run without the library.
         with _explained_absence():
             from array_record.python.array_record_module import ArrayRecordWriter
         name = f"{self._stem}-{len(self.shards):05}.array_record"
@@ -110,7 +110,7 @@ class ShardWriter:
         """Go on from an earlier run's manifest."""
         _check_version(earlier, self.path)
         wanted = self._manifest["made_from"]
-        # Of both: a key that one of them lacks differs, too.
+        # Keys of both: one that either lacks counts as different.
         for name in sorted({*wanted, *earlier["made_from"]}):
             before = earlier["made_from"].get(name)
             if before != wanted.get(name):
@@ -142,10 +142,10 @@ class ShardReader:
             damage = _damage(path.parent, shard)
             if damage:
                 raise UserError(f"{damage}; repeat the `prepare` that made it, which mends it")
-        # Number of records up to each shard's end, to name the shard of a damaged one.
+        # Number of records up to each shard's end, to name the shard of a damaged record.
         self._ends = list(itertools.accumulate(s["records"] for s in self.manifest["shards"]))
         paths = [path.parent / shard["file"] for shard in self.manifest["shards"]]
-        # ArrayRecord opens no empty list; there may be no held-out samples.
+        # ArrayRecord cannot open an empty list; there may be no held-out samples.
         self._source = _open_shards(paths) if paths else ()
 
     def __len__(self) -> int:

@@ -21,7 +21,7 @@ OUT_OF_MEMORY = 3  # exit status
 
 def main() -> None:
     """Answer requests until standard input ends."""
-    # Before the limits: what these libraries take is not the template's.
+    # Imported before the limits: the memory of these libraries is not the template's.
     import jinja2
     from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -53,7 +53,7 @@ def _limit_memory() -> None:
     # Other systems do not enforce the limit; the time still bounds what can be filled there.
     if sys.platform == "linux":
         pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        # Beside what the process has already.
+        # In addition to what the process has already.
         limit = pages * resource.getpagesize() + (LIMIT_MEGABYTES << 20)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 

@@ -50,6 +50,6 @@ def most_frequent(counts: np.ndarray, size: int, always: Iterable[int] = ()) -> 
     rank = np.argsort(-counts, kind="stable")
     others = rank[~np.isin(rank, wanted)][: size - len(wanted)]
     ids = np.sort(np.concatenate([np.array(wanted, np.int64), others]))
-    # No counted token at all gives a coverage of 0.
+    # Without a counted token the coverage is 0.
     coverage = counts[ids].sum() / max(counts.sum(), 1)
     return DraftVocabulary(tuple(ids.tolist()), float(coverage))

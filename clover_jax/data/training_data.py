@@ -42,7 +42,7 @@ class TrainingData(NamedTuple):
     def tokens_only(self) -> Samples:
         """The same samples without activations, which would be large to read for nothing."""
         samples = self.samples
-        # Raw samples have none, and a folder that was opened without names reads none.
+        # Raw samples have no activations, and a folder opened without names reads none.
         if isinstance(samples, PreparedSamples) and samples.hidden_names:
             return PreparedSamples(samples.directory)
         return samples
@@ -121,7 +121,7 @@ def _load_prepared(
         "tokenizer": theirs,
         "chat_template": made_from["chat_template"],
     }
-    # Another base's activations would be other data, for a run that goes on.
+    # A run may not resume with another base's activations: they are other data.
     if hidden_names:
         identity["activations"] = json_hash(samples.hidden_made_from)
     return TrainingData(samples, heldout_rows(directory), identity)

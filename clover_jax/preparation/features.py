@@ -115,7 +115,7 @@ def write_features(
     done = from_primary(begin)
     if done < len(samples):
         read = reader(base, names, options.feature_dtype, mesh)
-        # All devices read as many rows.
+        # Every device reads the same number of rows.
         batch_size = Placement(mesh).whole_rows(options.batch_size)
         with progress_bar(len(samples), "features", "sample", initial=done) as bar:
             batches = _pack_rows(samples, done, batch_size, options.seq_len)
@@ -123,7 +123,7 @@ def write_features(
                 # All processes come here, as they run the base together; one of them has a writer.
                 for writer in writers:
                     writer.write(shard)
-    # All report the same.
+    # Every process reports the primary's number.
     return from_primary(lambda: writers[0].finish()["bytes"])
 
 
@@ -183,7 +183,7 @@ def _pack_rows(
         # A sample without tokens has a place, too: its record must not be missing.
         for start in range(0, max(len(tokens), 1), seq_len):
             piece = tokens[start : start + seq_len]
-            # No room in this row: begin the next, and after the last one the next batch.
+            # No room in this row: begin the next row, after the last row the next batch.
             if column + len(piece) > seq_len:
                 row, column = row + 1, 0
             if row == batch_size:

@@ -58,7 +58,7 @@ class PrepareOptions:
         # A flag that would do nothing is a misunderstanding.
         if self.preview and self.runs_base:
             raise UserError("--preview shows the data as they are; leave out what it would not do")
-        # The tree is the draft's, the shard a part of the answers.
+        # Only --regenerate decodes with a draft and its tree, and only its answers are sharded.
         given = {
             "draft": self.spec.draft != NO_DRAFT,
             "tree": self.spec.tree is not None,
@@ -67,7 +67,7 @@ class PrepareOptions:
         for name, is_given in given.items():
             if is_given and not self.regenerate:
                 raise UserError(f"--{name} is for --regenerate, which is missing")
-        # Text alone is tokenised on the host.
+        # Without a base to run, the data are only tokenised, on the host.
         if self.spec.mesh is not None and not self.runs_base:
             raise UserError(f"--mesh={self.spec.mesh} is for --regenerate and --features")
 

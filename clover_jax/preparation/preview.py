@@ -34,7 +34,7 @@ def show_samples(
 
 def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_colour: bool) -> str:
     """Return a sample's text, special tokens included, with what counts marked."""
-    # Runs of tokens with the same mask, each decoded as one part.
+    # Each run of tokens with the same mask is decoded as one part.
     parts, end = [], 0
     for counts, run in itertools.groupby(sample.loss_mask.tolist()):
         start, end = end, end + len(list(run))

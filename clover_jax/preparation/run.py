@@ -40,7 +40,7 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         )
     described = describe_base(options.spec.base)
     config, directory = described.config, described.directory
-    # Positions beyond the context have no meaning to the base.
+    # The base cannot read positions beyond its context.
     if options.seq_len > config.max_position_embeddings:
         raise UserError(
             f"--seq_len={options.seq_len} is longer than the base's context, "
@@ -77,10 +77,10 @@ def _prepare(
     if options.regenerate:
         # Held-out records keep their answers: they are measured with, not trained on.
         report["regenerated"] = answer(records.train, options)
-    # By the primary alone: the others read the shards when they run the base.
+    # Only the primary writes; the others read the shards when they run the base.
     report |= from_primary(lambda: _write_samples(records, reading, options))
 
-    # The base alone: `answer` loaded what it needed, and has let it go.
+    # Only the base: the models that `answer` loaded have been freed.
     if names:
         mesh, dtype = mesh_for(options.spec.mesh), resolve_dtype(options.spec.dtype)
         with passing_note(f"loading {options.spec.base}"):

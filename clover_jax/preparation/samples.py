@@ -60,13 +60,13 @@ def _write_split(
         "seq_len": reading.seq_len,
     }
 
-    # It knows which samples an earlier run has written.
+    # The writer knows which samples an earlier run has written.
     writer = ShardWriter(options.directory, manifest, made_from)
     samples = reading.samples(records)
     if not writer.is_complete:
         total, done = len(samples), writer.num_records
         with progress_bar(total, manifest.removesuffix(".json"), "sample", initial=done) as bar:
-            # Each shard keeps its own counts, so that a run that goes on need not count it again.
+            # Each shard keeps its own counts, so that a resumed run need not count it again.
             of_shard = SampleCounts()
 
             def make_records() -> Iterator[bytes]:
