@@ -21,7 +21,7 @@ class CompileClock:
         """Seconds of tracing, lowering and compiling so far; what overlaps counts once."""
         # Tracing one function may trace and compile others within: spans nest and overlap.
         total, counted_until = 0.0, 0.0
-        # By their starts, each counts from where those before it have ended.
+        # Sorted by start; each span counts from where the spans before it have ended.
         for start, end in sorted(self._spans):
             total += max(end - max(start, counted_until), 0.0)
             counted_until = max(counted_until, end)

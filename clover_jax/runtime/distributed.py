@@ -126,7 +126,7 @@ def from_primary(make: Callable[[], T]) -> T:
     For results that depend on a clock, a terminal, or a file that the others may not see. A user's
     mistake there (UserError, OSError) is raised in every process.
     """
-    # Alone nothing is sent, so that results need not be picklable.
+    # A single process sends nothing, so that results need not be picklable.
     if process_count() == 1:
         return make()
     sent = b""

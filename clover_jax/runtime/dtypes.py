@@ -13,7 +13,7 @@ def resolve_dtype(name: str) -> jnp.dtype:
 
     Raises UserError for another name.
     """
-    # Callers of the library come here too, past the choices of the flag.
+    # Callers of the library come here too, without the flag's check of choices.
     if name not in ("auto", "float32", "bfloat16"):
         raise UserError(f"dtype {name!r} is unknown; use auto, float32 or bfloat16")
     # On most CPUs bfloat16 gains nothing.

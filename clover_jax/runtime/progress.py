@@ -27,7 +27,7 @@ class Progress:
     compiling: "CompileClock | None"
 
     def __post_init__(self):
-        # Compilation before the bar began is none of its time.
+        # Compilation before the bar began does not count.
         self._compiled = self.compiling.seconds if self.compiling else 0.0
 
     def update(self, amount: int = 1) -> None:
@@ -130,7 +130,7 @@ class _Lines(Progress):
         print(line, file=self.file, flush=True)
 
     def close(self) -> None:
-        # The last state once more, but for one that has been printed already.
+        # Prints the last state, unless it has been printed already.
         if self._printed != self._done:
             self._print()
 
@@ -140,7 +140,7 @@ class _Lines(Progress):
 
     def _print(self) -> None:
         self._last_line, self._printed = time.monotonic(), self._done
-        # A later start leaves the compilation out of rate and time left.
+        # Moving the start leaves compilation out of rate and time left.
         self._started += self._newly_compiled()
         elapsed = self._last_line - self._started
         self.write(
@@ -162,7 +162,7 @@ def passing_note(text: str, file: TextIO | None = None) -> Iterator[None]:
     if not file.isatty():
         yield
         return
-    # Without a newline: what comes next, or the end, takes its line.
+    # No newline: the note is overwritten in the end, or by what comes next.
     print(f"\r{text} ...", end="", file=file, flush=True)
     try:
         yield

@@ -226,7 +226,7 @@ async def _serve_until_signal(service: Service, listener: socket.socket) -> None
         # While models load nothing is lost by dying at once.
         await service.opened.wait()
         for number in (signal.SIGTERM, signal.SIGINT):
-            # Shells make background jobs ignore Ctrl-C; that is kept.
+            # A shell may have made a background job ignore Ctrl-C; that is kept.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, stop.set)
 

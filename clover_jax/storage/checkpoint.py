@@ -61,11 +61,11 @@ class Checkpoints:
         """Open `directory`, making it where needed."""
         self.directory = directory.absolute()
         self._damaged = self.directory / "damaged"
-        # Outside the steps' folders, whose content Orbax names and checks.
+        # Hashes lie outside the steps' folders, whose contents Orbax names and checks.
         (self.directory / HASHES).mkdir(parents=True, exist_ok=True)
         # Every error is raised as well; these logs would add pages of traceback to one line.
         logging.getLogger("absl").addFilter(_is_not_orbax)
-        # Errors in Orbax's own threads go there, each with a traceback.
+        # `sys.unraisablehook` prints errors of Orbax's own threads, each with a traceback.
         self._unraisable_hook = sys.unraisablehook
         sys.unraisablehook = self._skip_late_writes
         options = ocp.CheckpointManagerOptions(
@@ -105,7 +105,7 @@ class Checkpoints:
         Found out beforehand, because the storage reports a write that failed halfway by tracebacks
         from several threads.
         """
-        # Free beside the checkpoints there: an old one goes only when the new one is whole.
+        # Space beside the old checkpoints: one of them goes only when the new one is whole.
         needed = SPACE_FACTOR * sum(leaf.nbytes for leaf in jax.tree.leaves(state))
         free = shutil.disk_usage(self.directory).free
         if free < needed:

@@ -41,7 +41,7 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
     try:
         with naming(path):
             yield unfinished
-            # Bytes before the name: after a crash the file is the old one, or new and whole.
+            # Bytes first, then the name: after a crash the file is the old one, or new and whole.
             _sync(unfinished)
             os.replace(unfinished, path)
             _sync(path.parent)
@@ -57,7 +57,7 @@ def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
     temporary name is fixed, so that the next run clears the rest of a killed one.
     """
     path = Path(path)
-    # What a killed run has left of this very folder would be in the way.
+    # A killed run may have left its temporary folder, which would be in the way.
     recover_directory(path)
     unfinished = _unfinished(path)
     unfinished.mkdir(parents=True)
@@ -161,7 +161,7 @@ def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None
     A folder that was made here and is still empty at the end is removed.
     Raises UserError, "another run `what_it_does` in FOLDER; ... give another `flag`".
     """
-    # From the inside out, as they are removed.
+    # From the innermost folder out: they are removed in this order.
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / "lock"
@@ -188,7 +188,7 @@ def lock(file: IO) -> bool:
     A file system without locks always grants them, so two writers are not detected there.
     """
     try:
-        # The system lets go of it when a process ends, however it ends.
+        # The system releases the lock when the process ends, however it ends.
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
@@ -210,7 +210,7 @@ def check_replaceable(
         return
     if not overwrite:
         raise UserError(f"{path} is there already; give another --output, or --overwrite")
-    # A path that was mistyped may be anybody's folder.
+    # A mistyped path may be any folder of the user's.
     if not path.is_dir() or (any(path.iterdir()) and not is_one(path)):
         raise UserError(
             f"{path} is no {what}, so it is none of this command's folders and stays; give another "
@@ -224,7 +224,7 @@ def check_renames(folder: Path) -> None:
     Checkpoints and drafts get their names that way. A bucket mounted by Cloud Storage FUSE can do
     so only with a hierarchical namespace.
     """
-    # Tried out: no other way tells what a mounted file system can do.
+    # Tried out, because nothing else tells what a mounted file system can do.
     with scratch_directory(folder / "renames") as scratch:
         (scratch / "a" / "deep").mkdir(parents=True)
         (scratch / "a" / "deep" / "file").touch()
@@ -247,7 +247,7 @@ def _replaced(path: Path) -> Path:
 
 def _exchange(a: Path, b: Path) -> bool:
     """Swap two paths in one step where the system can (Linux, most file systems)."""
-    # Python has no call for it.
+    # Python has no call for this exchange.
     rename = getattr(ctypes.CDLL(None), "renameat2", None)
     if rename is None:
         return False

@@ -48,7 +48,7 @@ def keep_rows(path: str | os.PathLike, wanted: Callable[[dict[str, Any]], bool])
     Example: `keep_rows(metrics, lambda row: row["step"] <= step)` after resuming from `step`.
     A missing file is not made.
     """
-    # Resumed before the first row was written.
+    # Missing where a run is resumed before its first row was written.
     if not Path(path).exists():
         return
     with atomic_file(path) as unfinished, unfinished.open("w", encoding="utf-8") as file:
@@ -59,7 +59,7 @@ def keep_rows(path: str | os.PathLike, wanted: Callable[[dict[str, Any]], bool])
 
 def plain_values(value: Any) -> Any:
     """Return `value` with JSON's types only; see `to_json`."""
-    # Keys of JSON are strings; others become their text.
+    # Keys are strings in JSON; other keys become their text.
     if isinstance(value, dict):
         return {str(key): plain_values(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -86,7 +86,7 @@ def join_rows(whole: Path, overwrite: bool = False) -> None:
         if entry != shard.entry(total):
             raise UserError(f"{path} says that it is shard {entry}, not {shard.entry(total)}")
     for shard in shards:
-        # Manifests may agree while a file is torn, or goes on.
+        # Manifests may agree although a file has too few or too many rows.
         _check_rows(shard, whole, total)
 
     # The manifest first: rows without one could not be resumed.
@@ -131,7 +131,7 @@ def _check_rows(shard: Shard, whole: Path, total: int) -> None:
                 there -= 1
                 break
             check_index(line, index, path, there)
-        # What `zip` has left: rows of another part, if anything.
+        # What `zip` has left of the file: rows too many, if any.
         more = file.read()
     if there < len(wanted) or more:
         has = f"more than its {len(wanted)}" if more else f"{there} of its {len(wanted)}"

@@ -49,7 +49,7 @@ class RowWriter:
         """
         self.path, self._first = Path(path), first
         self._manifest_path = manifest_path(self.path)
-        # Place within the file -> rows that came too early.
+        # Place within the file -> row that waits for those before it.
         self._waiting: dict[int, dict[str, Any]] = {}
         self._replaces, self._noted = overwrite, 0.0
         manifest = {"format": _FORMAT, "prompts_hash": prompts_hash, "settings": settings}
@@ -81,7 +81,7 @@ class RowWriter:
 
     def kept(self) -> Iterator[dict[str, Any]]:
         """Yield the rows of earlier runs that this one resumes."""
-        # With `overwrite` the old rows are there until the first new one, and count for nothing.
+        # With `overwrite` the old rows stay until the first new row, and are not kept.
         if not self._replaces:
             yield from read_rows(self.path)
 

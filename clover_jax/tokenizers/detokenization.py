@@ -54,7 +54,7 @@ class TextStream:
         self._tokenizer = tokenizer
         self._in_run = _run_tokens(tokenizer)
         self._ids = _near_context(tokenizer, context)
-        # Characters of the text of `_ids` that are out, or are the context's.
+        # Characters of the text of `_ids` that were returned or are the context's.
         self._num_emitted = _settled_length(tokenizer, self._ids)
         self._held: str | None = None
 
@@ -66,7 +66,7 @@ class TextStream:
         while end and self._ids[end - 1] in self._in_run:
             end -= 1
         text = _decode(self._tokenizer, self._ids[:end])
-        # A character may still lack bytes; where none come, `held` gives it as it is.
+        # The last character may still lack bytes; where none come, `held` gives it as it is.
         settled = text.rstrip(INCOMPLETE)
         piece = settled[self._num_emitted :]
         self._num_emitted += len(piece)

@@ -65,7 +65,7 @@ def read_sentencepiece(path: Path) -> SentencePieceModel:
         return _parse(path.read_bytes())
     except ValueError as error:
         raise UserError(f"{path} is not a SentencePiece model that can be read: {error}") from error
-    # What a file breaks that ends too soon, or is something else from its beginning.
+    # Errors for a file that ends too soon, or is something else altogether.
     except (LookupError, TypeError, AttributeError, struct.error) as error:
         raise UserError(f"{path} is not a whole SentencePiece model") from error
 
@@ -112,7 +112,7 @@ def _fields(data: bytes) -> Iterator[tuple[int, Any]]:
     at = 0
     value: int | bytes
     while at < len(data):
-        # A field begins with its number and, in three bits, the type that says how long it is.
+        # A field begins with its number and, in the lowest three bits, the type: how long it is.
         key, at = _varint(data, at)
         number, wire_type = key >> 3, key & 7
         if wire_type == 0:

@@ -60,7 +60,7 @@ def load_sentencepiece(directory: Path) -> PreTrainedTokenizerBase:
     model = read_sentencepiece(directory / MODEL_FILE)
     roles = {name: _content(settings[name]) for name in _ROLES if settings.get(name)}
     tokenizer = build_tokenizer(model, legacy=settings.get("legacy") is not False)
-    # Control pieces, and the roles that the configs give to pieces that the model has.
+    # Special: control pieces, and pieces of the model to which the configs give roles.
     tokenizer.add_special_tokens(
         [
             AddedToken(text, special=True, normalized=False)
@@ -128,7 +128,7 @@ def merges_of(model: SentencePieceModel) -> list[tuple[str, str]]:
     # SentencePiece merges by score alone, and leaves out control and byte pieces.
     scores = {piece.text: piece.score for piece in model.pieces if piece.kind == Kind.NORMAL}
     order = {text: index for index, text in enumerate(scores)}
-    # Of all pieces together: where scores are equal, the ids of the parts decide.
+    # Pairs of all pieces together: where scores are equal, the ids of the parts decide.
     pairs = [
         (-score, order[text[:cut]], order[text[cut:]], text[:cut], text[cut:])
         for text, score in scores.items()

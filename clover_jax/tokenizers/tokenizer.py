@@ -25,7 +25,7 @@ def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | N
     Raises UserError for tokenizer files that cannot be read, with the reason.
     """
     directory = Path(directory)
-    # No words at all: prompts must be token ids then.
+    # Without a vocabulary prompts must be token ids.
     if not any((directory / name).exists() for name in _VOCABULARY_FILES):
         return None
     # Read when transformers is imported: says that torch is absent, which is intended.
@@ -41,7 +41,7 @@ def load_tokenizer(directory: str | os.PathLike) -> "PreTrainedTokenizerBase | N
         return transformers.AutoTokenizer.from_pretrained(
             str(directory), local_files_only=True, trust_remote_code=False
         )
-    # Those of our own reader say all there is to say.
+    # Errors of our own reader need no more words.
     except UserError:
         raise
     except Exception as error:  # the tokenizers library raises bare Exception for a bad file

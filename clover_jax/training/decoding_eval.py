@@ -87,7 +87,7 @@ class DecodingEvaluator:
         # A slot without a row is computed all the same.
         batch_size = min(BATCH_SIZE, len(prompts))
         options: dict[str, Any] = {"batch_size": batch_size, "mesh": mesh}
-        # Both with as many slots: in low precision a text may depend on the batch that it is in.
+        # Both engines have as many slots: in low precision a text may depend on its batch.
         self._engine = Engine(base.config, head, tree, **options)
         self._plain = Engine(base.config, None, TreeConfig.root_only(), **options)
         self._depth = tree.depth
@@ -139,7 +139,7 @@ class DecodingEvaluator:
                 raise Interrupted
             if progress.done:
                 rows.append(progress.row)
-        # Rows end in any order, and are compared with the plain ones one by one.
+        # Rows end in any order, and are compared with plain decoding's rows one by one.
         return sorted(rows, key=lambda row: row.index)
 
 
