@@ -138,11 +138,11 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
 
     # The kinds in the order in which the report lists them.
     kinds = {"base": step.base, "draft": step.state.params, "optimiser": step.state.opt_state}
-    # As they lie on the mesh between steps.
+    # Bytes as the params lie on the mesh between steps.
     sizes = {
         kind: bytes_per_device(tree, param_shardings(tree, placed)) for kind, tree in kinds.items()
     }
-    # In float32 as the params, and split as they are.
+    # Gradients are float32 like the draft's params, and split as they are.
     sizes["gradients"] = sizes["draft"]
     sizes["gathered"] = gathered_bytes(step.base, placed) + _copied_draft_bytes(step, placed)
     sizes["activations"] = step.activation_bytes(shape)

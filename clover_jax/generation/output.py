@@ -107,7 +107,7 @@ def decode_with_bar(
         if reason:
             verb = "failed" if "error" in event.row else "skipped"
             bar.write(f"row {event.row['index']} {verb}: {reason}")
-        # Of this run alone: rows of earlier ones count for tau, but took none of these seconds.
+        # The speed of this run alone: rows of earlier runs count for tau, but took no time here.
         speed = (totals.tokens - before) / seconds
         tau = "" if totals.tau is None else f"tau {totals.tau:.2f}, "
         bar.show(f"{tau}{speed:.0f} tokens/s")
