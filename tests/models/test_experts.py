@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import math
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +14,7 @@ from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix
 from clover_jax.models.layers import activate
 from clover_jax.quantization import quantize_params
+from clover_jax.xla.hlo import Program
 from tests.tiny_models import TINY
 
 CONFIG = dataclasses.replace(
@@ -31,10 +33,11 @@ def params():
     }
 
 
-@pytest.fixture(params=["_chosen", "_all", "_grouped"])
+@pytest.fixture(params=["_chosen", "_all", "_all_in_parts", "_grouped"])
 def apply(request, monkeypatch):
-    """The experts of TOKENS or of a part of them, by each of the three ways."""
+    """The experts of TOKENS or of a part of them, by each of the ways."""
     way = getattr(experts, request.param)
+    monkeypatch.setattr(experts, "MOST_TOKENS", 3)  # of the 4 tokens: two parts
     monkeypatch.setattr(experts, "_way_for", lambda *counts: way)
     return jax.jit(lambda params, tokens: EXPERTS.apply({"params": params}, tokens))
 
@@ -45,7 +48,39 @@ def test_the_way_follows_the_number_of_tokens():
     mixtral = {"pairs": 4, "tokens": 2, "number": 8}
     prompt = {"pairs": 8192, "tokens": 1024, "number": 128}
     ways = [experts._way_for(**counts).__name__ for counts in (few, tree, mixtral, prompt)]
-    assert ways == ["_chosen", "_all", "_all", "_grouped"]
+    assert ways == ["_chosen", "_all", "_all", "_many"]
+
+
+def test_the_last_part_of_the_tokens_may_be_shorter(params, monkeypatch):
+    tokens = jax.random.normal(jax.random.key(2), (1, 5, CONFIG.hidden_size))
+    at_once = EXPERTS.apply({"params": params}, tokens)
+    monkeypatch.setattr(experts, "_way_for", lambda *counts: experts._all_in_parts)
+    monkeypatch.setattr(experts, "MOST_TOKENS", 4)
+    in_parts = EXPERTS.apply({"params": params}, tokens)
+    np.testing.assert_allclose(in_parts, at_once, atol=1e-5)
+
+
+def compiled(tokens):
+    """Return the program for this many tokens of a base whose matrices have sizes of their own."""
+    config = dataclasses.replace(CONFIG, hidden_size=40, expert_bias=False)
+    model = ExpertMLP(config)
+    given = jnp.zeros((1, tokens, 40))
+    params = jax.eval_shape(model.init, jax.random.key(0), given)
+    return jax.jit(model.apply).lower(params, given).compile()
+
+
+@pytest.mark.parametrize("tokens", [12, 600], ids=["a tree", "a long prompt"])
+def test_gate_and_up_of_the_experts_are_read_where_they_lie(tokens):
+    program = Program(compiled(tokens).as_text())
+    written = [array.sizes for _, one in program.instructions() for array in one.results]
+    matrix = CONFIG.num_experts * 40 * CONFIG.expert_size
+    # Down is laid out anew on a CPU, since its product sums over two axes.
+    assert len([sizes for sizes in written if math.prod(sizes) == matrix]) <= 1
+
+
+def test_many_tokens_take_no_more_than_all_experts_for_each():
+    flops = 3 * compiled(1200).cost_analysis()["flops"]  # of three parts the compiler counts one
+    assert flops < 1.2 * 1200 * CONFIG.num_experts * 6 * 40 * CONFIG.expert_size
 
 
 def one_token(params, x):
@@ -111,7 +146,8 @@ from tests.models.test_experts import CONFIG, EXPERTS, TOKENS
 tokens = jnp.concatenate([TOKENS, -TOKENS])
 params = EXPERTS.init(jax.random.key(0), tokens)["params"]
 mesh = make_mesh(parse_mesh("data=2,tensor=4", 8))
-for way in (experts._chosen, experts._all, experts._grouped):
+experts.MOST_TOKENS = 4
+for way in (experts._chosen, experts._all, experts._all_in_parts, experts._grouped):
     experts._way_for = lambda *counts: way
     for given in (params, quantize_params(params)):
         apply = jax.jit(lambda params, tokens: EXPERTS.apply({"params": params}, tokens))
