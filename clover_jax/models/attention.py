@@ -269,6 +269,8 @@ def _read_rows(
     """Read one group of rows after the other."""
     if policy.keeps_query:
         query = jax.lax.optimization_barrier(query)
+    if rules is not None and rules.window is not None and not policy.stops_early:
+        cache, length, rules = _within_window(cache, length, rules, rules.window)
     batch, scores = query.shape[0], math.prod(query.shape[1:-1]) * cache.key.shape[2]
     at_once = policy.rows_at_once(batch, scores)
     on_mesh = jax.sharding.get_abstract_mesh().size > 1  # which splits rows and heads as it is
@@ -284,6 +286,24 @@ def _read_rows(
         keys, ends, seen = jax.tree.map(lambda x, rows=rows: x[rows], (cache, length, softmax))
         groups.append(_read(part, keys, ends, seen, rules and rules.of_rows(rows), policy))
     return jax.tree.map(lambda *parts: jnp.concatenate(parts), *groups)
+
+
+def _within_window(
+    cache: KeyValue, length: Array, rules: ScoreRules, window: int
+) -> tuple[KeyValue, Array, ScoreRules]:
+    """Return of a long cache the rows that a window shows; all positions count from the first."""
+    # Queries are fresh, so a row's first one sees the last window - 1 committed positions.
+    span = CACHE_CHUNK * math.ceil((window - 1) / CACHE_CHUNK)
+    # The part is copied: read, written and read again.
+    if 3 * span > cache.key.shape[2]:
+        return cache, length, rules
+
+    start = jnp.maximum(length - span, 0)
+    part = jax.vmap(functools.partial(jax.lax.dynamic_slice_in_dim, slice_size=span, axis=1))
+    cache = jax.tree.map(lambda x: part(x, start), cache)
+    # Scores depend on distances alone.
+    rules = dataclasses.replace(rules, positions=rules.positions - start[:, None])
+    return cache, length - start, rules
 
 
 def _read(

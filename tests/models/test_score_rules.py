@@ -1,6 +1,7 @@
 """A window hides and ALiBi lowers by distance, from fresh rows and from every part of the cache."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -59,17 +60,19 @@ def naive(query, fresh, cache, length, config):
     return np.einsum("kgts,ksh->kgth", weights / weights.sum(axis=-1, keepdims=True), values)
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
 @pytest.mark.parametrize("rows_scores", [None, 1], ids=["all rows", "row by row"])
 @pytest.mark.parametrize(
     "rules",
     [{"sliding_window": 2}, {"sliding_window": 300}, {"alibi": True}],
     ids=["a window within the tree", "a window over chunks", "alibi"],
 )
-def test_a_tree_after_caches_of_several_lengths(rules, rows_scores, monkeypatch):
-    policy = dataclasses.replace(READ_POLICIES["cpu"], rows_scores=rows_scores)
+def test_a_tree_after_caches_of_several_lengths(rules, rows_scores, platform, monkeypatch):
+    policy = dataclasses.replace(READ_POLICIES[platform], rows_scores=rows_scores)
     monkeypatch.setitem(READ_POLICIES, "cpu", policy)
     config = dataclasses.replace(LAYER, **rules)
-    lengths = np.array([0, 5, 700])  # the window skips whole chunks of the last row alone
+    # The window skips whole chunks of the last row alone. A GPU reads a small one's part of it.
+    lengths = np.array([0, 5, 700])
     for rows in ([0, 1, 2], [2]):
         keys = jax.random.split(jax.random.key(0), 5)
         batch, kv = len(rows), config.num_kv_heads
@@ -89,3 +92,24 @@ def test_a_tree_after_caches_of_several_lengths(rules, rows_scores, monkeypatch)
         for i, row in enumerate(rows):
             one = jax.tree.map(lambda x: np.asarray(x)[i], (query, fresh, cache))  # noqa: B023
             np.testing.assert_allclose(found[i], naive(*one, lengths[row], config), atol=1e-5)
+
+
+@pytest.mark.parametrize(("window", "part"), [(2, 256), (257, 256), (258, 512), (513, 512)])
+def test_a_gpu_reads_the_part_of_a_long_cache_that_a_window_shows(window, part, monkeypatch):
+    monkeypatch.setitem(READ_POLICIES, "cpu", READ_POLICIES["cuda"])
+    query, row = jnp.ones((2, 1, 1, 3, 4)), jnp.ones((2, 1, 3, 4))
+    mask = jnp.ones((2, 3, 3), bool)
+
+    def scored(size):
+        """Return how many positions of the cache have scores."""
+        cache, length = jnp.ones((2, 1, size, 4)), jnp.array([9, size])
+
+        def attended(positions):
+            rules = ScoreRules(positions, window)
+            return attend(query, KeyValue(row, row), mask, KeyValue(cache, cache), length, rules)
+
+        text = jax.jit(attended).lower(length[:, None] + jnp.arange(3)).as_text()
+        return max(int(n) for n in re.findall(r"tensor<2x1x1x3x(\d+)xf32>", text))
+
+    assert scored(3 * part) == part
+    assert scored(3 * part - 256) == 3 * part - 256  # copying the part would move as much
