@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -80,7 +81,7 @@ def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) 
 
 
 def _part_of(vocabulary: int, rows: int) -> int:
-    """Return how many tokens make a part: a power of two, or all of them."""
-    if rows * vocabulary <= MOST_LOGITS:
-        return vocabulary
-    return 1 << (max(MOST_LOGITS // rows, 1024).bit_length() - 1)
+    """Return how many tokens make a part, of parts that are about equal."""
+    # A small last part would be merged with another, their matrices copied side by side for it.
+    count = math.ceil(rows * vocabulary / MOST_LOGITS)
+    return 1024 * math.ceil(vocabulary / (1024 * count))
