@@ -255,7 +255,7 @@ def compile_step(
         compiled = compile_with_buffers(lowered, options_for(target.platform))
 
     # The least that a device must read: its share of the weights, and the caches' live part.
-    work = count_work(function, weights, states)
+    work = count_work(function, weights, states, platform=target.platform)
     caches = (states.cache, states.draft_cache)
     cache_places = (state_places.cache, state_places.draft_cache)
     live = context / size
@@ -266,7 +266,9 @@ def compile_step(
     )
     # Tensor splits the weights; devices along data have the same ones.
     floor_bytes = work.weight_bytes / shape.tensor + of_base + of_draft
-    draft_weight_bytes = _draft_weight_bytes(models, weights, states) / shape.tensor
+    draft_weight_bytes = (
+        _draft_weight_bytes(models, weights, states, target.platform) / shape.tensor
+    )
 
     # A program's text does not show how often it reads the live part of a cache.
     text: Any = compiled.program.as_text()
@@ -308,7 +310,9 @@ def compile_step(
     ), text
 
 
-def _draft_weight_bytes(models: Models, weights: PyTree, states: DecodeState) -> float:
+def _draft_weight_bytes(
+    models: Models, weights: PyTree, states: DecodeState, platform: str
+) -> float:
     """Return the bytes of weights that the head's products read."""
     if models.head is None:
         return 0.0
@@ -317,4 +321,4 @@ def _draft_weight_bytes(models: Models, weights: PyTree, states: DecodeState) ->
     def drafting(weights: PyTree, state: DecodeState) -> Any:
         return absorb_and_draft(models.step(), weights, state, roots(state))
 
-    return count_work(drafting, weights, states).weight_bytes
+    return count_work(drafting, weights, states, platform=platform).weight_bytes

@@ -134,7 +134,14 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
     step = step_shapes(settings, _dtype(settings, target))
 
     one_step = functools.partial(train_step, step.config)
-    flops = count_flops(one_step, step.state, step.base, step.batch, loop_trips=step.trips())
+    flops = count_flops(
+        one_step,
+        step.state,
+        step.base,
+        step.batch,
+        loop_trips=step.trips(),
+        platform=target.platform if target else None,
+    )
 
     # The kinds in the order in which the report lists them.
     kinds = {"base": step.base, "draft": step.state.params, "optimiser": step.state.opt_state}

@@ -9,7 +9,7 @@ many of the group's matrices as there are rows, at most all.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -49,24 +49,41 @@ class Work(NamedTuple):
         )
 
 
-def count_work(function: Callable[..., Any], weights: Params, *arguments: Any) -> Work:
-    """Return the work of `function(weights, *arguments)`; arrays or their shapes will do."""
+def count_work(
+    function: Callable[..., Any], weights: Params, *arguments: Any, platform: str | None = None
+) -> Work:
+    """Return the work of `function(weights, *arguments)`; arrays or their shapes will do.
+
+    platform: "cpu", "tpu" or "cuda"; None is this process's.
+    """
     closed = jax.make_jaxpr(function)(weights, *arguments)
     # The weights come first among the program's arguments.
     sizes = [np.dtype(leaf.dtype).itemsize for leaf in jax.tree.leaves(weights)]
     others = len(closed.jaxpr.invars) - len(sizes)
-    return _visit(closed.jaxpr, sizes + [0] * others)[0]
+    return _visit(closed.jaxpr, sizes + [0] * others, platform or _this_platform())[0]
 
 
-def count_flops(function: Callable[..., Any], *arguments: Any, loop_trips: int = 1) -> float:
+def count_flops(
+    function: Callable[..., Any],
+    *arguments: Any,
+    loop_trips: int = 1,
+    platform: str | None = None,
+) -> float:
     """Return the operations of all matrix products of a function; a product and a sum are two.
 
     arguments: ShapeDtypeStructs. loop_trips: how often loops run whose count is data.
+    platform: "cpu", "tpu" or "cuda"; None is this process's.
     """
-    return _flops(jax.make_jaxpr(function)(*arguments).jaxpr, loop_trips)
+    jaxpr = jax.make_jaxpr(function)(*arguments).jaxpr
+    return _flops(jaxpr, loop_trips, platform or _this_platform())
 
 
-def _visit(jaxpr: core.Jaxpr, sizes: list[int]) -> tuple[Work, list[int]]:
+def _this_platform() -> str:
+    name = jax.default_backend()
+    return "cuda" if name == "gpu" else name  # as programs for a platform call it
+
+
+def _visit(jaxpr: core.Jaxpr, sizes: list[int], platform: str) -> tuple[Work, list[int]]:
     """Return the work, and of each result how many bytes its entries have at rest.
 
     sizes: the same of each argument; 0 for one that is no (part of a) weight.
@@ -86,15 +103,16 @@ def _visit(jaxpr: core.Jaxpr, sizes: list[int]) -> tuple[Work, list[int]]:
         elif name in _REARRANGING:
             results = [given[0]] * len(results)
         elif name == "scan":
-            work, _ = _visit(equation.params["jaxpr"].jaxpr, given)
+            work, _ = _visit(equation.params["jaxpr"].jaxpr, given, platform)
             total = total.plus(work, equation.params["length"])
         elif name == "cond":  # the operand in front says which branch
-            branches = [_visit(b.jaxpr, given[1:])[0] for b in equation.params["branches"]]
-            total = total.plus(max(branches, key=lambda work: work.weight_bytes))
+            branches = _branches(equation, platform)
+            works = [_visit(branch.jaxpr, given[1:], platform)[0] for branch in branches]
+            total = total.plus(max(works, key=lambda work: work.weight_bytes))
         elif name != "while":  # attention over the cache: chunks, without weights
             inner = next(iter(_inner(equation)), None)
             if inner is not None and len(inner.invars) == len(given):
-                work, results = _visit(inner, given)
+                work, results = _visit(inner, given, platform)
                 total = total.plus(work)
 
         at_rest.update(zip(equation.outvars, results, strict=True))
@@ -118,20 +136,32 @@ def _product(equation: core.JaxprEqn, sizes: list[int]) -> Work:
     return Work(read, _product_flops(equation))
 
 
-def _flops(jaxpr: core.Jaxpr, loop_trips: int) -> float:
+def _flops(jaxpr: core.Jaxpr, loop_trips: int, platform: str) -> float:
+    def of(programs: Iterable[core.Jaxpr]) -> list[float]:
+        return [_flops(program, loop_trips, platform) for program in programs]
+
     total = 0.0
     for equation in jaxpr.eqns:
         name = equation.primitive.name
-        inner = [_flops(program, loop_trips) for program in _inner(equation)]
-
         if name in _PRODUCTS:
             total += _product_flops(equation)
         elif name == "cond":  # the branches are ways to do the same
-            total += max(inner)
+            total += max(of(branch.jaxpr for branch in _branches(equation, platform)))
         else:
             times = {"scan": equation.params.get("length", 0), "while": loop_trips}.get(name, 1)
-            total += times * sum(inner)
+            total += times * sum(of(_inner(equation)))
     return total
+
+
+def _branches(equation: core.JaxprEqn, platform: str) -> Sequence[core.ClosedJaxpr]:
+    """Return the branches of a cond that may run; of `platform_dependent` the platform's own."""
+    branches = equation.params["branches"]
+    platforms = equation.params.get("branches_platforms")
+    if platforms is None:
+        return branches
+    # The last one, for all other platforms, has no names.
+    named = zip(branches, platforms, strict=True)
+    return [next(branch for branch, names in named if names is None or platform in names)]
 
 
 def _inner(equation: core.JaxprEqn) -> list[core.Jaxpr]:

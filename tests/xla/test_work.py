@@ -7,7 +7,7 @@ from clover_jax.decoding.draft import draft, top_children
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters.clover2 import Clover2State
 from clover_jax.drafters.drafter import frozen_from_base
-from clover_jax.xla.work import Work, count_work
+from clover_jax.xla.work import Work, count_flops, count_work
 from tests.tiny_models import TINY, random_base, random_head
 
 
@@ -38,6 +38,18 @@ def test_inner_functions_and_loops_count_as_often_as_they_run():
         return jax.lax.scan(body, x, length=3)[0]
 
     assert count_work(function, jnp.zeros((5, 5)), jnp.zeros((1, 5))) == Work(300, 150)
+
+
+def test_of_the_ways_for_platforms_that_of_the_platform_counts():
+    def function(weights, x):
+        ways = {"tpu": lambda x: x @ weights, "default": lambda x: x @ weights @ weights}
+        return jax.lax.platform_dependent(x, **ways)
+
+    given = jnp.zeros((5, 5)), jnp.zeros((1, 5))
+    assert count_work(function, *given, platform="tpu") == Work(100, 50)
+    assert count_work(function, *given, platform="cuda") == Work(200, 100)
+    assert count_flops(function, *given, platform="tpu") == 50
+    assert count_flops(function, *given) == 100  # on this CPU
 
 
 def test_grouped_rows_read_a_matrix_each_at_most():
