@@ -26,6 +26,8 @@ COLLECTIVES = (
 )
 # Of their operand these read only as much as they return.
 _CUTTING = {"dynamic-slice", "gather", "slice", "slice-start"}
+# These give every entry of their operand once, so what is cut out of them is cut out of it.
+_PASSING = {"bitcast", "convert", "copy", "reshape", "transpose"}
 _UPDATING = ("dynamic-update-slice", "scatter")  # in place, where the buffer was donated
 
 # How often loops run that do not say it: one number, or a function of the body's name.
@@ -199,10 +201,10 @@ class Program:
 
             # Fusions lie in fusions, so a slice can be several levels below.
             inner = self.computations.get(user.calls or "")
-            if user.opcode == "bitcast":
+            if user.opcode in _PASSING:
                 used += self._used_of(fused, user, whole)
-            elif user.opcode in _CUTTING:
-                used += _num_bytes(user)
+            elif user.opcode in _CUTTING:  # of as many bytes an entry as the value has here
+                used += whole * _num_bytes(user) // max(_num_bytes(value), 1)
             elif user.opcode in _UPDATING and user.operands[0] == value.name:
                 continue  # the rest of the buffer stays where it is
             elif user.opcode == "fusion" and inner is not None:

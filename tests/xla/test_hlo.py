@@ -219,6 +219,25 @@ def test_a_slice_deep_inside_a_fusion_moves_its_part_only():
     assert moved(Program(NESTED), "read") == 4 + 2 * 4 * 64 * 4
 
 
+def test_a_slice_of_a_rearranged_array_moves_its_part_only():
+    text = """HloModule cut
+
+%fused (x: bf16[5,12]) -> f32[1,5,4] {
+  %x = bf16[5,12]{1,0} parameter(0)
+  %b = bf16[5,3,4]{2,1,0} bitcast(%x)
+  %t = bf16[3,5,4]{2,1,0} transpose(%b), dimensions={1,0,2}
+  %wide = f32[3,5,4]{2,1,0} convert(%t)
+  ROOT %cut = f32[1,5,4]{2,1,0} slice(%wide), slice={[1:2], [0:5], [0:4]}
+}
+
+ENTRY %main (x.1: bf16[5,12]) -> f32[1,5,4] {
+  %x.1 = bf16[5,12]{1,0} parameter(0)
+  ROOT %read = f32[1,5,4]{2,1,0} fusion(%x.1), kind=kLoop, calls=%fused
+}
+"""
+    assert moved(Program(text), "read") == 5 * 4 * 2 + 5 * 4 * 4
+
+
 def test_a_prefetched_weight_is_read_once():
     program = Program(TPU)
     assert moved(program, "copy-start.1") == 64 * 32 * 2
