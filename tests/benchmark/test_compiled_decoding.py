@@ -181,3 +181,25 @@ def test_a_compiled_step_copies_no_cache_and_no_weight(target, attention, batch,
     # At batch 16 one layer at work holds more than a hundredth of so few layers' weights on a GPU.
     most = 0.01 if batch == 1 or target.startswith("tpu") else 0.03
     assert 0 < figures["temporary_value_bytes"] < most * figures["weight_bytes"]
+
+
+@pytest.mark.aot
+@pytest.mark.parametrize(
+    ("base", "draft", "batch", "context", "most"),
+    [
+        # Experts laid out anew: 1.79 with two layers.
+        ("mixtral-8x7b:1", "random:clover2", 1, 2040, 1.1),
+        # A whole cache read for a window of 128: 1.89.
+        ("gpt-oss-20b:2", "random:clover2", 16, 8184, 1.4),
+        # XLA for GPU failed with one row of EAGLE's own layer.
+        ("llama3-8b:1", "random:eagle", 1, 2040, 1.1),
+    ],
+)
+def test_a_gpu_moves_what_it_must(base, draft, batch, context, most):
+    if not is_installed(COMPILERS["gpu-h200"]):
+        pytest.skip("the compiler for GPUs is not installed")
+    flags = ["--target=gpu-h200", f"--base=shape:{base}", f"--draft={draft}"]
+    flags += [f"--batch_size={batch}", f"--context={context}", "--attention=cudnn"]
+    figures = compiled(flags)
+    assert figures["moved_over_floor"] < most
+    assert figures["cache_copies"] == []
