@@ -118,13 +118,13 @@ def warp(logits: Float[Array, "B T V"], rows: RowSampling, truncate: bool) -> Fl
     if truncate:
         scaled = _truncate(scaled, rows)
     best = argmax(logits)[..., None] == jnp.arange(logits.shape[-1])
-    return jnp.where((temperature > 0) | best, scaled, -jnp.inf)
+    return jnp.where(best, 0.0, jnp.where(temperature > 0, scaled, -jnp.inf))
 
 
 def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, "B T V"]:
     vocabulary = logits.shape[-1]
     # One sort serves both rules.
-    descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
+    ranked = descending = jnp.flip(jnp.sort(logits, axis=-1), axis=-1)
     wanted = jnp.where(rows.top_k > 0, jnp.minimum(rows.top_k, vocabulary), vocabulary)
     # Top-k: the k-th largest logit is the least that stays.
     at_k = (wanted - 1)[:, None, None]
@@ -139,7 +139,10 @@ def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, 
     kept = (before < top_p) | (before <= 0) | (top_p >= 1)
     # One bound for both, so that equal tokens stay together.
     least = jnp.maximum(least, jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True))
-    return jnp.where(logits >= least, logits, -jnp.inf)
+    # It lies half-way to the first that is cut: a compiler may compute logits once for the sort and
+    # again for this comparison, rounded otherwise.
+    cut = jnp.where(ranked < least, ranked, -jnp.inf).max(axis=-1, keepdims=True)
+    return jnp.where(logits >= least / 2 + cut / 2, logits, -jnp.inf)
 
 
 def draw(

@@ -8,11 +8,12 @@ import pytest
 from clover_jax.decoding.accept import accept_typical, finite_log_softmax
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import TOKEN, RowSampling, gumbel, warp
+from clover_jax.decoding.sampling import TOKEN, RowSampling, draw, gumbel, warp
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.step import StepConfig
 from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
+from clover_jax.models.decoder import project
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 LOSSLESS = SamplingConfig("lossless")
@@ -47,6 +48,31 @@ def test_warping_is_temperature_then_top_k_then_top_p(temperature, top_k, top_p)
     warped = warp(jnp.asarray(logits)[None, None], rows(temperature, top_k, top_p), truncate=True)
     expected = warped_by_hand(logits, temperature, top_k, top_p)
     np.testing.assert_allclose(jax.nn.softmax(warped)[0, 0], expected, atol=1e-6)
+
+
+@pytest.mark.parametrize(("top_k", "top_p"), [(1, 1.0), (5, 1.0), (0, 1e-7)])
+def test_as_many_tokens_stay_where_a_compiler_computes_soft_caps_twice(top_k, top_p):
+    temperatures = jnp.array([0.1, 0.3, 0.5, 0.7, 1.3, 2.1])
+    many = RowSampling(
+        key=jnp.zeros((6, 2), jnp.uint32),
+        temperature=temperatures,
+        top_k=jnp.full(6, top_k),
+        top_p=jnp.full(6, top_p),
+    )
+
+    @jax.jit
+    def num_kept(here, matrix, hidden, many):
+        # A branch of a program, as prefill has it.
+        def choose():
+            warped = warp(project(matrix, hidden, 30.0), many, truncate=True)[:, 0]
+            return draw(warped, many, jnp.zeros(6, jnp.int32)), (warped > -jnp.inf).sum(axis=-1)
+
+        return jax.lax.cond(here, choose, lambda: (jnp.zeros(6, jnp.int32),) * 2)[1]
+
+    for seed in range(3):
+        matrix = jax.random.normal(jax.random.key(seed), (96, 64))
+        hidden = jax.random.normal(jax.random.key(seed + 9), (6, 1, 64)) / 2
+        np.testing.assert_array_equal(num_kept(True, matrix, hidden, many), [max(top_k, 1)] * 6)
 
 
 def test_temperature_zero_leaves_the_most_probable_token():
