@@ -6,6 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
+from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import ModelSpec
@@ -85,7 +86,12 @@ class Options:
 
     def __post_init__(self):
         # Read them once, so that mistakes are raised before anything is loaded.
-        _ = self.all_batch_sizes, self.draft_choices
+        _, choices = self.all_batch_sizes, self.draft_choices
+        if self.spec.copy and any(choice.tree == AUTO for choice in choices):
+            raise UserError(
+                f"--copy={self.spec.copy}: the tree auto tries copies itself; leave --copy out, or "
+                "give NAME=TREE+copy:NODES to the other drafts"
+            )
 
     @property
     def directory(self) -> Path:

@@ -46,6 +46,12 @@ class GenerateOptions:
         if self.searches_tree and self.spec.draft == NO_DRAFT:
             raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
 
+        if self.searches_tree and self.spec.copy:
+            raise UserError(
+                f"--copy={self.spec.copy}: --tree=auto tries copies itself; leave --copy out, or "
+                "name a tree"
+            )
+
         # What the prompts are, and where rows go, before minutes are spent on a base.
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from clover_jax import cli, generate
+from clover_jax import cli, evaluate, generate
 from clover_jax.drafters import registry
 from clover_jax.tree_search import auto_tree
 from clover_jax.tree_search.tree_choice import CostTable
@@ -137,3 +137,13 @@ def test_calibration_prompts_need_the_automatic_tree(folders, capsys):
     argv = [f"--base={folders[0]}", "--calibration=x", "--tree=paper25", "--prompt=a"]
     assert cli.run(generate.main, generate.define_flags, argv) == 2
     assert "--calibration=x is for --tree=auto; add that" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [generate, evaluate])
+def test_the_automatic_tree_takes_no_number_of_copies(folders, command, capsys):
+    draft = "--draft" if command is generate else "--drafts"
+    argv = [f"--base={folders[0]}", f"{draft}={folders[1]}", "--tree=auto", "--copy=3"]
+    assert cli.run(command.main, command.define_flags, argv) == 2
+    error = capsys.readouterr().err
+    assert "--copy=3: " in error
+    assert "tries copies itself" in error
