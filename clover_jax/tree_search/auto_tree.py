@@ -162,8 +162,9 @@ def _prompts(models: Models, calibration: str | None) -> list[list[int]]:
 
 def _costs(models: Models, batch_size: int) -> CostTable:
     context = min(CONTEXT, models.base.config.max_position_embeddings // 2)
-    # Steps in a loop and steps that the host starts take different times.
-    key = timing_key(models, batch_size, context) | {"in loops of": steps_at_once()}
+    # Steps in a loop and steps that the host starts take different times, and so do kernels.
+    how = {"in loops of": steps_at_once(), "attention": models.attention}
+    key = timing_key(models, batch_size, context) | how
     measured = remembered(
         "costs", key, lambda: measure_costs(models, batch_size, context).to_dict()
     )

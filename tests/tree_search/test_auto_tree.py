@@ -1,17 +1,19 @@
 """`--tree=auto` from prompts to rows, with the machine's costs given."""
 
+import dataclasses
 import json
 
 import numpy as np
 import pytest
 
 from clover_jax import cli, evaluate, generate
+from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.tree_search import auto_tree
 from clover_jax.tree_search.tree_choice import CostTable
 from clover_jax.tree_search.tree_trial import Trial
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
-from tests.tiny_models import TINY
+from tests.tiny_models import TINY, random_models
 
 CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)
 DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, ((1, 0.0),), 0.0)
@@ -118,6 +120,21 @@ def test_sampled_children_are_tried_with_trees_that_leave_out_no_draw(decode, mo
     argv = ("--tree=auto", "--temperature=1", "--draft_sampling=sampled")
     _, printed = decode(CHEAP, "sampled.jsonl", *argv, gain=0.5)
     assert "3 nodes, 3 by level: tau" in printed.err
+
+
+def test_costs_that_were_measured_with_another_attention_are_not_used(monkeypatch):
+    keys = []
+
+    def remembered(name, key, measure):
+        keys.append(key)
+        return CHEAP.to_dict()
+
+    monkeypatch.setattr(auto_tree, "remembered", remembered)
+    head = registry.head(registry.config_for_base("lookup", TINY))
+    models = random_models(head, {}, parse_tree("copy:4"))
+    for attention in ("xla", "pallas"):
+        auto_tree._costs(dataclasses.replace(models, attention=attention), 1)
+    assert keys[0] != keys[1]
 
 
 def test_prompts_that_are_all_too_long_to_measure_with_are_an_error(folders, tmp_path, capsys):
