@@ -47,9 +47,10 @@ def encode_record(
     """
     # Token ids need no tokenizer; everything below does.
     if isinstance(record, TokenRow):
-        encoded = _encode_turns(((record.prompt_ids, record.output_ids),))
+        turns = ((record.prompt_ids, record.output_ids),)
+        encoded = _encode_turns(turns, vocab_size, record.source)
     elif isinstance(record, TokenTurns):
-        encoded = _encode_turns(record.turns)
+        encoded = _encode_turns(record.turns, vocab_size, record.source)
     elif tokenizer is None:
         raise UserError(
             f"{record.source}: the base has no tokenizer files; give rows of prompt_ids and "
@@ -66,12 +67,15 @@ def encode_record(
     if not encoded.loss_mask.any():
         _refuse_lost_answer(record)
     # A tokenizer may know tokens that the base has no row for.
-    if encoded.tokens.size and encoded.tokens.max() >= vocab_size:
-        raise UserError(
-            f"{record.source}: token id {encoded.tokens.max()} is outside the base's vocabulary, "
-            f"0 to {vocab_size - 1}"
-        )
+    _check_id(encoded.tokens.max(initial=0), vocab_size, record.source)
     return encoded
+
+
+def _check_id(largest: int, vocab_size: int, source: str) -> None:
+    if largest >= vocab_size:
+        raise UserError(
+            f"{source}: token id {largest} is outside the base's vocabulary, 0 to {vocab_size - 1}"
+        )
 
 
 def _refuse_lost_answer(record: Record) -> None:
@@ -224,9 +228,11 @@ def _encode_text(record: Text, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     return _with_eos(encoded, tokenizer, True) if record.ends else encoded
 
 
-def _encode_turns(turns: tuple[Turn, ...]) -> Encoded:
-    # Contexts and answers take turns, and so does the mask.
+def _encode_turns(turns: tuple[Turn, ...], vocab_size: int, source: str) -> Encoded:
     tokens = [token for context, answer in turns for token in (*context, *answer)]
+    # Here already: a row may hold numbers that no array can.
+    _check_id(max(tokens, default=0), vocab_size, source)
+    # Contexts and answers take turns, and so does the mask.
     sizes = [len(part) for turn in turns for part in turn]
     counts = np.resize([False, True], len(sizes))
     return Encoded(np.array(tokens, np.int32), np.repeat(counts, sizes))

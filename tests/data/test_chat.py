@@ -6,7 +6,7 @@ from tokenizers import processors
 from clover_jax.data.chat import encode_record, render_plain
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import parse_prompt
-from clover_jax.data.records import Conversation, Text, TokenRow
+from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.errors import UserError
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_fallback, save_byte_level
@@ -145,6 +145,12 @@ def test_text_without_a_tokenizer_is_refused():
 def test_ids_outside_the_vocabulary_are_refused():
     with pytest.raises(UserError, match="token id 12 is outside the base's vocabulary, 0 to 9"):
         encode_record(TokenRow("f", (1,), (12,)), None, 10)
+    # Numbers that no array of tokens can hold.
+    for large in (2**31, 10**309):
+        with pytest.raises(UserError, match=f"f: token id {large} is outside"):
+            encode_record(TokenRow("f", (1,), (2, large)), None, 10)
+        with pytest.raises(UserError, match=f"f: token id {large} is outside"):
+            encode_record(TokenTurns("f", (((1,), (2,)), ((large,), (3,)))), None, 10)
 
 
 def test_what_a_template_refuses_is_said(chat):
