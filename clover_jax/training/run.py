@@ -175,7 +175,10 @@ def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] |
     report = read_json_object(path) if path.exists() else None
     if report is None or report["steps"] < settings.steps:
         return None
-    return report | {"already_finished": True}
+    # The folder may have another name since.
+    places = {"workdir": workdir, "draft": workdir / DRAFT, "best": workdir / BEST}
+    here = {name: str(place) for name, place in places.items() if name in report}
+    return report | here | {"already_finished": True}
 
 
 def _report(

@@ -1,6 +1,7 @@
 """Whole runs of `train` on a tiny base: what they write."""
 
 import json
+import shutil
 import threading
 from pathlib import Path
 
@@ -82,3 +83,14 @@ def test_a_finished_workdir_says_so_and_trains_nothing(whole_run, data, monkeypa
     monkeypatch.setattr(trainer.Trainer, "run", lambda *a: pytest.fail("trained again"))
     again = run_training(settings(data, eval_every=3), workdir, threading.Event())
     assert again == report | {"already_finished": True}
+
+
+def test_a_finished_workdir_that_was_moved_says_where_it_is_now(whole_run, data, tmp_path):
+    moved = shutil.copytree(whole_run[0], tmp_path / "moved")
+    report = run_training(settings(data, eval_every=3), moved, threading.Event())
+    places = {name: report[name] for name in ("workdir", "draft", "best")}
+    assert places == {
+        "workdir": str(moved),
+        "draft": str(moved / "draft"),
+        "best": str(moved / "best"),
+    }
