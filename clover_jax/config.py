@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import json
+import math
 import types
 import typing
 from typing import Any, TypeVar
@@ -297,9 +298,10 @@ class LossSpec(JsonConfig):
             raise ValueError("loss divisor weights sums up decay^i: with dpace it must be pairs")
         if not 0 <= self.dpace <= 1:
             raise ValueError(f"loss dpace ({self.dpace}) must lie in 0 .. 1; 0 weighs by decay")
-        # Written so that NaN is refused too.
-        if not self.lk_eta >= 0:
-            raise ValueError(f"loss lk_eta ({self.lk_eta}) must be at least 0")
+        # A weight below 0 would train the head away from the base. NaN is refused too.
+        for name, value in vars(self).items():
+            if isinstance(value, int | float) and not 0 <= value < math.inf:
+                raise ValueError(f"loss {name} ({value}) must be at least 0, and finite")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -13,6 +13,7 @@ a tree chosen by probability (`--tree=dynamic:59:7:10` has its repository's defa
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import flax.linen as nn
@@ -55,6 +56,8 @@ class EagleConfig(DrafterConfig):
                 f"EAGLE is trained to predict one position and drafts further ones by itself: "
                 f"num_positions ({self.num_positions}) must be 1"
             )
+        if not 0 <= self.feature_noise < math.inf:
+            raise ValueError(f"feature_noise ({self.feature_noise}) must be at least 0, and finite")
 
 
 class Eagle(LayerDrafter):

@@ -100,6 +100,12 @@ def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
         ),
         ({"loss": "lk=1,dpace=2"}, r"--loss=lk=1,dpace=2: loss dpace \(2.0\) must lie in 0 .. 1"),
         ({"loss": "lk_eta=-1"}, r"loss lk_eta \(-1.0\) must be at least 0"),
+        ({"loss": "soft_ce=-1"}, r"loss soft_ce \(-1.0\) must be at least 0, and finite"),
+        ({"loss": "decay=nan"}, r"--loss=decay=nan: loss decay \(nan\) must be at least 0"),
+        (
+            {"drafter": "eagle", "drafter_options": "feature_noise=nan"},
+            r"feature_noise \(nan\) must be at least 0, and finite",
+        ),
         (
             {"loss": "soft_ce=0", "soft_ce_weight": 1.0},
             "give --soft_ce_weight or soft_ce in --loss",
