@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import io
 import sys
 import threading
@@ -72,7 +73,9 @@ def run_training(
                 return _train(settings, inputs, workdir, agreed(stop))
             # All its steps are done; what differs may change, such as how it is measured.
             if is_primary():
-                record_settings(workdir, settings, inputs.identity)
+                # But its steps: its rates were those of a schedule that ended there.
+                ended = dataclasses.replace(settings, steps=finished["steps"])
+                record_settings(workdir, ended, inputs.identity)
             return finished
 
 

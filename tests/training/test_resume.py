@@ -158,6 +158,8 @@ def test_more_steps_continue_a_finished_run(data, tmp_path):
 
 def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(data, tmp_path, capsys):
     run_training(settings(data), tmp_path, threading.Event())
+    # A finished run has done fewer steps too, which changes nothing of it.
+    assert run_training(settings(data, steps=4), tmp_path, threading.Event())["steps"] == 6
     more = settings(data, steps=8)
     assert not run_training(more, tmp_path, StopAfter(1))["finished"]
     assert not (tmp_path / "result.json").exists()
