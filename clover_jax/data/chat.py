@@ -156,7 +156,8 @@ class _Answer:
             )
 
         # Text between the two that no generation prompt holds would have to be generated.
-        before = self._rest[: self._rest.rfind(self._content.strip())]
+        # The first place: an end-of-turn marker may hold the answer's letters, or no answer at all.
+        before = self._rest[: self._rest.find(self._content.strip())]
         unasked = render_template(tokenizer, messages[:-1], False, record.source)
         if before.strip() and self.asked == unasked:
             self._refuse(
@@ -187,8 +188,10 @@ class _Answer:
         if not text.startswith(self.asked) or begins < 0 or text[start:begins].strip():
             self._refuse("renders an answer differently once more follows")
 
-        # The end-of-turn marker counts where it follows here, too.
-        marker = self._rest[self._rest.rfind(content) + len(content) :].rstrip()
+        # The end-of-turn marker counts where it follows here, too. It and the block may both hold
+        # the answer's letters.
+        rest = self._rest.rpartition("</think>")[2].lstrip()
+        marker = rest[rest.find(content) + len(content) :].rstrip()
         end = begins + len(content)
         return Span(start, end + len(marker) if text.startswith(marker, end) else end)
 

@@ -75,6 +75,28 @@ def test_an_empty_answer_counts_its_end_of_turn_only(chatml, content):
     assert masked_text(encoded, chatml) == content + "</s>be</s>"
 
 
+# As Llama 2 and Mistral: the end of the question asks for the answer, and nothing is added.
+INSTRUCT = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[{{ m['content'] }}]"
+    "{% else %}{{ m['content'] }}</s>{% endif %}{% endfor %}"
+)
+# As Qwen 3: the last answer gets a thinking block, those of the past have none.
+THINKING = (
+    "{% for m in messages %}<{{ m['role'] }}>"
+    "{% if m['role'] == 'assistant' and loop.last %}<think></think>\n{% endif %}"
+    "{{ m['content'] }}</s>\n{% endfor %}{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+@pytest.mark.parametrize("content", ["", "s", "/"])
+def test_an_answer_may_be_empty_or_a_part_of_the_end_of_turn_marker(tmp_path, content):
+    messages = (("user", "a"), ("assistant", content), ("user", "b"), ("assistant", "be"))
+    for template, last in ((INSTRUCT, "be"), (THINKING, "<think></think>\nbe")):
+        tokenizer = load_tokenizer(save_byte_level(tmp_path, template))
+        encoded = encode_record(Conversation("f", messages), tokenizer, 300)
+        assert masked_text(encoded, tokenizer) == f"{content}</s>{last}</s>"
+
+
 def test_spaces_that_a_tokenizer_trims_from_offsets_count(tmp_path):
     tokenizer = load_tokenizer(save_byte_level(tmp_path, CHATML))
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
