@@ -186,7 +186,7 @@ class _Answer:
         # Only white space may stand in the place of the dropped block.
         start, begins = len(self.asked), text.find(content, len(self.asked))
         if not text.startswith(self.asked) or begins < 0 or text[start:begins].strip():
-            self._refuse("renders an answer differently once more follows")
+            return self._span_with_another_end(text)
 
         # The end-of-turn marker counts where it follows here, too. It and the block may both hold
         # the answer's letters.
@@ -194,6 +194,17 @@ class _Answer:
         marker = rest[rest.find(content) + len(content) :].rstrip()
         end = begins + len(content)
         return Span(start, end + len(marker) if text.startswith(marker, end) else end)
+
+    def _span_with_another_end(self, text: str) -> Span:
+        """Find the answer where only the last one ends in the marker that a model writes."""
+        # gpt-oss ends past turns in another marker, which is not learnt as it is never generated.
+        both = zip(self.answered, text, strict=False)
+        same = "".join(a for a, _ in itertools.takewhile(lambda pair: pair[0] == pair[1], both))
+        content = self._content.strip()
+        begins = same.rfind(content, len(self.asked)) if content else -1
+        if begins < 0:
+            self._refuse("renders an answer differently once more follows")
+        return Span(len(self.asked), begins + len(content))
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UserError(

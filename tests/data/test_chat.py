@@ -97,6 +97,22 @@ def test_an_answer_may_be_empty_or_a_part_of_the_end_of_turn_marker(tmp_path, co
         assert masked_text(encoded, tokenizer) == f"{content}</s>{last}</s>"
 
 
+@pytest.mark.parametrize("content", ["he had it", "final", "return"])
+def test_past_answers_may_end_in_another_marker_than_the_last(tmp_path, content):
+    # As gpt-oss, which answers in a channel that the generation prompt leaves to the model.
+    template = (
+        "{% for m in messages %}<{{ m['role'] }}>"
+        "{% if m['role'] == 'assistant' %}<final>{{ m['content'] }}"
+        "{% if loop.last %}<return>{% else %}<end>{% endif %}"
+        "{% else %}{{ m['content'] }}<end>{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    tokenizer = load_tokenizer(save_byte_level(tmp_path, template))
+    messages = (("user", "a"), ("assistant", content), ("user", "b"), ("assistant", "be"))
+    encoded = encode_record(Conversation("f", messages), tokenizer, 300)
+    assert masked_text(encoded, tokenizer) == f"<final>{content}<final>be<return>"
+
+
 def test_spaces_that_a_tokenizer_trims_from_offsets_count(tmp_path):
     tokenizer = load_tokenizer(save_byte_level(tmp_path, CHATML))
     tokenizer.backend_tokenizer.post_processor = processors.ByteLevel(trim_offsets=True)
