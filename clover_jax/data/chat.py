@@ -238,6 +238,9 @@ def _encode_rendered(
 def _encode_text(record: Text, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     # A section in the middle of a document has no BOS and no EOS.
     ids = tokenizer(record.text, add_special_tokens=record.starts).input_ids
+    # Some tokenizers add EOS to whatever they get.
+    if not record.ends and ids and ids[-1] == tokenizer.eos_token_id:
+        ids = ids[:-1]
     encoded = Encoded(np.array(ids, np.int32), np.ones(len(ids), bool))
     return _with_eos(encoded, tokenizer, True) if record.ends else encoded
 
@@ -255,6 +258,9 @@ def _encode_turns(turns: tuple[Turn, ...], vocab_size: int, source: str) -> Enco
 def _with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, counts: bool) -> Encoded:
     """Append EOS where the tokenizer has one and did not add it itself; counts: its mask."""
     eos = tokenizer.eos_token_id
-    if eos is None or (encoded.tokens.size and encoded.tokens[-1] == eos):
+    if eos is None:
         return encoded
+    # One that is there already has no place in the text, so no span has counted it.
+    if encoded.tokens.size and encoded.tokens[-1] == eos:
+        return Encoded(encoded.tokens, np.append(encoded.loss_mask[:-1], counts))
     return Encoded(np.append(encoded.tokens, np.int32(eos)), np.append(encoded.loss_mask, counts))

@@ -55,6 +55,23 @@ def test_a_section_in_the_middle_gets_no_special_tokens(plain):
     assert not set(encoded.tokens.tolist()) & set(plain.all_special_ids)
 
 
+def test_a_tokenizer_that_adds_eos_itself_gives_the_same_samples(plain, tmp_path):
+    adding = load_tokenizer(save_byte_level(tmp_path))
+    adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>",
+        special_tokens=[("<s>", adding.bos_token_id), ("</s>", adding.eos_token_id)],
+    )
+    sections = [
+        Text("f", "the", starts, ends) for starts in (False, True) for ends in (False, True)
+    ]
+    for record in (*sections, Conversation("f", ASK), Conversation("f", ASK[:3])):
+        ours, theirs = (encode_record(record, each, 300) for each in (adding, plain))
+        # The tokenizer that adds no EOS adds no BOS either.
+        begins = int(ours.tokens[0] == adding.bos_token_id)
+        assert ours.tokens[begins:].tolist() == theirs.tokens.tolist()
+        assert ours.loss_mask[begins:].tolist() == theirs.loss_mask.tolist()
+
+
 def test_only_the_assistant_counts_in_a_chat_template(chat):
     encoded = encode_record(Conversation("f", ASK), chat, 300)
     assert chat.decode(encoded.tokens) == (
