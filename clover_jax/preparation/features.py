@@ -72,8 +72,9 @@ def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
             f"({', '.join(registry.DRAFTERS)}) nor one of pre_norm, post_norm, layer_0 to "
             f"layer_{base.num_layers - 1}"
         )
-    # Sorted by the teacher's rule, so that a list in another order is the same data.
-    return stored_names(tuple(names))
+    # With g for the loss, and all that was named: a head that reads g alone needs it kept beside h.
+    # Sorted, so that a list in another order is the same data.
+    return tuple(sorted({*names, *stored_names(tuple(names))}))
 
 
 def write_features(

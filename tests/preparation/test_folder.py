@@ -2,15 +2,18 @@
 
 import jax
 import numpy as np
+import pytest
 
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
 from clover_jax.data.sample_checks import SampleCounts
 from clover_jax.data.training_data import load_training_data
 from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.preparation.features import feature_names
 from clover_jax.pretrained.loading import load_base
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.preparation.prepared_data import SEQ_LEN, batches, load
 from tests.tiny_folders import SPEAKING
+from tests.tiny_models import TINY
 
 
 def test_prepared_data_give_the_batches_of_the_raw_files(base, data, prepared):
@@ -50,6 +53,19 @@ def test_cached_activations_are_those_of_the_base(base, prepared):
         output = forward({"params": loaded.params}, tokens, positions, mask)
         np.testing.assert_allclose(hidden[:SEQ_LEN], output.hidden["pre_norm"][0], atol=2e-6)
         assert len(hidden) == len(samples[index].tokens)
+
+
+@pytest.mark.parametrize(
+    "spec, kept",
+    [
+        ("pre_norm, post_norm", ("post_norm", "pre_norm")),
+        ("pre_norm", ("pre_norm",)),
+        ("layer_1", ("layer_1", "post_norm")),
+        ("medusa", ("post_norm",)),
+    ],
+)
+def test_all_activations_that_were_named_are_kept(spec, kept):
+    assert feature_names(spec, TINY) == kept
 
 
 def test_a_process_reads_the_activations_of_its_own_rows_only(prepared, monkeypatch):
