@@ -16,7 +16,6 @@ from starlette.types import Receive, Scope, Send
 
 from clover_jax.errors import UserError
 from clover_jax.generation.row_state import TurnProgress
-from clover_jax.serving.asks import TimeLimit
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.requests import Call
 from clover_jax.serving.responses import DONE, ChatAnswers, CompletionAnswers, event
@@ -70,9 +69,13 @@ class Answering(Response):
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             try:
                 ended = await self._follow_all(updates, take)
-            except (TimeLimit, UserError) as error:
+            except _Gone:
+                raise
+            except Exception as error:
                 await writer.write([as_api_error(error).body()], is_last=True)
-                return
+                if isinstance(error, ApiError | UserError):
+                    return
+                raise  # a bug: uvicorn logs it
         await writer.write(self._answers.last(ended), is_last=True)
 
     @contextlib.asynccontextmanager

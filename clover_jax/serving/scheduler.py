@@ -120,6 +120,11 @@ class Scheduler:
         self._thread = threading.Thread(target=self._drive, name="engine", daemon=True)
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the engine's thread has ended by an error: nothing is decoded any more."""
+        return self._failure is not None
+
+    @property
     def num_running(self) -> int:
         """Rows that are read or decoded."""
         return len(self._running)
@@ -158,7 +163,7 @@ class Scheduler:
         # A long prompt takes a while to tokenize; the event loop must not wait for it.
         job = await asyncio.to_thread(self._prepare, ask, asyncio.get_running_loop())
         with self._changed:
-            if self._failure is not None:
+            if self.has_failed:
                 raise RuntimeError("the engine has failed") from self._failure
             self._check_room()  # many may have been let in while their prompts were tokenized
             self._waiting.push(ask.client, job)

@@ -98,14 +98,17 @@ class Service:
         return self.ready()
 
     def ready(self) -> Ready:
-        """Return what is loaded; raises ApiError while it loads, and once the server ends."""
+        """Return what is loaded.
+
+        Raises ApiError while it loads, once the server ends, and once its engine has failed.
+        """
         if self._ready is None or self._is_draining:
-            raise ApiError(
-                "the server is stopping" if self._is_draining else "the model is being loaded",
-                HTTPStatus.SERVICE_UNAVAILABLE,
-                headers=_RETRY,
-            )
-        return self._ready
+            reason = "the server is stopping" if self._is_draining else "the model is being loaded"
+        elif self._ready.scheduler.has_failed:
+            reason = "the server has failed; its log says why"
+        else:
+            return self._ready
+        raise ApiError(reason, HTTPStatus.SERVICE_UNAVAILABLE, headers=_RETRY)
 
     @contextlib.contextmanager
     def answering(self) -> Iterator[None]:

@@ -6,6 +6,7 @@ import types
 
 import pytest
 
+from clover_jax.serving.scheduler import Updates
 from tests.serving.asking import GREEDY, endless, refused, streamed, text, unread
 from tests.serving.conftest import AREA, KINDS, path_of, text_of
 
@@ -107,3 +108,22 @@ def test_an_answer_that_takes_too_long_is_given_up(server, client, monkeypatch, 
         assert last["error"]["type"] == "timeout_error"
     assert server.becomes("num_requests_running", 0)
     assert text(client, GREEDY) == alone[0]["text"]
+
+
+def test_a_stream_that_an_engine_s_failure_ends_says_so(server, client, monkeypatch):
+    async def failing(updates):
+        raise RuntimeError("the engine has failed")
+
+    with monkeypatch.context() as changed:
+        changed.setattr(Updates, "__anext__", failing)
+        (only,) = streamed(client, GREEDY)
+    assert only["error"]["type"] == "server_error"
+    assert server.becomes("num_requests_running", 0)
+
+
+def test_a_server_whose_engine_has_failed_is_not_healthy(server, client, monkeypatch):
+    with monkeypatch.context() as changed:
+        changed.setattr(server.service.ready().scheduler, "_failure", ValueError("of the device"))
+        for answer in (client.get("/health"), client.post("/v1/completions", json=GREEDY)):
+            assert "failed" in refused(answer, 503)
+    assert client.get("/health").status_code == 200
