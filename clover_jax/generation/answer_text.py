@@ -55,6 +55,12 @@ class AnswerText:
         """Return new text that neither later tokens nor stop strings can change."""
         return self.rest(self._text[: settled_length(self._text, self._stops)])
 
+    @property
+    def is_settled(self) -> bool:
+        """Whether no stop string that later tokens complete can begin in the text so far."""
+        is_handed_out = self._num_handed_out == len(self._text) and not self._pieces.held()
+        return not self._stops or is_handed_out
+
     def rest(self, text: str) -> str:
         """Return what was not returned yet of this text, which a stop string may have cut."""
         piece = text[self._num_handed_out :]

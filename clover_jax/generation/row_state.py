@@ -42,12 +42,14 @@ class Piece(NamedTuple):
     forward: its number, 0 for prefill; of several the last. ids: its tokens.
     text: what is settled now, by tokens and stop strings; "" without a tokenizer.
     is_copied: whether the tokens were copied from the text; False where that is not tracked.
+    is_settled: whether a stop string that later tokens complete leaves all tokens so far.
     """
 
     forward: int
     ids: list[int]
     text: str
     is_copied: bool = False
+    is_settled: bool = True
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +185,8 @@ class RowState:
                 kept = max(cut.num_kept - self._num_seen + len(ids), 0)
                 return [*pieces, Piece(forward, ids[:kept], "", is_copied)], cut
             text = self._answer.settled() if self._answer else ""
-            pieces.append(Piece(forward, ids, text, is_copied))
+            is_settled = self._answer is None or self._answer.is_settled
+            pieces.append(Piece(forward, ids, text, is_copied, is_settled))
         return pieces, None
 
     def _parts(self, row: Generation) -> Iterator[tuple[int, list[int], bool]]:

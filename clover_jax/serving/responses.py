@@ -13,7 +13,7 @@ from clover_jax.decoding.requests import TokenScore
 from clover_jax.generation.row_state import Piece, TurnProgress
 from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
 from clover_jax.serving.requests import Call
-from clover_jax.serving.token_texts import TokenTexts
+from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 DONE = b"data: [DONE]\n\n"
@@ -50,10 +50,11 @@ class Answers(abc.ABC):
             "created": int(time.time()),
             "model": model,
         }
-        # Streamed choices that have begun; tokens and characters already sent of each.
+        # Streamed choices that have begun; of each the tokens that came, and those already sent.
         self._begun: set[int] = set()
+        self._num_seen = [0] * len(call.asks)
         self._num_told = [0] * len(call.asks)
-        self._offsets = [0] * len(call.asks)
+        self._places: dict[int, TokenPlaces] = {}
 
     def whole(self, ended: Sequence[TurnProgress]) -> dict[str, Any]:
         """Return the body of all answers, in the order of the asks."""
@@ -77,8 +78,13 @@ class Answers(abc.ABC):
         pieces = [] if self.call.no_output else progress.pieces
         # One piece is of one forward; without `forwards` all of them are joined.
         for piece in pieces if self.call.tells_forwards else _joined(pieces):
-            scored = self._scored(progress, self._num_told[index], piece.ids)
-            self._num_told[index] += len(piece.ids)
+            self._num_seen[index] += len(piece.ids)
+            scored: list[Scored] = []
+            # A stop string may yet take the last tokens away, so their scores wait like their text.
+            if piece.is_settled:
+                first, end = self._num_told[index], self._num_seen[index]
+                scored = self._scored(progress, first, progress.turn.output_ids[first:end])
+                self._num_told[index] = end
             # Nothing to show yet, except to a client that counts tokens by forward.
             if not (piece.text or scored or (piece.ids and self.call.tells_forwards)):
                 continue
@@ -224,9 +230,10 @@ class CompletionAnswers(Answers):
 
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
         texts, offsets, tops = self._texts, [], []
+        # Without the prompt the answer's first token does not begin a text.
+        places = self._places.setdefault(index, texts.places(is_start=self.call.echo))
         for token in scored:
-            offsets.append(self._offsets[index])
-            self._offsets[index] += texts.length(token.id)
+            offsets.append(places.next(token.id))
             # The token itself is among its alternatives, wherever it ranks.
             top = {} if token.log_probability is None else {token.id: token.log_probability}
             top |= {id_: value for id_, value in token.top if id_ != token.id}
@@ -281,4 +288,5 @@ def _joined(pieces: Sequence[Piece]) -> list[Piece]:
     if not pieces:
         return []
     ids = [id_ for piece in pieces for id_ in piece.ids]
-    return [Piece(pieces[-1].forward, ids, "".join(piece.text for piece in pieces))]
+    text, last = "".join(piece.text for piece in pieces), pieces[-1]
+    return [Piece(last.forward, ids, text, is_settled=last.is_settled)]

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.detokenization import BYTE_TOKEN, INCOMPLETE, decode_text
+from clover_jax.tokenizers.detokenization import BYTE_TOKEN, INCOMPLETE, TextStream, decode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -51,9 +51,15 @@ class TokenTexts:
             return [int(byte[1], 16)]
         return [alphabet[c] for c in name] if all(c in alphabet for c in name) else None
 
-    def length(self, id_: int) -> int:
-        """Return how many characters of a text a token has, 0 for a special one."""
-        return 0 if id_ in self._special else len(self.text(id_))
+    def places(self, is_start: bool) -> TokenPlaces:
+        """Return what tells where the tokens of a text begin, or of one that continues another."""
+        if self._tokenizer is None:
+            return TokenPlaces(self, None)
+        return TokenPlaces(self, TextStream(self._tokenizer, [] if is_start else self._before))
+
+    def is_whole(self, id_: int) -> bool:
+        """Return whether a token's text is what it adds to any text but an empty one."""
+        return id_ not in self._special and INCOMPLETE not in self.text(id_)
 
     def written(self, id_: int) -> str:
         """Return a token as the vocabulary writes it."""
@@ -71,6 +77,30 @@ class TokenTexts:
         if self._tokenizer is None:
             raise UserError("the base has no tokenizer files; give and take token ids")
         return self._tokenizer
+
+
+class TokenPlaces:
+    """Where each token of one text begins, in characters, as its tokens come.
+
+    stream: None where there is no tokenizer, hence no text; all tokens are then at 0.
+    """
+
+    def __init__(self, texts: TokenTexts, stream: TextStream | None):
+        self._texts, self._stream = texts, stream
+        self._settled, self._last = 0, 0  # characters, and the last token's place
+
+    def next(self, id_: int) -> int:
+        """Return where the next token begins; parts of a character begin where it does."""
+        if self._stream is None:
+            return 0
+        # What is held back may be the beginning of a character that this token goes on with.
+        begin = self._settled + len(self._stream.held().rstrip(INCOMPLETE))
+        self._settled += len(self._stream.push([id_]))
+        # It may have settled what no token completed: that is before it.
+        if self._texts.is_whole(id_):
+            begin = max(begin, self._settled - len(self._texts.text(id_)))
+        self._last = max(self._last, begin)
+        return self._last
 
 
 @functools.cache

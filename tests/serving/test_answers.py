@@ -9,8 +9,11 @@ import pytest
 
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
+from clover_jax.serving.token_texts import TokenTexts
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.serving.asking import GREEDY, refused, streamed, text, whole
 from tests.serving.conftest import AREA, CLOSE, CONVERSATION, KINDS, MESSAGES, text_of
+from tests.tiny_tokenizers import save_byte_fallback
 
 
 def together(ask, bodies):
@@ -145,6 +148,42 @@ def test_an_answer_and_its_echo_are_scored_alike(client, alone):
         assert len(top) == 3
     for token, offset in zip(ours["tokens"], ours["text_offset"], strict=True):
         assert answer["text"].startswith(token, offset)
+
+
+def test_offsets_count_characters_though_several_tokens_spell_one(client):
+    prompt = "é = 🙂 + 日本 # an end"
+    body = {"prompt": prompt, "max_tokens": 0, "echo": True, "logprobs": 0}
+    (choice,) = whole(client, body)["choices"]
+    tokens, offsets = choice["logprobs"]["tokens"], choice["logprobs"]["text_offset"]
+    for token, offset in zip(tokens, offsets, strict=True):
+        # A token with a part of a character reads as a replacement character.
+        assert prompt.startswith(token, offset) or not prompt[offset].isascii()
+    assert len(tokens) > len(set(offsets)) > 8
+
+
+def test_the_first_of_sentencepiece_s_tokens_loses_its_space(tmp_path):
+    texts = TokenTexts(load_tokenizer(save_byte_fallback(tmp_path)))
+    ids = texts.encode("the boat\n\nhe")
+    tokens = [("\u2581the", 0), ("\u2581", 3), ("b", 4), ("o", 5), ("a", 6), ("t", 7)]
+    tokens += [("<0x0A>", 8), ("<0x0A>", 9), ("he", 10)]
+    places = texts.places(is_start=True)
+    assert [(texts.written(id_), places.next(id_)) for id_ in ids] == tokens
+    # As an answer it keeps the space.
+    places = texts.places(is_start=False)
+    assert [places.next(id_) for id_ in ids] == [0, *(place + 1 for _, place in tokens[1:])]
+
+
+def test_a_stream_scores_no_token_that_a_stop_string_takes_away(client):
+    body = GREEDY | {"logprobs": 0}
+    tokens = whole(client, body)["choices"][0]["logprobs"]["tokens"]
+    # It begins in one forward's token and ends in another's.
+    body |= {"stop": [tokens[9][-1] + tokens[10] + tokens[11][:1]]}
+    (choice,) = whole(client, body)["choices"]
+    assert len(choice["logprobs"]["tokens"]) <= 9
+    chunks = streamed(client, body | {"forwards": True})
+    told = [chunk["choices"][0]["logprobs"] for chunk in chunks]
+    for name, values in choice["logprobs"].items():
+        assert [value for logprobs in told if logprobs for value in logprobs[name]] == values
 
 
 def test_scores_of_a_prompt_are_those_of_one_forward(server, client, alone):
