@@ -235,9 +235,9 @@ _WORDS = {"missing": "is missing", "model_type": "must be an object"}
 
 def validated(kind: type[S], body: Mapping[str, Any]) -> S:
     """Return a body in its shape; raises ApiError naming the first field that is wrong."""
-    if issubclass(kind, CommonRequest):
-        # Before the shape is checked, which ignores every field that it does not know.
-        _refuse_not_done(body, _NOT_DONE, "")
+    # Before the shape is checked, which ignores every field that it does not know.
+    not_done = {name: _NOT_DONE[name] for name in _NOT_DONE if name not in kind.model_fields}
+    _refuse_not_done(body, not_done, "")
     messages = body.get("messages")
     for index, message in enumerate(messages if isinstance(messages, list) else ()):
         if isinstance(message, dict):

@@ -57,6 +57,9 @@ def test_tokens_go_there_and_back(client, alone):
     assert back == {"prompt": AREA}
     chat = client.post("/tokenize", json={"messages": MESSAGES}).json()
     assert chat["tokens"] == alone[10]["prompt_ids"]
+    # A field that would change the tokens and is not done is refused, as in a chat.
+    asked = {"messages": MESSAGES, "add_generation_prompt": False}
+    refused(client.post("/tokenize", json=asked), 400, "add_generation_prompt")
 
 
 def test_other_paths_methods_and_models_are_refused(client):
