@@ -162,7 +162,7 @@ def _digest(key: bytes) -> bytes:
 
 def is_loopback(host: str) -> bool:
     """Return whether only this machine can reach an address."""
-    if host == "localhost":
+    if host.lower() == "localhost":
         return True
     try:
         return ipaddress.ip_address(host).is_loopback

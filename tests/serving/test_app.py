@@ -77,19 +77,38 @@ def test_plain_text_is_refused_since_any_page_may_post_it(client):
 
 
 def test_pages_of_other_origins_are_let_in_by_name_only(client):
-    asking = {"Origin": "https://example.org", "Access-Control-Request-Method": "POST"}
+    asking = {
+        "Origin": "https://example.org",
+        "Access-Control-Request-Method": "POST",
+        # What OpenAI's client sends from a page, among others.
+        "Access-Control-Request-Headers": "authorization,content-type,x-stainless-os",
+    }
 
-    def allowed(method, **options):
+    def respond(method, **options):
         async def asked():
             app = make_app(Service(ServeOptions(ServeSpec(), **options)))
             transport = httpx2.ASGITransport(app=app)
             async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one:
                 return await one.request(method, "/v1/completions", headers=asking)
 
-        return asyncio.run(asked()).headers.get("access-control-allow-origin")
+        return asyncio.run(asked())
 
+    allowed = "access-control-allow-origin"
     for method in ("OPTIONS", "POST"):
-        assert allowed(method) is None
-        assert allowed(method, allowed_origins=("https://example.com",)) is None
-        assert allowed(method, allowed_origins=(asking["Origin"],)) == asking["Origin"]
-    assert "access-control-allow-origin" not in client.get("/v1/models", headers=asking).headers
+        assert allowed not in respond(method).headers
+        assert allowed not in respond(method, allowed_origins=("https://example.com",)).headers
+        response = respond(method, allowed_origins=(asking["Origin"],))
+        assert response.headers[allowed] == asking["Origin"]
+    assert respond("OPTIONS", allowed_origins=(asking["Origin"],)).status_code == 200
+    assert allowed not in client.get("/v1/models", headers=asking).headers
+
+
+@pytest.mark.parametrize(("host", "status"), [("LocalHost:80", 503), ("example.org", 403)])
+def test_without_a_key_only_names_of_this_machine_are_let_in(host, status):
+    async def asked():
+        app = make_app(Service(ServeOptions(ServeSpec())))
+        transport = httpx2.ASGITransport(app=app)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://localhost") as one:
+            return await one.get("/v1/models", headers={"Host": host})
+
+    refused(asyncio.run(asked()), status, "Host" if status == 403 else None)
