@@ -24,6 +24,7 @@ from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, over_states, whole
 
 OFFSETS, KEPT = "d2t", "t2d"
+_STATES = "eagle_aux_hidden_state_layer_ids"
 
 
 def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
@@ -36,14 +37,35 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3
             f"{path}: draft_vocab_size must be a whole number from 1 to vocab_size, not {size!r}"
         )
 
+    _check_servers_fields(values, path, base)
     return Eagle3Config(
         layer=layer,
         vocab_size=vocab_size,
-        # Not in the config: every reader takes the method's states.
+        # Not in the config: every reader takes the method's states where no field names others.
         features=feature_layers(base.num_layers),
         draft_to_target=_read_vocabulary(TensorFiles(path.parent), size, vocab_size),
         loss=METHOD_LOSS,
     )
+
+
+def _check_servers_fields(values: dict[str, Any], path: Path, base: BaseConfig) -> None:
+    """Raise UserError where a server's own field makes another head of the same tensors."""
+    object_ = values.get("eagle_config")
+    own = object_ if isinstance(object_, dict) else {}
+    entered = [f"layer_{index}" for index in range(base.num_layers)] + ["pre_norm"]
+    states = [entered.index(name) for name in feature_layers(base.num_layers)]
+    # vLLM's ids name the layers that states enter, SGLang's, in an object, those that they leave.
+    for ids, wanted in ((values.get(_STATES), states), (own.get(_STATES), [i - 1 for i in states])):
+        if ids is not None and ids != wanted:
+            raise UserError(
+                f"{path}: {_STATES} is {ids!r}; only heads of the method's own states, {wanted} of "
+                f"a base of {base.num_layers} layers, can be read"
+            )
+    if values.get("norm_before_residual"):
+        raise UserError(
+            f"{path}: norm_before_residual is {values['norm_before_residual']!r}; only heads can "
+            "be read that add to the state as it was before its norm"
+        )
 
 
 def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:

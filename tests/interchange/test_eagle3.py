@@ -25,6 +25,8 @@ from tests.tiny_checkpoints import (
 )
 from tests.tiny_models import TINY
 
+STATES = "eagle_aux_hidden_state_layer_ids"
+
 
 @pytest.fixture(scope="module")
 def reference_dir(fixtures_dir):
@@ -43,6 +45,9 @@ def folder(reference_dir, tmp_path):
 
 
 def test_it_is_recognised_and_loads_as_a_draft(folder, base):
+    # What vLLM and SGLang may say besides, of the same states.
+    edit_json(folder / "config.json", **{STATES: [2, 4, 5]}, norm_before_residual=False)
+    edit_json(folder / "config.json", eagle_config={STATES: [1, 3, 4]})
     draft = load_draft(folder, base, rope_theta=5e5)
     assert draft.provenance == {"layout": "eagle3"}
     assert draft.head.config.draft_vocab_size == 40
@@ -131,6 +136,10 @@ def test_wrong_tensors_are_named(folder, base, edit, message):
         ({"draft_vocab_size": ...}, "draft_vocab_size must be a whole number from 1 to vocab_size"),
         ({"draft_vocab_size": 41}, r"tensor d2t must have shape \(41,\), .*; found \(40,\)"),
         ({"hidden_size": 64}, "the head's hidden_size is 64, that of the base .* is 32; give the"),
+        # Fields of vLLM and SGLang that no tensor shows.
+        ({STATES: [0, 1, 2]}, r"layer_ids is \[0, 1, 2\]; only heads of the method's own states"),
+        ({"eagle_config": {STATES: [2, 3, 5]}}, r"layer_ids is \[2, 3, 5\]; only heads of the me"),
+        ({"norm_before_residual": True}, "norm_before_residual is True; only heads can be read th"),
     ],
 )
 def test_a_config_that_does_not_fit_is_refused(folder, base, changes, message):
