@@ -20,6 +20,7 @@ import numpy as np
 from clover_jax.errors import UserError, reason_of
 
 _TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TYPES |= {"int64": "I64", "bool": "BOOL"}  # tables of token ids beside the weights
 _ADVICE = "save the weights as model.safetensors (save_pretrained of transformers does)"
 
 

@@ -64,6 +64,18 @@ def test_reading_and_writing_gives_the_same_tensors(reference_dir, tmp_path, bas
     assert [found[name] for name in named] == [fields[name] for name in named]
 
 
+@pytest.mark.parity
+def test_a_published_head_s_pytorch_file_is_read_with_its_tables(folder, base):
+    torch = pytest.importorskip("torch")
+    tensors = load_file(folder / "model.safetensors")
+    wanted = read_layout("eagle3", folder, base)
+    (folder / "model.safetensors").unlink()
+    torch.save({k: torch.tensor(v) for k, v in tensors.items()}, folder / "pytorch_model.bin")
+    found = read_layout("eagle3", folder, base)
+    assert found[0] == wanted[0]
+    assert_trees_equal(found[1], wanted[1])
+
+
 @pytest.mark.parametrize("table", [None, (0, 5, 6, 95)], ids=["full", "four"])
 def test_writing_and_reading_gives_the_same_head(tmp_path, table):
     changes = {"num_layers": 8, "rope": RopeConfig(5e5, "llama3", 8.0), "qkv_bias": True}
