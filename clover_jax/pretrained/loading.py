@@ -167,13 +167,20 @@ def _check_tokenizer(directory: Path, config: BaseConfig) -> None:
 
 
 def _vocabulary(directory: Path) -> dict[str, int]:
-    """Return token -> id, empty for a folder without a tokenizer: prompts can be given as ids."""
+    """Return token -> id, empty for a folder without a tokenizer: prompts can be given as ids.
+
+    Without added tokens: Gemma 3's of 1B has the one for images, for which that base has no row. A
+    row of prompts that names such a token is refused when it is read.
+    """
     path = directory / "tokenizer.json"
     if not path.is_file():
         tokenizer = load_tokenizer(directory)
-        return {} if tokenizer is None else tokenizer.get_vocab()
+        if tokenizer is None:
+            return {}
+        added = tokenizer.get_added_vocab()
+        return {token: id_ for token, id_ in tokenizer.get_vocab().items() if token not in added}
     # Faster than load_tokenizer, which imports transformers.
     try:
-        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=True)
+        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=False)
     except Exception as error:  # the library raises bare Exception
         raise UserError(f"{path} is not a readable tokenizer: {error}") from error

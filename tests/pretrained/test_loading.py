@@ -9,10 +9,16 @@ import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.pretrained.loading import load_base
+from clover_jax.tokenizers.tokenizer import load_tokenizer
 from experiments.tiny_base.base_folder import export_base
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
 from tests.tiny_tokenizers import save_byte_level
@@ -235,6 +241,19 @@ def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
     message = r"token 'Ġthe' of its tokenizer has id 260, but the embedding has only 96 rows"
     with pytest.raises(UserError, match=message):
         load_base(str(folder))
+
+
+def test_an_added_token_beyond_the_embedding_is_refused_only_where_it_is_used(folder):
+    words = {f"w{index}": index for index in range(96)}
+    tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
+    tokenizer.pre_tokenizer = WhitespaceSplit()
+    tokenizer.add_special_tokens(["<image>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    config = load_base(str(folder)).config
+    read, vocabulary = load_tokenizer(folder), config.vocab_size
+    assert encode_prompt(Prompt(0, "row 0", "w3 w95"), read, vocabulary) == [3, 95]
+    with pytest.raises(UserError, match="row 0: token id 96 is outside the base's vocabulary"):
+        encode_prompt(Prompt(0, "row 0", "w3 <image>"), read, vocabulary)
 
 
 def test_a_broken_tokenizer_is_named(folder):
