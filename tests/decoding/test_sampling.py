@@ -75,6 +75,17 @@ def test_as_many_tokens_stay_where_a_compiler_computes_soft_caps_twice(top_k, to
         np.testing.assert_array_equal(num_kept(True, matrix, hidden, many), [max(top_k, 1)] * 6)
 
 
+@pytest.mark.parametrize("further", [0, 1], ids=["rounds up", "rounds down"])
+def test_of_neighbouring_numbers_the_smaller_is_cut(further):
+    # What lies half-way between them rounds to one of the two.
+    larger = -np.float32(5)
+    for _ in range(further):
+        larger = np.nextafter(larger, -np.inf, dtype=np.float32)
+    logits = jnp.array([[[0, larger, np.nextafter(larger, -np.inf, dtype=np.float32)]]])
+    warped = warp(logits, rows(1.0, top_k=2), truncate=True)
+    np.testing.assert_array_equal(jnp.isfinite(warped)[0, 0], [1, 1, 0])
+
+
 def test_temperature_zero_leaves_the_most_probable_token():
     logits = jnp.array([[[1.0, 3.0, 3.0, 2.0]]])
     np.testing.assert_array_equal(jnp.isfinite(warp(logits, rows(0.0), False))[0, 0], [0, 1, 0, 0])
