@@ -139,8 +139,8 @@ def _truncate(logits: Float[Array, "B T V"], rows: RowSampling) -> Float[Array, 
     kept = (before < top_p) | (before <= 0) | (top_p >= 1)
     # One bound for both, so that equal tokens stay together.
     least = jnp.maximum(least, jnp.where(kept, descending, jnp.inf).min(axis=-1, keepdims=True))
-    # A compiler may compute logits once for the sort and again here, rounded otherwise. So what lies
-    # nearer to the last that is kept than to the first that is cut is kept too.
+    # A compiler may compute logits once for the sort and again here, rounded otherwise. So what
+    # lies nearer to the last that is kept than to the first that is cut is kept too.
     cut = jnp.where(ranked < least, ranked, -jnp.inf).max(axis=-1, keepdims=True)
     return jnp.where((logits >= least) | (logits > least / 2 + cut / 2), logits, -jnp.inf)
 
