@@ -292,8 +292,9 @@ def _within_window(
     cache: KeyValue, length: Array, rules: ScoreRules, window: int
 ) -> tuple[KeyValue, Array, ScoreRules]:
     """Return of a long cache the rows that a window shows; all positions count from the first."""
-    # Queries are fresh, so a row's first one sees the last window - 1 committed positions.
-    span = CACHE_CHUNK * math.ceil((window - 1) / CACHE_CHUNK)
+    # Queries are fresh, so a row's first one sees the last window - 1 committed positions: none of
+    # them with a window of 1, but a part cannot be empty.
+    span = CACHE_CHUNK * math.ceil(max(window - 1, 1) / CACHE_CHUNK)
     # The part is copied: read, written and read again.
     if 3 * span > cache.key.shape[2]:
         return cache, length, rules

@@ -64,8 +64,8 @@ def naive(query, fresh, cache, length, config):
 @pytest.mark.parametrize("rows_scores", [None, 1], ids=["all rows", "row by row"])
 @pytest.mark.parametrize(
     "rules",
-    [{"sliding_window": 2}, {"sliding_window": 300}, {"alibi": True}],
-    ids=["a window within the tree", "a window over chunks", "alibi"],
+    [{"sliding_window": 1}, {"sliding_window": 2}, {"sliding_window": 300}, {"alibi": True}],
+    ids=["a window of one", "a window within the tree", "a window over chunks", "alibi"],
 )
 def test_a_tree_after_caches_of_several_lengths(rules, rows_scores, platform, monkeypatch):
     policy = dataclasses.replace(READ_POLICIES[platform], rows_scores=rows_scores)
