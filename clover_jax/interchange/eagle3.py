@@ -55,8 +55,9 @@ def _check_servers_fields(values: dict[str, Any], path: Path, base: BaseConfig) 
     entered = [f"layer_{index}" for index in range(base.num_layers)] + ["pre_norm"]
     states = [entered.index(name) for name in feature_layers(base.num_layers)]
     # vLLM's ids name the layers that states enter, SGLang's, in an object, those that they leave.
+    # An empty list stands for the method's own states.
     for ids, wanted in ((values.get(_STATES), states), (own.get(_STATES), [i - 1 for i in states])):
-        if ids is not None and ids != wanted:
+        if ids and ids != wanted:
             raise UserError(
                 f"{path}: {_STATES} is {ids!r}; only heads of the method's own states, {wanted} of "
                 f"a base of {base.num_layers} layers, can be read"

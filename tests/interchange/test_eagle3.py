@@ -44,10 +44,11 @@ def folder(reference_dir, tmp_path):
     return copy_of(reference_dir / "eagle3", tmp_path / "eagle3")
 
 
-def test_it_is_recognised_and_loads_as_a_draft(folder, base):
+@pytest.mark.parametrize(("entered", "left"), [([2, 4, 5], [1, 3, 4]), ([], [])])
+def test_it_is_recognised_and_loads_as_a_draft(folder, base, entered, left):
     # What vLLM and SGLang may say besides, of the same states.
-    edit_json(folder / "config.json", **{STATES: [2, 4, 5]}, norm_before_residual=False)
-    edit_json(folder / "config.json", eagle_config={STATES: [1, 3, 4]})
+    edit_json(folder / "config.json", **{STATES: entered}, norm_before_residual=False)
+    edit_json(folder / "config.json", eagle_config={STATES: left})
     draft = load_draft(folder, base, rope_theta=5e5)
     assert draft.provenance == {"layout": "eagle3"}
     assert draft.head.config.draft_vocab_size == 40
