@@ -57,8 +57,11 @@ def run_training(
             check_renames(workdir)
         # The same command again costs a finished run no loading.
         finished = _finished_report(workdir, settings)
-        if finished is not None and recorded_settings(workdir) == settings:
-            return finished
+        if finished is not None:
+            # Fewer steps change nothing of it: its rates are those of a schedule that ended there.
+            settings = dataclasses.replace(settings, steps=finished["steps"])
+            if recorded_settings(workdir) == settings:
+                return finished
 
         with advise_on_memory(
             f"train on {settings.batch_size} rows of {settings.seq_len} tokens",
@@ -73,9 +76,7 @@ def run_training(
                 return _train(settings, inputs, workdir, agreed(stop))
             # All its steps are done; what differs may change, such as how it is measured.
             if is_primary():
-                # But its steps: its rates were those of a schedule that ended there.
-                ended = dataclasses.replace(settings, steps=finished["steps"])
-                record_settings(workdir, ended, inputs.identity)
+                record_settings(workdir, settings, inputs.identity)
             return finished
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from clover_jax.errors import UserError
 from clover_jax.interchange.card import read_card
-from clover_jax.training import trainer
+from clover_jax.training import run, trainer
 from clover_jax.training.decoding_eval import DecodingEvaluator
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import (
@@ -156,10 +156,14 @@ def test_more_steps_continue_a_finished_run(data, tmp_path):
     assert not (tmp_path / "best").exists()
 
 
-def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(data, tmp_path, capsys):
+def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(
+    data, tmp_path, monkeypatch, capsys
+):
     run_training(settings(data), tmp_path, threading.Event())
-    # A finished run has done fewer steps too, which changes nothing of it.
-    assert run_training(settings(data, steps=4), tmp_path, threading.Event())["steps"] == 6
+    # A finished run has done fewer steps too, which changes nothing of it and loads nothing.
+    with monkeypatch.context() as changed:
+        changed.setattr(run, "load_inputs", lambda *_: pytest.fail("loaded"))
+        assert run_training(settings(data, steps=4), tmp_path, threading.Event())["steps"] == 6
     more = settings(data, steps=8)
     assert not run_training(more, tmp_path, StopAfter(1))["finished"]
     assert not (tmp_path / "result.json").exists()
