@@ -195,6 +195,8 @@ class Program:
     def _used_of(self, fused: Computation, value: Instruction, whole: int) -> int:
         # An operand that is itself the result is read whole.
         used = whole if value.is_root else 0
+        # One that was rearranged or widened is another buffer, for which all of it was read.
+        is_as_stored = value.opcode in ("parameter", "bitcast")
         for user in fused.instructions.values():
             if value.name not in user.operands:
                 continue
@@ -205,7 +207,7 @@ class Program:
                 used += self._used_of(fused, user, whole)
             elif user.opcode in _CUTTING:  # of as many bytes an entry as the value has here
                 used += whole * _num_bytes(user) // max(_num_bytes(value), 1)
-            elif user.opcode in _UPDATING and user.operands[0] == value.name:
+            elif user.opcode in _UPDATING and user.operands[0] == value.name and is_as_stored:
                 continue  # the rest of the buffer stays where it is
             elif user.opcode == "fusion" and inner is not None:
                 used += self._used_bytes(inner, user.operands.index(value.name), whole)

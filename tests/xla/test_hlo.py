@@ -238,6 +238,30 @@ ENTRY %main (x.1: bf16[5,12]) -> f32[1,5,4] {
     assert moved(Program(text), "read") == 5 * 4 * 2 + 5 * 4 * 4
 
 
+def test_an_update_of_a_widened_buffer_reads_all_of_it():
+    text = """HloModule widened
+
+%fused (x: bf16[64,8], part: f32[1,8], at: s32[]) -> bf16[64,8] {
+  %x = bf16[64,8]{1,0} parameter(0)
+  %part = f32[1,8]{1,0} parameter(1)
+  %at = s32[] parameter(2)
+  %zero = s32[] constant(0)
+  %wide = f32[64,8]{1,0} convert(%x)
+  %updated = f32[64,8]{1,0} dynamic-update-slice(%wide, %part, %at, %zero)
+  ROOT %narrow = bf16[64,8]{1,0} convert(%updated)
+}
+
+ENTRY %main (x.1: bf16[64,8], part.1: f32[1,8], at.1: s32[]) -> bf16[64,8] {
+  %x.1 = bf16[64,8]{1,0} parameter(0)
+  %part.1 = f32[1,8]{1,0} parameter(1)
+  %at.1 = s32[] parameter(2)
+  ROOT %read = bf16[64,8]{1,0} fusion(%x.1, %part.1, %at.1), kind=kLoop, calls=%fused
+}
+"""
+    buffer = 64 * 8 * 2
+    assert moved(Program(text), "read") == 2 * buffer + 8 * 4 + 4
+
+
 def test_a_prefetched_weight_is_read_once():
     program = Program(TPU)
     assert moved(program, "copy-start.1") == 64 * 32 * 2
