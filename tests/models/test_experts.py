@@ -33,10 +33,13 @@ def params():
     }
 
 
-@pytest.fixture(params=["_chosen", "_all", "_all_in_parts", "_grouped"])
+@pytest.fixture(params=["_chosen", "_all", "_all on a TPU", "_all_in_parts", "_grouped"])
 def apply(request, monkeypatch):
     """The experts of TOKENS or of a part of them, by each of the ways."""
-    way = getattr(experts, request.param)
+    name, _, on_tpu = request.param.partition(" on ")
+    if on_tpu:
+        monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, tpu, default: tpu(*given))
+    way = getattr(experts, name)
     monkeypatch.setattr(experts, "MOST_TOKENS", 3)  # of the 4 tokens: two parts
     monkeypatch.setattr(experts, "_way_for", lambda *counts: way)
     return jax.jit(lambda params, tokens: EXPERTS.apply({"params": params}, tokens))
@@ -126,7 +129,7 @@ def test_rounded_experts_compute_with_what_they_stand_for(params, apply):
     np.testing.assert_allclose(apply(rounded, TOKENS), apply(plain, TOKENS), atol=1e-4)
 
 
-@pytest.mark.parametrize("apply", ["_chosen", "_all"], indirect=True)
+@pytest.mark.parametrize("apply", ["_chosen", "_all", "_all on a TPU"], indirect=True)
 def test_what_an_expert_gives_that_was_not_chosen_is_left_out(params, apply):
     never = params | {"router_bias": jnp.array([0.0, 0.0, -jnp.inf, 0.0, 0.0])}
     spoilt = {name: leaf.at[2].set(jnp.inf) for name, leaf in never.items() if "gate" in name}
