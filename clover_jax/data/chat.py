@@ -238,8 +238,8 @@ def _encode_rendered(
 def _encode_text(record: Text, tokenizer: PreTrainedTokenizerBase) -> Encoded:
     # A section in the middle of a document has no BOS and no EOS.
     ids = tokenizer(record.text, add_special_tokens=record.starts).input_ids
-    # Some tokenizers add EOS to whatever they get.
-    if not record.ends and ids and ids[-1] == tokenizer.eos_token_id:
+    # With BOS some tokenizers add EOS.
+    if record.starts and not record.ends and ids and ids[-1] == tokenizer.eos_token_id:
         ids = ids[:-1]
     encoded = Encoded(np.array(ids, np.int32), np.ones(len(ids), bool))
     return _with_eos(encoded, tokenizer, True) if record.ends else encoded

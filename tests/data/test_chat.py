@@ -55,6 +55,11 @@ def test_a_section_in_the_middle_gets_no_special_tokens(plain):
     assert not set(encoded.tokens.tolist()) & set(plain.all_special_ids)
 
 
+def test_a_section_that_ends_in_an_eos_of_its_own_keeps_it(plain):
+    encoded = encode_record(Text("f", "the</s>", starts=False, ends=False), plain, 300)
+    assert plain.decode(encoded.tokens) == "the</s>"
+
+
 def test_a_tokenizer_that_adds_eos_itself_gives_the_same_samples(plain, tmp_path):
     adding = load_tokenizer(save_byte_level(tmp_path))
     adding.backend_tokenizer.post_processor = processors.TemplateProcessing(
