@@ -24,7 +24,8 @@ from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, over_states, whole
 
 OFFSETS, KEPT = "d2t", "t2d"
-_STATES = "eagle_aux_hidden_state_layer_ids"
+# Fields of servers: which states a head reads, and whether it adds to the one after its norm.
+STATES, NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
 
 
 def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
@@ -52,21 +53,26 @@ def _check_servers_fields(values: dict[str, Any], path: Path, base: BaseConfig) 
     """Raise UserError where a server's own field makes another head of the same tensors."""
     object_ = values.get("eagle_config")
     own = object_ if isinstance(object_, dict) else {}
-    entered = [f"layer_{index}" for index in range(base.num_layers)] + ["pre_norm"]
-    states = [entered.index(name) for name in feature_layers(base.num_layers)]
+    names = all_states(base)
+    states = [names.index(name) for name in feature_layers(base.num_layers)]
     # vLLM's ids name the layers that states enter, SGLang's, in an object, those that they leave.
     # An empty list stands for the method's own states.
-    for ids, wanted in ((values.get(_STATES), states), (own.get(_STATES), [i - 1 for i in states])):
+    for ids, wanted in ((values.get(STATES), states), (own.get(STATES), [i - 1 for i in states])):
         if ids and ids != wanted:
             raise UserError(
-                f"{path}: {_STATES} is {ids!r}; only heads of the method's own states, {wanted} of "
+                f"{path}: {STATES} is {ids!r}; only heads of the method's own states, {wanted} of "
                 f"a base of {base.num_layers} layers, can be read"
             )
-    if values.get("norm_before_residual"):
+    if values.get(NORM_FIRST):
         raise UserError(
-            f"{path}: norm_before_residual is {values['norm_before_residual']!r}; only heads can "
-            "be read that add to the state as it was before its norm"
+            f"{path}: {NORM_FIRST} is {values[NORM_FIRST]!r}; only heads can be read that add to "
+            "the state as it was before its norm"
         )
+
+
+def all_states(base: BaseConfig) -> list[str]:
+    """Return our names of the states by vLLM's ids: how many of the base's layers lie before."""
+    return [*(f"layer_{index}" for index in range(base.num_layers)), "pre_norm"]
 
 
 def vocabulary_tensors(config: Eagle3Config) -> dict[str, np.ndarray]:

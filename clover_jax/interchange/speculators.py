@@ -21,6 +21,7 @@ from clover_jax.drafters.eagle import EagleConfig
 from clover_jax.drafters.eagle3 import NUM_FEATURES, Eagle3Config
 from clover_jax.errors import UserError
 from clover_jax.interchange import eagle, eagle3
+from clover_jax.interchange.eagle3 import NORM_FIRST, STATES, all_states
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.llama_fields import check_llama_layer, eagle_fields
 from clover_jax.pretrained.base import BaseModel
@@ -32,7 +33,6 @@ VERSION = "0.1.0"
 LAYER = "layers.0."
 DRAFTED_TOKENS = 5  # a server's default of tokens to draft with an EAGLE-1 head
 _ALGORITHM, _LAYER_CONFIG = "speculators_model_type", "transformer_layer_config"
-_STATES, _NORM_FIRST = "eagle_aux_hidden_state_layer_ids", "norm_before_residual"
 
 
 def _parse_eagle(values: dict[str, Any], path: Path, base: BaseConfig) -> EagleConfig:
@@ -44,15 +44,15 @@ def _parse_eagle(values: dict[str, Any], path: Path, base: BaseConfig) -> EagleC
 def _parse_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle3Config:
     layer = _layer_config(values, path)
     # Absent means true to vLLM and false to the schema, so only a written false is sure.
-    if values.get(_NORM_FIRST) is not False:
+    if values.get(NORM_FIRST) is not False:
         raise UserError(
-            f"{path}: {_NORM_FIRST} is {values.get(_NORM_FIRST, 'missing')}; only heads with false "
+            f"{path}: {NORM_FIRST} is {values.get(NORM_FIRST, 'missing')}; only heads with false "
             "can be read, which add to the state as it was before its norm"
         )
     # EAGLE-3's own reader looks for the size beside the fields of the layer.
     fields = layer | {"draft_vocab_size": values.get("draft_vocab_size")}
     config = eagle3.parse_config(fields, path, base)
-    ids = values.get(_STATES)
+    ids = values.get(STATES)
     if ids is None:  # a config without them means the method's own
         return config
     return dataclasses.replace(config, features=_features(ids, path, base))
@@ -72,10 +72,10 @@ def _layer_config(values: dict[str, Any], path: Path) -> dict[str, Any]:
 
 def _features(ids: Any, path: Path, base: BaseConfig) -> tuple[str, ...]:
     # An id that is no state of this base shows that the head is another's.
-    names = _all_states(base)
+    names = all_states(base)
     if not _are_states(ids) or not set(ids) <= set(range(len(names))):
         raise UserError(
-            f"{path}: {_STATES} must be {NUM_FEATURES} different ids from 0 to {base.num_layers}, "
+            f"{path}: {STATES} must be {NUM_FEATURES} different ids from 0 to {base.num_layers}, "
             f"the number of the base's layers, in ascending order, not {ids!r}"
         )
     return tuple(names[index] for index in ids)
@@ -92,7 +92,7 @@ def _eagle1_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
     own = {
         "architectures": ["EagleSpeculator"],
         # Only EAGLE-3 heads have ids of states; this head reads the base's last state.
-        _STATES: None,
+        STATES: None,
         "layernorms": False,
         "fusion_bias": config.fc_bias,
         "transformer_layer_architecture": "LlamaDecoderLayer",
@@ -104,7 +104,7 @@ def _eagle1_fields(config: EagleConfig, base: BaseModel) -> dict[str, Any]:
 def _eagle3_fields(config: Eagle3Config, base: BaseModel) -> dict[str, Any]:
     own = {
         "architectures": ["Eagle3Speculator"],
-        _STATES: _state_ids(config, base.config),
+        STATES: _state_ids(config, base.config),
         _LAYER_CONFIG: eagle_fields(config, base.config, "LlamaForCausalLM"),
     }
     return _shared_fields("eagle3", config, base, config.num_positions) | own
@@ -128,7 +128,7 @@ def _shared_fields(
         _ALGORITHM: algorithm,
         "speculators_version": VERSION,
         "draft_vocab_size": config.draft_vocab_size,
-        _NORM_FIRST: False,
+        NORM_FIRST: False,
         "target_hidden_size": config.layer.hidden_size,
         "speculators_config": {
             "algorithm": algorithm,
@@ -154,7 +154,7 @@ def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
 
 def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
     # Two features may be the same state in a base of two layers.
-    names = _all_states(base)
+    names = all_states(base)
     read = [names.index(name) for name in config.features if name in names]
     if not _are_states(read):
         raise UserError(
@@ -163,11 +163,6 @@ def _state_ids(config: Eagle3Config, base: BaseConfig) -> list[int]:
             "ascending order"
         )
     return read
-
-
-def _all_states(base: BaseConfig) -> list[str]:
-    # Our names of them; the id of a state is its place, the number of layers before it.
-    return [*(f"layer_{index}" for index in range(base.num_layers)), "pre_norm"]
 
 
 EAGLE_LAYOUT = Layout(
