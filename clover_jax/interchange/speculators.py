@@ -53,7 +53,7 @@ def _parse_eagle3(values: dict[str, Any], path: Path, base: BaseConfig) -> Eagle
     fields = layer | {"draft_vocab_size": values.get("draft_vocab_size")}
     config = eagle3.parse_config(fields, path, base)
     ids = values.get(STATES)
-    if ids is None:  # a config without them means the method's own
+    if not ids:  # to vLLM a config without them, or with an empty list, means the method's own
         return config
     return dataclasses.replace(config, features=_features(ids, path, base))
 

@@ -119,6 +119,11 @@ def test_an_eagle3_head_goes_out_for_speculators_and_comes_back(command, fixture
     assert values["speculators_config"]["verifier"] == verifier
     loaded = load_base(str(base))
     assert_trees_equal(load_draft(steps[1], loaded).params, load_draft(steps[0], loaded).params)
+    # No ids stand for the method's own states.
+    for ids in (None, []):
+        edit_json(tmp_path / "out" / "config.json", eagle_aux_hidden_state_layer_ids=ids)
+        features = load_draft(steps[1], loaded).head.config.features
+        assert features == ("layer_2", "layer_4", "layer_5")
 
 
 def save_head(folder, base_folder, kind, options=(), **changes):
