@@ -231,7 +231,7 @@ class CompletionAnswers(Answers):
     def _logprobs(self, index: int, scored: list[Scored]) -> dict[str, Any]:
         texts, offsets, tops = self._texts, [], []
         # Without the prompt the answer's first token does not begin a text.
-        places = self._places.setdefault(index, texts.places(is_start=self.call.echo))
+        places = self._places.setdefault(index, TokenPlaces(texts, is_start=self.call.echo))
         for token in scored:
             offsets.append(places.next(token.id))
             # The token itself is among its alternatives, wherever it ranks.

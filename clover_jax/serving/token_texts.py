@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.detokenization import BYTE_TOKEN, INCOMPLETE, TextStream, decode_text
+from clover_jax.tokenizers.detokenization import BYTE_TOKEN, INCOMPLETE, decode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+_CONTINUES, _BEGINS = 0x80, 0xC0  # the least bytes of UTF-8 that continue a character, or begin one
 
 
 class TokenTexts:
@@ -51,15 +54,16 @@ class TokenTexts:
             return [int(byte[1], 16)]
         return [alphabet[c] for c in name] if all(c in alphabet for c in name) else None
 
-    def places(self, is_start: bool) -> TokenPlaces:
-        """Return what tells where the tokens of a text begin, or of one that continues another."""
-        if self._tokenizer is None:
-            return TokenPlaces(self, None)
-        return TokenPlaces(self, TextStream(self._tokenizer, [] if is_start else self._before))
+    def is_text(self, id_: int) -> bool:
+        """Return whether a token is a part of the text."""
+        return self._tokenizer is not None and id_ not in self._special
 
-    def is_whole(self, id_: int) -> bool:
-        """Return whether a token's text is what it adds to any text but an empty one."""
-        return id_ not in self._special and INCOMPLETE not in self.text(id_)
+    def added(self, id_: int, is_start: bool) -> bytes:
+        """Return the bytes that a token adds to a text; is_start: to an empty one."""
+        text = self.text(id_)
+        if INCOMPLETE in text:
+            return bytes(self.spelled(id_) or text.encode())
+        return (decode_text(self._known(), [id_]) if is_start else text).encode()
 
     def written(self, id_: int) -> str:
         """Return a token as the vocabulary writes it."""
@@ -82,25 +86,26 @@ class TokenTexts:
 class TokenPlaces:
     """Where each token of one text begins, in characters, as its tokens come.
 
-    stream: None where there is no tokenizer, hence no text; all tokens are then at 0.
+    is_start: whether the first token begins the text, and does not continue another. Without a
+        tokenizer there is no text, and all tokens are at 0.
     """
 
-    def __init__(self, texts: TokenTexts, stream: TextStream | None):
-        self._texts, self._stream = texts, stream
-        self._settled, self._last = 0, 0  # characters, and the last token's place
+    def __init__(self, texts: TokenTexts, is_start: bool):
+        self._texts, self._is_start = texts, is_start
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")
+        self._length = 0  # of the text so far, but for a character that lacks bytes
 
     def next(self, id_: int) -> int:
         """Return where the next token begins; parts of a character begin where it does."""
-        if self._stream is None:
-            return 0
-        # What is held back may be the beginning of a character that this token goes on with.
-        begin = self._settled + len(self._stream.held().rstrip(INCOMPLETE))
-        self._settled += len(self._stream.push([id_]))
-        # It may have settled what no token completed: that is before it.
-        if self._texts.is_whole(id_):
-            begin = max(begin, self._settled - len(self._texts.text(id_)))
-        self._last = max(self._last, begin)
-        return self._last
+        if not self._texts.is_text(id_):
+            return self._length
+        added, self._is_start = self._texts.added(id_, self._is_start), False
+        # What does not go on with a character that lacks bytes leaves it a replacement character.
+        if added and not _CONTINUES <= added[0] < _BEGINS:
+            self._length += len(self._characters.decode(b"", final=True))
+        begin = self._length
+        self._length += len(self._characters.decode(added))
+        return begin
 
 
 @functools.cache

@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
-from clover_jax.serving.token_texts import TokenTexts
+from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.serving.asking import GREEDY, refused, streamed, text, whole
 from tests.serving.conftest import AREA, CLOSE, CONVERSATION, KINDS, MESSAGES, text_of
@@ -166,11 +166,33 @@ def test_the_first_of_sentencepiece_s_tokens_loses_its_space(tmp_path):
     ids = texts.encode("the boat\n\nhe")
     tokens = [("\u2581the", 0), ("\u2581", 3), ("b", 4), ("o", 5), ("a", 6), ("t", 7)]
     tokens += [("<0x0A>", 8), ("<0x0A>", 9), ("he", 10)]
-    places = texts.places(is_start=True)
+    places = TokenPlaces(texts, is_start=True)
     assert [(texts.written(id_), places.next(id_)) for id_ in ids] == tokens
     # As an answer it keeps the space.
-    places = texts.places(is_start=False)
+    places = TokenPlaces(texts, is_start=False)
     assert [places.next(id_) for id_ in ids] == [0, *(place + 1 for _, place in tokens[1:])]
+
+
+def test_places_in_a_long_run_of_byte_tokens_take_no_longer_for_each(tmp_path, monkeypatch):
+    tokenizer = load_tokenizer(save_byte_fallback(tmp_path))
+    decode, sizes = tokenizer.decode, []
+
+    def counted(ids, **how):
+        sizes.append(len(ids))
+        return decode(ids, **how)
+
+    monkeypatch.setattr(tokenizer, "decode", counted)
+    texts = TokenTexts(tokenizer)
+    places = TokenPlaces(texts, is_start=False)
+    # A space, characters of four bytes and one that is the replacement character itself.
+    ids = texts.encode("\N{SLIGHTLY SMILING FACE}" * 99 + "\N{REPLACEMENT CHARACTER}")
+    assert len(ids) == 1 + 99 * 4 + 3
+    expected = [0, *(1 + n for n in range(99) for _ in range(4)), *[100] * 3]
+    assert [places.next(id_) for id_ in ids] == expected
+    # Beginnings that nothing completes are a character each.
+    lost = tokenizer.convert_tokens_to_ids(["<0xF0>", "<0xF0>", "b", "b"])
+    assert [places.next(id_) for id_ in lost] == [101, 102, 103, 104]
+    assert sum(sizes) < 200
 
 
 def test_a_stream_scores_no_token_that_a_stop_string_takes_away(client):
