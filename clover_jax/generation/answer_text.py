@@ -58,8 +58,9 @@ class AnswerText:
     @property
     def is_settled(self) -> bool:
         """Whether no stop string that later tokens complete can begin in the text so far."""
-        is_handed_out = self._num_handed_out == len(self._text) and not self._pieces.held()
-        return not self._stops or is_handed_out
+        if not self._stops:
+            return True
+        return self._num_handed_out == len(self._text) and not self._pieces.held()
 
     def rest(self, text: str) -> str:
         """Return what was not returned yet of this text, which a stop string may have cut."""

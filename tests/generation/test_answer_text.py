@@ -101,6 +101,13 @@ def test_a_stop_string_in_a_run_is_found_before_the_run_ends():
     assert AnswerText(["--"], Runs).take([0, 3, 9]) == StopCut(1, "a")  # which "c" would undo
 
 
+def test_without_stop_strings_a_run_is_not_read_before_its_end(monkeypatch):
+    monkeypatch.setattr(Runs, "held", lambda _: pytest.fail("read"))
+    search = AnswerText([], Runs)
+    assert search.take([0, 3]) is None
+    assert (search.settled(), search.is_settled) == ("a", True)
+
+
 class Incomplete(Words):
     """Text in which token 9 is half of a character, and two of them are "é"."""
 
