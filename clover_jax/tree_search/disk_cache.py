@@ -18,7 +18,7 @@ from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.storage.files import atomic_file
 from clover_jax.storage.json_files import read_json_object
 
-EDITION = 6  # of what is remembered: raised when steps, or how they are timed, change
+EDITION = 7  # of what is remembered: raised when steps, or how they are timed, change
 
 
 def machine(mesh: jax.sharding.Mesh | None) -> dict[str, Any]:
