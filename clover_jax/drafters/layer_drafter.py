@@ -113,8 +113,8 @@ class LayerDrafter(Drafter):
         """Feed a drafted token and its parent's output to the layer."""
         # Each branch continues from its own parent: state, path and length.
         above = jax.tree.map(functools.partial(_take_branches, index=parent), state)
-        # Fused into what follows, this does not compile for a GPU: with one row and `paper25` XLA
-        # 0.10 fails with "Reshape input and output shapes must be the same".
+        # Fused into what follows, this does not compile for a GPU: with one row and `paper25` JAX
+        # 0.10.2's XLA fails with "Reshape input and output shapes must be the same".
         hold = jax.lax.optimization_barrier
         above = jax.lax.platform_dependent(above, cuda=hold, default=lambda x: x)
         hidden, fresh = self.run(
