@@ -69,6 +69,7 @@ def replay(options: Options, flags: dict[str, Any]) -> dict[str, Any]:
     with progress_bar(len(records), "tokenizing", "row") as bar:
         for kind, record in records:
             turns = _turns(record, tokenizer, vocab_size)
+            _check_ids(record.source, turns, vocab_size)
             without_answer += not turns
             # An answer's first token is prefill's own, so a single one has no forward.
             answers += (Written(kind, *turn) for turn in turns if turn[0] and len(turn[1]) > 1)
@@ -209,6 +210,17 @@ def _turns(
             turns.append(([*read, *new], list(given)))
             read += [*new, *given]
     return turns
+
+
+def _check_ids(source: str, turns: list[tuple[list[int], list[int]]], vocab_size: int) -> None:
+    """Raise UserError, naming the row, for a token that the base does not have."""
+    # Recycle's table has a line for each token of the base, and would learn it for another.
+    largest = max((id_ for turn in turns for ids in turn for id_ in ids), default=0)
+    if largest >= vocab_size:
+        raise UserError(
+            f"{source}: token id {largest} is outside the base's vocabulary, 0 to "
+            f"{vocab_size - 1}; give the --base that the row was decoded with"
+        )
 
 
 def report_text(report: Mapping[str, Any]) -> str:

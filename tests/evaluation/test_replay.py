@@ -79,6 +79,22 @@ def test_a_file_is_reported_by_kind(folder):
 
 
 @pytest.mark.parametrize(
+    "ids",
+    [
+        {"prompt_ids": [1, 2], "output_ids": [3, 10**6]},
+        {"prompt_ids": [1, 2**31], "output_ids": [3, 4]},
+    ],
+)
+def test_tokens_that_the_base_does_not_have_are_refused_by_name(folder, ids):
+    write_rows(folder, "foreign.jsonl", [ROWS[2], ids])
+    own = ("--drafts=", "--tree=", "--baselines=lookup", f"--replay={folder / 'foreign.jsonl'}")
+    asked = run(folder, folder / "foreign", *own)
+    assert asked.status == 2
+    wrong = max(*ids["prompt_ids"], *ids["output_ids"])
+    assert f"foreign.jsonl:2: token id {wrong} is outside the base's vocabulary" in asked.err
+
+
+@pytest.mark.parametrize(
     ("argv", "said"),
     [
         (("--tree=paper25",), "--tree=paper25: the tree of lookup should be copy:N"),
