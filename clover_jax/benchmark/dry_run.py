@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Params
 from clover_jax.benchmark.compiled_training import CompiledTraining, compile_training_step
 from clover_jax.benchmark.step_shapes import StepShapes, gigabytes, step_shapes
+from clover_jax.drafters.drafter import DRAFT_ROWS
 from clover_jax.errors import UserError
 from clover_jax.pretrained.shapes import cast_shapes
 from clover_jax.runtime.dtypes import resolve_dtype
@@ -157,7 +158,8 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
     rate = target.chip.matrix_rate if target else None
     return DryRun(
         mesh=shape,
-        base_params=_count(step.base),
+        # Less the copy of lm_head's rows that a reduced vocabulary drafts with.
+        base_params=_count({k: v for k, v in step.base.items() if k != DRAFT_ROWS}),
         draft_params=_count(step.state.params),
         bytes_per_device=sizes,
         device_memory=target.chip.memory if target else _memory_here(),

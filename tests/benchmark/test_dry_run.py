@@ -96,6 +96,14 @@ def test_a_cpu_s_user_is_told_that_its_programs_keep_more():
     assert not [line for line in elsewhere if "accelerator" in line]
 
 
+def test_a_reduced_vocabulary_adds_no_params_to_the_base():
+    settings = TrainSettings(
+        base="shape:64x1x128", drafter="eagle3", draft_vocab=32, batch_size=4, seq_len=16
+    )
+    whole = dataclasses.replace(settings, draft_vocab=None)
+    assert dry_run(settings, None).base_params == dry_run(whole, None).base_params
+
+
 def test_rows_that_devices_cannot_share_are_refused():
     settings = TrainSettings(base="shape:64x1x128", batch_size=6, seq_len=16)
     with pytest.raises(UserError, match="--batch_size=6 must be divisible by data x fsdp = 4"):
