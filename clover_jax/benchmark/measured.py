@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Mapping
 from typing import Any
 
 import jax
-import optax
 
+from clover_jax.array_types import Params
 from clover_jax.benchmark.ceilings import Ceilings, measure_ceilings
 from clover_jax.benchmark.engine_run import EngineRun
 from clover_jax.decoding.sampling_config import SamplingConfig
@@ -17,6 +18,8 @@ from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import cache_size, fitting_context
 from clover_jax.loading.models import Models, load
 from clover_jax.loading.spec import ModelSpec
+from clover_jax.models.int8 import Int8Matrix
+from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
@@ -191,11 +194,18 @@ def describe_run(models: Models, spec: ModelSpec) -> dict[str, Any]:
         "dtype": str(models.dtype),
         "int8": list(models.int8),
         "attention": models.attention,
-        "base_parameters": optax.tree.size(models.weights.base),
-        "draft_parameters": optax.tree.size(models.weights.draft),
+        # The base's own: --int8 and a reduced vocabulary add copies of lm_head to its weights.
+        "base_parameters": _count(base_shapes(models.base.config, models.dtype)),
+        "draft_parameters": _count(models.draft_params),
         "device": f"cpu ({jax.device_count()} device)" if is_cpu else device.device_kind,
         "versions": compiler_versions(),
     }
+
+
+def _count(params: Params | None) -> int:
+    """Return the number of parameters; the steps of a quantized matrix are none."""
+    leaves = jax.tree.leaves(params, is_leaf=lambda leaf: isinstance(leaf, Int8Matrix))
+    return sum(math.prod(leaf.shape) for leaf in leaves)
 
 
 def _peak_memory() -> float | None:

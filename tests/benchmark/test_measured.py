@@ -1,5 +1,6 @@
 """What follows from measured seconds: these and the machine's limits are given."""
 
+import jax
 import pytest
 
 from clover_jax.benchmark import measured
@@ -29,6 +30,17 @@ def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(meas
     keys = 2 * 4 * 64 * 100
     assert found.parts["plain step"].floor == pytest.approx(2 * weights / 4 / 1e3)
     assert found.plain_bandwidth == pytest.approx((weights + keys) / 1e6)
+
+
+@pytest.mark.parametrize("int8", [(), ("draft",), ("base", "draft")])
+def test_parameters_are_counted_alike_whatever_is_quantized(int8):
+    spec = ModelSpec("shape:64x1x96", draft="random:clover", dtype="float32", int8=int8)
+    models = load(spec)
+    about = measured.describe_run(models, spec)
+    matrices = 64 * 192 + 64 * 64 + 3 * 64 * 192 + 2 * 96 * 64
+    assert about["base_parameters"] == matrices + 3 * 64  # and the norms
+    plain = load(ModelSpec("shape:64x1x96", draft="random:clover", dtype="float32"))
+    assert about["draft_parameters"] == sum(x.size for x in jax.tree.leaves(plain.draft_params))
 
 
 def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
