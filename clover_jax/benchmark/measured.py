@@ -155,10 +155,13 @@ def measure_and_describe(
     """
     with passing_note(f"loading {spec.base}"):
         models = load(spec)
-    if force_accept is not None and force_accept > models.levels:
+    # Copies are there only where the text repeats, so none can be forced.
+    drafted = models.tree.levels_within(models.head.config.max_depth if models.head else None)
+    if force_accept is not None and force_accept > drafted:
+        what = "path that a head drafts in" if models.copies else "path of"
         raise UserError(
-            f"--force_accept={force_accept}: no path of the tree {models.tree.name} has more than "
-            f"{models.levels} nodes"
+            f"--force_accept={force_accept}: no {what} the tree {models.tree.name} has more than "
+            f"{drafted} nodes"
         )
 
     # The engine's rows grow while they are timed, so they need room behind the context.

@@ -165,6 +165,14 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
             ("--draft=random:clover", "--force_accept=4"),
             "no path of the tree clover4 has more than 3 nodes",
         ),
+        (
+            ("--draft=lookup", "--tree=copy:8", "--force_accept=1"),
+            "no path that a head drafts in the tree copy:8 has more than 0 nodes",
+        ),
+        (
+            ("--tree=chain:2+copy:8", "--force_accept=3"),
+            "no path that a head drafts in the tree chain:2.copy:8 has more than 2 nodes",
+        ),
         (("--tree=auto",), "--tree=auto is for generate; bench takes a tree"),
         (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
     ],
