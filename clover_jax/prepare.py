@@ -47,7 +47,9 @@ def main(flags: absl_flags.FlagValues) -> int:
         if not flags.preview and "samples" in report:
             print(_summary(report))
         cli.report(report)
-    return 0
+    # Rows that failed are left out of the samples, as the caller must learn.
+    has_failed = report.get("regenerated", {}).get("failed", 0) > 0
+    return cli.STATUS_SOME_FAILED if has_failed else cli.STATUS_OK
 
 
 def execute(flags: absl_flags.FlagValues) -> dict:

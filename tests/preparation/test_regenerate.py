@@ -124,6 +124,17 @@ def test_processes_that_are_killed_give_the_answers_of_one(folders, tmp_path, co
     assert counts[0] == counts[1]
 
 
+def test_a_row_that_fails_is_left_out_and_told_by_the_status(folders, tmp_path, capsys):
+    base, draft, _ = folders
+    data = tmp_path / "rows.jsonl"
+    rows = [{"prompt_ids": [10**6], "output_ids": [7]}, ROWS[2]]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for _ in range(2):  # the second time the rows are there
+        assert run((base, draft, data), tmp_path / "out") == 1
+        report = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert (report["regenerated"]["failed"], report["samples"]) == (1, 1)
+
+
 def test_plain_text_has_no_answers():
     with pytest.raises(UserError, match="f:1: plain text has no answers"):
         _prompt(0, Text("f:1", "hello"))
