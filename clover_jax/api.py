@@ -35,13 +35,13 @@ from clover_jax import prepare as prepare_command
 from clover_jax.cli import command_flags
 from clover_jax.data.prompts import BadPrompt, Prompt, parse_prompt
 from clover_jax.errors import UserError
+from clover_jax.field_types import check_settings, check_types
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.models import Models, load
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.quantization import parse_parts
 from clover_jax.sharding.meshes import mesh_for
-from clover_jax.storage.jsonl import plain_values
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 
@@ -86,7 +86,7 @@ class Piece:
 
 
 def load_base(
-    source: str = "builtin:tiny",
+    source: str | Path = "builtin:tiny",
     dtype: str = "auto",
     mesh: str | None = None,
     int8: Sequence[str] = (),
@@ -101,8 +101,10 @@ def load_base(
     int8: whose matrices to quantize to 8 bits: "draft", which leaves the text as it is, "base".
     chat_template: a Jinja file, or "vicuna" or "baichuan2"; None: the base's own.
     """
-    parts = parse_parts(int8)
-    spec = ModelSpec(source, dtype=dtype, mesh=mesh, int8=parts, chat_template=chat_template)
+    parts = parse_parts(int8 or ())
+    template = None if chat_template is None else str(chat_template)
+    spec = ModelSpec(str(source), dtype=str(dtype), mesh=mesh, int8=parts, chat_template=template)
+    check_types(spec)
     return load(spec)
 
 
@@ -128,11 +130,12 @@ def load_draft(
     spec = ModelSpec(
         draft=str(source),
         tree=tree,
-        copy=copy,
+        copy=_plain(copy),
         copy_from=None if copy_from is None else str(copy_from),
         allow_base_mismatch=allow_base_mismatch,
-        draft_rope_theta=draft_rope_theta,
+        draft_rope_theta=_plain(draft_rope_theta),
     )
+    check_settings(spec)
     return load(spec, models.plain())
 
 
@@ -148,7 +151,8 @@ def generate(
     # One row, watched: every forward that settles text is an event.
     row = as_prompt(prompt)
     chosen = _chosen(GenerationSettings, settings)
-    for event in open_stream(models, [row], chosen, seed=seed, strict=True, is_watched=True):
+    stream = open_stream(models, [row], chosen, seed=_plain(seed), strict=True, is_watched=True)
+    for event in stream:
         if event.progress is None:
             assert event.row is not None  # of a prompt that was skipped
             raise UserError(event.row["skipped"])
@@ -181,6 +185,7 @@ def generate_rows(
         raise UserError(f"prompts must be several, not {prompts!r}; give [{prompts!r}] for one")
     rows = [_row(prompt, index, strict) for index, prompt in enumerate(prompts)]
     chosen = _chosen(GenerationSettings, settings)
+    batch_size, seed = _plain(batch_size), _plain(seed)
     stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=strict)
     # Events without a row report progress of rows that still run.
     yield from (event.row for event in stream if event.row is not None)
@@ -247,9 +252,11 @@ def _row(prompt: PromptLike | Mapping[str, Any], index: int, strict: bool) -> Pr
 
 def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
     """Return the prompt row that stands for text, token ids or messages, or that is given."""
+    # Ids and a row's values may come from numpy or jax, or be tuples.
+    prompt = _plain(prompt)
     # Mappings and text come first, since they can be iterated too.
     if isinstance(prompt, Mapping):
-        row = dict(prompt)
+        row = prompt
     elif isinstance(prompt, str):
         row = {"prompt": prompt}
     elif isinstance(prompt, bytes | bytearray) or not isinstance(prompt, Iterable):
@@ -259,9 +266,20 @@ def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
     else:
         listed = list(prompt)
         of_messages = bool(listed) and isinstance(listed[0], Mapping)
-        # Ids may come from numpy or jax.
-        row = {"messages": listed} if of_messages else {"prompt_ids": plain_values(listed)}
+        row = {"messages": listed} if of_messages else {"prompt_ids": _plain(listed)}
     return parse_prompt(row, index=index, source=f"prompt {index}")
+
+
+def _plain(value: Any) -> Any:
+    """Return numpy's and jax's numbers and arrays, tuples and mappings as JSON would have them.
+
+    NaN stays, for what reads the value to refuse.
+    """
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:

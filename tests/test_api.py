@@ -2,6 +2,7 @@
 
 import json
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -76,6 +77,47 @@ def test_ids_may_be_an_array(models):
     assert row["prompt_ids"] == ids
     pieces = api.generate(models, jnp.array(ids), max_new_tokens=np.int64(3))
     assert all_ids(pieces) == row["output_ids"]
+
+
+def test_a_row_may_hold_what_numpy_jax_and_tuples_hold(models):
+    plain = {"prompt_ids": [5, 7, 9], "seed": 3, "temperature": 1.0, "logit_bias": {"6": -5}}
+    array = {"prompt_ids": jnp.array([5, 7, 9]), "seed": np.int64(3), "temperature": np.float32(1)}
+    rows = [plain, array | {"logit_bias": {6: -5}}, plain | {"prompt_ids": (5, 7, 9)}]
+    first, *others = api.generate_rows(models, rows, max_new_tokens=4, batch_size=np.int32(3))
+    assert [row["output_ids"] for row in others] == [first["output_ids"]] * 2
+    with pytest.raises(UserError, match="prompt 0: temperature must be a number from 0, not NaN"):
+        list(api.generate_rows(models, [{"prompt": "a", "temperature": float("nan")}]))
+
+
+def test_seeds_and_biases_may_be_what_a_user_of_jax_has(models):
+    def ids(**given):
+        pieces = api.generate(models, [5, 7], max_new_tokens=4, temperature=1.0, **given)
+        return [id_ for piece in pieces for id_ in piece.ids]
+
+    wanted = ids(seed=3, logit_bias=((6, 50.0),))
+    assert ids(seed=jnp.int32(3), logit_bias={6: 50.0}) == wanted
+    assert ids(seed=np.uint32(3), logit_bias=[[6, 50.0]]) == wanted
+    for seed in (None, 1.5, True, jax.random.PRNGKey(0), jax.random.key(0)):
+        with pytest.raises(UserError, match="seed must be a whole number, not"):
+            ids(seed=seed)
+    for bias in (((6,),), "6", 6, {"6": 1}):
+        with pytest.raises(UserError, match=r"logit_bias must be \{token id: number, \.\.\.\}"):
+            ids(logit_bias=bias)
+
+
+def test_what_is_loaded_may_be_named_by_a_path(folder, models):
+    loaded = api.load_base(folder / "base", dtype=np.dtype("float32"), int8=None)
+    assert loaded.base.config == models.base.config
+    for given, message in (
+        ({"copy": -3}, r"copy \(-3\) must be at least 0"),
+        ({"copy": 2.5}, r"copy must be a whole number, not 2\.5"),
+        ({"draft_rope_theta": "1e4"}, "draft_rope_theta must be a number or None, not '1e4'"),
+    ):
+        with pytest.raises(UserError, match=message):
+            api.load_draft(models, "recycle", **given)
+    assert api.load_draft(models, "recycle", copy=np.int64(3)).tree.name.endswith("+copy:3")
+    with pytest.raises(UserError, match="mesh must be text or None, not Mesh"):
+        api.load_base(folder / "base", mesh=jax.make_mesh((1,), ("tensor",)))
 
 
 def test_every_turn_comes_whole(models):
@@ -163,6 +205,8 @@ def test_mistakes_are_user_errors(models):
         list(api.generate(models, 5))
     with pytest.raises(UserError, match="prompt 0 must be text, token ids"):
         list(api.generate(models, b"bytes"))
+    with pytest.raises(UserError, match="prompt 0 must be text, token ids.*, not 3"):
+        list(api.generate(models, np.array(3)))
     with pytest.raises(UserError, match=r"batch_size must be a whole number, not 2\.5"):
         list(api.generate_rows(models, ["a"], batch_size=2.5))
     with pytest.raises(UserError, match="'max_tokens' is no setting; the settings are .*max_new"):

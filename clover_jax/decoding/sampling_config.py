@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 
 from clover_jax.config import JsonConfig
@@ -114,5 +115,8 @@ def check_bias(logit_bias: Sequence[tuple[int, float]], vocabulary: int) -> None
 
 def check_seed(seed: int) -> None:
     """Raise UserError for a seed of more bits than a key has; JAX would drop them."""
+    # NumPy's integers are whole numbers too; True is none.
+    if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
+        raise UserError(f"seed must be a whole number, not {seed!r}")
     if not 0 <= seed < 2**32:
         raise UserError(f"seed ({seed}) must lie in 0 .. {2**32 - 1}")

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Iterable
-from typing import Literal
+import numbers
+from collections.abc import Iterable, Mapping
+from typing import Any, Literal
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.sampling_config import (
@@ -37,7 +38,8 @@ class GenerationSettings(Warping):
     seed: of a row's own randomness; None derives it from the run's seed and the row's index.
     stop: a single string may be given as such, and None for none.
     min_new_tokens: tokens to emit before an end-of-sequence token may come; stop strings may.
-    logit_bias: (token id, what is added to the base's logit of it) of some tokens.
+    logit_bias: (token id, what is added to the base's logit of it) of some tokens; a mapping or a
+        list of these may be given too.
     """
 
     max_new_tokens: int = _text(128, "tokens to emit at most, a turn", least=1)
@@ -71,6 +73,7 @@ class GenerationSettings(Warping):
         stop = [] if stop is None else stop
         # The class is frozen; this is how it sets its own fields.
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
+        object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
 
         # Types first: what follows compares values. Then what a distribution needs, in its words.
         check_types(self)
@@ -111,6 +114,23 @@ class GenerationSettings(Warping):
             return dataclasses.replace(self, **given)
         except UserError as error:
             raise UserError(f"{prompt.source}: {error}") from error
+
+
+def _pairs(biases: Any) -> tuple[tuple[int, float], ...]:
+    """Return biases as pairs; raises UserError for what is neither a mapping nor pairs."""
+    given = biases.items() if isinstance(biases, Mapping) else biases
+    if not isinstance(given, str) and isinstance(given, Iterable):
+        pairs = [tuple(pair) if isinstance(pair, list) else pair for pair in given]
+        if all(map(_is_pair, pairs)):
+            return tuple(pairs)
+    raise UserError(
+        f"logit_bias must be {{token id: number, ...}}, or pairs of these, not {biases!r}"
+    )
+
+
+def _is_pair(pair: Any) -> bool:
+    kinds = (numbers.Integral, numbers.Real)
+    return isinstance(pair, tuple) and len(pair) == 2 and all(map(isinstance, pair, kinds))
 
 
 def sampling_for(
