@@ -9,6 +9,7 @@ which is recognised; --to says what is written:
   eagle_vllm    the same for vLLM's method "eagle", whose fc has no bias
   eagle_sglang  the same for SGLang, which has another name for it
   eagle3        the official EAGLE-3 layout, which SGLang reads as well
+  dflash2       a DFlash 2 or DFlash head as vLLM, SGLang and llama.cpp read it
   medusa        the original Medusa layout; medusa_vllm is vLLM's
   speculators   an EAGLE-3 head as vLLM's speculators describe it; an EAGLE-1 head as they once did
 

@@ -7,6 +7,7 @@ the readers of both ask for, by the files named in `interchange/eagle.py`, `spec
 
 import dataclasses
 import json
+import re
 
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +15,7 @@ import pytest
 from safetensors.numpy import load_file
 from transformers import AutoConfig
 
+from clover_jax import convert
 from clover_jax.config import RopeConfig
 from clover_jax.conversion.options import TARGETS
 from clover_jax.drafters import registry
@@ -224,3 +226,6 @@ def test_a_llama_layer_has_nothing_that_servers_do_not_know(kind):
 
 def test_every_target_of_the_command_is_a_layout():
     assert set(TARGETS) == {NATIVE, *(layout.to for layout in LAYOUTS.values())}
+    # `convert --help` says what each of them is.
+    assert convert.__doc__ is not None
+    assert set(TARGETS) <= set(re.findall(r"\w+", convert.__doc__))
