@@ -120,6 +120,18 @@ def test_what_is_loaded_may_be_named_by_a_path(folder, models):
         api.load_base(folder / "base", mesh=jax.make_mesh((1,), ("tensor",)))
 
 
+def test_a_caller_s_settings_of_jax_change_no_text(models):
+    def ids():
+        pieces = api.generate(models, [5, 7], max_new_tokens=4, temperature=1.0)
+        return [id_ for piece in pieces for id_ in piece.ids]
+
+    wanted = ids()
+    with jax.enable_x64(True):
+        assert ids() == wanted
+    with jax.default_prng_impl("rbg"):  # as many set it on TPU
+        assert ids() == wanted
+
+
 def test_every_turn_comes_whole(models):
     turns = {"turns": ["a", "b"]}
     pieces = list(api.generate(models, turns, max_new_tokens=12))

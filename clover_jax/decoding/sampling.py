@@ -17,6 +17,9 @@ from clover_jax.sharding.top_k import argmax
 
 NO_TOKEN = 2**31 - 1  # beyond every vocabulary
 
+# The keys of rows, whatever jax_default_prng_impl says: a seed's text must not depend on that.
+_KEYS = "threefry2x32"
+
 # What a draw is for; each has its own stream of randomness at a position.
 TOKEN, CHILDREN, ACCEPT = 0, 1, 2
 
@@ -70,7 +73,7 @@ def empty_sampling(batch: int, biased: bool = False) -> RowSampling:
 
 def row_key(seed: Int[Array, ""], numbers: Int[Array, " n"]) -> Array:
     """Return [1, 2], the key of a row by a seed and by numbers; those below 0 are left out."""
-    key = jax.random.key(seed)
+    key = jax.random.key(seed, impl=_KEYS)
     # Folded in one by one: rows or turns that differ in a number draw from different streams.
     for number in numbers:
         key = jnp.where(number < 0, key, jax.random.fold_in(key, number))
@@ -172,7 +175,7 @@ def uniform(
 def _per_position(rows: RowSampling, positions: Array, purpose: int, sample) -> Array:
     def one(row_key: Array, position: Array) -> Array:
         # Neither the row's place in the batch nor the step is part of the key.
-        key = jax.random.wrap_key_data(row_key)
+        key = jax.random.wrap_key_data(row_key, impl=_KEYS)
         return sample(jax.random.fold_in(jax.random.fold_in(key, position), purpose))
 
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(rows.key, positions)

@@ -1,6 +1,7 @@
 """The dtype that a command computes in, and exact float32 matmuls."""
 
 import contextlib
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -22,9 +23,11 @@ def resolve_dtype(name: str) -> jnp.dtype:
     return jnp.dtype(name)
 
 
-def exact_matmuls(dtype: str) -> contextlib.AbstractContextManager:
-    """Return a context in which float32 means float32, on accelerators too."""
-    # By default accelerators multiply float32 in fewer bits.
-    if dtype == "float32":
-        return jax.default_matmul_precision("highest")
-    return contextlib.nullcontext()
+@contextlib.contextmanager
+def exact_matmuls(dtype: str) -> Iterator[None]:
+    """Return a context in which float32 means float32, on accelerators and under x64 too."""
+    # By default accelerators multiply float32 in fewer bits. With jax_enable_x64 plain numbers and
+    # indices would have 64, beside arrays of 32.
+    highest = jax.default_matmul_precision("highest")
+    with jax.enable_x64(False), highest if dtype == "float32" else contextlib.nullcontext():
+        yield
