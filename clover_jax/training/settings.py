@@ -49,7 +49,8 @@ class TrainSettings(ChatSettings, CommonSettings):
     seq_len: int = _data(512, "tokens of a row; documents are packed into rows", least=2)
     gradient_accumulation_steps: int = _memory(
         1,
-        "parts of a batch, one after another, whose gradients are summed: less memory, same values",
+        "parts of a batch, one after another, whose gradients are summed: less memory, same values "
+        "but for noise that is drawn and candidate_ce",
         least=1,
         may_change=True,
     )
