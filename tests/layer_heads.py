@@ -60,8 +60,9 @@ def _repeating(config, params, embedding):
 
 
 def _quiet(layer):
-    attention, mlp = layer["attention"], layer["mlp"]
+    """Let both sublayers, which add nothing in a fresh head, add a little."""
+    attention, mlp, key = layer["attention"], layer["mlp"], jax.random.key(3)
     return {
-        "attention": {**attention, "out": 0.1 * attention["out"]},
-        "mlp": {**mlp, "down": 0.1 * mlp["down"]},
+        "attention": {**attention, "out": 0.02 * jax.random.normal(key, attention["out"].shape)},
+        "mlp": {**mlp, "down": 0.02 * jax.random.normal(key, mlp["down"].shape)},
     }

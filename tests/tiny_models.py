@@ -64,7 +64,8 @@ LLAMA3_8B = SHAPES["llama3-8b"]
 @functools.cache
 def random_base(config: BaseConfig = TINY, seed: int = 0):
     """Return the base's params."""
-    return _init(config, jax.random.key(seed))
+    with jax.ensure_compile_time_eval():  # kept for all tests, also where one first asks in a jit
+        return _init(config, jax.random.key(seed))
 
 
 @functools.cache

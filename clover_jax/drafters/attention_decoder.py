@@ -80,15 +80,28 @@ def l2_normalize(x: Float[Array, "*b H"], eps: float) -> Float[Array, "*b H"]:
 
 
 def split_width(config: LayerConfig, num_heads: int = 0) -> tuple[int, int]:
-    """Return (N, H): how an Attention Decoder splits the width D.
+    """Return (N, H): how an Attention Decoder splits the width D into heads.
 
-    num_heads: 0 for heads as wide as the base's. There are then as many as the base has, but for
-        bases whose attention is wider than they are: Qwen3-0.6B has 16 heads of 128 over a width of
-        1024, which makes 8 here.
+    num_heads: N; 0 for heads as wide as the base's, of which Qwen3-0.6B (16 heads of 128 over a
+        width of 1024) has 8 here.
     """
-    # A decoder weighs a token once a head, so the heads must fill the width.
     num_heads = num_heads or config.hidden_size // config.head_dim
     return num_heads, config.hidden_size // num_heads
+
+
+def default_heads(config: LayerConfig) -> int:
+    """Return the head count of an Attention Decoder for a base's layer; 0 for heads of its width.
+
+    Each head weighs its own part of a token by one number, so the heads must fill the width. Where
+    the base's head_dim does not divide it, the decoder has as many heads as the base, or else the
+    next smaller number that divides the width.
+
+    Example: width 1024 in heads of 128 gives 0; Gemma 3 270M, width 640 and 4 heads of 256, 4.
+    """
+    width = config.hidden_size
+    if width % config.head_dim == 0:
+        return 0
+    return next(n for n in range(min(config.num_heads, width), 0, -1) if width % n == 0)
 
 
 def check_heads(config: LayerConfig, num_heads: int = 0) -> None:
@@ -100,8 +113,9 @@ def check_heads(config: LayerConfig, num_heads: int = 0) -> None:
         )
     if not num_heads and config.hidden_size % config.head_dim:
         raise ValueError(
-            f"Attention Decoders split hidden_size ({config.hidden_size}) in heads: head_dim "
-            f"({config.head_dim}) must divide it"
+            f"Attention Decoders split hidden_size ({config.hidden_size}) into heads, which "
+            f"head_dim ({config.head_dim}) does not divide: set decoder_heads, for example "
+            f"{default_heads(config)}"
         )
 
 

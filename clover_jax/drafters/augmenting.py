@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import DrafterConfig
+from clover_jax.drafters.attention_decoder import l2_normalize
 from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask
@@ -66,6 +67,36 @@ def absorb_positions(
     last = take_last(z, accepted.count)
     write_at = ordered_after(start, last)
     return last, over_rows_and_heads(write_rows, cache, fresh, write_at)
+
+
+def silent_layers(config: DrafterConfig, base_params: Params, num_layers: int) -> Params:
+    """Return augmenting_0 .. as the base's last layers, in their order, adding nothing at first.
+
+    They read as the base's layers do, so that what they may add is soon of use. The matrices that
+    write are zero: the state passes on, whatever its size is beside what the base's layers add.
+    """
+    layers = from_last_layer(config, base_params, num_layers, in_order=True)
+    return {
+        name: {
+            "attention_norm": layer["attention_norm"],
+            "attention": silent(layer["attention"]),
+            "mlp_norm": layer["mlp_norm"],
+            "mlp": silent(layer["mlp"]),
+        }
+        for name, layer in layers.items()
+    }
+
+
+def silent(params: Params) -> Params:
+    """Return an attention's or an MLP's params with which it adds nothing to the state."""
+    writing = {"out", "out_bias", "down", "down_bias"}
+    return {name: jnp.zeros_like(x) if name in writing else x for name, x in params.items()}
+
+
+def unit_rms(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
+    """Return x scaled to a mean square of 1."""
+    length = x.shape[-1] ** 0.5  # without an eps that counts: rows of lm_head may be small
+    return (length * l2_normalize(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
 
 
 def from_last_layer(

@@ -1,17 +1,17 @@
 """Clover: heads that see the tokens drafted before them, on an Augmenting Block.
 
 Source: Clover (arXiv 2405.00263), its text and figure; no code was released, so "ours" marks a
-reading of our own. At position t, with h_t the base's state before its final norm, lm_head and
-final_norm the base's, and E the rows of lm_head scaled to length 1:
+reading of our own. At position t, with h_t the base's state before its final norm, lm_head the
+base's, norm at first its final norm, and E the rows of lm_head scaled to length 1:
 
     z_t = AugmentingBlock(h_0 .. h_t)                 a decoder layer over the whole prefix
     h^0 = AttentionDecoder(z_t, E[x_{t+1}])           the regressive connection begins
     h^i = AttentionDecoder(h^{i-1}, E[x_{t+1+i}])     same weights at every position
-    u^i = final_norm(h^i + SiLU(W_i h^i + b_i))       lm_head u^i proposes x_{t+2+i}
+    u^i = norm(h^i + SiLU(W_i h^i + b_i))             lm_head u^i proposes x_{t+2+i}
 
 (The paper counts heads from 1: its head i + 1 is position i here, its h^0 our z.) The Attention
 Decoder adds SiLU(cosine-weighted value), without biases; that its one key is weighed by a cosine
-as in Clover-2, and that final_norm comes last, are ours.
+as in Clover-2, and that a norm comes last, are ours.
 
 Every position has its own W_i, so a head drafts no deeper than the positions it was trained for.
 
@@ -35,10 +35,18 @@ from clover_jax.config import BaseConfig, DrafterConfig, LayerConfig, LossSpec, 
 from clover_jax.drafters.attention_decoder import (
     AttentionDecoder,
     check_heads,
+    default_heads,
     l2_normalize,
     with_matrices,
 )
-from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
+from clover_jax.drafters.augmenting import (
+    absorb_positions,
+    augment,
+    check_depth,
+    from_last_layer,
+    silent_layers,
+    unit_rms,
+)
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Drafter,
@@ -68,6 +76,10 @@ class CloverConfig(DrafterConfig):
     decoder_bias: whether the Attention Decoder's query, key and value have one, as in Clover-2.
     decoder_silu: whether its result goes through a SiLU, as in the paper's figure, not in its text.
     decoder_heads: how many heads it has; 0 for heads as wide as the base's.
+    unit_states: whether a state of the base is scaled to a mean square of 1 first, before an
+        Augmenting Block that adds nothing to begin with.
+    own_norm: whether the scale of the final norm is the head's own, at first the base's; False as
+        in heads that were trained without one.
     """
 
     kind: str = "clover"
@@ -77,6 +89,8 @@ class CloverConfig(DrafterConfig):
     decoder_bias: bool = False
     decoder_silu: bool = True
     decoder_heads: int = 0
+    unit_states: bool = False
+    own_norm: bool = False
 
     def __post_init__(self):
         super().__post_init__()
@@ -124,6 +138,10 @@ class Clover(Drafter):
 
     config: CloverConfig
 
+    @property
+    def scale_params(self) -> tuple[str, ...]:
+        return ("output_norm",) if self.config.own_norm else ()
+
     def setup(self):
         # One regressive block serves all positions; each has a residual head of its own.
         cfg = self.config
@@ -138,6 +156,8 @@ class Clover(Drafter):
         else:
             self.regressive = None
         self.heads = ResidualHeads(cfg.num_positions, cfg.layer.hidden_size)
+        if cfg.own_norm:
+            self.output_norm = RMSNorm(cfg.layer.rms_norm_eps)
 
     def init_cache(self, batch: int, length: int, dtype: jnp.dtype) -> Cache:
         return init_cache(
@@ -147,7 +167,7 @@ class Clover(Drafter):
     def absorb(
         self, frozen: Frozen, accepted: AcceptedPositions, cache: Cache
     ) -> tuple[Float[Array, "B 1 D"], Cache]:
-        trunk = functools.partial(augment, self.augmenting, accepted.features)
+        trunk = functools.partial(augment, self.augmenting, self._sized(accepted.features))
         last, cache = absorb_positions(trunk, accepted, cache)
         if self.regressive is None:
             return last, cache
@@ -183,7 +203,7 @@ class Clover(Drafter):
         """Return u^i_t under teacher forcing; a segment's last i + 1 positions have no pair."""
         mask = packed_mask(batch.segment_ids)
         # z of every text position at once.
-        state, _ = augment(self.augmenting, features, batch.positions, mask)
+        state, _ = augment(self.augmenting, self._sized(features), batch.positions, mask)
         count, size = self.config.num_positions, batch.tokens.shape[1]
         if self.regressive is not None:
             # It depends on the token alone: computed once, shifted further at every position.
@@ -195,6 +215,9 @@ class Clover(Drafter):
                 state = self.regressive.mix(state, window(read, depth + 1, size))
             outputs.append(self._output(frozen, state, depth))
         return jnp.stack(outputs)
+
+    def _sized(self, features: Float[Array, "B A D"]) -> Float[Array, "B A D"]:
+        return unit_rms(features) if self.config.unit_states else features
 
     def _follow(self, frozen: Frozen, state: Array, token: Int[Array, "B W"]) -> Array:
         assert self.regressive is not None  # the caller has checked
@@ -208,8 +231,10 @@ class Clover(Drafter):
         return self.regressive.read(direction.astype(rows.dtype))
 
     def _output(self, frozen: Frozen, state: Array, position: int) -> Array:
-        eps = self.config.layer.rms_norm_eps
-        return rms_norm(self.heads(state, position), frozen.final_norm, eps)
+        hidden = self.heads(state, position)
+        if self.config.own_norm:
+            return self.output_norm(hidden)
+        return rms_norm(hidden, frozen.final_norm, self.config.layer.rms_norm_eps)
 
 
 def make_config(
@@ -217,12 +242,25 @@ def make_config(
     num_positions: int = CloverConfig.num_positions,
     rope: RopeConfig | None = None,
     loss: LossSpec = METHOD_LOSS,
+    decoder_heads: int = 0,
+    unit_states: bool = True,
+    own_norm: bool = True,
     **options: Any,
 ) -> CloverConfig:
-    """Return the head's config for a base; the rotary base is the base's own unless given."""
+    """Return the head's config for a base; the rotary base is the base's own unless given.
+
+    decoder_heads: heads of the Attention Decoder; 0 for the base's where these divide the width.
+    """
+    # The Augmenting Block starts as the base's last layer, so it has its shape.
+    layer = layer_for(base, rope)
+    if unit_states:
+        # Branches that are normed, as Gemma's, cannot begin at nothing.
+        layer = dataclasses.replace(layer, post_norms=False)
     return CloverConfig(
-        # The Augmenting Block starts as the base's last layer, so it has its shape.
-        layer=layer_for(base, rope),
+        layer=layer,
+        decoder_heads=decoder_heads or default_heads(layer),
+        unit_states=unit_states,
+        own_norm=own_norm,
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,
@@ -238,8 +276,11 @@ def init_from_base(config: CloverConfig, params: Params, base_params: Params, rn
     zero, the one in the decoder's place as well.
     """
     # The residual blocks add nothing at first, so that the head is its Augmenting Block.
-    new: dict[str, Any] = from_last_layer(config, base_params, config.num_augmenting_layers)
+    starts_as = silent_layers if config.unit_states else from_last_layer
+    new: dict[str, Any] = starts_as(config, base_params, config.num_augmenting_layers)
     new["heads"] = jax.tree.map(jnp.zeros_like, params["heads"])
+    if config.own_norm:
+        new["output_norm"] = base_params["final_norm"]
     if config.regressive_block == "attention_decoder":
         identity = jnp.eye(config.layer.hidden_size)
         both = jnp.stack([identity, identity])

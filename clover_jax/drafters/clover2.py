@@ -27,8 +27,20 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.attention_decoder import AttentionDecoder, check_heads, with_matrices
-from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
+from clover_jax.drafters.attention_decoder import (
+    AttentionDecoder,
+    check_heads,
+    default_heads,
+    with_matrices,
+)
+from clover_jax.drafters.augmenting import (
+    absorb_positions,
+    augment,
+    check_depth,
+    from_last_layer,
+    silent_layers,
+    unit_rms,
+)
 from clover_jax.drafters.drafter import AcceptedPositions, Drafter, Frozen, layer_for
 from clover_jax.drafters.tokens import embed, extend, shift_left, window
 from clover_jax.models.batch import Batch
@@ -39,6 +51,7 @@ from clover_jax.models.layers import RMSNorm, matrix_init
 NOISE = 0.01  # width of the release's uniform initialisation noise
 METHOD_LOSS = LossSpec(regression=10.0, soft_ce=1.0, decay=0.7)
 ORDERS = ("decoder_first", "block_first")
+INITS = ("identity", "paper")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -49,19 +62,28 @@ class Clover2Config(DrafterConfig):
     order: "decoder_first": Attention Decoder 1 comes before the Augmenting Block, which so knows
         x_{t+1}; "block_first": after it, as in Clover.
     output_projector: False leaves out W_0 and W_1: u^i = head_norm(s^i).
+    decoder_heads: heads of both Attention Decoders; 0 for heads as wide as the base's.
+    unit_states: whether a state of the base is scaled to a mean square of 1 first.
+    init: "identity": the head starts as the base's own prediction, whatever the base's scales are;
+        "paper": as in the release, with noise and with the final norm in both norms.
     """
 
     kind: str = "clover2"
     num_augmenting_layers: int = 2
     order: str = "decoder_first"
     output_projector: bool = True
+    decoder_heads: int = 0
+    unit_states: bool = False
+    init: str = "identity"
 
     def __post_init__(self):
         super().__post_init__()
         check_depth(self.num_positions, self.num_augmenting_layers)
         if self.order not in ORDERS:
             raise ValueError(f"order {self.order!r} is not one of {', '.join(ORDERS)}")
-        check_heads(self.layer)
+        if self.init not in INITS:
+            raise ValueError(f"init {self.init!r} is not one of {', '.join(INITS)}")
+        check_heads(self.layer, self.decoder_heads)
 
 
 class Clover2State(struct.PyTreeNode):
@@ -80,14 +102,18 @@ class Clover2(Drafter):
 
     config: Clover2Config
 
+    @property
+    def scale_params(self) -> tuple[str, ...]:
+        return ("head_norm",) if self.config.init == "identity" else ()
+
     def setup(self):
         cfg = self.config
         width = cfg.layer.hidden_size
         matrix, zeros = matrix_init(width), nn.initializers.zeros
-        self.attention_decoder_1 = AttentionDecoder(cfg.layer)
+        self.attention_decoder_1 = AttentionDecoder(cfg.layer, num_heads=cfg.decoder_heads)
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
-        self.attention_decoder_2 = AttentionDecoder(cfg.layer)
+        self.attention_decoder_2 = AttentionDecoder(cfg.layer, num_heads=cfg.decoder_heads)
         self.head_norm = RMSNorm(cfg.layer.rms_norm_eps)
         if cfg.output_projector:
             self.projector_0 = self.param("projector_0", matrix, (width, width))
@@ -154,6 +180,8 @@ class Clover2(Drafter):
         """Return s^0 and the Augmenting Block's fresh keys and values."""
         # The order is the paper's main change: early, the token reaches every augmenting layer.
         embedded, layers = embed(frozen, next_tokens), self.augmenting
+        if self.config.unit_states:
+            features = unit_rms(features)
         if self.config.order == "decoder_first":
             a = self.attention_decoder_1(features, embedded)
             z, fresh = augment(layers, a, positions, mask, cache, length)
@@ -194,40 +222,70 @@ class Clover2(Drafter):
 
 
 def make_config(
-    base: BaseConfig, rope: RopeConfig | None = None, loss: LossSpec = METHOD_LOSS, **options: Any
+    base: BaseConfig,
+    rope: RopeConfig | None = None,
+    loss: LossSpec = METHOD_LOSS,
+    decoder_heads: int = 0,
+    init: str = Clover2Config.init,
+    **options: Any,
 ) -> Clover2Config:
-    """Return the head's config for a base; the rotary base is the base's own unless given."""
-    # Augmenting layers have the base's shape, because they start as its last layer.
+    """Return the head's config for a base; the rotary base is the base's own unless given.
+
+    decoder_heads: heads of the Attention Decoders; 0 for the base's where these divide the width.
+    """
+    # Augmenting layers have the base's shape, because they start as its last layer. Branches that
+    # are normed, as Gemma's, have sizes of the base's states and cannot begin at nothing.
     layer = layer_for(base, rope)
-    return Clover2Config(layer=layer, vocab_size=base.vocab_size, loss=loss, **options)
+    unit_states = init == "identity" and layer.post_norms
+    return Clover2Config(
+        layer=dataclasses.replace(layer, post_norms=layer.post_norms and not unit_states),
+        unit_states=unit_states,
+        vocab_size=base.vocab_size,
+        loss=loss,
+        decoder_heads=decoder_heads or default_heads(layer),
+        init=init,
+        **options,
+    )
 
 
 def init_from_base(
     config: Clover2Config, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Initialise as the paper says: the Augmenting Block from the base's last layer.
+    """Initialise as the config's `init` says.
 
-    (The release copies layer 0, because it reads the layer count from the draft's config.)
-    Norms before the outputs take the base's final norm; queries, keys and projectors start as
-    the identity, values at zero, all plus U(0, 0.01); biases start at 0.
+    "identity": the head starts as the base. The Augmenting Block's layers read as the base's last
+    ones and add nothing at first. The state passes the final norm once, in trunk_norm; every matrix
+    after it is the identity, and head_norm keeps the length that the final norm's scale gives a
+    state on average. Values start at zero. No noise: the final norm of a published base multiplies
+    some channels by hundreds, and noise there drowns the state.
+
+    "paper": every augmenting layer copies the base's last layer (the release copies layer 0,
+    because it reads the layer count from the draft's config), both norms start as the final norm,
+    and U(0, 0.01) is added to every matrix.
     """
     # A decoder whose query and key are the identity and whose value is zero passes its input on.
     identity = jnp.eye(config.layer.hidden_size)
     final_norm = base_params["final_norm"]
-    # A key for each call of `noisy`: two in each decoder, and one for each projector.
+    # A key for each call of `start`: two in each decoder, and one for each projector.
     keys = iter(jax.random.split(rng, 6))
+    noise = NOISE if config.init == "paper" else 0.0
 
-    def noisy(matrix: Array) -> Array:
-        return matrix + jax.random.uniform(next(keys), matrix.shape, maxval=NOISE)
+    def start(matrix: Array) -> Array:
+        return matrix + jax.random.uniform(next(keys), matrix.shape, maxval=noise)
 
-    new: dict[str, Any] = from_last_layer(config, base_params, config.num_augmenting_layers)
+    starts_as = silent_layers if config.init == "identity" else from_last_layer
+    new: dict[str, Any] = starts_as(config, base_params, config.num_augmenting_layers)
     for name in ("attention_decoder_1", "attention_decoder_2"):
-        query = noisy(identity)
-        key_value = noisy(jnp.stack([identity, jnp.zeros_like(identity)], axis=1))
+        query = start(identity)
+        key_value = start(jnp.stack([identity, jnp.zeros_like(identity)], axis=1))
         new[name] = with_matrices(params[name], query, key_value)
-    # lm_head expects what the base's final norm gives.
+
     new |= {"trunk_norm": final_norm, "head_norm": final_norm}
+    if config.init == "identity":
+        scale = final_norm["scale"]
+        length = jnp.sqrt(jnp.mean(scale.astype(jnp.float32) ** 2))
+        new["head_norm"] = {"scale": jnp.full(scale.shape, length)}
     if config.output_projector:
-        new["projector_0"] = noisy(identity)
-        new["projector_1"] = noisy(jnp.stack([identity, jnp.zeros_like(identity)]))
+        new["projector_0"] = start(identity)
+        new["projector_1"] = start(jnp.stack([identity, jnp.zeros_like(identity)]))
     return new

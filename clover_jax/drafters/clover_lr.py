@@ -7,22 +7,29 @@ its layers, h_t its last one, and E the rows of lm_head:
 
     x_t = rms(h_t + sum_j W_f^j f_t^j)                     fused features; starts as h_t
     a_t = x_t + W_t rms(e'_{t+1})                          e' a row of the base's input embedding
-    z_t = trunk_norm(AugmentingBlock(a_0 .. a_t))          as in Clover-2
-    u^i = head_norm(W_i z_t + b_i),  i = 0 .. P-1          all positions at once
+    z_t = rms(AugmentingBlock(a_0 .. a_t))                 as in Clover-2
+    u^i = c * z_t + W_i z_t + b_i,  i = 0 .. P-1           all positions at once
     s^0 = tanh(W_s z_t)                                    [r]
     s^i = GRU(s^{i-1}, W_e e_{t+1+i})                      the regressive connection; e = rms(E[x])
     logits^i = lm_head u^i + R C s^i                       proposes x_{t+2+i}; C s^0 counts as 0
 
-rms(x) has a mean square of 1. A base's last state may be tens of times larger than its rows of
-lm_head: left so, as Clover-2 leaves them, the head learns slowly what a token says. The newest
-token enters by a matrix, as in EAGLE, and not by an Attention Decoder, as in Clover-2: that reads
-one [D, D] for three, and drafts more.
+rms(x) has a mean square of 1.
 
-W_f, W_i, W_t [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f zero; W_t random; the
-Augmenting Block's layers as the base's last ones, one each, in their order; W_i the identity plus
-U(0, 0.01); W_s, W_e orthonormal columns; C zero, so that the correction begins at nothing;
-R = lm_head Q with Q the r directions along which lm_head's rows are longest, so that similar tokens
-begin with similar corrections.
+Scales. Bases differ by orders of magnitude in the size of a state, in the weights of the final norm
+(0.19 to 301 in Gemma 3 270M) and in the length of a row of lm_head. So the head works on states of
+one size, to which nothing is added at first that the base made for states of its own size. The
+final norm's weights, c, come once, at the end, where lm_head needs them. What is learned is added
+behind them, or the largest would multiply it by hundreds. So the head begins as the base's own
+prediction.
+
+The newest token enters by a matrix, as in EAGLE, and not by an Attention Decoder, as in Clover-2:
+that reads one [D, D] for three, and drafts more.
+
+W_f, W_i, W_t [D, D], W_s, W_e [D, r], C [r, r], R [V, r]. Initialisation: W_f, W_t, W_i, b_i zero;
+the Augmenting Block's layers as the base's last ones, one each, in their order, but for what they
+write, which is zero; W_s, W_e of orthonormal columns; C zero, so that the correction begins at
+nothing; R = lm_head Q with Q the r directions along which lm_head's rows are longest, so that
+similar tokens begin with similar corrections.
 
 Losses: the regression, on u alone; the soft cross-entropy and twice the total variation, on the
 corrected logits. A position weighs what it is worth for the accepted length (D-PACE); without
@@ -44,8 +51,13 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
-from clover_jax.drafters.attention_decoder import l2_normalize
-from clover_jax.drafters.augmenting import absorb_positions, augment, check_depth, from_last_layer
+from clover_jax.drafters.augmenting import (
+    absorb_positions,
+    augment,
+    check_depth,
+    silent_layers,
+    unit_rms,
+)
 from clover_jax.drafters.drafter import (
     AcceptedPositions,
     Drafter,
@@ -64,9 +76,9 @@ from clover_jax.models.int8 import contract, widen
 from clover_jax.models.layers import RMSNorm, matrix_init
 from clover_jax.models.score_rules import soft_cap
 
-NOISE = 0.01  # of the initialisation, as Clover-2's
 DEFAULT_RANK = 256
 DEFAULT_FEATURES = 3
+REVISION = 2  # 1 normed the state before the block, and again behind W_i
 METHOD_LOSS = LossSpec(regression=1.0, soft_ce=1.0, total_variation=2.0, decay=0.8, dpace=0.5)
 
 
@@ -76,22 +88,25 @@ class CloverLRConfig(DrafterConfig):
 
     rank: r, width of the recurrent state and rank of the correction; 0 drafts without feedback.
     num_augmenting_layers: depth of the Augmenting Block.
+    revision: of the equations; heads of others are refused.
     """
 
     kind: str = "clover_lr"
     rank: int = DEFAULT_RANK
     num_augmenting_layers: int = 2
+    revision: int = REVISION
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> Self:
         """Build from `to_dict`'s output.
 
-        Raises ValueError for a head of version 0.1, whose token entered by an Attention Decoder.
+        Raises ValueError for a head of other equations than today's.
         """
-        if "unit_inputs" in values:
+        if values.get("revision") != REVISION:
             raise ValueError(
-                "it is a Clover-LR head of version 0.1, with an Attention Decoder, which Clover-LR "
-                "no longer has: train it again, or decode with version 0.1"
+                f"it is a Clover-LR head of revision {values.get('revision', 1)}, but this version "
+                f"has the equations of revision {REVISION}: train it again, or decode with the "
+                "version that trained it"
             )
         return super().from_dict(values)
 
@@ -148,6 +163,7 @@ class CloverLR(Drafter):
     """The Clover-LR head; see the module's docstring for the equations."""
 
     config: CloverLRConfig
+    scale_params = ("output_scale",)
 
     @property
     def output_params(self) -> tuple[str, ...]:
@@ -164,10 +180,10 @@ class CloverLR(Drafter):
         self.token_mix = self.param("token_mix", matrix, (width, width))
         self.augmenting = [DecoderLayer(cfg.layer) for _ in range(cfg.num_augmenting_layers)]
         self.trunk_norm = RMSNorm(cfg.layer.rms_norm_eps)
-        # One matrix of P D columns: a stack of P is laid out anew at every step.
+        self.output_scale = self.param("output_scale", nn.initializers.ones, (width,))
+        # One matrix of P D columns: a stack of P matrices is copied at every step.
         self.block = self.param("block", matrix, (width, cfg.num_positions, width))
         self.block_bias = self.param("block_bias", zeros, (cfg.num_positions, width))
-        self.head_norm = RMSNorm(cfg.layer.rms_norm_eps)
         # The correction, none of it wider than r.
         if rank:
             self.correction_out = self.param("correction_out", zeros, (cfg.draft_vocab_size, rank))
@@ -214,7 +230,7 @@ class CloverLR(Drafter):
             return state
         # Rank r, not D: this is all that a drafted token costs.
         above = jnp.take_along_axis(state.recurrent, parent[..., None], axis=1)
-        following = self.recurrence(above, _rms_normalize(embed(frozen, token)) @ self.token_in)
+        following = self.recurrence(above, unit_rms(embed(frozen, token)) @ self.token_in)
         return CloverLRState(block_logits=state.block_logits, recurrent=following)
 
     def train_forward(
@@ -239,7 +255,7 @@ class CloverLR(Drafter):
         state = self._first(z)
         corrections = [jnp.zeros_like(state)]
         # What depends on a token alone is computed once; every position shifts it further.
-        embedded = _rms_normalize(embed(frozen, extend(tokens, len(block)))) @ self.token_in
+        embedded = unit_rms(embed(frozen, extend(tokens, len(block)))) @ self.token_in
         for depth in range(1, len(block)):
             state = self.recurrence(state, window(embedded, depth + 1, tokens.shape[1]))
             corrections.append(state @ self.mix)
@@ -257,8 +273,8 @@ class CloverLR(Drafter):
         return soft_cap(logits, self.config.logit_cap)
 
     def _trunk(self, frozen, features, next_tokens, positions, mask, cache=None, length=None):
-        token = _rms_normalize(embed_input(self.config, frozen, next_tokens))
-        x = _rms_normalize(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
+        token = unit_rms(embed_input(self.config, frozen, next_tokens))
+        x = unit_rms(self._fused(features)) + contract("...d,de->...e", token, self.token_mix)
         x, fresh = augment(self.augmenting, x, positions, mask, cache, length)
         return self.trunk_norm(x), fresh
 
@@ -270,17 +286,12 @@ class CloverLR(Drafter):
         return each[..., -1, :] + contract("...fd,fde->...e", each[..., :-1, :], self.fuse)
 
     def _position_outputs(self, z: Float[Array, "*b D"]) -> Float[Array, "*b P D"]:
-        return self.head_norm(contract("...d,dpe->...pe", z, self.block) + self.block_bias)
+        learned = contract("...d,dpe->...pe", z, self.block) + self.block_bias
+        return (self.output_scale * z)[..., None, :] + learned
 
     def _first(self, z: Float[Array, "*b D"]) -> Float[Array, "*b r"]:
         """Return s^0."""
         return jnp.tanh(z @ self.state_in) if self.config.rank else z[..., :0]
-
-
-def _rms_normalize(x: Float[Array, "*b D"]) -> Float[Array, "*b D"]:
-    """Return rms(x), of a mean square of 1."""
-    length = x.shape[-1] ** 0.5  # without an eps that counts: rows of lm_head may be small
-    return (length * l2_normalize(x.astype(jnp.float32), 1e-6)).astype(x.dtype)
 
 
 def make_config(
@@ -307,7 +318,8 @@ def make_config(
     layers = tuple(f"layer_{depth * j // count}" for j in range(1, count))
 
     return CloverLRConfig(
-        layer=layer_for(base, rope),
+        # Branches that are normed, as Gemma's, cannot begin at nothing.
+        layer=dataclasses.replace(layer_for(base, rope), post_norms=False),
         vocab_size=base.vocab_size,
         num_positions=num_positions,
         max_depth=num_positions,
@@ -322,21 +334,19 @@ def make_config(
 def init_from_base(
     config: CloverLRConfig, params: Params, base_params: Params, rng: Array
 ) -> Params:
-    """Initialise the trunk as the base's last layers, and the correction at nothing."""
-    width, final_norm = config.layer.hidden_size, base_params["final_norm"]
-    keys = iter(jax.random.split(rng, 2))
-    noise = jax.random.uniform(next(keys), params["block"].shape, maxval=NOISE)
+    """Initialise the head as the base, and all that it adds at nothing."""
     lm_head = base_params.get("lm_head", base_params["embedding"])
-    layers = from_last_layer(config, base_params, config.num_augmenting_layers, in_order=True)
+    layers = silent_layers(config, base_params, config.num_augmenting_layers)
     new: dict[str, Any] = layers | {
-        "trunk_norm": final_norm,
-        "head_norm": final_norm,
-        "block": jnp.eye(width)[:, None] + noise,
+        "output_scale": base_params["final_norm"]["scale"],
+        "token_mix": jnp.zeros_like(params["token_mix"]),
+        "block": jnp.zeros_like(params["block"]),
     }
 
     # The correction starts at nothing, along the directions that tell tokens apart best.
     if config.rank:
-        random = jax.random.normal(next(keys), (width, width))
+        width = config.layer.hidden_size
+        random = jax.random.normal(rng, (width, width))
         directions = principal_directions(lm_head, config.rank)
         # QR makes random columns orthonormal.
         new["state_in"] = jnp.linalg.qr(random)[0][:, : config.rank]

@@ -134,6 +134,7 @@ class DFlash2(Drafter):
     """The DFlash 2 head; see the module's docstring for the equations."""
 
     config: DFlash2Config
+    scale_params = ("norm",)
 
     @property
     def num_anchors(self) -> int:

@@ -93,6 +93,14 @@ class Drafter(nn.Module):
         return ()
 
     @property
+    def scale_params(self) -> tuple[str, ...]:
+        """Names of the params that scale a fresh head's logits: twice as large, twice the logits.
+
+        Training scales them once, before its first step (`training.step.fit_scale`).
+        """
+        return ()
+
+    @property
     def reads_lm_head(self) -> bool:
         """Whether decoding needs the rows of lm_head for this head."""
         return True

@@ -22,6 +22,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.augmenting import silent
 from clover_jax.drafters.drafter import Frozen, layer_for
 from clover_jax.drafters.layer_drafter import LayerDrafter
 from clover_jax.drafters.tokens import embed_input, shift_left
@@ -64,6 +65,7 @@ class Eagle(LayerDrafter):
     """The EAGLE-1 head; see the module's docstring for the equations."""
 
     config: EagleConfig
+    scale_params = ("fc",)
 
     def setup(self):
         # fc is stored as two matrices, of the embedding and of the state, so that neither input is
@@ -125,10 +127,19 @@ def make_config(
 
     llama_layer: leave out what the base's layers have beyond a plain Llama's.
     """
-    layer = layer_for(base, rope, llama_layer)
+    # Branches that are normed, as Gemma's, cannot begin at nothing.
+    layer = dataclasses.replace(layer_for(base, rope, llama_layer), post_norms=False)
     return EagleConfig(layer=layer, vocab_size=base.vocab_size, loss=loss, **options)
 
 
 def init_from_base(config: EagleConfig, params: Params, base_params: Params, rng: Array) -> Params:
-    """Return no params: the method starts from random ones."""
-    return {}
+    """Start as the base: fc passes g_t on, and both sublayers add nothing at first.
+
+    (The method starts at random, which on a base with large states is far worse than guessing.)
+    """
+    width = config.layer.hidden_size
+    layer = params["layer"]
+    return {
+        "fc": params["fc"].at[1].set(jnp.eye(width)) * jnp.array([0.0, 1.0])[:, None, None],
+        "layer": layer | {name: silent(layer[name]) for name in ("attention", "mlp")},
+    }

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Bool, Float, Int, Params
 from clover_jax.config import BaseConfig, DrafterConfig, LossSpec, RopeConfig
+from clover_jax.drafters.augmenting import silent
 from clover_jax.drafters.drafter import (
     Frozen,
     frozen_from_base,
@@ -31,7 +32,12 @@ from clover_jax.drafters.drafter import (
     output_matrix,
     with_draft_rows,
 )
-from clover_jax.drafters.layer_drafter import LayerDrafter, Prefix, attend_path, empty_path
+from clover_jax.drafters.layer_drafter import (
+    LayerDrafter,
+    Prefix,
+    attend_path,
+    empty_path,
+)
 from clover_jax.drafters.tokens import embed_input, shift_left
 from clover_jax.models.batch import Batch
 from clover_jax.models.cache import KeyValue
@@ -64,6 +70,7 @@ class Eagle3(LayerDrafter):
     """The EAGLE-3 head; see the module's docstring for the equations."""
 
     config: Eagle3Config
+    scale_params = ("output_norm",)
     output_params = ("output_norm", "lm_head")  # what `logits` reads
     reads_lm_head = False  # the base's
 
@@ -169,10 +176,18 @@ def make_config(
 
 
 def init_from_base(config: Eagle3Config, params: Params, base_params: Params, rng: Array) -> Params:
-    """Start norm and head from the base's final norm and its rows of the draft vocabulary.
+    """Start as what the base's final norm and lm_head make of the deepest state that is read.
 
-    (The repository starts them at random; the rest is random here as well.)
+    fc passes that state on, and both sublayers add nothing at first. Random ones, as in the
+    repository, add a branch of a size of their own to states whose size is the base's.
     """
     # The head starts as the base's own vocabulary, so that early steps propose words.
     frozen = frozen_from_base(with_draft_rows(base_params, config))
-    return {"lm_head": output_matrix(config, frozen), "output_norm": {"scale": frozen.final_norm}}
+    fc = jnp.zeros_like(params["fc"]).at[-1].set(jnp.eye(params["fc"].shape[-1]))
+    return {
+        "fc": fc,
+        "attention": silent(params["attention"]),
+        "mlp": silent(params["mlp"]),
+        "lm_head": output_matrix(config, frozen),
+        "output_norm": {"scale": frozen.final_norm},
+    }

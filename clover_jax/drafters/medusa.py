@@ -88,6 +88,10 @@ class Medusa(Drafter):
         ]
 
     @property
+    def scale_params(self) -> tuple[str, ...]:
+        return self.output_params
+
+    @property
     def output_params(self) -> tuple[str, ...]:
         cfg = self.config
         return tuple(f"lm_head_{i}" for i in range(cfg.num_positions if cfg.own_output else 0))

@@ -101,6 +101,18 @@ def check_exportable(config: Clover2Config, base: BaseConfig) -> None:
             f"head has qkv_bias {layer.qkv_bias} and output_bias {layer.output_bias}"
         )
 
+    if config.decoder_heads not in (0, layer.num_heads):
+        raise UserError(
+            f"readers of the official Clover-2 layout split Attention Decoders into num_heads "
+            f"({layer.num_heads}) parts, but this head has decoder_heads ({config.decoder_heads})"
+        )
+
+    if config.unit_states:
+        raise UserError(
+            "this head scales the base's states to one size first, as heads do whose base norms "
+            "what its layers add; readers of the official Clover-2 layout do not"
+        )
+
     # An ablated head has other parts, or the same ones in another order.
     if config.order != "decoder_first" or not config.output_projector:
         raise UserError(

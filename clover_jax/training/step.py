@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from flax import struct
 
@@ -148,6 +150,55 @@ def _with_anchors(config: TrainStepConfig, batch: Batch, key: Array) -> Batch:
     """Draw the places where a head trains, if it does not train at all positions."""
     count = config.head.module.num_anchors
     return batch.replace(anchors=sample_anchors(key, batch, count)) if count else batch
+
+
+def fit_scale(
+    config: TrainStepConfig, state: TrainState, base_params: Params, batch: Batch
+) -> TrainState:
+    """Return a fresh state whose head is no worse than guessing at any position of a batch.
+
+    The cross-entropy is convex in the scale of the logits, and log Vd (guessing) at a scale of 0.
+    So going down from the scale at which the method begins, in steps of sqrt(1/2), finds one where
+    no position is above log Vd, and then the best for position 0, on which all others stand.
+    """
+    names = config.head.module.scale_params
+    if not names:
+        return state
+    # One part of a batch fits in memory; all of them together may not.
+    if config.accumulation_steps > 1:
+        parts = parts_of_rows(batch, config.accumulation_steps, config.mesh)
+        batch = jax.tree.map(lambda x: x[0], parts)
+    key = jax.random.wrap_key_data(state.key)
+
+    @jax.jit
+    def read(base_params: Params, batch: Batch) -> TeacherOutput:
+        return teach(config.base, base_params, config.head.config.features, batch, config.mesh)
+
+    @jax.jit
+    def soft_ce(
+        params: Params, base_params: Params, teacher: TeacherOutput, batch: Batch, scale: float
+    ) -> Float[Array, " P"]:
+        scaled = params | {name: _times(scale, params[name]) for name in names}
+        whole = gathered(base_params, config.mesh)
+        return head_loss(config, scaled, whole, teacher, batch, key)[1].terms.soft_ce
+
+    teacher = read(base_params, batch)
+    guessing = math.log(config.head.config.draft_vocab_size)
+    best, least = 1.0, math.inf
+    for scale in (0.5 ** (0.5 * np.arange(30))).tolist():
+        losses = np.asarray(soft_ce(state.params, base_params, teacher, batch, scale))
+        # Below the smallest loss it only rises.
+        if losses[0] >= least:
+            break
+        best = scale
+        if losses.max() <= guessing:
+            least = losses[0]
+    fitted = {name: _times(best, state.params[name]) for name in names}
+    return state.replace(params=state.params | fitted)
+
+
+def _times(factor: float, params: Params) -> Params:
+    return jax.tree.map(lambda leaf: factor * leaf, params)
 
 
 class BatchGradient(NamedTuple):

@@ -24,7 +24,7 @@ from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import Measurement
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import TrainInputs
-from clover_jax.training.step import StepMetrics, TrainState, make_train_step
+from clover_jax.training.step import StepMetrics, TrainState, fit_scale, make_train_step
 
 
 @dataclasses.dataclass
@@ -65,6 +65,8 @@ class Trainer:
             with clock.waiting():
                 batch = next(self.batches)
                 batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
+            if not done:
+                state = fit_scale(config, state, base_params, batch)
             state, metrics = train_step(state, base_params, batch)
             done += 1
             watch.take(done, metrics)

@@ -16,7 +16,7 @@ from clover_jax.drafters.tokens import extend, shift_left, window
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import DecoderLayer, causal_mask
 from clover_jax.models.layers import rms_norm
-from tests.tiny_models import TINY, lively_params, random_base, random_head
+from tests.tiny_models import TINY, init_head, lively_params, random_base, random_head
 
 SIZE = 9
 
@@ -57,7 +57,8 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
     found = train_forward("clover", params, features, tokens, decoder_heads=heads)
     positions, mask = jnp.arange(SIZE)[None].repeat(2, 0), causal_mask(2, SIZE)
     layer = {"params": params["augmenting_0"]}
-    z = np.asarray(jax.jit(DecoderLayer(TINY.layer).apply)(layer, features, positions, mask)[0])
+    unit = rms_norm(features, jnp.ones(TINY.hidden_size), 0.0)
+    z = np.asarray(jax.jit(DecoderLayer(TINY.layer).apply)(layer, unit, positions, mask)[0])
     frozen = frozen_from_base(random_base())
     lm_head = np.asarray(frozen.lm_head)
     for b, t in [(0, 0), (1, 3), (0, SIZE - 4)]:
@@ -72,7 +73,7 @@ def test_clover_follows_its_equations_one_position_and_one_attention_head_after_
                 parts.append(q @ k / (np.linalg.norm(q) * np.linalg.norm(k)) * v)
             h = h + silu(np.concatenate(parts))
             u = h + silu(h @ params["heads"]["weight"][i] + params["heads"]["bias"][i])
-            expected = normed(u, np.asarray(frozen.final_norm))
+            expected = normed(u, params["output_norm"]["scale"])
             np.testing.assert_allclose(found[i, b, t], expected, atol=1e-4)
 
 
@@ -86,7 +87,7 @@ def test_heads_that_do_not_divide_the_width_are_refused():
 def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final_norm():
     features, tokens = random_text()
     params = lively_params(name="clover-bare")
-    assert set(params) == {"heads"}
+    assert set(params) == {"heads", "output_norm"}
     medusa, _ = random_head(name="medusa-shared")
     positions = {
         i: medusa.module.apply(
@@ -99,8 +100,8 @@ def test_clover_without_its_three_parts_is_medusa_but_for_the_place_of_the_final
         )[i]
         for i in range(3)
     }
-    bare = train_forward("clover-bare", params, features, tokens)
-    scale = random_base()["final_norm"]["scale"]
+    bare = train_forward("clover-bare", params, features, tokens, unit_states=False)
+    scale = params["output_norm"]["scale"]
     for i, u in positions.items():
         np.testing.assert_allclose(bare[i], rms_norm(u, scale, TINY.rms_norm_eps), atol=1e-5)
 
@@ -128,10 +129,20 @@ def test_medusa_starts_as_the_base_itself():
         np.testing.assert_allclose(logits, features @ frozen.lm_head.T, atol=1e-5)
 
 
-def test_clover_starts_as_its_augmenting_block():
+def test_clover_starts_as_the_base_itself():
     features, tokens = random_text()
     params = random_head(name="clover")[1]
     found = train_forward("clover", params, features, tokens)
+    expected = rms_norm(features, random_base()["final_norm"]["scale"], TINY.rms_norm_eps)
+    np.testing.assert_allclose(found, jnp.broadcast_to(expected, found.shape), atol=2e-5)
+
+
+def test_a_head_from_before_it_had_a_norm_of_its_own_starts_as_its_augmenting_block():
+    features, tokens = random_text()
+    config = registry.config_for_base("clover", TINY, unit_states=False, own_norm=False)
+    params = init_head(registry.head(config), random_base(), jax.random.key(0))
+    changed = {"unit_states": False, "own_norm": False}
+    found = train_forward("clover", params, features, tokens, **changed)
     positions = jnp.arange(SIZE)[None].repeat(2, 0)
     layer = {"params": random_base()["layers_2"]}
     z, _ = DecoderLayer(TINY.layer).apply(layer, features, positions, causal_mask(2, SIZE))

@@ -59,10 +59,12 @@ def test_the_size_of_states_and_rows_means_nothing():
         np.testing.assert_allclose(other, found, atol=1e-3)
 
 
-def test_a_head_of_the_first_version_is_refused():
-    config = random_head(name="clover_lr")[0].config
-    with pytest.raises(ValueError, match="Clover-LR head of version 0.1, .*: train it again"):
-        registry.config_from_dict(config.to_dict() | {"unit_inputs": True})
+@pytest.mark.parametrize(("revision", "named"), [({}, 1), ({"revision": 3}, 3)])
+def test_a_head_of_other_equations_is_refused(revision, named):
+    values = random_head(name="clover_lr")[0].config.to_dict()
+    del values["revision"]
+    with pytest.raises(ValueError, match=f"Clover-LR head of revision {named}, .*: train it again"):
+        registry.config_from_dict(values | revision)
 
 
 @pytest.mark.parametrize(
@@ -81,7 +83,12 @@ def test_impossible_heads_are_refused(changes, message):
 def test_the_trunk_begins_as_the_last_layers_one_each():
     base, (head, params) = random_base(), random_head(name="clover_lr")
     for mine, theirs in (("augmenting_0", "layers_1"), ("augmenting_1", "layers_2")):
-        jax.tree.map(np.testing.assert_array_equal, params[mine], base[theirs])
+        # The matrices that write are zero, so that the state passes on.
+        expected = base[theirs] | {
+            "attention": base[theirs]["attention"] | {"out": 0 * base[theirs]["attention"]["out"]},
+            "mlp": base[theirs]["mlp"] | {"down": 0 * base[theirs]["mlp"]["down"]},
+        }
+        jax.tree.map(np.testing.assert_array_equal, params[mine], expected)
     shallow = {name: base[name] for name in ("layers_0", "layers_1")}
     layers = from_last_layer(head.config, shallow, 3, in_order=True)
     expected = ("layers_0", "layers_0", "layers_1")

@@ -34,10 +34,10 @@ def test_a_head_splits_the_width_in_heads_of_the_bases_size(kind):
 
 def test_a_width_that_heads_do_not_fill_is_refused():
     odd = dataclasses.replace(TINY, hidden_size=36, head_dim=8)
-    with pytest.raises(
-        ValueError, match=r"hidden_size \(36\) in heads: head_dim \(8\) must divide"
-    ):
-        registry.config_for_base("clover2", odd)
+    config = registry.config_for_base("clover2", odd)
+    assert config.decoder_heads == 4
+    with pytest.raises(ValueError, match=r"head_dim \(8\) does not divide: set decoder_heads.* 4"):
+        dataclasses.replace(config, decoder_heads=0)
 
 
 def test_the_official_layout_cannot_hold_such_a_head():
