@@ -20,16 +20,6 @@ from clover_jax.training.settings import TrainSettings
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-# Parts of the loss that have flags of their own.
-_FLAGS_OF_LOSS = {
-    "regression_weight": "regression",
-    "soft_ce_weight": "soft_ce",
-    "hard_ce_weight": "hard_ce",
-    "total_variation_weight": "total_variation",
-    "position_decay": "decay",
-    "label_mask": "label_mask",
-}
-
 
 def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
     """Return the head that the settings describe, without params.
@@ -59,36 +49,27 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
         raise UserError(f"--drafter={settings.drafter}: {error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
-    return registry.head(dataclasses.replace(config, loss=make_loss(settings, config.loss)))
+    return registry.head(dataclasses.replace(config, loss=make_loss(settings.loss, config.loss)))
 
 
-def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
-    """Return the method's loss, changed by --loss and by the flags for single parts.
+def make_loss(text: str | None, default: LossSpec) -> LossSpec:
+    """Return the method's loss, changed by --loss.
 
-    Raises UserError for a part that there is not, a bad value, or one that is given twice.
+    Raises UserError for an unknown part or a bad value.
     """
-    options = parse_values(
-        "--loss=", settings.loss or "", typing.get_type_hints(LossSpec), "the loss has no part"
-    )
-    for flag, name in _FLAGS_OF_LOSS.items():
-        value = getattr(settings, flag)
-        # --label_mask can be switched on and not off: a method that has it by default keeps it.
-        if value is None or value is False:
-            continue
-        if name in options:
-            raise UserError(f"give --{flag} or {name} in --loss, not both")
-        options[name] = value
-
+    known = typing.get_type_hints(LossSpec)
+    options = parse_values("--loss=", text or "", known, "the loss has no part")
     # D-PACE computes the weights of positions itself.
-    if "decay" in options and options.get("dpace", default.dpace):
+    dpace = options.get("dpace", default.dpace)
+    if "decay" in options and dpace:
         raise UserError(
-            f"position_decay ({options['decay']}) has no effect beside dpace "
-            f"({options.get('dpace', default.dpace)}); add --loss=dpace=0"
+            f"--loss={text}: decay ({options['decay']}) has no effect with dpace ({dpace}); add "
+            "dpace=0"
         )
     try:
         return dataclasses.replace(default, **options)
     except ValueError as error:
-        raise UserError(f"--loss={settings.loss}: {error}") from error
+        raise UserError(f"--loss={text}: {error}") from error
 
 
 def reduce_vocabulary(

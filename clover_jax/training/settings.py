@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 from clover_jax.errors import UserError
 from clover_jax.field_types import (
@@ -18,6 +19,14 @@ from clover_jax.storage.files import write_json
 from clover_jax.storage.json_files import read_json_object
 
 SETTINGS = "settings.json"
+# Flags of earlier versions that set one part of the loss, and the part's name in --loss.
+_EARLIER_LOSS_FLAGS = {
+    "regression_weight": "regression",
+    "soft_ce_weight": "soft_ce",
+    "hard_ce_weight": "hard_ce",
+    "total_variation_weight": "total_variation",
+    "position_decay": "decay",
+}
 
 # One for each heading of `--help`. What is measured may change when a run resumes.
 _data = functools.partial(setting, group="data")
@@ -81,24 +90,8 @@ class TrainSettings(ChatSettings, CommonSettings):
     )
     loss: str | None = _loss(
         None,
-        "parts of the loss as name=value,..., such as lk=1,soft_ce=0 or dpace=0.5; an unknown name "
-        "lists them [each is the method's]",
-    )
-    regression_weight: float | None = _loss(None, "weight of the regression loss [the method's]")
-    soft_ce_weight: float | None = _loss(
-        None, "weight of the cross-entropy to the base [the method's]"
-    )
-    hard_ce_weight: float | None = _loss(
-        None, "weight of the cross-entropy to the text [the method's]"
-    )
-    total_variation_weight: float | None = _loss(
-        None, "weight of the share of drawn drafts that the base would refuse [the method's]"
-    )
-    position_decay: float | None = _loss(
-        None, "position i weighs this to the power of i [the method's]"
-    )
-    label_mask: bool = _loss(
-        False, "leave out of the loss what the base's own choice would not have reached"
+        "weights and options of the loss as name=value,..., such as regression=0,soft_ce=0.5 or "
+        "dpace=0.5; an unknown name lists them [the method's]",
     )
     loss_chunk: int = _memory(512, "positions whose logits exist at a time", least=1)
     log_every: int = _measuring(10, "steps between rows of metrics.jsonl", least=1)
@@ -120,11 +113,30 @@ class TrainSettings(ChatSettings, CommonSettings):
     def __post_init__(self):
         check_settings(self)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainSettings:
+        """Build from `to_dict`'s output, also that of earlier versions.
+
+        Raises ValueError for a run that used `label_mask`, which was dropped.
+        """
+        values = dict(values)
+        if values.pop("label_mask", False):
+            raise ValueError("label_mask was dropped from training")
+        given = {name: values.pop(flag, None) for flag, name in _EARLIER_LOSS_FLAGS.items()}
+        parts = [values.get("loss")]
+        parts += [f"{name}={value:g}" for name, value in given.items() if value is not None]
+        return super().from_dict(values | {"loss": ",".join(filter(None, parts)) or None})
+
 
 def recorded_settings(workdir: Path) -> TrainSettings | None:
     """Return the settings of the run in a workdir; None where none was started."""
     path = workdir / SETTINGS
-    return TrainSettings.from_dict(read_json_object(path)["settings"]) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return TrainSettings.from_dict(read_json_object(path)["settings"])
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; give another --workdir") from error
 
 
 def check_resumable(
@@ -138,7 +150,7 @@ def check_resumable(
         its first step may be corrected.
     Raises UserError naming the flag.
     """
-    # Read back as settings: what this version added has its default in runs of earlier ones.
+    # Read back as settings: fields that this version added have their defaults in earlier runs.
     recorded = recorded_settings(workdir)
     if recorded is None or not learnt:
         return
