@@ -41,7 +41,7 @@ def encode_record(
 
     Text begins as the tokenizer begins a text (BOS for most) and ends with EOS if the document
     ends. Conversations go through the chat template; without one, every message ends in a newline,
-    EOS follows at the end, and nothing says who speaks.
+    EOS follows at the end, and roles are lost.
     Raises UserError for text without a tokenizer, ids outside the vocabulary, or a template that
     leaves the answers out or renders a conversation's beginning differently once one follows.
     """

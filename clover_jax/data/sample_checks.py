@@ -130,7 +130,8 @@ class SampleCounts:
         if self.cut > UNREMARKED_CUT * self.conversations:
             lines.append(
                 f"{self.cut} of {self.conversations} conversations are longer than "
-                f"--seq_len={samples.seq_len} and are cut: later pieces do not see the earlier ones"
+                f"--seq_len={samples.seq_len} and are cut: each piece is trained without the text "
+                "before it"
             )
         if self.answered and samples.eos_token_ids and not self.ended:
             ids = ", ".join(map(str, sorted(samples.eos_token_ids)))

@@ -39,44 +39,45 @@ _measuring = functools.partial(setting, group="measuring", may_change=True)
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings(ChatSettings, CommonSettings):
-    """The flags of `train`; None takes the method's own. Raises UserError for a bad value.
+    """The flags of `train`; None is the method's default. Raises UserError for a bad value.
 
-    Settings that may change in a resumed run decide what is reported and when, how a batch is
-    divided, or where the schedule ends, and nothing about what was learnt so far.
+    Settings that may change in a resumed run affect reports, how a batch is divided, or where the
+    schedule ends, but nothing that was learned so far.
     """
 
-    drafter: str = _head("clover2", "the kind of draft head")
+    drafter: str = _head("clover2", "kind of draft head")
     data: str = _data("builtin:python", "training data: paths or globs, comma-separated")
     teacher: str = _data(
         "online",
-        "where the base's activations come from: online runs it in every step, cached reads what "
-        "`prepare --features` has put into --data",
+        "source of the base's activations: online runs the base in every step, cached reads the "
+        "activations that `prepare --features` stored in --data",
         choices=("online", "cached"),
     )
     steps: int = _optimiser(1000, "optimiser steps", least=1, may_change=True)
-    batch_size: int = _data(8, "rows of a batch", least=1)
-    seq_len: int = _data(512, "tokens of a row; documents are packed into rows", least=2)
+    batch_size: int = _data(8, "rows per batch", least=1)
+    seq_len: int = _data(512, "tokens per row; documents are packed into rows", least=2)
     gradient_accumulation_steps: int = _memory(
         1,
-        "parts of a batch, one after another, whose gradients are summed: less memory, same values "
-        "but for noise that is drawn and candidate_ce",
+        "split each batch into this many parts and sum their gradients: less memory, same values "
+        "except for random noise and candidate_ce",
         least=1,
         may_change=True,
     )
     remat: bool = _memory(
         False,
-        "keep the head's products with weights only, and compute the rest again for the gradient: "
-        "less memory, same values",
+        "gradient checkpointing of the head: less memory, more time, same values",
         may_change=True,
     )
-    learning_rate: float = _optimiser(1e-3, "peak learning rate; it falls to 0 at the last step")
-    warmup_steps: int = _optimiser(100, "steps over which the rate rises to its peak")
-    schedule: str = _optimiser("linear", "how the rate falls", choices=("linear", "cosine"))
-    adam_b2: float = _optimiser(0.95, "AdamW's decay of squared gradients")
+    learning_rate: float = _optimiser(1e-3, "peak learning rate; it decays to 0 at the last step")
+    warmup_steps: int = _optimiser(100, "steps of linear warmup to the peak learning rate")
+    schedule: str = _optimiser("linear", "decay of the learning rate", choices=("linear", "cosine"))
+    adam_b2: float = _optimiser(0.95, "AdamW's second-moment decay, beta 2")
     weight_decay: float = _optimiser(0.01, "AdamW's weight decay")
-    clip_value: float = _optimiser(0.5, "gradient values are clipped to this; 0: never")
+    clip_value: float = _optimiser(
+        0.5, "each gradient value is clipped to this; 0 disables clipping"
+    )
     drafter_options: str | None = _head(
-        None, "what this kind of head can be told, as name=value,...; an unknown name lists them"
+        None, "options of this kind of head, as name=value,...; an unknown name lists them"
     )
     num_positions: int | None = _head(None, "draft positions to train [the method's]", least=1)
     num_augmenting_layers: int | None = _head(None, "layers of the Augmenting Block [the method's]")
@@ -93,21 +94,23 @@ class TrainSettings(ChatSettings, CommonSettings):
         "weights and options of the loss as name=value,..., such as regression=0,soft_ce=0.5 or "
         "dpace=0.5; an unknown name lists them [the method's]",
     )
-    loss_chunk: int = _memory(512, "positions whose logits exist at a time", least=1)
+    loss_chunk: int = _memory(512, "positions whose logits are in memory at a time", least=1)
     log_every: int = _measuring(10, "steps between rows of metrics.jsonl", least=1)
     checkpoint_every: int = _measuring(500, "steps between checkpoints; 0: only at the end")
     eval_every: int = _measuring(
-        0, "steps between measurements by decoding; 0: none, not even at the end"
+        500,
+        "steps between evaluations, which decode prompts to measure tau, and one at the end; 0 "
+        "disables evaluation, also at the end",
     )
     eval_prompts: str | None = _measuring(
-        None, "prompts to decode [the base's own, else from held-out data]"
+        None, "file of prompts to decode [prompts.jsonl of the base's folder, else held-out data]"
     )
-    eval_num_prompts: int = _measuring(16, "prompts to decode at most", least=1)
-    eval_max_new_tokens: int = _measuring(64, "tokens to decode for each prompt", least=2)
+    eval_num_prompts: int = _measuring(16, "how many prompts to decode, at most", least=1)
+    eval_max_new_tokens: int = _measuring(64, "tokens to decode per prompt", least=2)
     tree: str | None = _measuring(
         None,
-        "the token tree to decode with; recorded in the draft [paper25, or clover4 where the head "
-        "is too shallow for it]",
+        "token tree to evaluate with, which the draft records [paper25, or clover4 if the head is "
+        "too shallow for it]",
     )
 
     def __post_init__(self):
@@ -165,7 +168,7 @@ def check_resumable(
                 then, given = before[name], now[name]
                 shown = f"--{name} ({then!r} then, {given!r} now, with other contents)"
             raise UserError(
-                f"{workdir} holds a run with another {shown}; give the one it began with, or "
+                f"{workdir} holds a run with another {shown}; pass the one it began with, or "
                 "another --workdir"
             )
 
@@ -175,7 +178,7 @@ def check_resumable(
     for name in sorted(fixed - identity.keys()):
         if before[name] != now[name]:
             raise UserError(
-                f"{workdir} holds a run with --{name}={before[name]}, not {now[name]}; give the "
+                f"{workdir} holds a run with --{name}={before[name]}, not {now[name]}; pass the "
                 "flags it began with, or another --workdir"
             )
 

@@ -201,7 +201,7 @@ base, data, workdir, *meshes = sys.argv[1:]
 for steps, mesh in zip((2, 4), meshes):
     settings = TrainSettings(
         base=base, data=data, steps=4, batch_size=4, seq_len=32, warmup_steps=2, log_every=1,
-        checkpoint_every=2, num_positions=2, num_augmenting_layers=1,
+        checkpoint_every=2, eval_every=0, num_positions=2, num_augmenting_layers=1,
     )
     log = Path(workdir) / "metrics.jsonl"
     class StopAt(threading.Event):
