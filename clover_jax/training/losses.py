@@ -216,7 +216,13 @@ def _value_and_gradient(
     if head.config.loss.dpace:
         operands = operands.replace(weight=_dpace(owned, hidden, operands))
     if head.config.loss.candidate_ce and head.module.rescores:
-        share = _candidates_share(owned, hidden, operands)
+        # An anchored pair always has a true token.
+        by_text = operands.anchors is None
+        labelled = operands.mask & operands.has_next if by_text else operands.mask
+        whole = jnp.where(labelled, operands.weight, 0).sum()
+        covered = _of_pairs(_candidate_weight, owned, hidden, operands).sum()
+        # Without a covered pair the sum of the term is 0 as well, for any divisor.
+        share = jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
         divisors = operands.divisors
         scaled = divisors._replace(candidate_ce=divisors.candidate_ce * share)
         operands = operands.replace(divisors=scaled)
@@ -272,16 +278,6 @@ def _dpace(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P 
     if operands.anchors is None:
         weights = jnp.stack([shift_right(each, i + 1) for i, each in enumerate(weights)])
     return weights.reshape(operands.mask.shape)
-
-
-def _candidates_share(owned: Params, hidden: Array, operands: Operands) -> Float[Array, ""]:
-    """Return the share of pairs, by weight, whose true token is one of the head's candidates."""
-    # An anchored pair always has a true token.
-    labelled = operands.mask if operands.anchors is not None else operands.mask & operands.has_next
-    whole = jnp.where(labelled, operands.weight, 0).sum()
-    covered = _of_pairs(_candidate_weight, owned, hidden, operands).sum()
-    # Without such a pair the sum of the term is 0 as well, for any divisor.
-    return jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
 
 
 def _of_pairs(
@@ -386,8 +382,15 @@ def _pair_terms(
     mask, of_next = chunk.mask, _of_next_token(scores, chunk)
     labelled = mask & _is_labelled(chunk)
     in_reach = mask & chunk.reachable
+
+    # SmoothL1, Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2. Of the columns of u
+    # that predict a state; in float32, since squares in bfloat16 would lose small distances.
+    predicted = u[..., : chunk.states.shape[-1]].astype(jnp.float32)
+    distance = jnp.abs(predicted - chunk.states.astype(jnp.float32))
+    smooth = jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5).mean(axis=-1)
+
     terms = Terms(
-        regression=jnp.where(mask, _regression(u, chunk.states), 0.0),
+        regression=jnp.where(mask, smooth, 0.0),
         soft_ce=jnp.where(in_reach, cross_entropy, 0.0),
         hard_ce=jnp.where(labelled, log_total - _of_next_token(logits, chunk), 0.0),
         total_variation=jnp.where(in_reach, rejection, 0.0),
@@ -419,14 +422,3 @@ def _of_next_token(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, "
 def _is_labelled(chunk: Chunk) -> Bool[Array, " c"]:
     """Return which targets have a next token that the head can propose."""
     return chunk.has_next & (chunk.next_tokens >= 0)
-
-
-def _regression(u: Float[Array, "*b D+"], states: Float[Array, "*b D"]) -> Float[Array, "*b"]:
-    """Return R of each pair, of the columns of u that predict a state of the base.
-
-    SmoothL1, Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2.
-    """
-    # Squares of states in bfloat16 would lose the small distances.
-    predicted = u[..., : states.shape[-1]].astype(jnp.float32)
-    distance = jnp.abs(predicted - states.astype(jnp.float32))
-    return jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5).mean(axis=-1)

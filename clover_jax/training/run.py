@@ -169,9 +169,9 @@ def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> st
     """Say what becomes of the learning rate where a run resumes with another number of steps."""
     then, following = (make_schedule(optimizer_config(one)) for one in (before, now))
     return (
-        f"--steps={now.steps} instead of {before.steps} changes the schedule: the learning rate was "
-        f"{float(then(done - 1)):.3g} at step {done} and is {float(following(done)):.3g} at step "
-        f"{done + 1}; it falls to 0 after step {now.steps}"
+        f"--steps={now.steps} instead of {before.steps} changes the schedule: the learning rate "
+        f"was {float(then(done - 1)):.3g} at step {done} and is {float(following(done)):.3g} at "
+        f"step {done + 1}; it falls to 0 after step {now.steps}"
     )
 
 

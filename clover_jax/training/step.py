@@ -81,11 +81,6 @@ class TrainStepConfig:
     accumulation_steps: int = 1
     remat: bool = False
 
-    @property
-    def loss_groups(self) -> int:
-        """Groups of rows in the loss: one for every device that holds rows of its own."""
-        return shape_of(self.mesh).num_row_shards
-
 
 def init_state(config: TrainStepConfig, base_params: Params, seed: int) -> TrainState:
     """Return the state before the first step; pure, so it can be jitted or shape-evaluated."""
@@ -139,7 +134,8 @@ def head_loss(
             teacher.states,
             batch,
             config.loss_chunk,
-            config.loss_groups,
+            # Groups of rows: one for every device that holds rows of its own.
+            shape_of(config.mesh).num_row_shards,
             counts,
         )
 

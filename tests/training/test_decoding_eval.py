@@ -10,7 +10,6 @@ from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import load_inputs
 from tests.conftest import REPOSITORY
 
-
 BASE = str(REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base")
 
 
