@@ -71,7 +71,7 @@ def load_training_data(
 
     records = read_records(spec)
     samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len, eos_token_ids)
-    # Tokenising all would take as long as `prepare`; a look at some tells most mistakes.
+    # Tokenising all would take as long as `prepare`; a look at some finds most mistakes.
     look_at(samples).judge(samples)
     identity = sample_identity(data_hash(records.train), tokenizer)
     return TrainingData(samples, records.heldout, identity)

@@ -52,7 +52,7 @@ def run_training(
     """
     # Two runs would write their rows and checkpoints into each other's.
     alone = only_process_in(workdir, "is training", "--workdir")
-    # A caller's jax_enable_x64 would give indices and numbers 64 bits, beside arrays of 32.
+    # A caller's jax_enable_x64 would give indices and numbers 64 bits, next to arrays of 32.
     with alone if is_primary() else contextlib.nullcontext(), jax.enable_x64(False):
         if is_primary():
             check_renames(workdir)
