@@ -258,13 +258,10 @@ class LossSpec(JsonConfig):
     regression: weight of SmoothL1(u^i, g) averaged over D.
     soft_ce: weight of the cross-entropy to the base's distribution.
     hard_ce: weight of the cross-entropy to the true token.
-    total_variation: weight of the distance to the base's distribution, which is how often a token
-        drawn from the head's is refused.
-    neg_log_acceptance: weight of the negative logarithm of how often it is accepted.
-    lk: weight of the LK hybrid of divergence and total variation.
+    total_variation: weight of the total-variation distance to the base's distribution: how often a
+        token drawn from the head's is rejected.
     candidate_ce: weight of the cross-entropy to the true token among the few tokens that a head
-        scores anew, where it is one of them; for other heads the same as `hard_ce`.
-    lk_eta: how fast the hybrid leaves the divergence as acceptance grows.
+        rescores, where it is one of them; for other heads the same as `hard_ce`.
     decay: position i weighs decay^i.
     dpace: above 0, positions weigh what they are worth for the accepted length (D-PACE) instead of
         decay^i, where a token of probability 0 counts as one of this probability.
@@ -272,23 +269,18 @@ class LossSpec(JsonConfig):
         count, that of all "positions" of the batch, or the sum of the "weights" decay^i of all
         pairs that count.
     divisor_offset: added to the divisor.
-    label_mask: leave out pairs that the base's own choice would not have reached.
     """
 
     regression: float = 0.0
     soft_ce: float = 0.0
     hard_ce: float = 0.0
     total_variation: float = 0.0
-    neg_log_acceptance: float = 0.0
-    lk: float = 0.0
     candidate_ce: float = 0.0
     # How the terms and the positions are weighed.
-    lk_eta: float = 3.0
     decay: float = 1.0
     dpace: float = 0.0
     divisor: str = "pairs"
     divisor_offset: float = 1.0
-    label_mask: bool = False
 
     def __post_init__(self):
         # EAGLE-3 divides by all positions, DFlash 2 by weights, the other methods by what counts.
@@ -302,6 +294,24 @@ class LossSpec(JsonConfig):
         for name, value in vars(self).items():
             if isinstance(value, int | float) and not 0 <= value < math.inf:
                 raise ValueError(f"loss {name} ({value}) must be at least 0, and finite")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> LossSpec:
+        """Build from `to_dict`'s output, also that of versions with more terms.
+
+        Raises ValueError for a dropped term that the head was trained with.
+        """
+        # An unused term is no reason to refuse a head.
+        values = dict(values)
+        values.pop("lk_eta", None)
+        for name in ("neg_log_acceptance", "lk", "label_mask"):
+            value = values.pop(name, None)
+            if value:
+                raise ValueError(
+                    f"loss {name} ({value}) was dropped from training; set it to 0 in the head's "
+                    "draft.json, since decoding does not use it"
+                )
+        return super().from_dict(values)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -8,11 +8,11 @@ writes; a folder that `prepare` made; builtin:python is the Python standard libr
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
 best/ (the best by measured tau, since the prompts, tree or tokens to measure with last changed).
-The same command goes on where it was stopped; a finished workdir says so. SIGTERM or Ctrl-C saves a
-checkpoint after the current step; the status is then 0 and the result says "finished": false; a
-second Ctrl-C stops at once. Several processes work as one where the environment says so
-(launch/local_processes); the mesh is then over the devices of all. Status 2: a mistake in what was
-given, or a loss that is not finite; 3: another process of the run has gone away.
+--draft=WORKDIR of other commands uses best/, or draft/ if nothing was measured. Repeat the command
+to resume a stopped run. SIGTERM or Ctrl-C saves a checkpoint after the current step; the status is
+then 0 and the result has "finished": false; a second Ctrl-C stops at once. Several processes work
+as one if the environment sets them up (launch/local_processes); the mesh then spans all their
+devices. Status 2: a usage error, or a loss that is not finite; 3: another process of the run died.
 """
 
 import dataclasses
@@ -110,20 +110,21 @@ def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -
 
 
 def _summary(report: dict) -> str:
-    where = report["workdir"]
-    if report.get("already_finished"):
-        return f"{where} has finished its {report['steps']} steps; the draft is {report['draft']}"
     if not report["finished"]:
-        return f"stopped at step {report['steps']}; the same command goes on from there"
-    measured, heads = "", f"the draft is {report['draft']}"
-    if "tau" in report:
-        equal = f"{report['equal']} of {report['prompts']} outputs equal to plain decoding"
-        measured = f", tau {report['tau']:.2f} at best, {equal}"
-        # tau is that of the best head, which need not be the last one.
-        if report["best_step"] != report["steps"]:
-            heads = f"the best head, of step {report['best_step']}, is {report['best']}, the last "
-            heads += report["draft"]
-    return f"trained {report['steps']} steps{measured}; {heads}"
+        return f"stopped at step {report['steps']}; repeat the command to resume"
+    done = f"trained {report['steps']} steps"
+    if report.get("already_finished"):
+        done = f"{report['workdir']} has finished its {report['steps']} steps"
+    if "tau" not in report:
+        return f"{done}\nhead: {report['draft']}, tau not measured"
+
+    # The best head need not be the last. --draft=WORKDIR uses the best one too.
+    equal = f"{report['equal']} of {report['prompts']} outputs equal to plain decoding"
+    tree = report.get("tree") or "the default tree"
+    return (
+        f"{done}; best at step {report['best_step']}, {equal}; last head: {report['draft']}\n"
+        f"best head: {report['best']}, tau {report['tau']:.2f} (temperature 0, {tree})"
+    )
 
 
 if __name__ == "__main__":

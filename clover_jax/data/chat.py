@@ -41,7 +41,7 @@ def encode_record(
 
     Text begins as the tokenizer begins a text (BOS for most) and ends with EOS if the document
     ends. Conversations go through the chat template; without one, every message ends in a newline,
-    EOS follows at the end, and nothing says who speaks.
+    EOS follows at the end, and roles are lost.
     Raises UserError for text without a tokenizer, ids outside the vocabulary, or a template that
     leaves the answers out or renders a conversation's beginning differently once one follows.
     """
@@ -57,15 +57,27 @@ def encode_record(
             "output_ids instead of text"
         )
     elif isinstance(record, Text):
-        encoded = _encode_text(record, tokenizer)
+        # A section in the middle of a document has no BOS and no EOS.
+        ids = tokenizer(record.text, add_special_tokens=record.starts).input_ids
+        # With BOS some tokenizers add EOS.
+        if record.starts and not record.ends and ids and ids[-1] == tokenizer.eos_token_id:
+            ids = ids[:-1]
+        encoded = Encoded(np.array(ids, np.int32), np.ones(len(ids), bool))
+        encoded = _with_eos(encoded, tokenizer, True) if record.ends else encoded
     elif tokenizer.chat_template is not None:
         encoded = _encode_rendered(*render_chat(record, tokenizer), tokenizer, False)
     else:
         encoded = _encode_rendered(*render_plain(record), tokenizer, True)
 
     # A mask without an answer would be trained on in silence, and teach nothing.
-    if not encoded.loss_mask.any():
-        _refuse_lost_answer(record)
+    if isinstance(record, Conversation) and not encoded.loss_mask.any():
+        answers = after_first_question(record.messages)
+        if any(role == "assistant" and content.strip() for role, content in answers):
+            raise UserError(
+                f"{record.source}: the loss mask is all zero although the assistant says "
+                "something; the base's chat template leaves the answer out: give another "
+                "--chat_template"
+            )
     # A tokenizer may know tokens that the base has no row for.
     _check_id(encoded.tokens.max(initial=0), vocab_size, record.source)
     return encoded
@@ -75,15 +87,6 @@ def _check_id(largest: int, vocab_size: int, source: str) -> None:
     if largest >= vocab_size:
         raise UserError(
             f"{source}: token id {largest} is outside the base's vocabulary, 0 to {vocab_size - 1}"
-        )
-
-
-def _refuse_lost_answer(record: Record) -> None:
-    answers = after_first_question(record.messages) if isinstance(record, Conversation) else ()
-    if any(role == "assistant" and content.strip() for role, content in answers):
-        raise UserError(
-            f"{record.source}: the loss mask is all zero although the assistant says something; "
-            "the base's chat template leaves the answer out: give another --chat_template"
         )
 
 
@@ -177,11 +180,9 @@ class _Answer:
         # The usual case: what follows leaves the answer as it was.
         if text.startswith(own):
             return Span(len(self.asked), len(own))
-        return self._span_in_rewritten(text)
 
-    def _span_in_rewritten(self, text: str) -> Span:
-        """Find the answer where the template drops a thinking block from what lies in the past."""
-        # The block may be the template's own, before the content, or begin the content.
+        # Some templates drop the thinking block of past turns. It may be the template's own, before
+        # the content, or begin the content.
         content = self._content.rpartition("</think>")[2].strip()
         # Only white space may stand in the place of the dropped block.
         start, begins = len(self.asked), text.find(content, len(self.asked))
@@ -233,16 +234,6 @@ def _encode_rendered(
     # Without a template EOS ends the text, and counts if the assistant speaks last.
     ends_with_answer = bool(spans) and spans[-1].end == len(text)
     return _with_eos(encoded, tokenizer, ends_with_answer) if is_plain else encoded
-
-
-def _encode_text(record: Text, tokenizer: PreTrainedTokenizerBase) -> Encoded:
-    # A section in the middle of a document has no BOS and no EOS.
-    ids = tokenizer(record.text, add_special_tokens=record.starts).input_ids
-    # With BOS some tokenizers add EOS.
-    if record.starts and not record.ends and ids and ids[-1] == tokenizer.eos_token_id:
-        ids = ids[:-1]
-    encoded = Encoded(np.array(ids, np.int32), np.ones(len(ids), bool))
-    return _with_eos(encoded, tokenizer, True) if record.ends else encoded
 
 
 def _encode_turns(turns: tuple[Turn, ...], vocab_size: int, source: str) -> Encoded:

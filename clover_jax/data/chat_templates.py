@@ -63,7 +63,7 @@ def with_chat_template(
 def template_notice(
     rows: Iterable[Record | Prompt | BadPrompt], tokenizer: PreTrainedTokenizerBase | None
 ) -> str | None:
-    """Return what to tell a user whose conversations meet a base without a chat template."""
+    """Return the warning for conversations where the base has no chat template, else None."""
     # Rows are records (`train`, `prepare`) or prompts (`generate`, `evaluate`).
     count = sum(
         isinstance(row, Conversation) or (isinstance(row, Prompt) and row.is_conversation)
@@ -72,8 +72,8 @@ def template_notice(
     if not count or tokenizer is None or tokenizer.chat_template is not None:
         return None
     return (
-        f"the base has no chat template: messages of {count} conversations are joined by newlines, "
-        "and nothing says who speaks; --chat_template=FILE gives one"
+        f"the model has no chat template: messages of {count} conversations are joined with "
+        "newlines and roles are lost; pass --chat_template"
     )
 
 

@@ -65,7 +65,7 @@ def builtin_documents(
     for package in packages:
         folder = Path(sysconfig.get_path("purelib")) / package
         if not folder.is_dir():
-            raise UserError(f"package {package!r} is not installed: {folder} is no directory")
+            raise UserError(f"package {package!r} is not installed: {folder} is not a directory")
         documents.extend(_read_tree(folder, package + "/", split))
     if not documents:
         raise UserError(
@@ -107,7 +107,7 @@ def _read_tree(root: Path, prefix: str, split: Split) -> Iterator[Document]:
 
 
 def _read_module(path: Path) -> str | None:
-    """Read a module with "\\n" line ends, or None if it is no UTF-8, no Python, or a table."""
+    """Read a module with "\\n" line ends, or None if it is not UTF-8, not Python, or a table."""
     try:
         text = path.read_text(encoding="utf-8").removeprefix("\ufeff")
         parse_module(text)

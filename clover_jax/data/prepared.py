@@ -1,4 +1,4 @@
-"""A folder that `prepare` made: tokenised samples, perhaps a teacher's activations beside them.
+"""A folder that `prepare` made: tokenised samples, perhaps with a teacher's activations.
 
 DIR/train.json    manifest of the training samples, shards train-00000.array_record ...
 DIR/heldout.json  the same for those that are never trained on
@@ -70,7 +70,7 @@ class PreparedSamples:
 
     @property
     def counts(self) -> Mapping[str, int]:
-        """How many samples, tokens and conversations there are; see `sample_checks`."""
+        """How many samples, tokens and conversations there are; see `SampleCounts`."""
         return self._samples.manifest["counts"]
 
     @property
@@ -113,14 +113,12 @@ class PreparedSamples:
 def heldout_rows(directory: Path) -> list[TokenRow]:
     """Return the held-out samples, each cut in what comes before its first answer and the rest."""
     samples = ShardReader(directory / HELDOUT)
-    return [
-        _as_row(f"{directory / HELDOUT}:{index}", samples[index])
-        for index in range(min(len(samples), MAX_HELDOUT_READ))
-    ]
-
-
-def _as_row(source: str, sample: Mapping[str, np.ndarray]) -> TokenRow:
-    # Without an answer all is prompt; argmax would say 0.
-    tokens, mask = sample["tokens"].tolist(), sample["loss_mask"]
-    answer = int(np.argmax(mask)) if mask.any() else len(tokens)
-    return TokenRow(source, tuple(tokens[:answer]), tuple(tokens[answer:]))
+    rows = []
+    for index in range(min(len(samples), MAX_HELDOUT_READ)):
+        sample = samples[index]
+        tokens, mask = sample["tokens"].tolist(), sample["loss_mask"]
+        # Without an answer all is prompt; argmax would be 0.
+        answer = int(np.argmax(mask)) if mask.any() else len(tokens)
+        source = f"{directory / HELDOUT}:{index}"
+        rows.append(TokenRow(source, tuple(tokens[:answer]), tuple(tokens[answer:])))
+    return rows

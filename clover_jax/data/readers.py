@@ -84,7 +84,7 @@ def _find_files(part: str) -> list[tuple[Path, bool]]:
         below = (p for p in path.rglob("*") if not hidden.search(str(p.relative_to(path))))
     else:
         below = (p for p in map(Path, glob.glob(str(path), recursive=True)) if p.name[0] != ".")
-    # Manifests of row files lie beside the rows, and are no data.
+    # Manifests of row files lie next to the rows, and are not data.
     files = sorted(p for p in below if p.is_file() and not is_row_manifest(p))
     if not files:
         raise UserError(f"--data={part}: no such file, and no folder or glob with files in it")
@@ -127,7 +127,7 @@ def _parse_rows(
         except UserError as error:
             refused[source] = error
             continue
-        # Of a row that is refused the mistake is named, and no fields beside.
+        # For a refused row only the mistake is reported, not its ignored fields.
         unread.update(value.keys() - READ_FIELDS)
         yield from records
 

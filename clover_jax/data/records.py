@@ -114,7 +114,7 @@ def parse_row(row: Any, source: str) -> list[Record]:
             pairs = [(_sharegpt_role(m["from"], source), m["value"]) for m in row["conversations"]]
         elif "prompt" in row and "response" in row:
             pairs = [("user", row["prompt"]), ("assistant", row["response"])]
-        # Last: rows of other forms may have a text beside.
+        # Last: rows of other forms may have a text as well.
         elif "text" in row:
             return [Text(source, _text(row["text"]))]
         else:

@@ -80,7 +80,7 @@ class ShardWriter:
         return sum(shard["records"] for shard in self.shards)
 
     def write(self, records: Sequence[bytes], **facts: Any) -> None:
-        """Write one shard; `facts` are kept beside its name."""
+        """Write one shard; the manifest keeps `facts` with its name."""
         # Imported here: commands that touch no prepared data run without the library.
         with _explained_absence():
             from array_record.python.array_record_module import ArrayRecordWriter
@@ -116,7 +116,7 @@ class ShardWriter:
             if before != wanted.get(name):
                 raise UserError(
                     f"{self.path} was made with another {name} ({before!r}, not "
-                    f"{wanted.get(name)!r}); give another --output, or --overwrite to start anew"
+                    f"{wanted.get(name)!r}); give another --output, or --overwrite to replace it"
                 )
 
         # Shards after a damaged one are written again: records are numbered through all shards.
@@ -169,13 +169,13 @@ def is_manifest(path: Path) -> bool:
     """Return whether a file, which may be anybody's and large, is a manifest of shards."""
     if not path.is_file():
         return False
-    # The first key tells; parsing a user's file of gigabytes would take minutes.
+    # The first key is enough; parsing a user's file of gigabytes would take minutes.
     with path.open("rb") as file:
         return file.read(40).lstrip(b"{ \n").startswith(b'"format_version"')
 
 
 def incomplete(directory: Path) -> str:
-    """Return what to tell a user of a folder that `prepare` has not finished."""
+    """Return the message for a folder that `prepare` has not finished."""
     return f"{directory} is not complete; repeat the `prepare` that makes it"
 
 

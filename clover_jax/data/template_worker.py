@@ -26,7 +26,13 @@ def main() -> None:
     from transformers.utils.chat_template_utils import render_jinja_template
 
     refusals = (jinja2.TemplateError, jinja2.UndefinedError)
-    _limit_memory()
+    # Other systems do not enforce the limit; the time still bounds what can be filled there.
+    if sys.platform == "linux":
+        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
+        # In addition to what the process has already.
+        limit = pages * resource.getpagesize() + (LIMIT_MEGABYTES << 20)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+
     for line in sys.stdin:
         # The signal has no handler, so it ends the process, whatever C function it is in.
         signal.setitimer(signal.ITIMER_PROF, LIMIT_SECONDS)
@@ -47,15 +53,6 @@ def _checked(text: str, request: str) -> str:
     if len(text) > most:
         raise ValueError(f"it makes a text of {len(text)} characters; {most} are the limit here")
     return text
-
-
-def _limit_memory() -> None:
-    # Other systems do not enforce the limit; the time still bounds what can be filled there.
-    if sys.platform == "linux":
-        pages = int(Path("/proc/self/statm").read_text(encoding="ascii").split()[0])
-        # In addition to what the process has already.
-        limit = pages * resource.getpagesize() + (LIMIT_MEGABYTES << 20)
-        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
 
 
 if __name__ == "__main__":

@@ -10,8 +10,7 @@ from clover_jax.data.prepared import PreparedSamples, heldout_rows, is_prepared
 from clover_jax.data.readers import read_records
 from clover_jax.data.records import Record, data_hash
 from clover_jax.data.rows import json_hash
-from clover_jax.data.sample_checks import look_at
-from clover_jax.data.samples import RecordSamples, Samples
+from clover_jax.data.samples import RecordSamples, Samples, look_at
 from clover_jax.errors import UserError
 from clover_jax.tokenizers.tokenizer import template_hash, tokenizer_hash
 
@@ -72,7 +71,7 @@ def load_training_data(
 
     records = read_records(spec)
     samples = RecordSamples(records.train, tokenizer, vocab_size, seq_len, eos_token_ids)
-    # Tokenising all would take as long as `prepare`; a look at some tells most mistakes.
+    # Tokenising all would take as long as `prepare`; a look at some finds most mistakes.
     look_at(samples).judge(samples)
     identity = sample_identity(data_hash(records.train), tokenizer)
     return TrainingData(samples, records.heldout, identity)

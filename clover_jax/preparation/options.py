@@ -57,7 +57,7 @@ class PrepareOptions:
         _ = self.part  # a mistake is raised before anything is loaded
         # A flag that would do nothing is a misunderstanding.
         if self.preview and self.runs_base:
-            raise UserError("--preview shows the data as they are; leave out what it would not do")
+            raise UserError("--preview cannot be combined with --regenerate or --features")
         # Only --regenerate decodes with a draft and its tree, and only its answers are sharded.
         given = {
             "draft": self.spec.draft != NO_DRAFT,

@@ -4,28 +4,52 @@ from __future__ import annotations
 
 import contextlib
 import sys
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.data.chat_templates import template_notice, with_chat_template
-from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN
+from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN, pack_sample
 from clover_jax.data.readers import Records, read_records
-from clover_jax.data.sample_checks import look_at
+from clover_jax.data.records import Record, data_hash
+from clover_jax.data.samples import RecordSamples, SampleCounts, look_at
+from clover_jax.data.shards import ShardWriter, in_shards
+from clover_jax.data.training_data import sample_identity
 from clover_jax.errors import UserError
 from clover_jax.preparation.features import feature_names, write_features
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.preparation.preview import show_samples
 from clover_jax.preparation.regenerate import answer, read_answered
-from clover_jax.preparation.samples import Reading, write_samples
 from clover_jax.pretrained.loading import describe_base, load_base
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import from_primary, is_primary, process_count
 from clover_jax.runtime.dtypes import resolve_dtype
-from clover_jax.runtime.progress import passing_note, say
+from clover_jax.runtime.progress import passing_note, progress_bar, say
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import place_on
 from clover_jax.storage.files import only_process_in
 from clover_jax.tokenizers.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+SHARD_BYTES = 32 << 20  # what a killed run loses at most
+
+
+class Reading(NamedTuple):
+    """How records become samples: by a base's tokenizer, None where it has none, for its V.
+
+    seq_len: tokens of a row. eos_token_ids: the base's.
+    """
+
+    tokenizer: PreTrainedTokenizerBase | None
+    vocab_size: int
+    seq_len: int
+    eos_token_ids: tuple[int, ...]
+
+    def samples(self, records: Sequence[Record]) -> RecordSamples:
+        """Return the samples of records."""
+        return RecordSamples(records, *self)
 
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:
@@ -56,7 +80,12 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     say(template_notice(records.train, tokenizer))
 
     if options.preview:
-        return _preview(records, reading, options)
+        # Shown before they are judged: a user may look to find out why they are refused.
+        samples = reading.samples(records.train)
+        show_samples(samples, options.preview_samples, tokenizer, sys.stdout)
+        counts = look_at(samples)
+        counts.judge(samples, options.max_truncated)
+        return {"looked_at": counts.to_dict(), "samples": len(samples)}
     options.directory.mkdir(parents=True, exist_ok=True)
     # Jobs of parts share the folder; each locks the file of its own rows.
     if options.shard is not None:
@@ -66,7 +95,11 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     alone = only_process_in(options.directory, "is preparing", "--output")
     with alone if is_primary() else contextlib.nullcontext():
         if options.overwrite and is_primary():
-            _remove_prepared(options.directory)
+            # Manifests first: a shard that no manifest lists is not data.
+            for name in (HIDDEN, TRAIN, HELDOUT):
+                (options.directory / name).unlink(missing_ok=True)
+                for shard in options.directory.glob(f"{Path(name).stem}-*.array_record"):
+                    shard.unlink()
         return _prepare(records, reading, names, options)
 
 
@@ -95,12 +128,18 @@ def _prepare(
 
 
 def _write_samples(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
+    """Write both splits, or what is missing of them; return their figures for the report.
+
+    Raises UserError for what is wrong with the samples.
+    """
     if options.regenerate:
         records = records._replace(train=read_answered(options.directory))
     # A look at some finds out in a second what reading all would find out in the end.
     samples = reading.samples(records.train)
     look_at(samples).check(samples, options.max_truncated)
-    manifest = write_samples(records, reading, options)
+    # Training samples last: where their manifest is complete, all is there.
+    _write_split(HELDOUT, records.heldout, reading, options)
+    manifest = _write_split(TRAIN, records.train, reading, options)
     return {
         **manifest["counts"],
         "heldout": len(records.heldout),
@@ -109,19 +148,40 @@ def _write_samples(records: Records, reading: Reading, options: PrepareOptions) 
     }
 
 
-def _preview(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
-    # Shown before they are judged: a user may look to find out why they are refused.
-    samples = reading.samples(records.train)
-    show_samples(samples, options.preview_samples, reading.tokenizer, sys.stdout)
-    counts = look_at(samples)
-    counts.judge(samples, options.max_truncated)
-    return {"looked_at": counts.to_dict(), "samples": len(samples)}
+def _write_split(
+    manifest: str, records: Sequence[Record], reading: Reading, options: PrepareOptions
+) -> dict[str, Any]:
+    # All that a shard depends on: where any of it differs, the folder is refused.
+    identity = sample_identity(data_hash(records), reading.tokenizer)
+    made_from = {
+        "data_hash": identity["data"],
+        "tokenizer": identity["tokenizer"],
+        "chat_template": identity["chat_template"],
+        "vocab_size": reading.vocab_size,
+        "seq_len": reading.seq_len,
+    }
 
+    # The writer knows which samples an earlier run has written.
+    writer = ShardWriter(options.directory, manifest, made_from)
+    samples = reading.samples(records)
+    if not writer.is_complete:
+        total, done = len(samples), writer.num_records
+        with progress_bar(total, manifest.removesuffix(".json"), "sample", initial=done) as bar:
+            # Each shard keeps its own counts, so that a resumed run need not count it again.
+            of_shard = SampleCounts()
 
-def _remove_prepared(directory: Path) -> None:
-    """Delete what `prepare` wrote and nothing else."""
-    # Manifests first: a shard that no manifest lists is no data.
-    for name in (HIDDEN, TRAIN, HELDOUT):
-        (directory / name).unlink(missing_ok=True)
-        for shard in directory.glob(f"{Path(name).stem}-*.array_record"):
-            shard.unlink()
+            def make_records() -> Iterator[bytes]:
+                for index in range(done, total):
+                    sample = of_shard.add(samples, index)
+                    bar.update()
+                    yield pack_sample(sample)
+
+            for shard in in_shards(make_records(), SHARD_BYTES):
+                writer.write(shard, counts=of_shard.to_dict())
+                of_shard = SampleCounts()
+
+    counts = SampleCounts.total(shard["counts"] for shard in writer.shards)
+    # Held-out samples are measured with, so nothing need be learnt from them.
+    if manifest == TRAIN:
+        counts.judge(samples, options.max_truncated)
+    return writer.finish(counts=counts.to_dict())

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +14,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
-from clover_jax.data.chat import Encoded
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
 from clover_jax.data.records import Record
@@ -40,6 +39,10 @@ BATCH_SIZE = 8  # prompts decoded at once
 
 class Interrupted(Exception):
     """The run was asked to stop while prompts were decoded."""
+
+
+class NoPromptFits(UserError):
+    """No prompt fits the base's context."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -84,7 +87,7 @@ class DecodingEvaluator:
         mesh: the devices that hold the base and the heads; None: a single one.
         """
         self._base, self._prompts, self._max_new_tokens = base, prompts, max_new_tokens
-        # A slot without a row is computed all the same.
+        # A slot without a row is computed too.
         batch_size = min(BATCH_SIZE, len(prompts))
         options: dict[str, Any] = {"batch_size": batch_size, "mesh": mesh}
         # Both engines have as many slots: in low precision a text may depend on its batch.
@@ -155,7 +158,7 @@ def evaluation_prompts(
     path: a prompts file; None takes prompts.jsonl of the base's folder, or where there is none
         the beginnings of held-out records: what comes before the answer, or the first tokens
         where that is shorter than a real prompt; each once.
-    Raises UserError where no prompt is left that fits the base's context.
+    Raises NoPromptFits where no prompt fits the base's context.
     """
     vocab_size = base.config.vocab_size
     own = base.directory / SHIPPED_PROMPTS
@@ -165,36 +168,27 @@ def evaluation_prompts(
         prompts = [encode_prompt(row, tokenizer, vocab_size) for row in rows]
     else:
         source = "the held-out part of --data"
-        # A generator: a sample is only tokenised while prompts are still missing. Uncut, and empty
-        # where its record is refused, as in training.
+        # Not cut to a row, and empty where its record is refused, as in training.
         samples = RecordSamples(heldout, tokenizer, vocab_size, seq_len=sys.maxsize)
-        openings = (_opening(samples[index]) for index in range(len(samples)))
-        prompts = _distinct(openings, count)
+        # Distinct prompts only. Samples are tokenized one by one, until there are enough.
+        openings: dict[tuple[int, ...], None] = {}
+        for index in range(len(samples)):
+            tokens, mask = samples[index]
+            # The prompt is everything before the first token that the head learns to draft.
+            size = int(np.argmax(mask)) if mask.any() else 0
+            if size < SHORTEST_PROMPT:
+                size = min(OPENING_TOKENS, len(tokens) // 2)
+            openings.setdefault(tuple(tokens[:size].tolist()))
+            if len(openings) == count:
+                break
+        prompts = [list(opening) for opening in openings]
 
-    # One that is too long is left out rather than refused: the others still measure.
+    # A prompt that is too long is left out rather than refused: the others still measure.
     longest = base.config.max_position_embeddings // 2  # the other half is for the answer
     fitting = [prompt for prompt in prompts if 0 < len(prompt) <= longest]
     if not fitting:
-        raise UserError(
-            f"{source} has no prompt of 1 to {longest} tokens to decode; give --eval_prompts=FILE, "
-            "or --eval_every=0 to train without measuring"
+        raise NoPromptFits(
+            f"{source} has no prompt of 1 to {longest} tokens; pass --eval_prompts=FILE, or "
+            "--eval_every=0 to train without evaluation"
         )
     return fitting
-
-
-def _opening(encoded: Encoded) -> list[int]:
-    """Return what comes before a sample's answer, or its first tokens where that is too little."""
-    # What `generate` would be asked: all up to the first token that the head learns to draft.
-    answer = int(np.argmax(encoded.loss_mask)) if encoded.loss_mask.any() else 0
-    size = answer if answer >= SHORTEST_PROMPT else min(OPENING_TOKENS, len(encoded.tokens) // 2)
-    return encoded.tokens[:size].tolist()
-
-
-def _distinct(prompts: Iterable[list[int]], count: int) -> list[list[int]]:
-    """Return the first `count` prompts that differ: a repeated one measures nothing new."""
-    seen: dict[tuple[int, ...], list[int]] = {}
-    for prompt in prompts:
-        seen.setdefault(tuple(prompt), prompt)
-        if len(seen) == count:
-            break
-    return list(seen.values())

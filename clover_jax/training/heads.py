@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import typing
-from typing import TYPE_CHECKING
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from clover_jax.config import LossSpec, RopeConfig
 from clover_jax.data.samples import Samples
-from clover_jax.data.token_counts import count_tokens, most_frequent
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
@@ -19,16 +21,6 @@ from clover_jax.training.settings import TrainSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
-
-# Parts of the loss that have flags of their own.
-_FLAGS_OF_LOSS = {
-    "regression_weight": "regression",
-    "soft_ce_weight": "soft_ce",
-    "hard_ce_weight": "hard_ce",
-    "total_variation_weight": "total_variation",
-    "position_decay": "decay",
-    "label_mask": "label_mask",
-}
 
 
 def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
@@ -59,36 +51,27 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
         raise UserError(f"--drafter={settings.drafter}: {error}") from error
     except ValueError as error:
         raise UserError(str(error)) from error
-    return registry.head(dataclasses.replace(config, loss=make_loss(settings, config.loss)))
+    return registry.head(dataclasses.replace(config, loss=make_loss(settings.loss, config.loss)))
 
 
-def make_loss(settings: TrainSettings, default: LossSpec) -> LossSpec:
-    """Return the method's loss, changed by --loss and by the flags for single parts.
+def make_loss(text: str | None, default: LossSpec) -> LossSpec:
+    """Return the method's loss, changed by --loss.
 
-    Raises UserError for a part that there is not, a bad value, or one that is given twice.
+    Raises UserError for an unknown part or a bad value.
     """
-    options = parse_values(
-        "--loss=", settings.loss or "", typing.get_type_hints(LossSpec), "the loss has no part"
-    )
-    for flag, name in _FLAGS_OF_LOSS.items():
-        value = getattr(settings, flag)
-        # --label_mask can be switched on and not off: a method that has it by default keeps it.
-        if value is None or value is False:
-            continue
-        if name in options:
-            raise UserError(f"give --{flag} or {name} in --loss, not both")
-        options[name] = value
-
+    known = typing.get_type_hints(LossSpec)
+    options = parse_values("--loss=", text or "", known, "the loss has no part")
     # D-PACE computes the weights of positions itself.
-    if "decay" in options and options.get("dpace", default.dpace):
+    dpace = options.get("dpace", default.dpace)
+    if "decay" in options and dpace:
         raise UserError(
-            f"position_decay ({options['decay']}) has no effect beside dpace "
-            f"({options.get('dpace', default.dpace)}); add --loss=dpace=0"
+            f"--loss={text}: decay ({options['decay']}) has no effect with dpace ({dpace}); add "
+            "dpace=0"
         )
     try:
         return dataclasses.replace(default, **options)
     except ValueError as error:
-        raise UserError(f"--loss={settings.loss}: {error}") from error
+        raise UserError(f"--loss={text}: {error}") from error
 
 
 def reduce_vocabulary(
@@ -118,3 +101,47 @@ def reduce_vocabulary(
     # The ids fix the shapes of every program of the head, so they are part of its config.
     config = dataclasses.replace(head.config, draft_to_target=vocabulary.ids)
     return registry.head(config), vocabulary.coverage
+
+
+class DraftVocabulary(NamedTuple):
+    """A part of the base's vocabulary.
+
+    ids: ascending.
+    coverage: the share of the counted tokens that it includes.
+    """
+
+    ids: tuple[int, ...]
+    coverage: float
+
+
+def count_tokens(samples: Samples, vocab_size: int) -> np.ndarray:
+    """Return [vocab_size] how often each token is one that the base is imitated on."""
+    counts = np.zeros(vocab_size, np.int64)
+    for index in range(len(samples)):
+        sample = samples[index]
+        counts += np.bincount(sample.tokens[sample.loss_mask], minlength=vocab_size)
+    return counts
+
+
+def most_frequent(counts: np.ndarray, size: int, always: Iterable[int] = ()) -> DraftVocabulary:
+    """Return the `size` most frequent tokens; `always` are among them however rare.
+
+    Among equally frequent ones the lower id comes first.
+    Raises UserError for a size that cannot be.
+
+    Example: counts [5, 0, 3, 0, 9], size 3, always [1] give ids (0, 1, 4).
+    """
+    wanted = sorted(set(always))
+    if not max(len(wanted), 1) <= size <= len(counts):
+        raise UserError(
+            f"--draft_vocab={size} must lie between {max(len(wanted), 1)} (the special tokens) "
+            f"and {len(counts)}, the base's vocabulary"
+        )
+
+    # Stable, so that ties go by id on every machine.
+    rank = np.argsort(-counts, kind="stable")
+    others = rank[~np.isin(rank, wanted)][: size - len(wanted)]
+    ids = np.sort(np.concatenate([np.array(wanted, np.int64), others]))
+    # Without a counted token the coverage is 0.
+    coverage = counts[ids].sum() / max(counts.sum(), 1)
+    return DraftVocabulary(tuple(ids.tolist()), float(coverage))

@@ -1,30 +1,44 @@
 """The distillation loss of any drafter, in chunks of targets.
 
-Over the pairs (t, i) that count (`pairs.py`), with the terms of `loss_terms.py`:
+Over the pairs (t, i) that count (`pairs.py`):
 
     loss = sum_i w_i (regression R_i + soft_ce S_i + hard_ce H_i + total_variation V_i
-                      + neg_log_acceptance N_i + lk L_i + candidate_ce C_i)
+                      + candidate_ce C_i)
 
-each summed over the batch and divided by (counted pairs of position i) + `divisor_offset`, which is
-1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3; or by the sum of w_i over
-all counted pairs, as in DFlash 2. A head that trains at sampled anchors (DFlash 2) has pairs only
-there; an anchor is n = t+1, the index of the token that its block begins with. H and C count the
-pairs whose target has a next token in its own document; a document's last has none.
+With u = hidden[i, t], g the base's final state at the target index t+1+i, p = softmax(lm_head g)
+and q = softmax(logits(u)):
 
-C averages over pairs whose true token is one of the candidates. Its divisor is multiplied by the
-weighted share of such pairs in the batch (or in a part of it, with gradient accumulation), which an
-extra pass over all logits computes.
+    R_i = SmoothL1(u, g) averaged over D            regression
+    S_i = - sum_v p(v) log q(v)                     soft_ce, soft cross-entropy
+    H_i = - log q(x_{t+2+i})                        hard_ce, hard cross-entropy
+    V_i = sum_v |p(v) - q(v)| / 2                   total_variation
+    C_i = - log q'(x_{t+2+i})                       candidate_ce, q' over the rescored candidates
+
+V is how often lossless verification rejects a token that was drawn from q. Where p and q hardly
+overlap its gradient vanishes; S leads there, and weighs less as they come together. C is 0 for a
+pair whose true token is not a candidate. For a head that does not rescore, C is H.
+
+Each term is summed over the batch and divided by (counted pairs of position i) + `divisor_offset`,
+which is 1 in Clover-2's release; or by all positions of the batch, as in EAGLE-3; or by the sum of
+w_i over all counted pairs, as in DFlash 2. H and C count the pairs whose target has a next token in
+its own document; a document's last target has none. C averages over pairs whose true token is one
+of the candidates: its divisor is multiplied by the weighted share of such pairs in the batch (or in
+a part of it, with gradient accumulation), which an extra pass over all logits computes.
 
 w_i is decay^i, or with `dpace` the effect of the position on the accepted length (D-PACE):
 w_i = sum_{m >= i} prod_{j <= m} ((1 - a) q_j + a) over the pairs (t, j) that count, q_j the head's
 probability of x_{t+2+j} (0 outside of a reduced vocabulary), a = `dpace`, no gradient through w. w
 needs all positions of t, so logits are computed twice: once for w, once for the loss.
 
+A head with a reduced vocabulary is compared with p restricted to it and renormalised. A pair whose
+most probable token of the base lies outside has S_i = V_i = 0 but stays in the divisor, as in
+EAGLE-3: any proposal is rejected there. H_i is 0 where the true token lies outside. R_i counts
+everywhere. Accuracy is over the whole vocabulary: a best token that lies outside is a miss.
+
 No [P, B, S, V] array exists: targets are processed in chunks, the teacher's softmax of a chunk is
 computed once for all P positions, and the gradient is taken inside the chunk, so that no logits
-outlive it. Targets that no pair needs are left out: the number of chunks follows the masks.
-
-The rows may form r groups (`pairs.CompactTargets`); a chunk then takes its targets from all of them
+outlive it. Targets that no pair needs are left out: the number of chunks follows the masks. The
+rows may form r groups (`pairs.CompactTargets`); a chunk then takes its targets from all of them
 side by side, and where each device of a mesh holds one group, no state leaves its device.
 """
 
@@ -44,30 +58,18 @@ from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.tokens import to_draft
 from clover_jax.models.batch import Batch
-from clover_jax.training.loss_chunks import (
+from clover_jax.training.pairs import (
     Chunk,
     Operands,
-    Terms,
-    num_chunks,
-    slots_of_chunks,
-    take_chunks,
-    to_sources,
-)
-from clover_jax.training.loss_terms import (
-    is_labelled,
-    logits_and_scores,
-    of_next_token,
-    pair_terms,
-)
-from clover_jax.training.pairs import (
     PairCounts,
-    anchored_mask,
+    Terms,
     compact_targets,
     count_pairs,
+    counted_pairs,
     labelled_targets,
-    likely_next,
-    pair_mask,
     shift_right,
+    take_chunks,
+    to_sources,
 )
 
 DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
@@ -76,7 +78,7 @@ DEFAULT_CHUNK = 512  # targets; the largest temporary is [chunk, V]
 class LossMetrics(struct.PyTreeNode):
     """Per draft position, [P] each.
 
-    terms: R_i, S_i, H_i, V_i, N_i, L_i and C_i, unweighted.
+    terms: R_i, S_i, H_i, V_i and C_i, unweighted.
     accuracy: share of counted pairs where the head's most probable token is the base's.
     pairs: counted pairs.
 
@@ -136,9 +138,8 @@ def distillation_loss(
     chunk: targets per chunk and group. groups: r, which divides B; it changes no value.
     counts: of the batch that this one is a part of; None where it is the whole.
     """
-    num_positions, anchors = len(hidden), batch.anchors
-    mask = counted_pairs(head, num_positions, frozen, target_states, batch, chunk, groups)
-
+    num_positions = len(hidden)
+    mask = counted_pairs(batch, num_positions)
     # A part divides by the pairs of its whole batch, so that the parts sum up to the batch's loss.
     own = count_pairs(mask, batch)
     whole = own if counts is None else counts
@@ -165,8 +166,13 @@ def distillation_loss(
         weight=weight.reshape(num_positions, groups, -1),
         divisors=divisors,
         targets=compact_targets(mask, groups),
-        anchors=None if anchors is None else _flat_anchors(anchors, batch.tokens.shape[1], groups),
     )
+    if batch.anchors is not None:
+        # Each anchor's place among the flattened rows of its group, as in `CompactTargets.index`.
+        rows = len(batch.anchors)
+        row = jnp.arange(rows) % (rows // groups)
+        places = batch.tokens.shape[1] * row[:, None] + batch.anchors
+        operands = operands.replace(anchors=places.reshape(groups, -1))
     loss, sums = _chunked_loss(owned, hidden, jax.lax.stop_gradient(operands))
 
     # Unweighted, so that terms compare between runs of other weights.
@@ -176,32 +182,8 @@ def distillation_loss(
     return loss, LossMetrics(means, accuracy, own.pairs)
 
 
-def counted_pairs(
-    head: DraftHead,
-    num_positions: int,
-    frozen: Frozen,
-    target_states: Float[Array, "B S D"] | None,
-    batch: Batch,
-    chunk: int,
-    groups: int,
-) -> Bool[Array, "P B S"]:
-    """Return which pairs count for this head, by target index; [P, B, M] by anchor, if any.
-
-    num_positions: P, of the states that are there.
-    target_states: the base's g, which only a head with `label_mask` looks at.
-    chunk, groups: as in `distillation_loss`.
-    """
-    likely = None
-    if head.config.loss.label_mask:
-        assert target_states is not None
-        cap = head.config.logit_cap
-        likely = likely_next(frozen.lm_head, target_states, batch.tokens, chunk, groups, cap)
-    if batch.anchors is not None:
-        return anchored_mask(batch, batch.anchors, num_positions, likely)
-    return pair_mask(batch.segment_ids, batch.loss_mask, num_positions, likely)
-
-
 def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
+    """Return what each term's sum is divided by, [P] each."""
     # EAGLE-3 divides all terms alike; else each divides by the pairs that it counts.
     if spec.divisor == "positions":
         counted = Terms.alike(jnp.broadcast_to(counts.positions, counts.pairs.shape))
@@ -215,13 +197,6 @@ def _divisors(spec: LossSpec, counts: PairCounts) -> Terms:
             lambda count: jnp.broadcast_to((decay * count).sum(), count.shape), counted
         )
     return jax.tree.map(lambda count: count + spec.divisor_offset, counted)
-
-
-def _flat_anchors(anchors: Int[Array, "B M"], size: int, groups: int) -> Int[Array, "r m"]:
-    """Return each anchor's place among the flattened rows of its group."""
-    # Rows are numbered within their group, as in `CompactTargets.index`.
-    row = jnp.arange(len(anchors)) % (len(anchors) // groups)
-    return (size * row[:, None] + anchors).reshape(groups, -1)
 
 
 @jax.custom_vjp
@@ -241,7 +216,13 @@ def _value_and_gradient(
     if head.config.loss.dpace:
         operands = operands.replace(weight=_dpace(owned, hidden, operands))
     if head.config.loss.candidate_ce and head.module.rescores:
-        share = _candidates_share(owned, hidden, operands)
+        # An anchored pair always has a true token.
+        by_text = operands.anchors is None
+        labelled = operands.mask & operands.has_next if by_text else operands.mask
+        whole = jnp.where(labelled, operands.weight, 0).sum()
+        covered = _of_pairs(_candidate_weight, owned, hidden, operands).sum()
+        # Without a covered pair the sum of the term is 0 as well, for any divisor.
+        share = jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
         divisors = operands.divisors
         scaled = divisors._replace(candidate_ce=divisors.candidate_ce * share)
         operands = operands.replace(divisors=scaled)
@@ -266,14 +247,13 @@ def _value_and_gradient(
 
     # Slots of chunks that never run stay 0, and no pair that counts has one of them.
     zeros = jnp.zeros((num_positions, groups))
-    num_slots = slots_of_chunks(operands)
     start = _Carry(
         sums=_Sums(zeros, Terms.alike(zeros), zeros),
-        d_hidden=jnp.zeros((num_positions, groups, num_slots, width), hidden.dtype),
+        d_hidden=jnp.zeros((num_positions, groups, operands.num_slots, width), hidden.dtype),
         # In float32: a sum over many chunks in bfloat16 loses what single chunks bring.
         d_owned=jax.tree.map(lambda w: jnp.zeros((groups, *w.shape), jnp.float32), owned),
     )
-    end = jax.lax.fori_loop(0, num_chunks(operands), body, start)
+    end = jax.lax.fori_loop(0, operands.num_chunks, body, start)
 
     # Only now do groups, and so devices, meet.
     sums = jax.tree.map(lambda of_each: of_each.sum(axis=-1), end.sums)
@@ -300,16 +280,6 @@ def _dpace(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P 
     return weights.reshape(operands.mask.shape)
 
 
-def _candidates_share(owned: Params, hidden: Array, operands: Operands) -> Float[Array, ""]:
-    """Return the share of pairs, by weight, whose true token is one of the head's candidates."""
-    # An anchored pair always has a true token.
-    labelled = operands.mask if operands.anchors is not None else operands.mask & operands.has_next
-    whole = jnp.where(labelled, operands.weight, 0).sum()
-    covered = _of_pairs(_candidate_weight, owned, hidden, operands).sum()
-    # Without such a pair the sum of the term is 0 as well, for any divisor.
-    return jnp.where(covered > 0, covered, 1.0) / jnp.where(covered > 0, whole, 1.0)
-
-
 def _of_pairs(
     function: Callable[..., Float[Array, " c"]],
     owned: Params,
@@ -322,8 +292,8 @@ def _of_pairs(
         by_position = _by_position(function, owned, hidden, operands, number)
         return _with_chunk(by_slot, list(by_position), number * operands.chunk)
 
-    zeros = jnp.zeros((*operands.mask.shape[:2], slots_of_chunks(operands)))
-    return jax.lax.fori_loop(0, num_chunks(operands), body, zeros)
+    zeros = jnp.zeros((*operands.mask.shape[:2], operands.num_slots))
+    return jax.lax.fori_loop(0, operands.num_chunks, body, zeros)
 
 
 def _by_position(
@@ -350,16 +320,16 @@ def _label_probability(
 ) -> Float[Array, " c"]:
     """Return q_i of a group's chunk; 0 where the text has no next token, or the head not its id."""
     # The compiler drops all other terms.
-    terms, _ = pair_terms(position, operands, owned, u, chunk)
-    return jnp.where(is_labelled(chunk), jnp.exp(-terms.hard_ce), 0.0)
+    terms, _ = _pair_terms(position, operands, owned, u, chunk)
+    return jnp.where(_is_labelled(chunk), jnp.exp(-terms.hard_ce), 0.0)
 
 
 def _candidate_weight(
     position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> Float[Array, " c"]:
     """Return w_i where the true token is one of the head's candidates, else 0."""
-    _, scores = logits_and_scores(position, operands, owned, u)
-    is_candidate = chunk.mask & is_labelled(chunk) & jnp.isfinite(of_next_token(scores, chunk))
+    _, scores = _logits_and_scores(position, operands, owned, u)
+    is_candidate = chunk.mask & _is_labelled(chunk) & jnp.isfinite(_of_next_token(scores, chunk))
     return jnp.where(is_candidate, chunk.weight, 0.0)
 
 
@@ -379,7 +349,7 @@ def _position_loss(
     position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
 ) -> tuple[Array, _Sums]:
     """Return one position's weighted loss over a group's chunk, and the sums of its terms."""
-    terms, hits = pair_terms(position, operands, owned, u, chunk)
+    terms, hits = _pair_terms(position, operands, owned, u, chunk)
     weights = [getattr(operands.head.config.loss, name) for name in Terms._fields]
 
     # Divided here and not at the end: gradients of all positions add up in the chunk's loop.
@@ -392,3 +362,63 @@ def _position_loss(
     sums = _Sums(loss, jax.tree.map(jnp.sum, terms), hits.astype(loss.dtype).sum())
     # The sums are reported, not trained on.
     return loss, jax.lax.stop_gradient(sums)
+
+
+def _pair_terms(
+    position: int, operands: Operands, owned: Params, u: Array, chunk: Chunk
+) -> tuple[Terms, Bool[Array, " c"]]:
+    """Return the terms of a group's chunk, [c] each, and the hits; 0 where one does not count."""
+    logits, scores = _logits_and_scores(position, operands, owned, u)
+    log_total = jax.nn.logsumexp(logits, axis=-1)
+    cross_entropy = log_total - (chunk.teacher * logits).sum(axis=-1)
+
+    # Where several tokens tie for the base's best, proposing any of them is a hit.
+    is_best = chunk.teacher >= chunk.teacher.max(axis=-1, keepdims=True)
+    # 1 - sum_v min(p, q) would round to 0 where p and q are nearly the same.
+    probability = jnp.exp(logits - log_total[..., None])
+    rejection = 0.5 * jnp.abs(chunk.teacher - probability).sum(axis=-1)
+
+    # The targets of the chunk that each term counts; see the module's docstring.
+    mask, of_next = chunk.mask, _of_next_token(scores, chunk)
+    labelled = mask & _is_labelled(chunk)
+    in_reach = mask & chunk.reachable
+
+    # SmoothL1, Huber's loss with beta 1: d^2 / 2 where |d| < 1, else |d| - 1/2. Of the columns of u
+    # that predict a state; in float32, since squares in bfloat16 would lose small distances.
+    predicted = u[..., : chunk.states.shape[-1]].astype(jnp.float32)
+    distance = jnp.abs(predicted - chunk.states.astype(jnp.float32))
+    smooth = jnp.where(distance < 1, 0.5 * distance * distance, distance - 0.5).mean(axis=-1)
+
+    terms = Terms(
+        regression=jnp.where(mask, smooth, 0.0),
+        soft_ce=jnp.where(in_reach, cross_entropy, 0.0),
+        hard_ce=jnp.where(labelled, log_total - _of_next_token(logits, chunk), 0.0),
+        total_variation=jnp.where(in_reach, rejection, 0.0),
+        candidate_ce=jnp.where(
+            labelled & jnp.isfinite(of_next), jax.nn.logsumexp(scores, axis=-1) - of_next, 0.0
+        ),
+    )
+    # By the scores after `rescore`, since decoding proposes by those.
+    hits = jnp.where(is_best, scores, -jnp.inf).max(axis=-1) >= scores.max(axis=-1)
+    return terms, in_reach & hits
+
+
+def _logits_and_scores(
+    position: int, operands: Operands, owned: Params, u: Array
+) -> tuple[Float[Array, "c Vd"], Float[Array, "c Vd"]]:
+    """Return a head's logits, and its candidates' scores after `rescore`, -inf for others."""
+    params = {**operands.params, **owned}
+    logits = operands.head.apply(params, "logits", operands.frozen, u, position)
+    return logits, operands.head.rescored(params, u, logits)
+
+
+def _of_next_token(logits: Float[Array, "c Vd"], chunk: Chunk) -> Float[Array, " c"]:
+    """Return the logits of the true tokens."""
+    # By a mask over the vocabulary: the gradient of a gather would be a scatter (slow).
+    is_next = jnp.arange(logits.shape[-1]) == chunk.next_tokens[..., None]
+    return jnp.where(is_next, logits, 0).sum(axis=-1)
+
+
+def _is_labelled(chunk: Chunk) -> Bool[Array, " c"]:
+    """Return which targets have a next token that the head can propose."""
+    return chunk.has_next & (chunk.next_tokens >= 0)

@@ -1,43 +1,43 @@
-"""Which (position of the head, position of the text) pairs count, and where their target lies.
+"""Which (position of the head, position of the text) pairs count, and the chunks a loss reads.
 
 Position i of the head at t predicts x_{t+2+i}; its target state is the base's g at t+1+i. Here
 pairs are named by their *target index* s = t+1+i instead of t: then the P pairs that share a
-target state, and so the teacher's softmax, lie in one column.
+target state, and so the teacher's softmax, lie in one column. A head that trains at sampled anchors
+(DFlash 2) has pairs named by anchor instead, and position i has its own targets, i after the
+anchors.
 
-Clover-2's optional `label_mask` leaves out what the base itself would have rejected before. A_s
-holds those of the base's 8 most probable tokens at s whose preceding cumulative probability is at
-most 0.8. The pair (t, i) counts only when x_{t+1+j} lies in A_{t+j} for every j = 0 .. i: had the
-base been unlikely to go that way, verification would have stopped there.
+The targets that any pair needs are compacted to the front of their group of rows. A chunk takes the
+next of them from every group side by side, and gathers the P states that predict each.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Float, Int
+from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.drafters.drafter import Frozen, head_logits
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.drafters.tokens import to_draft
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
-from clover_jax.models.int8 import Matrix
 
-# Of the label mask: how many tokens A holds at most, and the mass that may come before one of them.
-CANDIDATES = 8
-PRECEDING_MASS = 0.8
+
+def counted_pairs(batch: Batch, num_positions: int) -> Bool[Array, "P B S"]:
+    """Return the pairs of `anchored_mask` [P, B, M] for a batch with anchors, else `pair_mask`."""
+    if batch.anchors is not None:
+        return anchored_mask(batch, batch.anchors, num_positions)
+    return pair_mask(batch.segment_ids, batch.loss_mask, num_positions)
 
 
 def pair_mask(
-    segment_ids: Int[Array, "B S"],
-    loss_mask: Bool[Array, "B S"],
-    num_positions: int,
-    likely: Bool[Array, "B S"] | None = None,
+    segment_ids: Int[Array, "B S"], loss_mask: Bool[Array, "B S"], num_positions: int
 ) -> Bool[Array, "P B S"]:
     """Return [i, b, s] True where the pair (s - 1 - i, i) counts.
-
-    likely: [b, s] whether x_{s+1} is a token that the base may choose at s; where given, it must
-        hold at s-1-i .. s-1.
 
     It does when m_{s-1} is set and s - 1 - i and s lie in one document. (m_{t+i} of the
     release is m_{s-1}: the mask does not depend on i. That a document's last position never
@@ -50,22 +50,18 @@ def pair_mask(
     counted = shift_right(loss_mask, 1)
 
     masks = []
-    reached: Array | bool = True
     for i in range(num_positions):
         source = shift_right(segment_ids, i + 1)
-        if likely is not None:
-            # Position i needs one more than position i - 1, further back.
-            reached = reached & shift_right(likely, i + 1)
         # Segment 0 is padding.
-        masks.append(counted & (source == segment_ids) & (segment_ids > 0) & reached)
+        masks.append(counted & (source == segment_ids) & (segment_ids > 0))
     return jnp.stack(masks)
 
 
 def sample_anchors(key: Array, batch: Batch, count: int) -> Int[Array, "B M"]:
-    """Return places of x_{t+1}, drawn anew at each step, for heads that train at few positions.
+    """Return places of x_{t+1}, drawn again at each step, for heads that train at few of them.
 
-    They are supervised tokens that are followed by another of their document. A row with fewer than
-    `count` of them is filled up with its last place, at which no pair counts.
+    An anchor is a supervised token that another token of its document follows. A row with fewer
+    than `count` of them is filled up with its last place, at which no pair counts.
     """
     size = batch.tokens.shape[1]
     is_possible = batch.loss_mask & labelled_targets(batch.segment_ids)
@@ -76,15 +72,11 @@ def sample_anchors(key: Array, batch: Batch, count: int) -> Int[Array, "B M"]:
 
 
 def anchored_mask(
-    batch: Batch,
-    anchors: Int[Array, "B M"],
-    num_positions: int,
-    likely: Bool[Array, "B S"] | None = None,
+    batch: Batch, anchors: Int[Array, "B M"], num_positions: int
 ) -> Bool[Array, "P B M"]:
     """Return [i, b, m] True where position i of the block at an anchor counts.
 
     It does when its target token, x_{t+2+i}, is supervised and of the anchor's document.
-    likely: as in `pair_mask`.
 
     Example: segment_ids [[1, 1, 1, 2]], loss_mask all True and anchors [[0, 1]] give, for P = 2,
     [[T, T]] and [[T, F]].
@@ -96,15 +88,11 @@ def anchored_mask(
         return jnp.take_along_axis(x, index, axis=1)
 
     masks = []
-    reached: Array | bool = True
     segment = at(batch.segment_ids, 0)
     for i in range(num_positions):
         # `at` clips places beyond the row, which `is_inside` then masks.
-        if likely is not None:
-            # The token i places after the anchor must be one that the base may choose there.
-            reached = reached & at(likely, i - 1)
         is_inside = (anchors + i + 1 < size) & (at(batch.segment_ids, i + 1) == segment)
-        masks.append(at(batch.loss_mask, i + 1) & is_inside & (segment > 0) & reached)
+        masks.append(at(batch.loss_mask, i + 1) & is_inside & (segment > 0))
     return jnp.stack(masks)
 
 
@@ -123,54 +111,11 @@ def shift_right(x: Array, by: int) -> Array:
     return jnp.pad(x, ((0, 0), (by, 0)))[:, :size]
 
 
-def likely_next(
-    lm_head: Matrix,
-    states: Float[Array, "B S D"],
-    tokens: Int[Array, "B S"],
-    chunk: int,
-    groups: int = 1,
-    cap: float | None = None,
-) -> Bool[Array, "B S"]:
-    """Return [b, s] True where x_{s+1} lies in A_s; the last column is meaningless.
-
-    cap: the base's soft cap of logits.
-    states: the base's g. chunk: positions of a group whose logits exist at a time. groups: of
-        rows, side by side as in the loss, so that each device of a mesh looks at its own.
-    """
-    following = jnp.roll(tokens, -1, axis=1)
-
-    # [V] logits for one position, `chunk` positions of each group at a time.
-    def one(position: tuple[Array, Array]) -> Array:
-        state, token = position
-        return among_likely(project(lm_head, state, cap), token)
-
-    def of_group(positions: tuple[Array, Array]) -> Array:
-        return jax.lax.map(one, positions, batch_size=chunk)
-
-    # Each group by itself, so that no state leaves its device.
-    flat = (states.reshape(groups, -1, states.shape[-1]), following.reshape(groups, -1))
-    return jax.vmap(of_group)(flat).reshape(tokens.shape)
-
-
-def among_likely(logits: Float[Array, " V"], token: Int[Array, ""]) -> Bool[Array, ""]:
-    """Return whether a token is one of A, for the logits of one position.
-
-    Example: probabilities .5, .4, .1 give A = {0, 1}: before token 2 lies a mass of .9.
-    """
-    ids = jnp.arange(logits.shape[-1])
-    # By sums over the vocabulary: on a mesh `lax.top_k` gathers the logits of all rows.
-    own = jnp.where(ids == token, logits, 0).sum()
-    # Tokens of equal logits stand in the order of their ids, as in `top_k`.
-    before = (logits > own) | ((logits == own) & (ids < token))
-    preceding = jnp.where(before, jax.nn.softmax(logits), 0).sum()
-    return (before.sum() < CANDIDATES) & (preceding <= PRECEDING_MASS)
-
-
 class PairCounts(NamedTuple):
-    """Numbers of counted pairs; those of a batch are the sums over its parts.
+    """Numbers of counted pairs; a batch has the sums over its parts.
 
     pairs:     [P] by draft position.
-    labelled:  [P] those whose target has a next token in its own document.
+    labelled:  [P] the pairs whose target has a next token in its own document.
     positions: [] positions of the text, padding too, or anchors.
     """
 
@@ -182,9 +127,8 @@ class PairCounts(NamedTuple):
 def count_pairs(mask: Bool[Array, "P B S"], batch: Batch) -> PairCounts:
     """Count the pairs of `pair_mask`, or of `anchored_mask` for a batch with anchors."""
     # The target of an anchor's pair always has a label.
-    labelled = mask
-    if batch.anchors is None:
-        labelled = mask & labelled_targets(batch.segment_ids)
+    by_text = batch.anchors is None
+    labelled = mask & labelled_targets(batch.segment_ids) if by_text else mask
     return PairCounts(
         pairs=mask.sum(axis=(1, 2)),
         labelled=labelled.sum(axis=(1, 2)),
@@ -220,3 +164,162 @@ def compact_targets(mask: Bool[Array, "P B S"], groups: int = 1) -> CompactTarge
     # `nonzero` needs a fixed size: how many targets are used is known at run time only.
     index = jax.vmap(lambda row: jnp.nonzero(row, size=row.size, fill_value=0)[0])(used)
     return CompactTargets(index=index, rank=rank.reshape(mask.shape[1:]), count=used.sum(axis=1))
+
+
+class Terms(NamedTuple):
+    """One value for each term of the loss (`losses.py`); [P] each where it is for all positions."""
+
+    # Each field's name is also that of its weight in `LossSpec`.
+    regression: Array
+    soft_ce: Array
+    hard_ce: Array
+    total_variation: Array
+    candidate_ce: Array
+
+    @classmethod
+    def alike(cls, value: Array) -> Terms:
+        """Return `value` for each term."""
+        return cls(*[value] * len(cls._fields))
+
+
+class Operands(struct.PyTreeNode):
+    """Inputs of the loss that get no gradient; head and chunk are static.
+
+    chunk:       targets of a group that are processed at a time.
+    params:      the head's other params (its `logits` may set up all of them).
+    states:      [r, n, D] the base's g.
+    next_tokens: [r, n] the token that follows each target, in the head's vocabulary; -1 outside.
+    mask:        [P, r, m] pairs that count, by target index or by anchor.
+    has_next:    [r, n] whether that token belongs to the target's document.
+    weight:      [P, r, m] w_i of each pair.
+    divisors:    of each term.
+    targets:     the targets or anchors that any pair needs.
+    anchors:     [r, m] flat place of each anchor, which is the target of its position 0; None for a
+        head that trains at all positions.
+    """
+
+    head: DraftHead = struct.field(pytree_node=False)
+    chunk: int = struct.field(pytree_node=False)
+    params: Params
+    frozen: Frozen
+    states: Float[Array, "r n D"]
+    next_tokens: Int[Array, "r n"]
+    mask: Bool[Array, "P r m"]
+    has_next: Bool[Array, "r n"]
+    weight: Float[Array, "P r m"]
+    divisors: Terms
+    targets: CompactTargets
+    anchors: Int[Array, "r m"] | None = None
+
+    @property
+    def num_chunks(self) -> Int[Array, ""]:
+        """Chunks that hold all used targets."""
+        # The fullest group decides; other groups' slots are masked in its last chunks.
+        return (self.targets.count.max() + self.chunk - 1) // self.chunk
+
+    @property
+    def num_slots(self) -> int:
+        """Slots that a group's chunks have together, if all targets are used."""
+        # Rounded up to whole chunks: `dynamic_update_slice` shifts a slice that exceeds the array.
+        return -(-self.mask.shape[-1] // self.chunk) * self.chunk
+
+
+class Chunk(struct.PyTreeNode):
+    """One position's pairs with c targets of each of r groups.
+
+    Slots beyond the last used one repeat some target, all masked.
+
+    hidden:      [r, c, D] the states whose pairs have these targets.
+    states:      [r, c, D] the base's g.
+    teacher:     [r, c, Vd] softmax(lm_head g), of the tokens that the head can propose.
+    reachable:   [r, c] whether the head can propose the base's most probable token.
+    next_tokens: [r, c] in the head's vocabulary; -1 outside.
+    mask:        [r, c]
+    weight:      [r, c]
+    has_next:    [r, c]
+    """
+
+    hidden: Float[Array, "r c D"]
+    states: Float[Array, "r c D"]
+    teacher: Float[Array, "r c Vd"]
+    reachable: Bool[Array, "r c"]
+    next_tokens: Int[Array, "r c"]
+    mask: Bool[Array, "r c"]
+    weight: Float[Array, "r c"]
+    has_next: Bool[Array, "r c"]
+
+
+def take_chunks(hidden: Array, operands: Operands, number: Array) -> Iterator[Chunk]:
+    """Gather chunk `number`: for each of the P positions, in turn, its states and their targets."""
+    # The same slots in every group; a group with fewer targets has some of them masked.
+    slots = number * operands.chunk + jnp.arange(operands.chunk)
+    # The last chunk may go beyond the last slot, which it then repeats; `used` masks that out.
+    index = jnp.take(operands.targets.index, slots, axis=1, mode="clip")
+    used = slots < operands.targets.count[:, None]
+
+    def of_pairs(x: Array) -> Array:
+        return jnp.take_along_axis(x, index, axis=1)
+
+    # [P, r, n, D]: the rows of a group are flattened, as in the operands.
+    flat = hidden.reshape(len(hidden), len(index), -1, hidden.shape[-1])
+    targets = {}
+    for i, states in enumerate(flat):
+        if operands.anchors is not None:
+            source = index
+            targets = _take_targets(operands, of_pairs(operands.anchors) + i)
+        else:
+            # A counted pair's source lies i + 1 before its target in the same row; others are
+            # masked. All positions share the targets, and so the teacher's softmax.
+            source = index - 1 - i
+            targets = targets or _take_targets(operands, index)
+        yield Chunk(
+            hidden=_take_rows(states, source),
+            mask=of_pairs(operands.mask[i]) & used,
+            weight=of_pairs(operands.weight[i]),
+            **targets,
+        )
+
+
+def _take_targets(operands: Operands, index: Int[Array, "r c"]) -> dict[str, Array]:
+    """Return a chunk's fields for its targets; an index beyond the last gives some target."""
+    index = jnp.minimum(index, operands.states.shape[1] - 1)
+    states = _take_rows(operands.states, index)
+
+    # The base's most probable token over its whole vocabulary costs another product.
+    config, frozen = operands.head.config, operands.frozen
+    reachable = jnp.ones(index.shape, bool)
+    if config.draft_to_target is not None:
+        reachable = to_draft(config, project(frozen.lm_head, states).argmax(axis=-1)) >= 0
+
+    # Over the tokens that the head can propose: for a reduced vocabulary p is renormalised.
+    teacher = jax.nn.softmax(head_logits(config, frozen, states))
+    return {
+        "states": states,
+        "teacher": teacher,
+        "reachable": reachable,
+        "next_tokens": jnp.take_along_axis(operands.next_tokens, index, axis=1),
+        "has_next": jnp.take_along_axis(operands.has_next, index, axis=1),
+    }
+
+
+def _take_rows(states: Float[Array, "r n D"], index: Int[Array, "r c"]) -> Float[Array, "r c D"]:
+    """Gather rows of each group; an index before the first gives the first."""
+    return jnp.take_along_axis(states, jnp.maximum(index, 0)[..., None], axis=1)
+
+
+def to_sources(by_slot: Array, operands: Operands, shape: tuple[int, ...]) -> Array:
+    """Bring a gradient by compact slot back to [P, B, S, D], by gathers (a scatter is slow)."""
+    num_positions, rows, size, width = shape
+    groups = by_slot.shape[1]
+    mask = operands.mask.reshape(shape[:-1])
+
+    gradients = []
+    for i in range(num_positions):
+        # Position t of the result belongs to target t + 1 + i, an anchor's to the anchor.
+        shift = i + 1 if operands.anchors is None else 0
+        by_target = jnp.where(mask[i], operands.targets.rank, -1)
+        slot = jnp.pad(by_target, ((0, 0), (0, shift)), constant_values=-1)[:, -size:]
+        # A slot of -1 reads some gradient, which is then left out.
+        by_source = _take_rows(by_slot[i], slot.reshape(groups, -1)).reshape(rows, size, width)
+        gradients.append(jnp.where(slot[..., None] >= 0, by_source, 0))
+    return jnp.stack(gradients)

@@ -52,7 +52,7 @@ def run_training(
     """
     # Two runs would write their rows and checkpoints into each other's.
     alone = only_process_in(workdir, "is training", "--workdir")
-    # A caller's jax_enable_x64 would give indices and numbers 64 bits, beside arrays of 32.
+    # A caller's jax_enable_x64 would give indices and numbers 64 bits, next to arrays of 32.
     with alone if is_primary() else contextlib.nullcontext(), jax.enable_x64(False):
         if is_primary():
             check_renames(workdir)
@@ -109,7 +109,7 @@ def _train(
         state, done = restore_or_init(inputs.step, inputs.base, settings.seed, checkpoints, batches)
         if done > settings.steps:
             raise UserError(
-                f"{workdir} has done {done} steps, more than --steps={settings.steps}; give at "
+                f"{workdir} has done {done} steps, more than --steps={settings.steps}; pass at "
                 "least as many, or another --workdir"
             )
         if is_primary():
@@ -128,7 +128,7 @@ def _train(
             progress_bar(settings.steps, "train", initial=done, file=shown, compiling=compiling)
         )
         if done:
-            progress.write(f"going on from step {done} of {workdir}")
+            progress.write(f"resuming {workdir} from step {done}")
         if done and before is not None and before.steps != settings.steps:
             progress.write(_schedule_notice(before, settings, done))
 
@@ -140,7 +140,9 @@ def _train(
         done = trainer.run(state, done)
 
         checkpoints.wait()  # a run has finished once its last checkpoint is on disk
-        return _report(workdir, settings, done, log, measurement.best)
+        # The measurement of the last step may have been interrupted: the next run makes it.
+        is_measured = inputs.evaluator is None or log.evaluated_at(done) is not None
+        return _report(workdir, settings, done, is_measured, measurement.best)
 
 
 def restore_or_init(
@@ -167,9 +169,9 @@ def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> st
     """Say what becomes of the learning rate where a run resumes with another number of steps."""
     then, following = (make_schedule(optimizer_config(one)) for one in (before, now))
     return (
-        f"--steps={now.steps} instead of {before.steps} is another schedule: the learning rate was "
-        f"{float(then(done - 1)):.3g} at step {done} and is {float(following(done)):.3g} at step "
-        f"{done + 1}; it falls to 0 after step {now.steps}"
+        f"--steps={now.steps} instead of {before.steps} changes the schedule: the learning rate "
+        f"was {float(then(done - 1)):.3g} at step {done} and is {float(following(done)):.3g} at "
+        f"step {done + 1}; it falls to 0 after step {now.steps}"
     )
 
 
@@ -190,16 +192,14 @@ def _report(
     workdir: Path,
     settings: TrainSettings,
     done: int,
-    log: MetricsLog,
+    is_measured: bool,
     best: dict[str, Any] | None,
 ) -> dict[str, Any]:
-    """Return the run's report; one that is finished is written to the workdir as well.
+    """Return the run's report; the report of a finished run is also written to the workdir.
 
     best: the row of the head in WORKDIR/best.
     """
-    # The measurement of the last step may have been interrupted, and is then still to be made.
-    measured = log.evaluated_at(done) is not None
-    finished = done == settings.steps and (measured or not settings.eval_every)
+    finished = done == settings.steps and is_measured
     report: dict[str, Any] = {
         "workdir": str(workdir),
         "finished": finished,
@@ -209,6 +209,8 @@ def _report(
     if best is not None:
         report |= {"best": str(workdir / BEST), "best_step": best["step"], "tau": best["tau"]}
         report |= {name: best[name] for name in ("hit_rate", "equal", "prompts")}
+        # Heads of earlier versions did not record it.
+        report["tree"] = best.get("measured_with", {}).get("tree")
 
     if finished and is_primary():
         write_json(workdir / RESULT, report)

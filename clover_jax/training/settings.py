@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from pathlib import Path
+from typing import Any
 
 from clover_jax.errors import UserError
 from clover_jax.field_types import (
@@ -18,6 +19,14 @@ from clover_jax.storage.files import write_json
 from clover_jax.storage.json_files import read_json_object
 
 SETTINGS = "settings.json"
+# Flags of earlier versions that set one part of the loss, and the part's name in --loss.
+_EARLIER_LOSS_FLAGS = {
+    "regression_weight": "regression",
+    "soft_ce_weight": "soft_ce",
+    "hard_ce_weight": "hard_ce",
+    "total_variation_weight": "total_variation",
+    "position_decay": "decay",
+}
 
 # One for each heading of `--help`. What is measured may change when a run resumes.
 _data = functools.partial(setting, group="data")
@@ -30,44 +39,45 @@ _measuring = functools.partial(setting, group="measuring", may_change=True)
 
 @dataclasses.dataclass(frozen=True)
 class TrainSettings(ChatSettings, CommonSettings):
-    """The flags of `train`; None takes the method's own. Raises UserError for a bad value.
+    """The flags of `train`; None is the method's default. Raises UserError for a bad value.
 
-    Settings that may change in a resumed run decide what is reported and when, how a batch is
-    divided, or where the schedule ends, and nothing about what was learnt so far.
+    Settings that may change in a resumed run affect reports, how a batch is divided, or where the
+    schedule ends, but nothing that was learned so far.
     """
 
-    drafter: str = _head("clover2", "the kind of draft head")
+    drafter: str = _head("clover2", "kind of draft head")
     data: str = _data("builtin:python", "training data: paths or globs, comma-separated")
     teacher: str = _data(
         "online",
-        "where the base's activations come from: online runs it in every step, cached reads what "
-        "`prepare --features` has put into --data",
+        "source of the base's activations: online runs the base in every step, cached reads the "
+        "activations that `prepare --features` stored in --data",
         choices=("online", "cached"),
     )
     steps: int = _optimiser(1000, "optimiser steps", least=1, may_change=True)
-    batch_size: int = _data(8, "rows of a batch", least=1)
-    seq_len: int = _data(512, "tokens of a row; documents are packed into rows", least=2)
+    batch_size: int = _data(8, "rows per batch", least=1)
+    seq_len: int = _data(512, "tokens per row; documents are packed into rows", least=2)
     gradient_accumulation_steps: int = _memory(
         1,
-        "parts of a batch, one after another, whose gradients are summed: less memory, same values "
-        "but for noise that is drawn and candidate_ce",
+        "split each batch into this many parts and sum their gradients: less memory, same values "
+        "except for random noise and candidate_ce",
         least=1,
         may_change=True,
     )
     remat: bool = _memory(
         False,
-        "keep the head's products with weights only, and compute the rest again for the gradient: "
-        "less memory, same values",
+        "gradient checkpointing of the head: less memory, more time, same values",
         may_change=True,
     )
-    learning_rate: float = _optimiser(1e-3, "peak learning rate; it falls to 0 at the last step")
-    warmup_steps: int = _optimiser(100, "steps over which the rate rises to its peak")
-    schedule: str = _optimiser("linear", "how the rate falls", choices=("linear", "cosine"))
-    adam_b2: float = _optimiser(0.95, "AdamW's decay of squared gradients")
+    learning_rate: float = _optimiser(1e-3, "peak learning rate; it decays to 0 at the last step")
+    warmup_steps: int = _optimiser(100, "steps of linear warmup to the peak learning rate")
+    schedule: str = _optimiser("linear", "decay of the learning rate", choices=("linear", "cosine"))
+    adam_b2: float = _optimiser(0.95, "AdamW's second-moment decay, beta 2")
     weight_decay: float = _optimiser(0.01, "AdamW's weight decay")
-    clip_value: float = _optimiser(0.5, "gradient values are clipped to this; 0: never")
+    clip_value: float = _optimiser(
+        0.5, "each gradient value is clipped to this; 0 disables clipping"
+    )
     drafter_options: str | None = _head(
-        None, "what this kind of head can be told, as name=value,...; an unknown name lists them"
+        None, "options of this kind of head, as name=value,...; an unknown name lists them"
     )
     num_positions: int | None = _head(None, "draft positions to train [the method's]", least=1)
     num_augmenting_layers: int | None = _head(None, "layers of the Augmenting Block [the method's]")
@@ -81,50 +91,55 @@ class TrainSettings(ChatSettings, CommonSettings):
     )
     loss: str | None = _loss(
         None,
-        "parts of the loss as name=value,..., such as lk=1,soft_ce=0 or dpace=0.5; an unknown name "
-        "lists them [each is the method's]",
+        "weights and options of the loss as name=value,..., such as regression=0,soft_ce=0.5 or "
+        "dpace=0.5; an unknown name lists them [the method's]",
     )
-    regression_weight: float | None = _loss(None, "weight of the regression loss [the method's]")
-    soft_ce_weight: float | None = _loss(
-        None, "weight of the cross-entropy to the base [the method's]"
-    )
-    hard_ce_weight: float | None = _loss(
-        None, "weight of the cross-entropy to the text [the method's]"
-    )
-    total_variation_weight: float | None = _loss(
-        None, "weight of the share of drawn drafts that the base would refuse [the method's]"
-    )
-    position_decay: float | None = _loss(
-        None, "position i weighs this to the power of i [the method's]"
-    )
-    label_mask: bool = _loss(
-        False, "leave out of the loss what the base's own choice would not have reached"
-    )
-    loss_chunk: int = _memory(512, "positions whose logits exist at a time", least=1)
+    loss_chunk: int = _memory(512, "positions whose logits are in memory at a time", least=1)
     log_every: int = _measuring(10, "steps between rows of metrics.jsonl", least=1)
     checkpoint_every: int = _measuring(500, "steps between checkpoints; 0: only at the end")
     eval_every: int = _measuring(
-        0, "steps between measurements by decoding; 0: none, not even at the end"
+        500,
+        "steps between evaluations, which decode prompts to measure tau, and one at the end; 0 "
+        "disables evaluation, also at the end",
     )
     eval_prompts: str | None = _measuring(
-        None, "prompts to decode [the base's own, else from held-out data]"
+        None, "file of prompts to decode [prompts.jsonl of the base's folder, else held-out data]"
     )
-    eval_num_prompts: int = _measuring(16, "prompts to decode at most", least=1)
-    eval_max_new_tokens: int = _measuring(64, "tokens to decode for each prompt", least=2)
+    eval_num_prompts: int = _measuring(16, "how many prompts to decode, at most", least=1)
+    eval_max_new_tokens: int = _measuring(64, "tokens to decode per prompt", least=2)
     tree: str | None = _measuring(
         None,
-        "the token tree to decode with; recorded in the draft [paper25, or clover4 where the head "
-        "is too shallow for it]",
+        "token tree to evaluate with, which the draft records [paper25, or clover4 if the head is "
+        "too shallow for it]",
     )
 
     def __post_init__(self):
         check_settings(self)
 
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> TrainSettings:
+        """Build from `to_dict`'s output, also that of earlier versions.
+
+        Raises ValueError for a run that used `label_mask`, which was dropped.
+        """
+        values = dict(values)
+        if values.pop("label_mask", False):
+            raise ValueError("label_mask was dropped from training")
+        given = {name: values.pop(flag, None) for flag, name in _EARLIER_LOSS_FLAGS.items()}
+        parts = [values.get("loss")]
+        parts += [f"{name}={value:g}" for name, value in given.items() if value is not None]
+        return super().from_dict(values | {"loss": ",".join(filter(None, parts)) or None})
+
 
 def recorded_settings(workdir: Path) -> TrainSettings | None:
     """Return the settings of the run in a workdir; None where none was started."""
     path = workdir / SETTINGS
-    return TrainSettings.from_dict(read_json_object(path)["settings"]) if path.exists() else None
+    if not path.exists():
+        return None
+    try:
+        return TrainSettings.from_dict(read_json_object(path)["settings"])
+    except ValueError as error:
+        raise UserError(f"{path}: {error}; give another --workdir") from error
 
 
 def check_resumable(
@@ -138,7 +153,7 @@ def check_resumable(
         its first step may be corrected.
     Raises UserError naming the flag.
     """
-    # Read back as settings: what this version added has its default in runs of earlier ones.
+    # Read back as settings: fields that this version added have their defaults in earlier runs.
     recorded = recorded_settings(workdir)
     if recorded is None or not learnt:
         return
@@ -153,7 +168,7 @@ def check_resumable(
                 then, given = before[name], now[name]
                 shown = f"--{name} ({then!r} then, {given!r} now, with other contents)"
             raise UserError(
-                f"{workdir} holds a run with another {shown}; give the one it began with, or "
+                f"{workdir} holds a run with another {shown}; pass the one it began with, or "
                 "another --workdir"
             )
 
@@ -163,7 +178,7 @@ def check_resumable(
     for name in sorted(fixed - identity.keys()):
         if before[name] != now[name]:
             raise UserError(
-                f"{workdir} holds a run with --{name}={before[name]}, not {now[name]}; give the "
+                f"{workdir} holds a run with --{name}={before[name]}, not {now[name]}; pass the "
                 "flags it began with, or another --workdir"
             )
 

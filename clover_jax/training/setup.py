@@ -23,7 +23,11 @@ from clover_jax.runtime.progress import passing_note, say
 from clover_jax.sharding.meshes import AnyMesh, shape_of
 from clover_jax.sharding.placement import place_on
 from clover_jax.tokenizers.tokenizer import load_tokenizer
-from clover_jax.training.decoding_eval import DecodingEvaluator, evaluation_prompts
+from clover_jax.training.decoding_eval import (
+    DecodingEvaluator,
+    NoPromptFits,
+    evaluation_prompts,
+)
 from clover_jax.training.heads import make_head, reduce_vocabulary
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
@@ -42,7 +46,7 @@ class TrainInputs(NamedTuple):
     draft_vocab_coverage: share of the training data's tokens that the head can propose; None
         where that is the whole vocabulary.
     tree: what the head is decoded with.
-    evaluator: None when nothing is to be measured.
+    evaluator: None when tau is not measured.
     """
 
     base: BaseModel
@@ -93,7 +97,7 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
 
     with passing_note(f"reading {settings.data}"):
         data = open_data(settings, base, base_fingerprint, tokenizer, head)
-    # Of a prepared folder `prepare` has said it.
+    # For a prepared folder `prepare` has printed the notice.
     records = data.samples.sections if isinstance(data.samples, RecordSamples) else ()
     say(template_notice(records, tokenizer))
 
@@ -104,21 +108,27 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
             head, settings.draft_vocab, base, tokenizer, data.tokens_only
         )
 
-    # The measurement of tau by decoding, unless --eval_every is 0.
+    # The evaluation, unless --eval_every is 0.
     evaluator = None
     if settings.eval_every:
-        prompts = evaluation_prompts(
-            settings.eval_prompts, data.heldout, base, tokenizer, settings.eval_num_prompts
-        )
-        # tau of few prompts is noisy, and the best head is chosen by it.
-        if len(prompts) < settings.eval_num_prompts:
-            say(
-                f"tau is measured on {len(prompts)} prompts: no more of those at hand fit; "
-                "--eval_prompts=FILE gives others"
+        prompts, wanted = [], settings.eval_num_prompts
+        try:
+            prompts = evaluation_prompts(
+                settings.eval_prompts, data.heldout, base, tokenizer, wanted
             )
-        evaluator = DecodingEvaluator(
-            base, head, tree, prompts, settings.eval_max_new_tokens, mesh=mesh
-        )
+        except NoPromptFits as error:
+            # Small data may hold out nothing, which is no reason not to train on it.
+            if settings.eval_prompts is not None:
+                raise
+            say(f"tau will not be measured: {error}")
+        # tau of few prompts is noisy, and the best head is chosen by it.
+        if 0 < len(prompts) < wanted:
+            kind = "held-out prompts" if settings.eval_prompts is None else "prompts"
+            say(f"only {len(prompts)} {kind} fit ({wanted} wanted); pass --eval_prompts")
+        if prompts:
+            evaluator = DecodingEvaluator(
+                base, head, tree, prompts, settings.eval_max_new_tokens, mesh=mesh
+            )
 
     return TrainInputs(
         base=base,

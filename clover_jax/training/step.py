@@ -28,9 +28,9 @@ from clover_jax.sharding.placement import (
     placed_as_params,
     replicated,
 )
-from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, counted_pairs, distillation_loss
+from clover_jax.training.losses import DEFAULT_CHUNK, LossMetrics, distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig, make_optimizer
-from clover_jax.training.pairs import PairCounts, count_pairs, sample_anchors
+from clover_jax.training.pairs import PairCounts, count_pairs, counted_pairs, sample_anchors
 from clover_jax.training.teacher import TeacherOutput, teach
 
 # With `remat` residuals are products with weights, not those of attention, which grow with S^2.
@@ -82,11 +82,6 @@ class TrainStepConfig:
     mesh: AnyMesh | None = None
     accumulation_steps: int = 1
     remat: bool = False
-
-    @property
-    def loss_groups(self) -> int:
-        """Groups of rows in the loss: one for every device that holds rows of its own."""
-        return shape_of(self.mesh).num_row_shards
 
 
 def init_state(config: TrainStepConfig, base_params: Params, seed: int) -> TrainState:
@@ -141,7 +136,8 @@ def head_loss(
             teacher.states,
             batch,
             config.loss_chunk,
-            config.loss_groups,
+            # Groups of rows: one for every device that holds rows of its own.
+            shape_of(config.mesh).num_row_shards,
             counts,
         )
 
@@ -241,8 +237,17 @@ def accumulated_gradient(
     draws noise, each part draws its own.
     """
     parts = parts_of_rows(batch, config.accumulation_steps, config.mesh)
+    operands = parts, jnp.arange(config.accumulation_steps)
+
+    def pairs_of(operands: tuple[Batch, Array]) -> PairCounts:
+        part, number = operands
+        # With the key of the part's gradient: the anchors counted must be those trained at.
+        part = _with_anchors(config, part, jax.random.fold_in(key, number))
+        return count_pairs(counted_pairs(part, config.head.config.num_positions), part)
+
     with jax.named_scope("count"):
-        counts = _counts_of_all(config, base_params, parts, key)
+        of_each = jax.lax.map(pairs_of, operands)
+        counts = jax.tree.map(lambda count: count.sum(axis=0), of_each)
 
     def gradient_of(part: Batch, number: Array) -> BatchGradient:
         # What does not depend on the part is otherwise moved out of the loop: the whole base would
@@ -257,46 +262,12 @@ def accumulated_gradient(
         # Summed as params lie at rest: a gathered sum would take as much memory on every device.
         return total._replace(gradient=placed_as_params(total.gradient, config.mesh)), None
 
-    operands = parts, jnp.arange(config.accumulation_steps)
     # The sum begins at zeros, of the shapes that one part's gradient has.
     first = jax.tree.map(lambda leaf: leaf[0], operands)
     zeros = jax.tree.map(
         lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(gradient_of, *first)
     )
     return jax.lax.scan(add, zeros, operands)[0]
-
-
-def _counts_of_all(
-    config: TrainStepConfig, base_params: Params, parts: Batch, key: Array
-) -> PairCounts:
-    """Count the pairs of all parts; a head with `label_mask` needs a forward of the base."""
-
-    def of_part(operands: tuple[Batch, Array]) -> PairCounts:
-        part, number = operands
-        states, base = None, base_params
-        # The base runs twice then: keeping its states of all parts would undo what parts save.
-        if config.head.config.loss.label_mask:
-            base, part = jax.lax.optimization_barrier((base_params, part))
-            features = config.head.config.features
-            states = teach(config.base, base, features, part, config.mesh).states
-            base = gathered(base, config.mesh)
-        # By the key of the part's gradient: the anchors counted must be those trained at.
-        part = _with_anchors(config, part, jax.random.fold_in(key, number))
-        mask = counted_pairs(
-            config.head,
-            config.head.config.num_positions,
-            frozen_from_base(base),
-            states,
-            part,
-            config.loss_chunk,
-            config.loss_groups,
-        )
-        return count_pairs(mask, part)
-
-    numbers = jnp.arange(config.accumulation_steps)
-    # One part after another, so that the activations of only one exist at a time.
-    of_each = jax.lax.map(of_part, (parts, numbers))
-    return jax.tree.map(lambda count: count.sum(axis=0), of_each)
 
 
 def train_step(

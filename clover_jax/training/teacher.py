@@ -47,7 +47,13 @@ def teach(
             packed = batch.tokens, batch.segment_ids, batch.positions
             hidden = read_base(base, base_params, *packed, mesh=mesh)
         else:
-            hidden = _stored_activations(base, base_params, batch.hidden)
+            # Stored in fewer bytes than the base computes with, perhaps.
+            dtype = base_params["embedding"].dtype
+            hidden = {name: each.astype(dtype) for name, each in batch.hidden.items()}
+            if "post_norm" not in hidden:
+                scale = {"params": base_params["final_norm"]}
+                norm: Any = RMSNorm(base.rms_norm_eps)
+                hidden["post_norm"] = norm.apply(scale, hidden["pre_norm"])
         features_read = select_features(hidden, features)
         teacher = TeacherOutput(features=features_read, states=hidden["post_norm"])
     return jax.lax.stop_gradient(teacher)
@@ -61,19 +67,6 @@ def stored_names(features: tuple[str, ...]) -> tuple[str, ...]:
     """
     names = {*features, "post_norm"} - ({"post_norm"} if "pre_norm" in features else set())
     return tuple(sorted(names))
-
-
-def _stored_activations(
-    base: BaseConfig, base_params: Params, stored: dict[str, Array]
-) -> dict[str, Array]:
-    """Return activations that `prepare` kept, in the base's dtype, and g where only h was kept."""
-    # Bytes on disk may be fewer than the base computes with.
-    dtype = base_params["embedding"].dtype
-    hidden: dict[str, Any] = {name: each.astype(dtype) for name, each in stored.items()}
-    if "post_norm" not in hidden:
-        scale = {"params": base_params["final_norm"]}
-        hidden["post_norm"] = RMSNorm(base.rms_norm_eps).apply(scale, hidden["pre_norm"])
-    return hidden
 
 
 def read_base(

@@ -19,7 +19,7 @@ from tests.conftest import REPOSITORY, WARNINGS
 from tests.tiny_folders import save_tiny_base
 from tests.tiny_tokenizers import save_byte_level
 
-NOTICE = "the base has no chat template: messages of 2 conversations are joined by newlines"
+NOTICE = "the model has no chat template: messages of 2 conversations are joined with"
 
 
 @pytest.fixture(scope="module")

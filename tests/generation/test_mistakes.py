@@ -160,7 +160,7 @@ def test_a_draft_needs_a_tree_with_nodes(command, draft):
 def test_a_base_without_a_template_is_said(command, prompts_file, tokenizer):
     path = prompts_file({"turns": ["a"]}, {"prompt": "b"})
     _, _, error = command(f"--prompts={path}", "--max_new_tokens=2")
-    assert "no chat template: messages of 1 conversations are joined by newlines" in error
+    assert "no chat template: messages of 1 conversations are joined with newlines" in error
     _, lines, error = command(
         f"--prompts={path}", "--max_new_tokens=2", "--chat_template=baichuan2"
     )

@@ -28,6 +28,7 @@ def settings(base, spec, **changes):
         "num_augmenting_layers": 1,
         "num_positions": 3,
         "checkpoint_every": 0,
+        "eval_every": 0,
     }
     return TrainSettings(**(values | changes))
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
-from clover_jax.data.sample_checks import SampleCounts
+from clover_jax.data.samples import SampleCounts
 from clover_jax.data.training_data import load_training_data
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.preparation.features import feature_names

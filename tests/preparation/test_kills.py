@@ -24,8 +24,8 @@ from tests.preparation.prepared_data import FLAGS, load
 def test_a_killed_run_goes_on_where_it_was(command, base, data, prepared, tmp_path, writes):
     source = (
         "import os, sys; from clover_jax import cli, prepare\n"
-        "from clover_jax.data import shards; from clover_jax.preparation import features, samples\n"
-        "features.SHARD_BYTES, samples.SHARD_BYTES = 40_000, 4_000\n"
+        "from clover_jax.data import shards; from clover_jax.preparation import features, run\n"
+        "features.SHARD_BYTES, run.SHARD_BYTES = 40_000, 4_000\n"
         "write, left = shards.ShardWriter.write, [int(sys.argv[1])]\n"
         "def killing(writer, *rest, **facts):\n"
         "    if not left[0]: os.kill(os.getpid(), 9)\n"

@@ -38,8 +38,8 @@ def test_processes_write_the_folder_of_one(prepare, tmp_path, count, flags):
 
 
 SMALL_SHARDS = (
-    "from clover_jax.preparation import features, samples\n"
-    "features.SHARD_BYTES, samples.SHARD_BYTES = 40_000, 4_000\n"
+    "from clover_jax.preparation import features, run\n"
+    "features.SHARD_BYTES, run.SHARD_BYTES = 40_000, 4_000\n"
 )
 
 

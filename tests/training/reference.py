@@ -8,7 +8,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import Array, Bool, Float, Int, Params
+from clover_jax.array_types import Array, Float, Params
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.batch import Batch
@@ -36,7 +36,7 @@ def plain_loss(
     for i, pair in enumerate(pairs):
         mask = pair["mask"].astype(jnp.float32)
         for name, values in pair["terms"].items():
-            # H counts only where the token to be told is of the target's document.
+            # H counts only where the token to predict is of the target's document.
             weights = mask * pair["labelled"] if name in ("hard_ce", "candidate_ce") else mask
             counted = {
                 "pairs": weights.sum(),
@@ -61,15 +61,11 @@ def _all_weights(spec, pairs, name):
 
 def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
     """Return everything of the pairs (t, t + 1 + i), in the order of t."""
-    spec, size = head.config.loss, hidden.shape[2]
+    size = hidden.shape[2]
     source, target = slice(0, max(size - 1 - i, 0)), slice(i + 1, size)
     segment = batch.segment_ids
     together = (segment[:, source] == segment[:, target]) & (segment[:, source] > 0)
     mask = batch.loss_mask[:, i : size - 1] & together
-    if spec.label_mask:
-        likely = plain_likely(frozen.lm_head, target_states, batch.tokens)
-        for j in range(i + 1):
-            mask &= likely[:, j : size - 1 - i + j]
 
     # Both distributions, the base's restricted to what the head can propose.
     u, g = hidden[i, :, source], jax.lax.stop_gradient(target_states[:, target])
@@ -77,29 +73,24 @@ def _plain_pairs(i, head, params, frozen, hidden, target_states, batch):
     log_q = jax.nn.log_softmax(logits)
     full = jnp.einsum("btd,vd->btv", g, frozen.lm_head)
     table = jnp.asarray(head.config.draft_to_target or range(head.config.vocab_size))
-    log_p = jax.nn.log_softmax(full[..., table])
-    p, q = jnp.exp(log_p), jnp.exp(log_q)
+    p, q = jax.nn.softmax(full[..., table]), jnp.exp(log_q)
 
-    # The token to be told is of the target's document, or there is none.
+    # The token to predict is of the target's document, or there is none.
     after = jnp.pad(segment, ((0, 0), (0, 1)))[:, 1:][:, target]
     labelled = after == segment[:, target]
     is_next = jnp.roll(batch.tokens, -1, axis=1)[:, target, None] == table
 
-    # R, S, H, V, N and L of each pair.
+    # R, S, H, V and C of each pair.
     reachable = (full.argmax(axis=-1)[..., None] == table).any(axis=-1)
     distance = jnp.abs(u - g)
     smooth = jnp.where(distance < 1, 0.5 * distance**2, distance - 0.5)
-    refusal = 0.5 * jnp.abs(p - q).sum(axis=-1)
-    share = jax.lax.stop_gradient(jnp.exp(-spec.lk_eta * (1 - refusal)))
-    divergence = (p * (log_p - log_q)).sum(axis=-1)
+    rejection = 0.5 * jnp.abs(p - q).sum(axis=-1)
     terms = {
         "regression": smooth.mean(axis=-1),
         "soft_ce": -(p * log_q).sum(axis=-1) * reachable,
         "hard_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
-        "total_variation": refusal * reachable,
-        "neg_log_acceptance": -jnp.log(jnp.minimum(p, q).sum(axis=-1)) * reachable,
+        "total_variation": rejection * reachable,
         "candidate_ce": -jnp.where(is_next, log_q, 0).sum(axis=-1),
-        "lk": (share * divergence + (1 - share) * refusal) * reachable,
     }
     return {
         "mask": mask,
@@ -123,17 +114,3 @@ def _plain_worth(spec, pairs, size):
         reached = reached * jnp.where(pad(pair["mask"]), pad(label), 1)
         chances.append(reached * pad(pair["mask"]))
     return [sum(chances[i:])[:, : pair["mask"].shape[1]] for i, pair in enumerate(pairs)]
-
-
-def plain_likely(
-    lm_head: Float[Array, "V D"], states: Float[Array, "B S D"], tokens: Int[Array, "B S"]
-) -> Bool[Array, "B S"]:
-    """Return [b, s] whether x_{s+1} lies in A_s, from the whole distribution, sorted."""
-    p = jax.nn.softmax(jnp.einsum("btd,vd->btv", states, lm_head))
-    order = jnp.argsort(-p, axis=-1)
-    # The mass before a token is what all more probable ones have together.
-    descending = jnp.take_along_axis(p, order, axis=-1)
-    preceding = jnp.cumsum(descending, axis=-1) - descending
-    is_next = order == jnp.roll(tokens, -1, axis=1)[..., None]
-    rank = is_next.argmax(axis=-1)
-    return (rank < 8) & ((preceding * is_next).sum(axis=-1) <= 0.8)

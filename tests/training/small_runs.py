@@ -36,6 +36,7 @@ def settings(data, **changes):
         "warmup_steps": 2,
         "log_every": 1,
         "checkpoint_every": 3,
+        "eval_every": 0,
         "tree": "chain:3",
         "eval_num_prompts": 2,
         "eval_max_new_tokens": 8,

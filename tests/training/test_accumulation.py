@@ -36,14 +36,7 @@ def gradients(loss, steps):
     [
         pytest.param(ALL_TERMS, 2, 2e-6, id="pairs"),
         pytest.param(dataclasses.replace(ALL_TERMS, divisor="positions"), 6, 2e-6, id="positions"),
-        pytest.param(
-            dataclasses.replace(ALL_TERMS, label_mask=True),
-            3,
-            2e-6,
-            id="label_mask",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(dataclasses.replace(ALL_TERMS, lk=1.5, dpace=0.5), 3, 2e-6, id="D-PACE"),
+        pytest.param(dataclasses.replace(ALL_TERMS, dpace=0.5), 3, 2e-6, id="D-PACE"),
     ],
 )
 def test_parts_sum_up_to_the_whole_batch(loss, steps, rounding):

@@ -1,5 +1,6 @@
 import pytest
 
+from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
@@ -60,8 +61,7 @@ def test_flags_and_options_make_the_head(base):
         drafter_options="regressive_block=none",
         num_augmenting_layers=0,
         num_positions=2,
-        hard_ce_weight=0.5,
-        soft_ce_weight=0.25,
+        loss="hard_ce=0.5,soft_ce=0.25",
     )
     assert (config.regressive_block, config.num_augmenting_layers) == ("none", 0)
     assert (config.num_positions, config.max_depth) == (2, 2)
@@ -70,13 +70,10 @@ def test_flags_and_options_make_the_head(base):
 
 def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
     loss = config_of(
-        base, drafter="clover_lr", loss="lk=1,soft_ce=0,dpace=0.5,label_mask=true"
+        base, drafter="clover_lr", loss="hard_ce=1,soft_ce=0,dpace=0.25,divisor=positions"
     ).loss
-    assert (loss.lk, loss.soft_ce, loss.dpace, loss.label_mask) == (1.0, 0.0, 0.5, True)
+    assert (loss.hard_ce, loss.soft_ce, loss.dpace, loss.divisor) == (1.0, 0.0, 0.25, "positions")
     assert (loss.regression, loss.total_variation, loss.decay) == (1.0, 2.0, 0.8)
-    # Beside the flags of single weights.
-    loss = config_of(base, loss="neg_log_acceptance=2", soft_ce_weight=0.0, label_mask=True).loss
-    assert (loss.neg_log_acceptance, loss.soft_ce, loss.label_mask) == (2.0, 0.0, True)
 
 
 @pytest.mark.parametrize(
@@ -98,8 +95,11 @@ def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
             {"loss": "kl=1"},
             "--loss=kl=1: the loss has no part 'kl'; the options are regression=FLOAT",
         ),
-        ({"loss": "lk=1,dpace=2"}, r"--loss=lk=1,dpace=2: loss dpace \(2.0\) must lie in 0 .. 1"),
-        ({"loss": "lk_eta=-1"}, r"loss lk_eta \(-1.0\) must be at least 0"),
+        (
+            {"loss": "hard_ce=1,dpace=2"},
+            r"=hard_ce=1,dpace=2: loss dpace \(2.0\) must lie in 0 .. 1",
+        ),
+        ({"loss": "lk=1"}, "--loss=lk=1: the loss has no part 'lk'"),
         ({"loss": "soft_ce=-1"}, r"loss soft_ce \(-1.0\) must be at least 0, and finite"),
         ({"loss": "decay=nan"}, r"--loss=decay=nan: loss decay \(nan\) must be at least 0"),
         (
@@ -107,12 +107,8 @@ def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
             r"feature_noise \(nan\) must be at least 0, and finite",
         ),
         (
-            {"loss": "soft_ce=0", "soft_ce_weight": 1.0},
-            "give --soft_ce_weight or soft_ce in --loss",
-        ),
-        (
-            {"drafter": "clover_lr", "position_decay": 0.3},
-            r"position_decay \(0.3\) has no effect beside dpace \(0.5\); add --loss=dpace=0",
+            {"drafter": "clover_lr", "loss": "decay=0.3"},
+            r"--loss=decay=0.3: decay \(0.3\) has no effect with dpace \(0.5\); add dpace=0",
         ),
         ({"drafter": "clover", "drafter_options": "regressive_block=x"}, "'x' is not one of"),
         ({"num_augmenting_layers": 0}, r"num_augmenting_layers \(0\) must be at least 1"),
@@ -121,3 +117,20 @@ def test_one_flag_sets_any_part_of_the_loss_and_leaves_the_others(base):
 def test_a_setting_that_the_head_cannot_take_is_refused(base, settings, message):
     with pytest.raises(UserError, match=message):
         config_of(base, **settings)
+
+
+def test_a_loss_of_an_earlier_version_is_read_unless_it_used_a_dropped_term():
+    unused = {"neg_log_acceptance": 0.0, "lk": 0.0, "lk_eta": 3.0, "label_mask": False}
+    assert LossSpec.from_dict({"soft_ce": 2.0} | unused) == LossSpec(soft_ce=2.0)
+    with pytest.raises(ValueError, match=r"loss lk \(1.0\) was dropped from training; set it to 0"):
+        LossSpec.from_dict(unused | {"lk": 1.0})
+    with pytest.raises(ValueError, match="LossSpec has no field 'kl'"):
+        LossSpec.from_dict({"kl": 0.0})
+
+
+def test_settings_of_an_earlier_version_keep_their_parts_of_the_loss():
+    earlier = {"loss": "dpace=0.5", "regression_weight": 1.0, "position_decay": None}
+    assert TrainSettings.from_dict(earlier).loss == "dpace=0.5,regression=1"
+    assert TrainSettings.from_dict({"label_mask": False, "soft_ce_weight": None}).loss is None
+    with pytest.raises(ValueError, match="label_mask was dropped"):
+        TrainSettings.from_dict({"label_mask": True})

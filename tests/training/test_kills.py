@@ -26,7 +26,7 @@ def test_ten_kills_leave_the_parameters_of_an_uninterrupted_run(tmp_path):
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = {"base": BASE, "data": data, "steps": STEPS, "batch_size": 2, "seq_len": 32}
     flags |= {"num_positions": 2, "num_augmenting_layers": 1, "log_every": 1}
-    flags |= {"checkpoint_every": 3, "gradient_accumulation_steps": 2}
+    flags |= {"checkpoint_every": 3, "eval_every": 0, "gradient_accumulation_steps": 2}
 
     def start(workdir):
         given = [f"--{name}={value}" for name, value in (flags | {"workdir": workdir}).items()]
@@ -52,7 +52,7 @@ def test_ten_kills_leave_the_parameters_of_an_uninterrupted_run(tmp_path):
         process.send_signal(signal.SIGKILL)
         process.communicate()
         assert process.returncode == -signal.SIGKILL
-    assert "going on from step" in finish(killed)
+    assert "from step" in finish(killed)
     ours, theirs = (load_draft(w / "draft", load_base(str(BASE))).params for w in (killed, whole))
     jax.tree.map(np.testing.assert_array_equal, ours, theirs)
     assert losses(killed) == losses(whole)

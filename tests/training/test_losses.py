@@ -25,8 +25,6 @@ ALL_TERMS = LossSpec(
     soft_ce=0.5,
     hard_ce=2.0,
     total_variation=1.5,
-    neg_log_acceptance=0.75,
-    lk=1.25,
     candidate_ce=0.25,
     decay=0.7,
     divisor_offset=0.25,
@@ -87,8 +85,6 @@ FEW = {"num_positions": 3}  # of 5: each is compiled by itself
         (7, 3, FEW | {"loss": DPACE, "draft_to_target": tuple(range(1, 96, 2))}),
         (16, 1, FEW | {"loss": dataclasses.replace(ALL_TERMS, divisor="weights")}),
         pytest.param(16, 1, {"loss": LossSpec(total_variation=20.0)}, marks=pytest.mark.slow),
-        pytest.param(16, 1, {"loss": LossSpec(neg_log_acceptance=20.0)}, marks=pytest.mark.slow),
-        pytest.param(16, 1, {"loss": LossSpec(lk=20.0, lk_eta=10.0)}, marks=pytest.mark.slow),
     ],
 )
 def test_chunked_loss_and_gradient_equal_plain_autodiff(chunk, groups, changes):
@@ -195,7 +191,7 @@ def test_gradients_in_bfloat16_do_not_shrink_with_the_chunk():
         lambda x: x.astype(jnp.bfloat16), (matrices, states)
     )
     config = dataclasses.replace(
-        random_head()[0].config, num_positions=3, loss=LossSpec(hard_ce=1.0, lk=1.0, dpace=0.5)
+        random_head()[0].config, num_positions=3, loss=LossSpec(hard_ce=1.0, dpace=0.5)
     )
 
     def gradient(chunk):
@@ -220,7 +216,6 @@ def test_distributions_that_do_not_overlap_have_finite_losses_and_gradients():
 
     (loss, parts), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(1000 * hidden)
     assert parts.terms.total_variation.max() > 0.9
-    assert parts.terms.neg_log_acceptance.max() > 50
     assert jnp.isfinite(loss)
     assert jnp.isfinite(gradient).all()
 

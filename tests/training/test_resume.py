@@ -169,15 +169,15 @@ def test_a_run_that_goes_on_to_more_steps_is_not_finished_until_it_is(
     assert not (tmp_path / "result.json").exists()
     # The schedule of 6 steps: a warm-up of 2, then 1e-3 * (1 - (5 - 2 + 1) / 5) at the last.
     assert (
-        "--steps=8 instead of 6 is another schedule: the learning rate was 0.0002 at step 6 and is "
-        "0.000286 at step 7; it falls to 0 after step 8"
+        "--steps=8 instead of 6 changes the schedule: the learning rate was 0.0002 at step 6 "
+        "and is 0.000286 at step 7; it falls to 0 after step 8"
     ) in capsys.readouterr().err
     with pytest.raises(UserError, match="has done 7 steps, more than --steps=6"):
         run_training(settings(data), tmp_path, threading.Event())
     assert recorded_settings(tmp_path) == more  # a command that was refused changes nothing
     assert run_training(more, tmp_path, threading.Event())["finished"]
     assert json.loads((tmp_path / "result.json").read_text())["steps"] == 8
-    assert "another schedule" not in capsys.readouterr().err
+    assert "changes the schedule" not in capsys.readouterr().err
 
 
 def test_the_report_is_of_the_head_in_best_after_a_resume_from_before_it(

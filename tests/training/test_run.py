@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from clover_jax import train
 from clover_jax.conversion import conversion
 from clover_jax.conversion.options import ConvertOptions
-from clover_jax.interchange.card import read_card
+from clover_jax.interchange.card import native_directory, read_card
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.training import trainer
 from clover_jax.training.run import run_training
@@ -43,6 +44,10 @@ def test_a_run_writes_metrics_eval_and_both_drafts(whole_run):
     assert card["tree"] == "chain:3"
     assert (workdir / "best" / "draft.json").is_file()
     assert list((workdir / "tensorboard").iterdir())
+    # The command's last line names the head that --draft=WORKDIR uses.
+    last_line = train._summary(report).splitlines()[-1]
+    best = native_directory(workdir)
+    assert last_line == f"best head: {best}, tau {report['tau']:.2f} (temperature 0, chain:3)"
 
 
 def test_the_hubs_card_tells_of_a_trained_head(whole_run, data, tmp_path):

@@ -35,6 +35,7 @@ def arguments(rows, workdir, **changes):
         "seq_len": 32,
         "warmup_steps": 2,
         "log_every": 1,
+        "eval_every": 0,
         "num_positions": 2,
         "num_augmenting_layers": 1,
     }
