@@ -8,15 +8,13 @@ import jax
 import pytest
 
 from clover_jax import bench, cli
-from clover_jax.benchmark.ceilings import Ceilings
-from clover_jax.benchmark.measured import room_for
+from clover_jax.benchmark.measured import Ceilings, room_for
 from clover_jax.decoding import programs
 from clover_jax.decoding.state import empty_state
 from clover_jax.loading import decode_states
 from clover_jax.loading.decode_states import fitting_context
 from clover_jax.loading.models import load, load_shapes
 from clover_jax.loading.spec import ModelSpec
-from clover_jax.tree_search.tree_choice import CostTable
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
 
@@ -90,19 +88,19 @@ def test_a_head_gets_a_tree_that_it_can_draft(kind, tree):
 
 @pytest.fixture
 def precisions(command, monkeypatch):
-    """The precisions of products at which this machine's limits, or its costs, are measured."""
+    """The precisions of products at which this machine's limits, or a sweep, are measured."""
     found = []
 
     def limits(dtype):
         found.append(jax.config.jax_default_matmul_precision)
         return Ceilings(1e9, 1e10)
 
-    def costs(*_, **__):
+    def seconds(runs, rounds):
         found.append(jax.config.jax_default_matmul_precision)
-        return CostTable(1.0, ((1, 1.0), (2, 1.0)), 1.0, ((1, 1.0), (4, 1.0)), 1.0)
+        return dict.fromkeys(runs, 1.0)
 
     monkeypatch.setattr("clover_jax.benchmark.measured.measure_ceilings", limits)
-    monkeypatch.setattr("clover_jax.benchmark.sweep.measure_costs", costs)
+    monkeypatch.setattr("clover_jax.benchmark.sweep.time_in_turns", seconds)
     with jax.default_matmul_precision("default"):
         yield found
 
@@ -143,15 +141,13 @@ def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
             "give a smaller --context or --rounds",
         ),
         (("--sweep", "--context=4000"), "--context=4000 needs more than 2048"),
-        (("--program=x",), "--program is for --target"),
-        (("--output=x",), "--output is for --target"),
         (
             ("--sweep", "--draft=random:clover", "--tree=paper25"),
             "tree 'paper25' is 5 deep; this clover head drafts at most 3",
         ),
         (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
-        (("--nodes=4",), "--nodes is for --target .program. and --sweep"),
-        (("--batch_sizes=2,8",), "--batch_sizes is for --target .program. and --sweep"),
+        (("--nodes=4",), "--nodes is for --sweep"),
+        (("--batch_sizes=2,8",), "--batch_sizes is for --sweep"),
         (("--target=gpu-h200", "--rounds=5"), "--rounds is to measure, not for --target"),
         (("--target=gpu-h200", "--nodes=4"), "--nodes is to measure, not for --target"),
         (("--draft=none", "--tree=chain:2"), "--tree=chain:2 needs a draft"),
