@@ -73,14 +73,6 @@ def test_only_what_fsdp_gathers_or_a_dtype_casts_is_copied(mesh, dtype, per_para
     assert dry.bytes_per_device["gathered"] == per_param * gathered
 
 
-def test_a_cpu_s_user_is_told_that_its_programs_keep_more():
-    dry = dry_run(TrainSettings(base="shape:64x1x128", batch_size=2, seq_len=16), None)
-    (memory,) = (line for line in dry.lines() if line.startswith("memory a device"))
-    assert "activations are estimated as for an accelerator" in memory
-    elsewhere = dataclasses.replace(dry, device_memory=16e9).lines()
-    assert not [line for line in elsewhere if "accelerator" in line]
-
-
 def test_a_reduced_vocabulary_adds_no_params_to_the_base():
     settings = TrainSettings(
         base="shape:64x1x128", drafter="eagle3", draft_vocab=32, batch_size=4, seq_len=16
