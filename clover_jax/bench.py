@@ -1,15 +1,15 @@
-"""Measure a decoding step against what the hardware can do, here or for hardware that is not here.
+"""Measure a decoding step against the limits of the hardware, this machine's or a target's.
 
     python -m clover_jax.bench --base=shape:llama-100m --force_accept=2
     python -m clover_jax.bench --base=shape:llama3-8b --target=tpu-v6e:2x2 --dtype=bfloat16
 
-Without --target every part of a step is timed on this machine, beside its floor: its bytes at the
-measured bandwidth, or its products at the measured matrix rate. Random weights will do (shape:NAME,
-random:KIND, random:dflash2:num_layers=2). --sweep times batch sizes and trees of several sizes: at
-which accepted length does speculation break even?
+Without --target every part of a step is timed on this machine and compared with its floor: its
+bytes at the measured bandwidth, or its products at the measured matrix rate. Random weights will do
+(shape:NAME, random:KIND, random:dflash2:num_layers=2). --sweep times batch sizes and trees of
+several sizes: at which accepted length does speculation break even?
 
-With --target the step is compiled for hardware that is not here, and the compiled program is read:
-memory, bytes moved against the floor, copies of caches and weights, collectives.
+With --target the step is compiled for hardware that you do not have, and the compiler's account is
+printed: does it fit, bytes of memory, FLOPs, bytes accessed, next to the floor of the data sheet.
 """
 
 import dataclasses
@@ -25,24 +25,22 @@ from clover_jax.loading.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class BenchSettings:
-    """The flags of `bench` beside those that it shares with other commands."""
+    """The flags of `bench` in addition to those that other commands have too."""
 
     batch_size: int = setting(1, "rows decoded at once", least=1)
     context: int | None = setting(
         None, "positions already committed in every row [1024, or what fits]", least=1
     )
-    rounds: int = setting(15, "turns of which the median is taken", least=3)
+    rounds: int = setting(15, "repetitions; the median is reported", least=3)
     force_accept: int | None = setting(
         None, "accept exactly this many drafted tokens; for timing only"
     )
-    sweep: bool = setting(False, "time --batch_sizes and --nodes as well")
-    batch_sizes: tuple[str, ...] = setting(("1", "4", "16"), "of --sweep")
-    nodes: tuple[str, ...] = setting(("4", "8", "16", "24", "64"), "of --sweep")
-    output: str | None = setting(None, "folder for the table and the figure of --sweep")
+    sweep: bool = setting(False, "time every one of --batch_sizes with --nodes")
+    batch_sizes: tuple[str, ...] = setting(("1", "4", "16"), "batch sizes for --sweep")
+    nodes: tuple[str, ...] = setting(("4", "8", "16", "24", "64"), "tree sizes for --sweep")
     target: str | None = setting(
-        None, "compile for this instead: tpu-v6e:2x2, tpu-v5e:4x4, gpu-h200"
+        None, "compile for this hardware instead: tpu-v6e:2x2, tpu-v5e:4x4, gpu-h200"
     )
-    program: str | None = setting(None, "file for the compiled program's text, with --target")
 
 
 def define_flags(flags):
@@ -61,15 +59,14 @@ def main(flags) -> int:
 
 
 def _refuse_idle_flags(flags) -> None:
-    """Raise UserError for a flag that would do nothing beside the others."""
+    """Raise UserError for a flag without effect."""
     if flags.target is not None:
-        idle = ["sweep", "batch_sizes", "nodes", "output", "force_accept", "rounds"]
+        idle = ["sweep", "batch_sizes", "nodes", "force_accept", "rounds"]
         why = "to measure, not for --target"
     elif flags.sweep:
-        idle, why = ["program", "force_accept", "batch_size"], "not for --sweep"
+        idle, why = ["force_accept", "batch_size"], "not for --sweep"
     else:
-        idle = ["program", "output", "batch_sizes", "nodes"]
-        why = "for --target (program) and --sweep (the others)"
+        idle, why = ["batch_sizes", "nodes"], "for --sweep"
 
     # A flag that is given at its default changes nothing.
     for name in idle:
@@ -89,10 +86,11 @@ def _measure(flags) -> dict:
     # Before JAX is imported, so that the answer comes at once.
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
-    from clover_jax import benchmark
+    from clover_jax.benchmark.measured import measure_and_describe
+    from clover_jax.benchmark.sweep import sweep_and_describe
     from clover_jax.runtime.device_memory import advise_on_memory
 
-    # Random weights are of a base that no head was trained for.
+    # No head was trained for a base with random weights.
     is_random = flags.base.startswith("shape:")
     spec = settings_from(flags, ModelSpec, allow_base_mismatch=is_random, tokenizer=False)
     shared = {"context": flags.context, "rounds": flags.rounds}
@@ -101,29 +99,28 @@ def _measure(flags) -> dict:
     with advise_on_memory("time this", advice):
         if not flags.sweep:
             forced = {"batch": flags.batch_size, "force_accept": flags.force_accept}
-            return benchmark.measure_and_describe(spec, **shared, **forced)
-        counts = {name: _numbers(name, flags[name].value) for name in ("batch_sizes", "nodes")}
-        return benchmark.sweep_and_describe(spec, **shared, **counts, output=flags.output)
+            return measure_and_describe(spec, **shared, **forced)
+        batch_sizes, nodes = (_numbers(flags[name]) for name in ("batch_sizes", "nodes"))
+        return sweep_and_describe(spec, **shared, batch_sizes=batch_sizes, nodes=nodes)
 
 
 def _compile(flags) -> dict:
-    from clover_jax.xla.targets import parse_target, prepare_environment
+    from clover_jax.benchmark.targets import parse_target, prepare_environment
 
     target = parse_target(flags.target)
     prepare_environment(target, os.environ)  # before JAX is imported
-    from clover_jax import benchmark
+    from clover_jax.benchmark.compiled import compile_and_describe
 
     # "auto" would choose by this machine, not by the target.
     dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype
     spec = settings_from(flags, ModelSpec, dtype=dtype)
-    return benchmark.compile_and_describe(
-        target, spec, batch=flags.batch_size, context=flags.context, program=flags.program
-    )
+    return compile_and_describe(target, spec, batch=flags.batch_size, context=flags.context)
 
 
-def _numbers(name: str, words: list[str]) -> list[int]:
+def _numbers(flag) -> list[int]:
+    words = flag.value
     if not words or not all(word.isdecimal() and int(word) > 0 for word in words):
-        raise UserError(f"--{name}={','.join(words)} must be numbers from 1 up, as in 1,4,16")
+        raise UserError(f"--{flag.name}={','.join(words)} must be numbers from 1 up, as in 1,4,16")
     return [int(word) for word in words]
 
 

@@ -44,15 +44,8 @@ class DryRunSettings:
         "the step is compiled for it [this machine]",
         group="dry run",
     )
-    program: str | None = setting(
-        None, "file for the compiled program's text, with --target", group="dry run"
-    )
 
     def __post_init__(self):
-        if self.program and not self.target:
-            raise UserError(
-                f"--program={self.program} is for --dry_run with --target, which is missing"
-            )
         if self.target and not self.dry_run:
             raise UserError(f"--target={self.target} is for --dry_run; a run takes what is here")
 
@@ -87,7 +80,7 @@ def main(flags: absl_flags.FlagValues) -> int:
 
 def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -> int:
     """Print what a run would take; raises UserError where it cannot fit."""
-    from clover_jax.xla.targets import parse_target, prepare_environment
+    from clover_jax.benchmark.targets import parse_target, prepare_environment
 
     target = parse_target(asked.target) if asked.target else None
     if target is not None:
@@ -98,14 +91,10 @@ def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -
     print("\n".join(estimate.lines()), flush=True)
 
     # The compiler's account is exact, so the estimate refuses only where there is none.
-    compiled = dry_run_compiled(settings, estimate, target, asked.program) if target else None
+    compiled = dry_run_compiled(settings, estimate, target) if target else None
     if compiled is None:
         estimate.check_memory()
-    else:
-        print("\n".join(compiled.lines()))
-        compiled.check_memory()
-
-    cli.report(estimate.to_row() | {"compiled": compiled and compiled.to_row()})
+    cli.report(estimate.to_row() | {"compiled": compiled})
     return 0
 
 

@@ -4,10 +4,10 @@
 
 Commands of the project run one after the other, the most telling first: the tests marked
 `accelerator` (equal texts, a chi-square, the kernel beside XLA), `bench` at the shape of
-Llama-3-8B, `train` and `evaluate` for tau and speed-up. Meanwhile `bench --target` compiles the
-same steps ahead of time on another core. Both files are written anew after every command, so what
-was done before the limit or an interrupt is there. Compiled programs are kept, so that a second
-run gets further. --rehearse does all of it small, on the CPU.
+Llama-3-8B, `train` and `evaluate` for tau and speed-up. Meanwhile `experiments.aot` compiles the
+same steps ahead of time on another core. Both files are rewritten after every command, so a limit
+or an interrupt keeps what was done before it. Compiled programs are kept, so that a second run gets
+further. --rehearse does all of it small, on the CPU.
 """
 
 import argparse
@@ -128,11 +128,11 @@ def plan(device, rehearse, folder):
         name, is_plain = f"{draft}, batch {rows}, {way}", draft == "plain"
         model = ("--draft=none",) if is_plain else (f"--draft=random:{draft}", f"--tree={tree}")
         flags = *model, f"--batch_size={rows}", f"--attention={way}"
-        words = "-m", "clover_jax.bench", *shape, *flags
         if not is_plain:
-            benches.append(Stage(name, (*words, *timing), on_device))
+            words = "-m", "clover_jax.bench", *shape, *flags, *timing
+            benches.append(Stage(name, words, on_device))
         if target:
-            words = *words, f"--target={target}"
+            words = "-m", "experiments.aot", "decode", *shape, *flags, f"--target={target}"
             compiled.append(Stage(f"{name}, ahead of time", words, {"JAX_PLATFORMS": "cpu"}))
 
     # No trained head is shipped: the quickstart's, which an accelerator trains in a minute.

@@ -1,9 +1,8 @@
 """Run parts of a step as the engine runs them: in a loop on the device, or each by itself.
 
-Where the engine's chunk is a loop on the device, a part is timed in one. Each iteration uses the
-result of the last, so that the compiler cannot hoist the part out of the loop. Without a loop, to
-start the parts of a step of a millisecond from the host would take longer than the step. Elsewhere
-a program runs its part once.
+On CPU the engine's chunk is a loop on the device, so a part is timed in such a loop; starting it
+from the host could take longer than the part. Each iteration uses the result of the last, so the
+compiler cannot hoist the part out of the loop. On other devices a program runs its part once.
 """
 
 from __future__ import annotations
@@ -57,9 +56,9 @@ def draft_loop(
 ) -> tuple[DecodeState, Int[Array, " B"]]:
     """Absorb and draft, with the token drafted last as the next root.
 
-    Everything that the head reads depends on everything that it drafted in the iteration before.
-    Otherwise the compiler would compute a head that reads no token (Medusa), and copies of the
-    text, once before the loop, and of other heads only the levels that give the next root.
+    Each draft depends on the previous one. Otherwise the compiler would compute a head that reads
+    no token (Medusa), and copies of the text, once before the loop, and of other heads only the
+    levels that lead to the next root.
     """
 
     def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
@@ -67,14 +66,14 @@ def draft_loop(
         state, drafted = absorb_and_draft(config, weights, state, root)
         tokens = drafted.tree.tokens
 
-        # Token ids are 0 or more, so this adds 0, which no compiler knows.
+        # Token ids are 0 or more, so this adds 0, but the compiler cannot know.
         zero = jnp.minimum(tokens.max(axis=1), 0)
         state = state.replace(
             features=state.features + zero[:, None, None].astype(state.features.dtype),
             next_tokens=state.next_tokens + zero[:, None],
             length=state.length + zero,
         )
-        # A slot without a token holds -1, which is no valid id.
+        # A slot without a token holds -1, which is not a valid id.
         return state, jnp.maximum(tokens[:, -1], 0) + zero
 
     return _repeat(body, (state, roots(state)))
@@ -83,8 +82,8 @@ def draft_loop(
 def verify_loop(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> Int[Array, "B T"]:
-    """Verify a tree, its slots filled with the base's choices of the iteration before."""
-    # What is sampled is no part of verification, and greedy choices need no random keys.
+    """Verify a tree; each iteration fills its slots with the base's choices of the last one."""
+    # Sampling is not a part of verification, and greedy choices need no random keys.
     config = dataclasses.replace(config, sampling=GREEDY)
 
     def body(tokens: Array) -> Array:

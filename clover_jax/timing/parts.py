@@ -1,8 +1,7 @@
-"""Jit the functions that a step calls one by one, to be timed as its parts.
+"""Jit the functions that a step calls, one by one, to time them as its parts.
 
-All parts work on one state, at one length: a part returns its changes of small arrays, which are
-dropped, so it costs the same at every call. Buffers that a part writes to are donated, as in the
-engine.
+All parts work on one state at one length: their changes of small arrays are dropped, so a part
+costs the same at every call. Buffers that a part writes to are donated, as in the engine.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from clover_jax.loading.models import Models
 from clover_jax.models.cache import key_values
 from clover_jax.timing.loops import STEPS, step_loop, steps_at_once
 from clover_jax.timing.turns import Run
-from clover_jax.xla.work import Work, count_work
+from clover_jax.timing.work import Work, count_work
 
 _BUFFERS = ("tokens", "cache", "draft_cache")  # fields of the state that a step updates in place
 
@@ -54,12 +53,12 @@ class Part:
 
 
 class Bench:
-    """A state and its weights, which the parts use in turn."""
+    """A state and its weights, which all parts use."""
 
     def __init__(self, models: Models, batch: int, size: int, context: int):
-        """Make a state with `context` committed positions, where the models lie.
+        """Make a state with `context` committed positions, placed as the models are.
 
-        size: of its buffers, which the parts donate and give back.
+        size: of its buffers, which the parts donate and return.
         """
         self.models = models
         state = Placement(models.mesh).state(running_state(models, batch, size, context))
@@ -68,7 +67,7 @@ class Bench:
         self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
         live = context / size  # the share of the caches that holds anything
         self.base_cache_bytes = live * _num_bytes(state.cache)
-        # What else a head keeps it looks up, a few entries a step.
+        # Anything else that a head keeps is looked up, a few entries a step.
         self.draft_cache_bytes = live * _num_bytes(key_values(state.draft_cache))
 
     @property
@@ -80,7 +79,7 @@ class Bench:
         """Return a part that updates the buffers in place: stage(weights, state, *more).
 
         more: arrays that the stage reads. If it closed over them they would be literals, and the
-        compiler would compute what it gathers of them.
+        compiler would compute ahead what it gathers from them.
         """
 
         def apply(
@@ -136,7 +135,7 @@ def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Pa
     """
     config, levels = bench.models.step(sampling), bench.models.levels
 
-    # Each stage runs once here, for its result is what the next one reads.
+    # Each stage runs once here, because the next one reads its result.
     def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
         # The cache is updated in place; the next stage drafts from `head_state`.
         head_state, cache = absorb_pending(config, weights, state)

@@ -41,7 +41,7 @@ def teach(
     features: names of the activations, as in `DrafterConfig.features`.
     mesh: as `read_base` has it.
     """
-    # A scope's name is how `xla/program_costs.py` finds the parts of a compiled step.
+    # A scope's name is how `experiments/aot/costs.py` finds the parts of a compiled step.
     with jax.named_scope("teacher"):
         if batch.hidden is None:
             packed = batch.tokens, batch.segment_ids, batch.positions

@@ -4,14 +4,16 @@ import jax
 import pytest
 
 from clover_jax.benchmark import measured
-from clover_jax.benchmark.ceilings import Ceilings
+from clover_jax.benchmark.measured import Ceilings, engine_run
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.loading.models import load
 from clover_jax.loading.spec import ModelSpec
+from clover_jax.timing.turns import WARM_UP
 
 
 @pytest.fixture
 def measure(monkeypatch):
-    """Measure where every part takes a second."""
+    """Measure on a machine where every part takes a second."""
 
     def run(models, limits):
         monkeypatch.setattr(
@@ -28,8 +30,19 @@ def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(meas
     found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
     weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
     keys = 2 * 4 * 64 * 100
-    assert found.parts["plain step"].floor == pytest.approx(2 * weights / 4 / 1e3)
-    assert found.plain_bandwidth == pytest.approx((weights + keys) / 1e6)
+    assert found["parts"]["plain step"]["floor_ms"] == pytest.approx(2 * weights / 4)
+    share = (weights + keys) / 1e6
+    assert found["plain_step_share_of_bandwidth"] == pytest.approx(share, abs=1e-3)
+
+
+def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
+    models = load(
+        ModelSpec("shape:64x1x96", draft="random:clover", tree="clover4", dtype="float32")
+    )
+    found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
+    levels = [name for name in found["parts"] if name.startswith("draft level")]
+    assert levels == ["draft level 1", "draft level 2", "draft level 3"]
+    assert found["sum_of_parts_ms"] == 5e3  # absorb, draft, verify, accept, commit
 
 
 @pytest.mark.parametrize("int8", [(), ("draft",), ("base", "draft")])
@@ -43,10 +56,15 @@ def test_parameters_are_counted_alike_whatever_is_quantized(int8):
     assert about["draft_parameters"] == sum(x.size for x in jax.tree.leaves(plain.draft_params))
 
 
-def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
+@pytest.mark.parametrize("pace", [2, None])
+def test_the_round_in_the_middle_begins_at_the_context(pace):
+    context, rounds, batch = 200, 3, 2
     models = load(
-        ModelSpec("shape:64x1x96", draft="random:clover", tree="clover4", dtype="float32")
+        ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:2", dtype="float32")
     )
-    found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
-    levels = [name for name in found.parts if name.startswith("draft level")]
-    assert levels == ["draft level 1", "draft level 2", "draft level 3"]
+    forced = SamplingConfig(force_accept=1)
+    run = engine_run(models, forced, batch, context, context + 160, rounds, pace)
+    for _ in range(WARM_UP + rounds // 2):
+        rows = run()
+    # The token that was emitted last is not committed yet.
+    assert [len(row.prompt_ids + row.output_ids) - 1 for row in rows] == [context] * batch

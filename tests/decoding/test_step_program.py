@@ -16,7 +16,7 @@ from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.pretrained.shapes import base_shapes, cast_shapes
-from clover_jax.xla.hlo import Program
+from experiments.aot.hlo import Program
 from tests.tiny_models import LLAMA3_8B, TINY, decode_all, random_base, random_head, random_prompts
 
 

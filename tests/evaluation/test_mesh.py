@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.benchmark.targets import find_devices, parse_target
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
@@ -22,7 +23,6 @@ from clover_jax.sharding.placement import (
     replicated,
     with_shardings,
 )
-from clover_jax.xla.targets import find_devices, parse_target
 from tests.tiny_models import TINY
 
 # Prints, for one device and for each mesh, the hits of two texts and plain decoding's margins.

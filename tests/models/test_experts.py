@@ -14,7 +14,7 @@ from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix
 from clover_jax.models.layers import activate
 from clover_jax.quantization import quantize_params
-from clover_jax.xla.hlo import Program
+from experiments.aot.hlo import Program
 from tests.tiny_models import TINY
 
 CONFIG = dataclasses.replace(

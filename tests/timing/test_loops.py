@@ -11,7 +11,7 @@ from clover_jax.loading.decode_states import running_state
 from clover_jax.loading.models import load
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.timing.loops import STEPS, draft_loop
-from clover_jax.xla.hlo import Program
+from experiments.aot.hlo import Program
 
 PRODUCTS = ("dot", "custom-call", "convolution")
 

@@ -118,7 +118,7 @@ def test_every_drafter_trains_on_three_axes_as_on_one_device(run_python, name):
 LOSS = """
 import dataclasses, functools, json, sys
 import jax, numpy as np
-from clover_jax.xla.hlo import COLLECTIVES, Loops, Program
+from experiments.aot.hlo import COLLECTIVES, Loops, Program
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.sharding.meshes import make_mesh, parse_mesh, shape_of

@@ -2,11 +2,9 @@
 
 import re
 
-import jax
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
-from clover_jax.xla.buffers import Temporaries, compile_with_buffers, read_temporaries
+from experiments.aot.buffers import Temporaries, read_temporaries
 
 # As a TPU's compiler writes it: a parameter, temporaries in main memory, and some in fast memory.
 ASSIGNMENT = """BufferAssignment:
@@ -26,33 +24,5 @@ def test_values_in_main_memory_count_once_where_they_share_room(page, tmp_path):
     text = re.sub(r"^(allocation .*: size \d+)", rf"\1{page}", ASSIGNMENT, flags=re.MULTILINE)
     (tmp_path / "module_0.step.after_optimizations-buffer-assignment.txt").write_text(text)
     (tmp_path / "module_0.step.after_optimizations.txt").write_text("HloModule step")
+    assert read_temporaries(tmp_path / "other") is None
     assert read_temporaries(tmp_path) == Temporaries(allocated=32768, filled=512 + 8192)
-
-
-def test_nothing_is_said_where_the_compiler_wrote_nothing(tmp_path):
-    assert read_temporaries(tmp_path) is None
-
-
-@pytest.fixture
-def cache(tmp_path):
-    """An empty cache of compiled programs that keeps the smallest."""
-    names = (
-        "jax_compilation_cache_dir",
-        "jax_persistent_cache_min_compile_time_secs",
-        "jax_persistent_cache_min_entry_size_bytes",
-    )
-    before = [getattr(jax.config, name) for name in names]
-    for name, value in zip(names, (str(tmp_path), 0, -1), strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-    yield tmp_path
-    for name, value in zip(names, before, strict=True):
-        jax.config.update(name, value)
-    compilation_cache.reset_cache()
-
-
-def test_a_program_for_another_target_is_not_kept_and_others_are(cache):
-    compile_with_buffers(jax.jit(lambda x: x * 3.25 + 1).lower(1.0))
-    assert list(cache.iterdir()) == []
-    jax.jit(lambda x: x * 4.25 + 1).lower(1.0).compile()
-    assert list(cache.iterdir()) != []

@@ -13,7 +13,7 @@ import functools
 import math
 from collections.abc import Callable, Iterator
 
-from clover_jax.xla.hlo_text import CONTROL, ArrayShape, Computation, Instruction, parse
+from experiments.aot.hlo_text import CONTROL, ArrayShape, Computation, Instruction, parse
 
 COLLECTIVES = (
     "all-gather",

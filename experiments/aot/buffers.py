@@ -1,29 +1,26 @@
 """Read a compiled program's temporaries from the compiler's own assignment of buffers.
 
-XLA writes the assignment to the folder `xla_dump_to`. It has two figures that `memory_analysis()`
-has not:
+XLA writes the assignment to the folder `xla_dump_to`. Two figures are only there:
 
-- *Bytes allocated.* A TPU's compiler adds the room between values to the allocation that contains
-  it already, and calls the sum `temp_size_in_bytes`. Arguments, the allocation and a few constants
-  are the "Total bytes" of its memory report, without that sum.
-- *Bytes that values cover.* It gives every scalar, and every index table of a prefetch or a loop,
+- *Bytes allocated.* On TPU `memory_analysis().temp_size_in_bytes` counts the room between values
+  twice. Arguments, the allocation and a few constants are the "Total bytes" of the compiler's
+  memory report.
+- *Bytes that values cover.* On TPU every scalar, and every index table of a prefetch or a loop, has
   16 KiB of main memory; a step of 32 layers has some thousand of them.
 """
 
 from __future__ import annotations
 
-import contextlib
 import re
 import tempfile
-import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import jax
-from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled, Lowered
 
+from clover_jax.benchmark.compiled import compile_for
+from clover_jax.benchmark.targets import Target
 from clover_jax.decoding.compiler_options import Options
 
 # "allocation 5: size 4096, preallocated-temp:", then a line for each value that lies in it. An
@@ -35,7 +32,7 @@ _VALUE = re.compile(r"\(size=(\d+),offset=(\d+)\)")
 
 
 class Temporaries(NamedTuple):
-    """Bytes of main memory: those allocated, and those of them that a value covers."""
+    """Bytes of main memory: allocated, and of these the bytes that a value covers."""
 
     allocated: int
     filled: int
@@ -44,7 +41,7 @@ class Temporaries(NamedTuple):
 class CompiledProgram(NamedTuple):
     """A program, the seconds that it took to compile, and its temporaries.
 
-    Where the compiler wrote no assignment, all that `memory_analysis()` counts passes for filled.
+    Without an assignment of buffers, both of these are the bytes of `memory_analysis()`.
     """
 
     program: Compiled
@@ -60,15 +57,16 @@ class CompiledProgram(NamedTuple):
         return memory.argument_size_in_bytes + new + self.temporaries.allocated
 
 
-def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> CompiledProgram:
-    """Compile, anew even where a cache has it, and read the sizes of its buffers."""
-    # A program from the cache has left no assignment in the folder.
-    with tempfile.TemporaryDirectory() as folder, _without_cache():
-        started = time.perf_counter()
-        # The compiler writes its assignment of buffers there, among other dumps.
-        settings: dict[str, Any] = {**(options or {}), "xla_dump_to": folder}
-        compiled = lowered.compile(compiler_options=settings)
-        seconds = time.perf_counter() - started
+def compile_with_buffers(
+    target: Target, lowered: Lowered, advice: str, options: Options | None = None
+) -> CompiledProgram:
+    """Compile without the cache on disk, which keeps no dumps, and read the sizes of the buffers.
+
+    Raises UserError as `compile_for` does.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        dumped = {**(options or {}), "xla_dump_to": folder}
+        compiled, seconds = compile_for(target, lowered, advice, dumped)
         temporaries = read_temporaries(Path(folder))
 
     if temporaries is None:
@@ -76,20 +74,6 @@ def compile_with_buffers(lowered: Lowered, options: Options | None = None) -> Co
         counted = memory.temp_size_in_bytes
         temporaries = Temporaries(allocated=counted, filled=counted)
     return CompiledProgram(compiled, seconds, temporaries)
-
-
-@contextlib.contextmanager
-def _without_cache() -> Iterator[None]:
-    """Leave the cache on disk alone: programs for another target cannot be read from it again."""
-    # jax makes the attributes of its config at import, so its stubs lack them.
-    before = jax.config.jax_enable_compilation_cache  # type: ignore[attr-defined]
-    jax.config.update("jax_enable_compilation_cache", False)
-    compilation_cache.reset_cache()  # it remembers whether it is used
-    try:
-        yield
-    finally:
-        jax.config.update("jax_enable_compilation_cache", before)
-        compilation_cache.reset_cache()
 
 
 def read_temporaries(folder: Path) -> Temporaries | None:

@@ -1,6 +1,6 @@
-"""Find the devices of hardware that is not here, by XLA's ahead-of-time topologies.
+"""Targets: hardware that programs are compiled for without having it.
 
-`prepare_environment` runs before JAX is imported, so nothing here imports it at the top.
+`prepare_environment` runs before JAX is imported, so nothing here imports JAX at the top.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ class NoCompiler(UserError):
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """One device, by its data sheet.
+    """One device, from its data sheet.
 
     bandwidth: bytes a second. matrix_rate: bfloat16 operations a second. memory: bytes.
-    clock: of the compiler's cycle estimates, in Hz; 0 where it gives none.
+    clock: of the compiler's cycle estimates, in Hz; 0 without estimates.
     """
 
     name: str
@@ -37,7 +37,7 @@ class Chip:
     clock: float = 0.0
 
     def floor(self, num_bytes: float, flops: float) -> float:
-        """Return the seconds that such work takes at least."""
+        """Return the least seconds for this many bytes and operations."""
         return max(num_bytes / self.bandwidth, flops / self.matrix_rate)
 
 
@@ -50,7 +50,7 @@ CHIPS = {
 }
 EXAMPLES = "tpu-v6e:2x2, tpu-v5e:4x4, tpu-v5p:2x2x1, gpu-h200"
 
-# XLA's description of the device, as its own tools write it.
+# XLA's description of the device, in the format of its own tools.
 _H200 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32
@@ -71,10 +71,7 @@ device_description_str: "NVIDIA H200"
 
 @dataclasses.dataclass(frozen=True)
 class Target:
-    """Hardware to compile for.
-
-    platform: "tpu" or "cuda". topology: the arrangement of chips in the compiler's words.
-    """
+    """Hardware to compile for. platform: "tpu" or "cuda". topology: the compiler's name of it."""
 
     name: str
     platform: str
@@ -83,7 +80,7 @@ class Target:
 
 
 def parse_target(name: str) -> Target:
-    """Return the target that `--target` names; raises UserError for an unknown one."""
+    """Return the target of `--target`; raises UserError for an unknown one."""
     tpu = re.fullmatch(r"tpu-(v\d\w*):(\d+(?:x\d+){1,2})", name)
     if tpu and tpu[1] in CHIPS:
         return Target(name, "tpu", CHIPS[tpu[1]], f"{tpu[1]}:{tpu[2]}")
@@ -93,33 +90,33 @@ def parse_target(name: str) -> Target:
 
 
 def prepare_environment(target: Target, environment: MutableMapping[str, str]) -> None:
-    """Let JAX start without the hardware; to be called before it is imported."""
+    """Let JAX start without the hardware; call it before JAX is imported."""
     environment.setdefault("JAX_PLATFORMS", "cpu")
-    # The compiler for TPUs otherwise looks for the machine that it is not on.
+    # Otherwise the compiler for TPUs looks for the machine around it.
     environment.setdefault("TPU_SKIP_MDS_QUERY", "1")
     environment.setdefault("TPU_WORKER_HOSTNAMES", "localhost")
     environment.setdefault("TPU_MIN_LOG_LEVEL", "4")
-    # It touches no device, so another process may compile at the same time.
+    # It uses no device, so several processes may compile at the same time.
     environment.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "true")
     if target.platform == "cuda":
         environment["JAX_SKIP_CUDA_CONSTRAINTS_CHECK"] = "1"
-        # There is no device to try kernels on.
+        # There is no device to time kernels on.
         flags = environment.get("XLA_FLAGS", "")
         environment["XLA_FLAGS"] = f"{flags} --xla_gpu_autotune_level=0".strip()
 
 
 def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
-    """Return the devices of a target that is not here.
+    """Return the devices of a target.
 
-    count: GPUs of one machine; a TPU's topology has a count of its own.
-    Raises NoCompiler where its compiler is not installed, and UserError where that knows no such
-    arrangement of chips.
+    count: GPUs of one machine; a TPU's topology has its own count.
+    Raises NoCompiler if the target's compiler is not installed, UserError if the compiler rejects
+    the arrangement of chips.
     """
     import jax
     from jax.experimental import topologies
 
     name, options = target.topology, {}
-    if target.platform == "cuda":  # of one machine, which the config describes
+    if target.platform == "cuda":
         name, options = "cuda", {"target_config": _H200, "topology": f"1x1x{count}"}
     try:
         topology = topologies.get_topology_desc(
@@ -127,15 +124,15 @@ def find_devices(target: Target, count: int = 1) -> list[jax.Device]:
         )
     except Exception as error:  # plugins raise errors of every kind
         reason = reason_of(error)[:150]
-        # A TPU's compiler that is there says so when it knows no such arrangement.
+        # An installed compiler for TPUs rejects an arrangement with this error.
         if target.platform == "tpu" and reason.startswith("INVALID_ARGUMENT"):
             raise UserError(
-                f"--target={target.name}: its chips cannot be arranged so ({reason}); give another "
-                "arrangement, such as 2x2 or 4x4"
+                f"--target={target.name}: the chips cannot be arranged like this ({reason}); give "
+                "another arrangement, such as 2x2 or 4x4"
             ) from error
         package = "jax[tpu]" if target.platform == "tpu" else "jax[cuda13]"
         raise NoCompiler(
-            f"--target={target.name}: no compiler for it ({reason}); "
-            f'pip install "{package}=={jax.__version__}" in an environment of its own'
+            f"--target={target.name}: its compiler is not installed ({reason}); "
+            f'pip install "{package}=={jax.__version__}" in a separate environment'
         ) from error
     return list(topology.devices)

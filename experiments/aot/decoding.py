@@ -1,4 +1,4 @@
-"""`bench --target`: compile the decode step for hardware that is not here and read the program."""
+"""`python -m experiments.aot decode`: compile the decode step for a target and read the program."""
 
 from __future__ import annotations
 
@@ -6,54 +6,47 @@ import dataclasses
 import functools
 from typing import Any
 
-import jax
-
 from clover_jax.array_types import PyTree
+from clover_jax.benchmark.compiled import bytes_of, lower_step
+from clover_jax.benchmark.targets import Chip, Target
 from clover_jax.decoding.compiler_options import options_for
-from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.state import DecodeState
-from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
-from clover_jax.errors import UserError
-from clover_jax.loading.decode_states import cache_size, fitting_context, state_shapes
+from clover_jax.decoding.step import absorb_and_draft, roots
+from clover_jax.loading.decode_states import fitting_context
 from clover_jax.loading.models import Models, load_shapes
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.models.cache import key_values
-from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions
-from clover_jax.sharding.device_bytes import bytes_per_device
-from clover_jax.sharding.meshes import MeshShape, make_mesh, parse_mesh
-from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings
 from clover_jax.storage.files import place_for
-from clover_jax.xla import program_costs
-from clover_jax.xla.buffers import compile_with_buffers
-from clover_jax.xla.hlo import Program
-from clover_jax.xla.targets import Chip, Target, find_devices
-from clover_jax.xla.work import count_work
+from clover_jax.timing.work import count_work
+from experiments.aot import costs
+from experiments.aot.buffers import compile_with_buffers
+from experiments.aot.hlo import Program
 
+ADVICE = "give a larger --mesh=tensor=N, a smaller --batch_size or --context, or --int8"
 GIGA = 1e9
 
 
 @dataclasses.dataclass(frozen=True)
 class CompiledStep:
-    """The compiler's figures of one step; bytes and seconds are those of one device.
+    """The compiler's figures of one step, in bytes and seconds of one device.
 
-    rows: of the batch, all devices together; as many on each, as in the engine.
-    temporary_bytes: allocated by the compiler; temporary_value_bytes: of that, covered by values
+    rows: of the batch on all devices; as many on each, as in the engine.
+    temporary_bytes: allocated by the compiler; temporary_value_bytes: the part that values cover
         (see buffers.py).
-    floor_bytes: weights that products read, once for each product, and the live part of the caches.
-        No lower bound: fast memory may keep a weight from one product to the next.
+    floor_bytes: as in `bench --target`: weights once for each product that reads them, and the live
+        part of the caches. Not a lower bound: fast memory may keep a weight between two products.
     moved_bytes: read and written in main memory by the instructions of the program; loops over
-        the cache count as often as they run. A prefetch counts once.
-    counted_bytes: the compiler's own "bytes accessed" (prefetches twice, loops once); None where
-        it gives none.
-    estimated_seconds: sum of its cycle estimates at the chip's clock; None where it gives none.
+        the cache count as often as they run, a prefetch counts once.
+    counted_bytes: the compiler's own "bytes accessed" (prefetches twice, loops once), or None.
+    estimated_seconds: sum of the compiler's cycle estimates at the chip's clock, or None.
     moved_by_part, seconds_by_part: the same two by stage of the step; the head's work is absorb
         and draft together.
     kernel_seconds_by_part: of Pallas kernels, which the estimate leaves out: the least time for the
-        bytes that they move and the products that they declare, by the data sheet.
-    draft_floor_bytes: of these two stages; 0 without a head.
-    cache_copies, weight_copies: instructions that write a whole cache or a whole weight anew.
+        bytes that they move and the products that they declare, from the data sheet.
+    draft_floor_bytes: of absorb and draft; 0 without a head.
+    cache_copies, weight_copies: instructions that write a whole cache or a whole weight again.
     """
 
     target: str
@@ -102,7 +95,7 @@ class CompiledStep:
         temporaries = self.temporary_bytes / self.weight_bytes
         values = self.temporary_value_bytes / self.weight_bytes
 
-        # Some compilers give neither a count of their own nor an estimate.
+        # Some compilers have neither a count nor an estimate.
         counted, estimate = self.counted_over_floor, self.estimated_seconds
         count = "" if counted is None else f" (the compiler counts {counted:.2f} x)"
         estimated = "" if estimate is None else f"; the compiler estimates {1e3 * estimate:.2f} ms"
@@ -117,10 +110,10 @@ class CompiledStep:
             f"floor of {self.floor_bytes / GIGA:.2f} GB{count}",
             "(the floor has a weight once for every product that reads it, so it is no lower bound "
             "where fast memory keeps one)",
-            f"floor {1e3 * self.floor_seconds:.2f} ms by the data sheet{estimated}",
+            f"floor {1e3 * self.floor_seconds:.2f} ms from the data sheet{estimated}",
             *self._kernel_lines(),
             *self._lines_by_part(),
-            *program_costs.titled_lines(
+            *costs.titled_lines(
                 {
                     "copies of a cache": self.cache_copies,
                     "copies of a weight": self.weight_copies,
@@ -140,7 +133,7 @@ class CompiledStep:
         parts = ", ".join(f"{part} {1e3 * least:.2f} ms" for part, least in kernels.items())
         total = sum(kernels.values()) + (self.estimated_seconds or 0.0)
         return [
-            f"kernels, which the estimate leaves out: at least {parts} by the data sheet; with "
+            f"kernels, which the estimate leaves out: at least {parts} from the data sheet; with "
             f"them {1e3 * total:.2f} ms"
         ]
 
@@ -198,7 +191,7 @@ def compile_and_describe(
         step, text = compile_step(models, target, spec.mesh, batch, context)
 
     if step.rows != batch:
-        print(f"--batch_size={batch} is made {step.rows} rows, so that each device has as many")
+        print(f"--batch_size={batch} is rounded up to {step.rows} rows, as many on each device")
     print("\n".join(step.lines(target.chip)))
     # Printed by now, so that a full disk costs the program's text alone.
     if path is not None:
@@ -224,89 +217,52 @@ def compile_step(
 ) -> tuple[CompiledStep, str]:
     """Compile one step of `batch` rows with `context` committed positions; return also its text.
 
-    batch: made more where the mesh splits rows, until each device has as many.
-    mesh: as `--mesh`; None is one device.
-    Raises UserError where the compiler is missing, or the mesh does not fit or has fsdp.
+    batch: rounded up until each device of the mesh has as many rows. mesh: as `--mesh`; None is
+    one device.
+    Raises UserError as `lower_step` and `compile_for` do.
     """
-    # One device where no mesh is given: a topology has several.
-    devices = find_devices(target)
-    shape = MeshShape() if mesh is None else parse_mesh(mesh, len(devices))
-    if shape.fsdp > 1:
-        raise UserError(
-            f"--mesh={mesh}: fsdp={shape.fsdp} is for training; a decode step splits its rows over "
-            "data and its weights over tensor"
-        )
-    device_mesh = make_mesh(shape, devices)
-
-    # The arguments, as the engine lays them out.
-    batch = Placement(device_mesh).whole_rows(batch)
-    # A single step: buffers have room for its tree, and for no further step.
-    size = cache_size(models, context, room=0)
-    states = state_shapes(models, batch, size)
-    weight_places = param_shardings(models.weights, device_mesh)
-    state_places = decode_state_shardings(states, device_mesh)
-    weights = with_shardings(models.weights, weight_places)
-
-    # Compiled with the engine's precision and options, or another program would be read.
-    function = functools.partial(speculate_and_verify, models.step())
-    step = jax.jit(function, donate_argnums=1)
-    with jax.set_mesh(device_mesh), exact_matmuls(str(models.dtype)):
-        lowered = step.trace(weights, with_shardings(states, state_places)).lower()
-        compiled = compile_with_buffers(lowered, options_for(target.platform))
-
-    # The least that a device must read: its share of the weights, and the caches' live part.
-    work = count_work(function, weights, states, platform=target.platform)
-    caches = (states.cache, states.draft_cache)
-    cache_places = (state_places.cache, state_places.draft_cache)
-    live = context / size
-    # What else a head keeps it looks up, a few entries a step.
-    of_base, of_draft = (
-        live * bytes_per_device(key_values(cache), key_values(places))
-        for cache, places in zip(caches, cache_places, strict=True)
-    )
-    # Tensor splits the weights; devices along data have the same ones.
-    floor_bytes = work.weight_bytes / shape.tensor + of_base + of_draft
-    draft_weight_bytes = (
-        _draft_weight_bytes(models, weights, states, target.platform) / shape.tensor
-    )
+    # With the engine's options, or another program would be read.
+    step = lower_step(models, target, mesh, batch, context)
+    compiled = compile_with_buffers(target, step.lowered, ADVICE, options_for(target.platform))
+    text: Any = compiled.program.as_text()
 
     # A program's text does not show how often it reads the live part of a cache.
-    text: Any = compiled.program.as_text()
-    program = Program(text)
-    trips = functools.partial(program_costs.cache_turns, program, context)
-    positions = program_costs.Live(live, size)
-    moved = program_costs.moved_by_part(program, trips, positions)
-    estimate = program_costs.estimated_seconds(program, target.chip, trips)
-    of_kernels = program_costs.kernel_seconds(program, target.chip, trips, positions)
+    program, live = Program(text), context / step.size
+    trips = functools.partial(costs.cache_turns, program, context)
+    positions = costs.Live(live, step.size)
+    moved = costs.moved_by_part(program, trips, positions)
+    estimate = costs.estimated_seconds(program, target.chip, trips)
+    caches = step.states.cache, step.states.draft_cache
+    draft_floor = _draft_weight_bytes(models, step.weights, step.states, target.platform)
 
     memory: Any = compiled.program.memory_analysis()
     return CompiledStep(
         target=target.name,
-        devices=shape.size,
-        rows=batch,
+        devices=step.mesh.size,
+        rows=step.rows,
         compile_seconds=compiled.seconds,
         argument_bytes=memory.argument_size_in_bytes,
         output_bytes=memory.output_size_in_bytes,
         aliased_bytes=memory.alias_size_in_bytes,
         temporary_bytes=compiled.temporaries.allocated,
         temporary_value_bytes=compiled.temporaries.filled,
-        weight_bytes=bytes_per_device(models.weights, weight_places),
-        cache_bytes=bytes_per_device(caches, cache_places),
-        floor_bytes=floor_bytes,
-        # Each device does its share of the products, by rows or by weights.
-        floor_seconds=target.chip.floor(floor_bytes, work.flops / shape.size),
+        weight_bytes=bytes_of(step.weights),
+        cache_bytes=bytes_of(caches),
+        floor_bytes=step.floor_bytes,
+        floor_seconds=step.floor_seconds,
         moved_bytes=sum(moved.values()),
-        counted_bytes=program_costs.compilers_cost(compiled.program, "bytes accessed"),
+        counted_bytes=costs.compilers_cost(compiled.program, "bytes accessed"),
         estimated_seconds=None if estimate is None else sum(estimate.values()),
         moved_by_part=moved,
         seconds_by_part=estimate,
-        kernel_seconds_by_part=of_kernels,
-        draft_floor_bytes=draft_weight_bytes + of_draft,
-        cache_copies=program_costs.written_anew(program, caches, cache_places),
-        weight_copies=program_costs.written_anew(program, models.weights, weight_places),
-        collectives=program_costs.listed(program.collectives()),
-        costly=program_costs.costly(program, target.chip, trips),
-        largest=program_costs.largest(program),
+        kernel_seconds_by_part=costs.kernel_seconds(program, target.chip, trips, positions),
+        draft_floor_bytes=draft_floor / step.mesh.tensor
+        + live * bytes_of(key_values(step.states.draft_cache)),
+        cache_copies=costs.written_anew(program, caches),
+        weight_copies=costs.written_anew(program, step.weights),
+        collectives=costs.listed(program.collectives()),
+        costly=costs.costly(program, target.chip, trips),
+        largest=costs.largest(program),
     ), text
 
 
@@ -317,7 +273,7 @@ def _draft_weight_bytes(
     if models.head is None:
         return 0.0
 
-    # The head alone, traced by itself: a count of the whole step does not tell its part.
+    # The head alone, because a count of the whole step does not show its part.
     def drafting(weights: PyTree, state: DecodeState) -> Any:
         return absorb_and_draft(models.step(), weights, state, roots(state))
 

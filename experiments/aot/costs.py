@@ -14,11 +14,11 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.xla.hlo import Program, Trips
-from clover_jax.xla.hlo_text import Computation, Instruction, short_source
-from clover_jax.xla.targets import Chip
+from clover_jax.benchmark.measured import STAGES  # scopes of a decode step
+from clover_jax.benchmark.targets import Chip
+from experiments.aot.hlo import Program, Trips
+from experiments.aot.hlo_text import Computation, Instruction, short_source
 
-STAGES = ("absorb", "draft", "verify", "accept", "commit")  # scopes of a decode step
 OTHER = "other"  # instructions that belong to no part: a few scalars
 TOP = 8  # ops and temporaries that are named
 WORTH_NAMING = 64 * 1024  # bytes; smaller ops are latency
@@ -144,13 +144,16 @@ def compilers_cost(compiled: Any, name: str) -> float | None:
     return None if not costs else costs.get(name)
 
 
-def written_anew(program: Program, arrays: PyTree, places: PyTree) -> list[str]:
-    """Return the instructions whose results have the size of a shard of one of the arrays."""
+def written_anew(program: Program, arrays: PyTree) -> list[str]:
+    """Return the instructions whose results have the size of a shard of one of the arrays.
+
+    arrays: ShapeDtypeStructs with shardings.
+    """
     # Small arrays are left out: a bias by heads has the size of many an activation. So are vectors:
-    # a quantized lm_head's steps are prefetched whole.
+    # a quantized lm_head's scales are prefetched whole.
     shards = {
-        place.shard_shape(leaf.shape)
-        for leaf, place in zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
+        leaf.sharding.shard_shape(leaf.shape)
+        for leaf in jax.tree.leaves(arrays)
         if sum(size > 1 for size in leaf.shape) > 1
         and leaf.size * leaf.dtype.itemsize >= WORTH_NAMING
     }
