@@ -27,21 +27,8 @@ def fingerprint_of(**changes):
     return spoil
 
 
-def orbax_data(folder):
-    return max(
-        (folder / "head" / "params").rglob("*"), key=lambda p: p.is_file() * p.stat().st_size
-    )
-
-
-def flip_a_byte(folder):
-    path = orbax_data(folder)
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
-
-
 NATIVE = {
-    "card gone": (remove("head/draft.json"), "is no draft: it has neither draft.json"),
+    "card gone": (remove("head/draft.json"), "is not a draft: it has neither draft.json"),
     "card cut": (cut_file("head/draft.json", 99), "draft.json is not JSON"),
     "card of the future": (card(format_version=2), "draft.json has format_version 2; this"),
     "card without a drafter": (card(drafter=...), "draft.json has no 'drafter' object"),
@@ -54,8 +41,6 @@ NATIVE = {
         "Clover2Config has no field 'w'",
     ),
     "files not listed": (card(files=...), "draft.json does not list the files of params/"),
-    "a byte flipped": (flip_a_byte, "has changed since it was written; copy it again"),
-    "a file gone": (lambda folder: orbax_data(folder).unlink(), "is missing; was the draft copied"),
     "another tokenizer": (
         lambda folder: save_byte_fallback(folder / "base"),
         f": tokenizer {OUR_TOKENIZER} against ",

@@ -1,4 +1,4 @@
-"""Heads in the layouts of others, spoilt: name -> (how, what the command says of it)."""
+"""Heads in third-party layouts, spoilt: name -> (how, the message of the command)."""
 
 import numpy as np
 
@@ -57,9 +57,9 @@ CLOVER2 = {
     ),
     "other embedding": (set_value("clover_embed_tokens.weight", 9.0, (3, 0)), "(first in row 3)"),
     "base with another lm_head": (other_lm_head, "lm_head.weight differs from the output matrix"),
-    "config of a wider base": (config(hidden_size=64), "the head's hidden_size is 64, that of"),
-    "config of another vocabulary": (config(vocab_size=64), "the head's vocab_size is 64, that"),
-    "more vocabulary": (config(vocab_size=128), "vocab_size is 128, that of the base"),
+    "config of a wider base": (config(hidden_size=64), "the head's hidden_size is 64, but"),
+    "config of another vocabulary": (config(vocab_size=64), "the head's vocab_size is 64, but"),
+    "more vocabulary": (config(vocab_size=128), "vocab_size is 128, but the base"),
     "more layers than tensors": (
         config(clover={"num_heads": 5, "num_layers": 3}),
         "lacks tensors layers.2.",
@@ -85,7 +85,7 @@ CLOVER2 = {
     ),
     "not a number": (config(intermediate_size="big"), "intermediate_size must be a positive"),
     "another activation": (config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
-    "config gone": (remove("head/config.json"), "nor config.json (others' layouts)"),
+    "config gone": (remove("head/config.json"), "nor config.json (third-party layouts)"),
     "config cut": (cut_file("head/config.json", 40), "config.json is not JSON"),
     "config a list": (text("head/config.json", "[1]"), "must hold a JSON object, not a list"),
     "config not UTF-8": (
