@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from clover_jax.conversion import conversion
 from tests.tiny_checkpoints import edit_tensors
 
@@ -14,12 +16,18 @@ def test_prompts_are_to_verify_with(command):
     assert error == ("clover_jax.convert: --prompts=p.jsonl needs --verify\n")
 
 
-def test_verifying_decodes_with_both_and_prints_both_taus(command, speaking, tmp_path):
+@pytest.fixture
+def verifying(speaking, tmp_path):
+    """The flags of a verified conversion to Clover-2's layout, with three prompts."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
-    arguments = (f"--base={speaking / 'base'}", f"--prompts={prompts}", "--max_new_tokens=40")
-    native = (f"--input={speaking / 'head'}", f"--output={tmp_path / 'out'}", "--to=clover2")
-    status, report, error = command(*arguments, *native, "--verify")
+    heads = (f"--input={speaking / 'head'}", f"--output={tmp_path / 'out'}", "--to=clover2")
+    decoding = (f"--prompts={prompts}", "--max_new_tokens=40", "--verify")
+    return (f"--base={speaking / 'base'}", *heads, *decoding)
+
+
+def test_verifying_decodes_with_both_and_prints_both_taus(command, verifying, tmp_path):
+    status, report, error = command(*verifying)
     assert status == 0
     assert report["tau_source"] == report["tau_result"] > 1
     assert (report["prompts"], report["differing"]) == (3, [])
@@ -42,10 +50,8 @@ def test_without_prompts_single_tokens_are_decoded(command, speaking, tmp_path):
     assert "prompts to verify with: single tokens of the base's vocabulary" in error
 
 
-def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path, monkeypatch):
+def test_a_result_that_decodes_otherwise_is_not_kept(command, verifying, tmp_path, monkeypatch):
     """Spoil what was written, as a wrong layout would."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
     write = conversion.write_head
 
     def write_wrongly(staged, *rest):
@@ -53,15 +59,7 @@ def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path
         edit_tensors(staged, lambda stored: stored[MLP].__imul__(-1))
 
     monkeypatch.setattr(conversion, "write_head", write_wrongly)
-    status, report, error = command(
-        f"--base={speaking / 'base'}",
-        f"--prompts={prompts}",
-        "--max_new_tokens=40",
-        f"--input={speaking / 'head'}",
-        f"--output={tmp_path / 'out'}",
-        "--to=clover2",
-        "--verify",
-    )
+    status, report, error = command(*verifying)
     assert status == 1
     assert report["differing"]
     assert report["tau_result"] < report["tau_source"]
