@@ -45,7 +45,7 @@ def main(flags) -> int:
 
 
 def execute(flags) -> dict:
-    """Convert what the flags ask for and return the report."""
+    """Convert a head as the flags specify and return the report."""
     from clover_jax.conversion.conversion import convert
 
     spec = settings_from(flags, ModelSpec, mesh=None)  # it is verified on one device

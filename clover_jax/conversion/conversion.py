@@ -32,8 +32,8 @@ BATCH_SIZE = 4
 def convert(options: ConvertOptions) -> dict[str, Any]:
     """Convert a head and return a report; with `verify`, whether it decodes as before.
 
-    Nothing is written to `output` unless everything succeeds. Raises UserError for what cannot be
-    done.
+    Nothing is written to `output` unless everything succeeds. Raises UserError for a head,
+    a layout or a folder that does not allow it.
     """
     output, base = Path(options.output).expanduser(), open_base(options.spec.base)
     _check_output(output, options, base)

@@ -36,7 +36,7 @@ class ConvertOptions:
     output: str = setting(None, "folder to write")
     to: str = setting("orbax", "layout to write", choices=TARGETS)
     cut_vocab: bool = setting(False, "leave out rows beyond the base's vocabulary (padding)")
-    overwrite: bool = setting(False, "replace what is at --output")
+    overwrite: bool = setting(False, "replace the draft head at --output")
     verify: bool = _verifying(False, "decode with both heads; fail where accepted lengths differ")
     prompts: str | None = _verifying(
         None, "prompts to verify with [the base's prompts.jsonl, else tokens of its vocabulary]"

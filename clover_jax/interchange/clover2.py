@@ -36,7 +36,7 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
     clover = values.get("clover")
     if not isinstance(clover, dict):
         raise UserError(f'{path} has no "clover" object; it is not an official Clover-2 head')
-    # Under their full names, so that an error says in which object the field is.
+    # With their full names, so that an error names the object that holds the field.
     for name in ("num_heads", "num_layers"):
         check_count({f"clover.{name}": clover.get(name)}, f"clover.{name}", path, MOST_LAYERS)
     llama = parse_llama_config(values, path)

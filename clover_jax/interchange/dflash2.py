@@ -104,7 +104,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
     added = (config.rank, config.candidates, config.conv_taps, config.conv_group)
     is_plain = not config.rank and not config.conv_taps
 
-    # Readers know plain DFlash by what is missing.
+    # Readers recognize plain DFlash by the missing fields.
     own = {
         _LAYERS: _layer_ids(config, base.config),
         _MASK: config.mask_token_id,

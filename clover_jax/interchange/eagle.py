@@ -234,7 +234,7 @@ EAGLE = Layout(
     check_exportable=check_eagle,
     copies={EMBEDDING: "embedding"},
 )
-# Variants for two servers differ in what is written; when read, they are all EAGLE.
+# Variants for two servers, which are written differently; when read, they are all EAGLE.
 VLLM = dataclasses.replace(
     EAGLE, name="eagle_vllm", to="eagle_vllm", check_exportable=_check_for_vllm
 )

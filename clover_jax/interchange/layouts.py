@@ -51,7 +51,7 @@ def layout_for(to: str, kind: str) -> Layout:
 def recognise(directory: Path) -> Layout:
     """Return the layout of a folder of draft weights.
 
-    Raises UserError for another folder, saying what it is.
+    Raises UserError for any other folder, describing it.
     """
     # Some layouts are named in config.json.
     values = read_json_object(directory / "config.json")

@@ -47,7 +47,7 @@ class ModelSpec(ChatSettings, BaseSettings):
         None, "a text file that copies may also come from, the same for all rows"
     )
     mesh: str | None = setting(
-        None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest', group=COMMON
+        None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 uses the rest', group=COMMON
     )
     attention: str = setting(
         "auto",

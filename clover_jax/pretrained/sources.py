@@ -11,7 +11,7 @@ from pathlib import Path
 from clover_jax.errors import UserError, reason_of
 
 BUILTIN = "builtin:"
-# Only what is read: many repositories hold the same weights again in other formats.
+# Only the files that are read: many repositories hold the same weights in other formats too.
 HUB_PATTERNS = (
     "config.json",
     "generation_config.json",

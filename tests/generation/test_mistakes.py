@@ -64,7 +64,10 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
             ["--prompt=a", "--draft=/nowhere"],
             "--draft=/nowhere: the folder /nowhere does not exist",
         ),
-        (["--base=/nowhere", "--draft=/no/draft"], "--draft=/no/draft: '/no/draft' is neither"),
+        (
+            ["--base=/nowhere", "--draft=/no/draft"],
+            "--draft=/no/draft: the folder /no/draft does not",
+        ),
         (["--prompts=a", "--output=/dev/stdout"], "leave --output out to have them on stdout"),
         (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
         (
