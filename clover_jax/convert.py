@@ -1,20 +1,20 @@
-"""Convert a draft head between our draft directories and the layouts of other programs.
+"""Convert a draft head between our draft directories and third-party layouts.
 
 The input is a draft directory, a training workdir, a hub id or a folder in an official layout,
-which is recognised; --to says what is written:
+which is recognised; --to selects the layout to write:
 
   orbax         a draft directory of this program
   clover2       the official Clover-2 layout
   eagle         the official EAGLE-1 and -2 layout
   eagle_vllm    the same for vLLM's method "eagle", whose fc has no bias
   eagle_sglang  the same for SGLang, which has another name for it
-  eagle3        the official EAGLE-3 layout, which SGLang reads as well
+  eagle3        the official EAGLE-3 layout, which SGLang reads too
   dflash2       a DFlash 2 or DFlash head as vLLM, SGLang and llama.cpp read it
   medusa        the original Medusa layout; medusa_vllm is vLLM's
-  speculators   an EAGLE-3 head as vLLM's speculators describe it; an EAGLE-1 head as they once did
+  speculators   vLLM's speculators: EAGLE-3, or EAGLE-1 as in the library's first version
 
-Every tensor is accounted for, values are kept bit for bit, and nothing is written unless all of it
-can be.
+Every tensor is accounted for, values are kept bit for bit, and nothing is written unless the whole
+head can be. To publish the result: hf upload OWNER/NAME OUTPUT.
 """
 
 import sys
@@ -45,7 +45,7 @@ def main(flags) -> int:
 
 
 def execute(flags) -> dict:
-    """Convert what the flags ask for and return the report."""
+    """Convert a head as the flags specify and return the report."""
     from clover_jax.conversion.conversion import convert
 
     spec = settings_from(flags, ModelSpec, mesh=None)  # it is verified on one device

@@ -231,7 +231,7 @@ def test_mistakes_are_user_errors(models):
         api.train("nowhere", step=5)
     with pytest.raises(UserError, match="dtype 'int8' is unknown; use auto, float32 or bfloat16"):
         api.load_base(dtype="int8")
-    with pytest.raises(UserError, match="is neither a folder, nor a hub id"):
+    with pytest.raises(UserError, match="the folder no such/folder/here does not exist"):
         api.load_draft(models, "no such/folder/here")
 
 

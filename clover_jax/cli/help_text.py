@@ -13,7 +13,7 @@ _INDENT = " " * 4
 
 
 # Groups that few need: `--help` counts their flags, `--help=all` lists them too.
-RARE = ("memory", "dry run", "drafts of others")
+RARE = ("memory", "dry run", "third-party drafts")
 
 
 def help_text(

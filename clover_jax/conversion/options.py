@@ -24,12 +24,11 @@ TARGETS = (
 )
 
 _verifying = functools.partial(setting, group="verifying")
-_publishing = functools.partial(setting, group="publishing")
 
 
 @dataclasses.dataclass(frozen=True)
 class ConvertOptions:
-    """The flags of `convert` beside those of `ModelSpec`, whose base the head is of."""
+    """The flags of `convert` in addition to those of `ModelSpec`, which names the head's base."""
 
     spec: ModelSpec
     # Both are refused where they are missing, so readers find text.
@@ -37,22 +36,18 @@ class ConvertOptions:
     output: str = setting(None, "folder to write")
     to: str = setting("orbax", "layout to write", choices=TARGETS)
     cut_vocab: bool = setting(False, "leave out rows beyond the base's vocabulary (padding)")
-    overwrite: bool = setting(False, "replace what is at --output")
+    overwrite: bool = setting(False, "replace the draft head at --output")
     verify: bool = _verifying(False, "decode with both heads; fail where accepted lengths differ")
-    prompts: str | None = _verifying(None, "prompts to verify with [the base's, else of the data]")
-    num_prompts: int = _verifying(8, "prompts to verify with, at most", least=1)
-    max_new_tokens: int = _verifying(64, "tokens to decode for each of them", least=2)
-    push: str | None = _publishing(None, "hub repository to upload the result to, OWNER/NAME")
-    card_only: bool = _publishing(False, "with --push: write the model card, upload nothing")
-    base_model: str | None = _publishing(None, "with --push: the base's name on the hub [--base]")
-    license: str | None = _publishing(None, "with --push: the head's license [the base's]")
+    prompts: str | None = _verifying(
+        None, "prompts to verify with [the base's prompts.jsonl, else tokens of its vocabulary]"
+    )
+    num_prompts: int = _verifying(8, "maximum number of prompts to verify with", least=1)
+    max_new_tokens: int = _verifying(64, "tokens to decode for each prompt", least=2)
 
     def __post_init__(self):
         for name in ("input", "output"):
             if not getattr(self, name):
                 raise UserError(f"--{name} is missing; give the folder")
-        # A flag that would do nothing is a misunderstanding.
+        # A flag without an effect is a misunderstanding.
         if self.prompts and not self.verify:
-            raise UserError(f"--prompts={self.prompts} are for --verify, which is missing")
-        if self.card_only and not self.push:
-            raise UserError("--card_only prepares what --push would upload; give --push=OWNER/NAME")
+            raise UserError(f"--prompts={self.prompts} needs --verify")

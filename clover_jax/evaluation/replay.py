@@ -28,7 +28,7 @@ from clover_jax.evaluation.options import Options, parse_trees
 from clover_jax.evaluation.replayed import Written, replay_rows
 from clover_jax.evaluation.tally import Tally
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.heads import TREES
+from clover_jax.loading.models import TREES
 from clover_jax.pretrained.loading import describe_base
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import process_count

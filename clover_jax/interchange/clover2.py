@@ -1,7 +1,7 @@
-"""The official Clover-2 layout: a Llama config with a "clover" object beside model.safetensors.
+"""The official Clover-2 layout: a Llama config with a "clover" object, and model.safetensors.
 
-Source: the authors' release. Its readers rotate with base 10 000 whatever `rope_theta` says, so a
-head read from this layout does so too, and one trained with another base cannot be written.
+Source: the authors' release. Its readers ignore `rope_theta` and rotate with base 10 000, so a head
+read from this layout does too, and a head trained with another base cannot be written.
 """
 
 from __future__ import annotations
@@ -15,14 +15,18 @@ import numpy as np
 from clover_jax.config import BaseConfig, LayerConfig, LossSpec, RopeConfig
 from clover_jax.drafters.clover2 import Clover2Config
 from clover_jax.errors import UserError
-from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
-from clover_jax.interchange.llama_fields import beyond_llama, llama_fields
+from clover_jax.interchange.layout import (
+    Layout,
+    beyond_llama,
+    llama_fields,
+    refuse_draft_vocabulary,
+)
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import MOST_LAYERS, check_count, parse_llama_config
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
 from clover_jax.pretrained.tensor_map import Leaf, Piece, over_states, transposed, whole
 
-ROPE_THETA = 10_000.0  # what readers of the layout use, whatever rope_theta says
+ROPE_THETA = 10_000.0  # used by readers of the layout, whatever the value of rope_theta
 # Frozen copies of the base's output matrix.
 COPIES = ("lm_head.weight", "clover_embed_tokens.weight")
 
@@ -32,7 +36,7 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
     clover = values.get("clover")
     if not isinstance(clover, dict):
         raise UserError(f'{path} has no "clover" object; it is not an official Clover-2 head')
-    # Under their full names, so that an error says in which object the field is.
+    # With their full names, so that an error names the object that holds the field.
     for name in ("num_heads", "num_layers"):
         check_count({f"clover.{name}": clover.get(name)}, f"clover.{name}", path, MOST_LAYERS)
     llama = parse_llama_config(values, path)
@@ -40,9 +44,12 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
 
     # The loss is kept, so that a head can be trained on and written again.
     # In the release one coefficient weighs both parts, the regression ten times as much.
-    scale = _number(clover, "heads_coefficient", 1.0, path)
-    decay = _number(clover, "decay_coefficient", 0.7, path)
-    loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=decay)
+    weights = {"heads_coefficient": 1.0, "decay_coefficient": 0.7} | clover
+    for name in ("heads_coefficient", "decay_coefficient"):
+        if not isinstance(weights[name], int | float):
+            raise UserError(f"{path}: clover.{name} must be a number, not {weights[name]!r}")
+    scale = weights["heads_coefficient"]
+    loss = LossSpec(regression=10.0 * scale, soft_ce=scale, decay=weights["decay_coefficient"])
 
     # The theta of the file is ignored, as the release does.
     try:
@@ -55,13 +62,6 @@ def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> Clover
         )
     except ValueError as error:
         raise UserError(f"{path}: {error}") from error
-
-
-def _number(clover: dict[str, Any], name: str, default: float, path: Path) -> float:
-    value = clover.get(name, default)
-    if not isinstance(value, int | float):
-        raise UserError(f"{path}: clover.{name} must be a number, not {value!r}")
-    return value
 
 
 def config_fields(config: Clover2Config, base: BaseModel) -> dict[str, Any]:
@@ -130,7 +130,7 @@ def _check_widths(layer: LayerConfig) -> None:
 
 
 def clover2_leaves(config: Clover2Config) -> list[Leaf]:
-    """Return where the official tensors lie in `drafters.clover2.Clover2`'s params."""
+    """Return the place of the official tensors in the params of `drafters.clover2.Clover2`."""
     width = config.layer.hidden_size
     leaves = _attention_decoder(config.layer, "attention_decoder_1", "clover_head_mlp_rnn")
     for index in range(config.num_augmenting_layers):

@@ -1,8 +1,8 @@
-"""DFlash and DFlash 2 heads: a Qwen3 config with a `dflash_config` beside the layers of the head.
+"""DFlash and DFlash 2 heads: a Qwen3 config with a `dflash_config`, and the layers of the head.
 
 Source: the public training code, whose folders vLLM, SGLang and llama.cpp read. Neither embedding
-nor output matrix is stored: both are the base's. `target_layer_ids` names layers by what they give,
-the first one's output is 0. A config without `selector_rank` and `conv_kernel_size` is DFlash.
+nor output matrix is stored: both are the base's. `target_layer_ids` names outputs of layers: 0 is
+the output of the first one. A config without `selector_rank` and `conv_kernel_size` is DFlash.
 """
 
 from __future__ import annotations
@@ -14,8 +14,12 @@ from typing import Any
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.dflash2 import DFlash2Config, method_loss, output_of
 from clover_jax.errors import UserError
-from clover_jax.interchange.layout import Layout, refuse_draft_vocabulary
-from clover_jax.interchange.llama_fields import beyond_llama, llama_fields
+from clover_jax.interchange.layout import (
+    Layout,
+    beyond_llama,
+    llama_fields,
+    refuse_draft_vocabulary,
+)
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import check_count
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
@@ -24,14 +28,14 @@ from clover_jax.pretrained.tensor_map import Leaf, Piece, over_states, transpose
 
 FIELDS = "dflash_config"
 _LAYERS, _MASK, _BLOCK = "target_layer_ids", "mask_token_id", "block_size"
-# What the method adds to DFlash: the fields of both parts, and what they are without them.
+# The fields that DFlash 2 adds to DFlash, with the values that mean plain DFlash.
 _ADDED = {"selector_rank": 0, "selector_top_k": 16, "conv_kernel_size": 0, "conv_group_size": 16}
 
 
 def parse_config(values: dict[str, Any], path: Path, base: BaseConfig) -> DFlash2Config:
     """Turn the fields of a head's config into ours; unknown ones are refused too."""
     own = _own_fields(values, path)
-    # The head's layers have no window, so one would be left out in silence.
+    # The head's layers have no window, so one would be silently ignored.
     layer_types = values.get("layer_types") or []
     if set(layer_types) - {"full_attention"}:
         raise UserError(f"{path}: layer_types is {layer_types}; only full_attention can be read")
@@ -67,7 +71,7 @@ def _own_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
     fields = values[FIELDS]
     if not isinstance(fields, dict):
         raise UserError(f"{path}: {FIELDS} must be an object, not {fields!r}")
-    # A field that is not known may be a part of the head that would be left out in silence.
+    # An unknown field may be a part of the head that would be silently left out.
     unknown = sorted(set(fields) - {_LAYERS, _MASK, _BLOCK, *_ADDED})
     if unknown:
         raise UserError(
@@ -75,7 +79,7 @@ def _own_fields(values: dict[str, Any], path: Path) -> dict[str, Any]:
             "can be read"
         )
 
-    # DFlash has the size of its block beside the object.
+    # DFlash stores the size of its block outside the object.
     own = _ADDED | {_BLOCK: values.get(_BLOCK)} | fields
     check_count(own, _BLOCK, path)
     for name in (_MASK, *_ADDED):
@@ -100,7 +104,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
     added = (config.rank, config.candidates, config.conv_taps, config.conv_group)
     is_plain = not config.rank and not config.conv_taps
 
-    # Readers know plain DFlash by what is missing.
+    # Readers recognize plain DFlash by the missing fields.
     own = {
         _LAYERS: _layer_ids(config, base.config),
         _MASK: config.mask_token_id,
@@ -122,7 +126,7 @@ def config_fields(config: DFlash2Config, base: BaseModel) -> dict[str, Any]:
 def check_exportable(config: DFlash2Config, base: BaseConfig) -> None:
     """Raise UserError for a head that readers of the layout would run differently."""
     refuse_draft_vocabulary(config, "DFlash")
-    # Called for its error: a head may read states that no id stands for.
+    # Called for its error: a head may read states without an id.
     _layer_ids(config, base)
 
     # Qwen3's layer norms queries and keys; in all else it is Llama's.
@@ -134,19 +138,19 @@ def check_exportable(config: DFlash2Config, base: BaseConfig) -> None:
 
 
 def _layer_ids(config: DFlash2Config, base: BaseConfig) -> list[int]:
-    # Our names say which layer a state enters, the layout's ids which one it leaves.
+    # Our names are of the layer that a state enters, the layout's ids of the layer that it leaves.
     ids = {output_of(index, base.num_layers): index for index in range(base.num_layers)}
     foreign = [name for name in config.features if name not in ids]
     if foreign:
         raise UserError(
-            f"this head reads {', '.join(foreign)} of its base, and the DFlash layout names what a "
-            "layer gives only"
+            f"this head reads {', '.join(foreign)} of its base, but the DFlash layout has ids for "
+            "the outputs of layers only"
         )
     return [ids[name] for name in config.features]
 
 
 def dflash2_leaves(config: DFlash2Config) -> list[Leaf]:
-    """Return where the stored tensors lie in `drafters.dflash2.DFlash2`'s params."""
+    """Return the place of the stored tensors in the params of `drafters.dflash2.DFlash2`."""
     width = config.layer.hidden_size
     leaves = [
         over_states(("fc",), "fc.weight", len(config.features), width),

@@ -12,13 +12,11 @@ from flax.traverse_util import unflatten_dict
 from clover_jax.array_types import FLOAT32, Params
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
-from clover_jax.interchange.card import PARAMS, Card, write_card
-from clover_jax.interchange.orbax_params import save_params
+from clover_jax.interchange.card import Card, write_native
 from clover_jax.interchange.stored_head import StoredHead, open_head
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import BaseFingerprint
 from clover_jax.pretrained.loading import place_as
-from clover_jax.storage.files import atomic_directory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,10 +25,10 @@ class Draft:
 
     head: module and config.
     params: the head's params.
-    tree: the name of the tree it was measured with, or None.
-    provenance: how it was made, as its writer recorded it.
-    source: the name that the user gave.
-    chat_template: text of the template that it was trained with; None for none or an unknown one.
+    tree: the name of the tree that it was measured with, or None.
+    provenance: how it was made, as recorded by its writer.
+    source: the name given by the user.
+    chat_template: text of the template used in training; None for none or an unknown one.
     """
 
     head: registry.DraftHead
@@ -51,15 +49,13 @@ def save_draft(
     provenance: dict[str, Any],
     chat_template: str | None = None,
 ) -> None:
-    """Write a native draft directory; the old one stays until the new one is whole.
+    """Write a native draft directory; the old one stays until the new one is complete.
 
-    provenance: anything JSON can hold: flags, versions, git revision, data hash, steps, tau.
-    chat_template: text of the template that it was trained with.
+    provenance: any JSON values: flags, versions, git revision, data hash, steps, tau.
+    chat_template: text of the template used in training.
     """
-    # The card comes last: it has the hashes of all that is there by then.
-    with atomic_directory(directory) as unfinished:
-        files = save_params(unfinished / PARAMS, params)
-        write_card(unfinished, Card(config, base, tree, provenance, files, chat_template))
+    card = Card(config, base, tree, provenance, chat_template=chat_template)
+    write_native(directory, card, params)
 
 
 def load_draft(
@@ -73,10 +69,10 @@ def load_draft(
     """Load a draft for a base.
 
     source: a native draft directory, a training workdir (its best/, else its draft/), or a folder
-        or hub id in an official layout, recognised by its config.json and tensor names.
+        or hub id in a third-party layout, recognised by its config.json and tensor names.
     allow_base_mismatch: use it even if it was trained for another base of the same widths.
-    rope_theta: rotary base for a foreign layout that does not have it.
-    Raises UserError naming what is missing, broken or does not fit.
+    rope_theta: rotary base for a third-party layout that does not store it.
+    Raises UserError naming the part that is missing, broken or does not fit.
     """
     head = open_head(
         str(source), base, rope_theta=rope_theta, allow_base_mismatch=allow_base_mismatch

@@ -5,25 +5,25 @@ from __future__ import annotations
 from pathlib import Path
 
 from clover_jax.errors import UserError
-from clover_jax.interchange import clover2, dflash2, eagle, eagle3, medusa, speculators
+from clover_jax.interchange import clover2, dflash2, eagle, medusa, speculators
 from clover_jax.interchange.layout import Layout
 from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.storage.json_files import read_json_object
 
-NATIVE = "orbax"  # not a layout of others: our own draft directories
+NATIVE = "orbax"  # our own draft directories, which are not in the table
 LAYOUTS: dict[str, Layout] = {
     layout.name: layout
     for layout in (
         clover2.LAYOUT,
-        eagle.LAYOUT,
+        eagle.EAGLE,
         eagle.VLLM,
         eagle.SGLANG,
-        eagle3.LAYOUT,
+        eagle.EAGLE3,
         dflash2.LAYOUT,
         medusa.ORIGINAL,
         medusa.VLLM,
-        speculators.EAGLE_LAYOUT,
-        speculators.EAGLE3_LAYOUT,
+        speculators.EAGLE,
+        speculators.EAGLE3,
     )
 }
 
@@ -33,7 +33,7 @@ def layout_for(to: str, kind: str) -> Layout:
 
     Raises UserError where that layout holds heads of other kinds.
     """
-    # One name stands for a layout of each of several kinds, so the kind decides.
+    # One name may stand for a layout of each of several kinds, so the kind decides.
     fitting = {layout.to: layout for layout in LAYOUTS.values() if layout.kind == kind}
     if to in fitting:
         return fitting[to]
@@ -51,7 +51,7 @@ def layout_for(to: str, kind: str) -> Layout:
 def recognise(directory: Path) -> Layout:
     """Return the layout of a folder of draft weights.
 
-    Raises UserError for another folder, saying what it is.
+    Raises UserError for any other folder, describing it.
     """
     # Some layouts are named in config.json.
     values = read_json_object(directory / "config.json")
@@ -60,9 +60,9 @@ def recognise(directory: Path) -> Layout:
     if dflash2.FIELDS in values:
         return dflash2.LAYOUT
     if "speculators_model_type" in values:
-        # Heads of other algorithms go to EAGLE-1's, whose reader refuses them by name.
+        # EAGLE-1's reader refuses heads of other algorithms by name.
         is_eagle3 = values["speculators_model_type"] == "eagle3"
-        return speculators.EAGLE3_LAYOUT if is_eagle3 else speculators.EAGLE_LAYOUT
+        return speculators.EAGLE3 if is_eagle3 else speculators.EAGLE
     if "medusa_num_heads" in values:
         return medusa.ORIGINAL
     if values.get("model_type") == "medusa":
@@ -72,25 +72,22 @@ def recognise(directory: Path) -> Layout:
     names = TensorFiles(directory).shapes
     # An EAGLE-3 head over the whole vocabulary may lack d2t, but every one has `midlayer`.
     if "d2t" in names or "midlayer.mlp.up_proj.weight" in names:
-        return eagle3.LAYOUT
-    # EAGLE's own folders, vLLM's and SGLang's: one reader suits all three.
+        return eagle.EAGLE3
+    # One reader for EAGLE's own folders, vLLM's and SGLang's.
     if "fc.weight" in names:
-        return eagle.LAYOUT
-    raise UserError(f"{directory} is {_description(names)}")
+        return eagle.EAGLE
 
-
-def _description(names: dict[str, tuple[int, ...]]) -> str:
-    # Near misses are called by their name, so that a user sees which folder was given.
+    # Near misses are named, so that a user sees which folder was given.
     if "clover_head_mlp.weight" in names:
         kind = 'an official Clover-2 head without the "clover" object in its config.json'
     elif "model.embed_tokens.weight" in names:
         kind = "a base model"
     else:
-        return (
-            'in no known draft layout: its config.json has no "clover" object, and its first '
-            f"tensor is {min(names, default='missing')}"
+        raise UserError(
+            f'{directory} is in no known draft layout: its config.json has no "clover" object, '
+            f"and its first tensor is {min(names, default='missing')}"
         )
-    return (
-        f"{kind}, which cannot be read as a draft; "
-        "native draft folders and the official layouts of Clover-2, EAGLE, DFlash and Medusa can"
+    raise UserError(
+        f"{directory} is {kind}, which cannot be read as a draft; native draft folders and the "
+        "official layouts of Clover-2, EAGLE, DFlash and Medusa can"
     )

@@ -1,4 +1,4 @@
-"""Medusa's heads in the original layout and in vLLM's: a residual block and a matrix each.
+"""Medusa heads in the original layout and in vLLM's: a residual block and a matrix each.
 
 Sources: Medusa's repository and vLLM's reader. Both may stack several residual blocks; the method
 has one, and only such heads are read. The original's config has neither widths nor vocabulary, so
@@ -32,14 +32,13 @@ def parse_vllm(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaCo
 
     if values.get("hidden_size", base.hidden_size) != base.hidden_size:
         raise UserError(
-            f"{path}: hidden_size is {values['hidden_size']}, that of the base is "
+            f"{path}: hidden_size is {values['hidden_size']}, but the base has "
             f"{base.hidden_size}; give the base that the head was trained for"
         )
     return _config(values, path, base, "num_heads", "num_hidden_layers")
 
 
-def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
-    """Return the content of the original's config.json."""
+def _original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
     return {
         "medusa_num_heads": config.num_positions,
         "medusa_num_layers": 1,
@@ -47,8 +46,7 @@ def original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
     }
 
 
-def vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
-    """Return the content of vLLM's config.json."""
+def _vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
     # num_hidden_layers counts the residual blocks of a head.
     return {
         "model_type": "medusa",
@@ -80,17 +78,17 @@ def check_exportable(config: MedusaConfig, base: BaseConfig) -> None:
 def _config(
     values: dict[str, Any], path: Path, base: BaseConfig, heads: str, layers: str
 ) -> MedusaConfig:
-    # The names of the two fields are all that the layouts' configs differ in here.
+    # The two layouts name these fields differently.
     for name in (heads, layers):
         check_count(values, name, path, MOST_LAYERS)
-    # A second block would have tensors of its own, which our head has no place for.
+    # Our head has no place for the tensors of a second block.
     if values[layers] != 1:
         raise UserError(f"{path}: {layers} is {values[layers]}; heads of 1 residual block are read")
     return make_config(base, num_positions=values[heads])
 
 
 def _leaves(config: MedusaConfig, block: str, matrix: str) -> list[Leaf]:
-    """Return where the tensors lie; `{}` in the names stands for the number of a head."""
+    """Return the place of the tensors; `{}` in the names stands for the number of a head."""
     positions, width = range(config.num_positions), config.layer.hidden_size
     square, count = (width, width), config.num_positions
 
@@ -114,7 +112,7 @@ ORIGINAL = Layout(
     kind="medusa",
     parse_config=functools.partial(_config, heads="medusa_num_heads", layers="medusa_num_layers"),
     leaves=functools.partial(_leaves, block="{}.0.linear", matrix="{}.1.weight"),
-    config_fields=original_fields,
+    config_fields=_original_fields,
     check_exportable=check_exportable,
     file="medusa_lm_head.safetensors",
 )
@@ -124,6 +122,6 @@ VLLM = Layout(
     kind="medusa",
     parse_config=parse_vllm,
     leaves=functools.partial(_leaves, block="blocks.{}.layers.0", matrix="lm_heads.{}.weight"),
-    config_fields=vllm_fields,
+    config_fields=_vllm_fields,
     check_exportable=check_exportable,
 )

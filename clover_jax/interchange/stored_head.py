@@ -1,4 +1,4 @@
-"""Open a draft head on disk, native or foreign: everything is checked but its values."""
+"""Open a draft head on disk, native or third-party: everything but its values is checked."""
 
 from __future__ import annotations
 
@@ -10,14 +10,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import FLOAT32, Params
+from clover_jax.array_types import FLOAT32
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError, reason_of
-from clover_jax.interchange.card import CARD, PARAMS, Card, native_directory, read_card
+from clover_jax.interchange.card import (
+    CARD,
+    PARAMS,
+    Card,
+    check_params,
+    native_directory,
+    read_card,
+)
 from clover_jax.interchange.layout import Layout
 from clover_jax.interchange.layouts import NATIVE, recognise
-from clover_jax.interchange.orbax_params import check_folder
 from clover_jax.models.int8 import Int8Matrix, widen
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import described_differences, fingerprint
@@ -28,17 +34,17 @@ from clover_jax.pretrained.tensor_map import Path as LeafPath
 from clover_jax.pretrained.tensor_map import fuse, stored_shapes
 from clover_jax.storage.json_files import read_json_object
 
-_CHECKED_ROWS = 4096  # of a copy of a base's matrix, compared at a time
+_CHECKED_ROWS = 4096  # rows of a copy of a base's matrix that are compared at a time
 _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
 
 
 @dataclasses.dataclass(frozen=True)
 class StoredHead:
-    """A head of which everything was checked but its values.
+    """A head of which everything but its values was checked.
 
-    source: the name that the user gave. place: the folder that holds the tensors.
-    card: its draft.json; for a foreign layout an equivalent one.
-    layout: "orbax", or the name of the layout that it was found in.
+    source: the name given by the user. place: the folder that holds the tensors.
+    card: its draft.json, or an equivalent one for a third-party layout.
+    layout: "orbax", or the name of the layout in which it was found.
     shapes: path of a leaf -> its shape.
     dtypes: name of a stored tensor -> its type.
     read: returns a leaf as it is stored; raises UserError naming one that is not finite.
@@ -60,7 +66,8 @@ class StoredHead:
     def dtype(self) -> np.dtype:
         """The type of all tensors.
 
-        Raises UserError naming the first that has another: no one type would keep all values.
+        Raises UserError naming the first tensor of another type: no single type would keep all
+        values.
         """
         (first, wanted), *others = self.dtypes.items()
         for name, dtype in others:
@@ -73,7 +80,7 @@ class StoredHead:
 
 
 def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | None]:
-    """Return a head's folder and its layout, None for a native one; arguments as `load_draft`'s.
+    """Return a head's folder and its layout, None for a native one; arguments as in `load_draft`.
 
     Raises UserError if there is no head, or if `rope_theta` is given for a native head.
     """
@@ -82,17 +89,17 @@ def find_head(source: str, rope_theta: float | None) -> tuple[Path, Layout | Non
     if native is None:
         if not (directory / "config.json").is_file():
             raise UserError(
-                f"{directory} is no draft: it has neither {CARD} (a draft directory), nor "
-                f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (others' "
+                f"{directory} is not a draft: it has neither {CARD} (a draft directory), nor "
+                f"best/{CARD} or draft/{CARD} (a training workdir), nor config.json (third-party "
                 "layouts)"
             )
         return directory, recognise(directory)
 
-    # A native head was trained with the rotary base that its config names.
+    # A native head was trained with the rotary base in its config.
     if rope_theta is not None:
         raise UserError(
-            f"{native} says its own rotary base; a rope theta ({rope_theta:g}) can be given for "
-            "the layouts of others only"
+            f"{native} stores its own rotary base; a rope theta ({rope_theta:g}) can be given for "
+            "third-party layouts only"
         )
     return native, None
 
@@ -107,22 +114,22 @@ def open_head(
 ) -> StoredHead:
     """Find a head and check everything but its values; the arguments are those of `load_draft`.
 
-    cut_vocab: leave out the rows by which a foreign head's vocabulary is longer than the base's.
-    Raises UserError naming what is missing, broken or does not fit.
+    cut_vocab: leave out the rows by which a third-party head's vocabulary exceeds the base's.
+    Raises UserError naming the part that is missing, broken or does not fit.
     """
     directory, layout = find_head(source, rope_theta)
     if layout is None:
         return _open_native(directory, source, base, allow_base_mismatch)
 
-    # The config says which tensors to expect, by the vocabulary as it is stored.
+    # The config determines which tensors to expect, with the vocabulary as it is stored.
     path = directory / "config.json"
     stored = layout.parse_config(read_json_object(path), path, base.config)
-    # Some heads were trained with another rotary base than their config says.
+    # Some heads were trained with another rotary base than the one in their config.
     if rope_theta:
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)
         layer = dataclasses.replace(stored.layer, rope=rope)
         stored = dataclasses.replace(stored, layer=layer)
-    # What the base does to embeddings and logits, the head must do too.
+    # The head must treat embeddings and logits as the base does.
     config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
     _check_widths(config, base, str(directory))
 
@@ -139,7 +146,7 @@ def open_head(
         for name, which in layout.copies.items():
             _check_copy(files, name, which, base)
 
-    # Only the rows of the base's vocabulary are read: padding is left where it is.
+    # Only the rows of the base's vocabulary are read, not the padding.
     leaves = {leaf.path: leaf for leaf in layout.leaves(config)}
     kept = stored_shapes(leaves.values())
 
@@ -149,7 +156,7 @@ def open_head(
         files.check_part([piece.name for piece in leaf.pieces], params)
         return params
 
-    # The layout does not name the base, so it is taken for the one that the user gives.
+    # The layout does not name the base, so the user's is recorded.
     card = Card(config, fingerprint(base), None, {"layout": layout.name})
     shapes = {path: leaf.shape for path, leaf in leaves.items()}
     return StoredHead(source, directory, card, layout.name, shapes, dtypes, read)
@@ -168,12 +175,34 @@ def _open_native(
                 f"draft {source} was trained for another base than {base.source}: {differing}; "
                 "give the base that it was trained for, or --allow_base_mismatch"
             )
-    # These two checks need the config alone, so they come before any tensor.
-    expected = _expected_params(card, directory, base)
-    _check_layers(card.config.features, base, source)
 
+    # Only shapes are compared, so float32 stands for any type. A base opened for conversion has
+    # matrices that are not arrays, but they have shapes.
+    shapes_of_base = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32),
+        base.params,
+        is_leaf=lambda leaf: isinstance(leaf, Int8Matrix),
+    )
+    # An edited config can have values of any type, which fail anywhere in a head's code.
+    try:
+        expected = registry.init_shapes(registry.head(card.config), shapes_of_base)
+    except (TypeError, ValueError, AttributeError) as error:
+        raise UserError(
+            f"{directory / CARD}: no head can be built from its drafter ({reason_of(error)}); was "
+            "it edited?"
+        ) from error
+    # Every base has pre_norm and post_norm; the other features are named by a layer.
+    named = [name for name in card.config.features if name.startswith("layer_")]
+    deepest = max((int(name.removeprefix("layer_")) for name in named), default=0)
+    if deepest >= base.config.num_layers:
+        raise UserError(
+            f"draft {source} reads the state that enters layer {deepest}, but base {base.source} "
+            f"has {base.config.num_layers} layers; give the base that it was trained for"
+        )
+
+    # The checks above need the config alone, so they come before any tensor.
     folder = directory / PARAMS
-    stored = check_folder(folder, expected, card.files)
+    stored = check_params(folder, expected, card.files)
     shapes = {path: tuple(leaf.shape) for path, leaf in stored.items()}
     dtypes = {"/".join(path): np.dtype(leaf.dtype) for path, leaf in stored.items()}
 
@@ -185,53 +214,24 @@ def _open_native(
     return StoredHead(source, folder, card, NATIVE, shapes, dtypes, read)
 
 
-def _expected_params(card: Card, directory: Path, base: BaseModel) -> Params:
-    # Only shapes are compared, so float32 stands for any type.
-    # Shapes do for any base: one that is opened for conversion has matrices that are not arrays.
-    shapes = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.float32),
-        base.params,
-        is_leaf=lambda leaf: isinstance(leaf, Int8Matrix),
-    )
-    # An edited config can have values of any type, which fail anywhere in a head's code.
-    try:
-        return registry.init_shapes(registry.head(card.config), shapes)
-    except (TypeError, ValueError, AttributeError) as error:
-        reason = reason_of(error)
-        raise UserError(
-            f"{directory / CARD}: no head can be built of its drafter ({reason}); was it edited?"
-        ) from error
-
-
-def _check_layers(features: tuple[str, ...], base: BaseModel, source: str) -> None:
-    # Every base has pre_norm and post_norm; the others are named by a layer.
-    numbers = [name.removeprefix("layer_") for name in features if name.startswith("layer_")]
-    deepest = max(map(int, numbers), default=0)
-    if deepest >= base.config.num_layers:
-        raise UserError(
-            f"draft {source} reads the state that enters layer {deepest}, but base {base.source} "
-            f"has {base.config.num_layers} layers; give the base that it was trained for"
-        )
-
-
 def _fit_vocabulary(
     config: DrafterConfig, base: BaseModel, directory: Path, cut_vocab: bool
 ) -> DrafterConfig:
-    # A shorter vocabulary is refused by `_check_widths`.
+    # `_check_widths` refuses a shorter vocabulary.
     own, wanted = config.vocab_size, base.config.vocab_size
     if own <= wanted:
         return config
     # Rows are cut only when asked: a longer vocabulary may be another base's.
     if not cut_vocab:
         raise UserError(
-            f"{directory}: the head's vocab_size is {own}, that of the base {base.source} is "
+            f"{directory}: the head's vocab_size is {own}, but the base {base.source} has "
             f"{wanted}; give the base that the head was trained for or, where the last "
             f"{own - wanted} rows are padding, --cut_vocab of clover_jax.convert"
         )
 
     try:
         return dataclasses.replace(config, vocab_size=wanted)
-    except ValueError as error:  # ids of its draft vocabulary lie in what would be cut
+    except ValueError as error:  # ids of its draft vocabulary lie in the rows to cut
         raise UserError(f"{directory}, without its last {own - wanted} rows: {error}") from error
 
 
@@ -243,13 +243,13 @@ def _check_widths(config: DrafterConfig, base: BaseModel, where: str) -> None:
     for name, (own, wanted) in pairs.items():
         if own != wanted:
             raise UserError(
-                f"{where}: the head's {name} is {own}, that of the base {base.source} is "
-                f"{wanted}; give the base that the head was trained for"
+                f"{where}: the head's {name} is {own}, but the base {base.source} has {wanted}; "
+                "give the base that the head was trained for"
             )
 
 
 def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> None:
-    # A part of the rows at a time: the matrix may be the largest of the base.
+    # Some rows at a time: the matrix may be the largest of the base.
     matrix = base.lm_head if which == "lm_head" else base.params["embedding"]
     for start in range(0, matrix.shape[0], _CHECKED_ROWS):
         rows = matrix[start : start + _CHECKED_ROWS]

@@ -1,4 +1,4 @@
-"""Decode states to time or to compile a step at: rows in the middle of their text."""
+"""Decode states for timing or compiling a step: rows in the middle of their text."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from clover_jax.decoding.state import EOS_ROOM, RUNNING, DecodeState, bucket, em
 from clover_jax.errors import UserError
 from clover_jax.loading.models import Models
 
-MOST_CONTEXT = 1024  # that is taken where none is given
+MOST_CONTEXT = 1024  # the default
 
 
 def fitting_context(models: Models, room: int) -> int:
-    """Return the default number of committed positions to measure at.
+    """Return the default number of committed positions of a measurement, at most MOST_CONTEXT.
 
-    Example: of a base of 1024 positions 112 where the room is 912; at most MOST_CONTEXT.
+    Example: 112 for a base of 1024 positions where the room is 912.
     """
     # At least 1: if even that does not fit, `cache_size` raises the error.
     return max(1, min(MOST_CONTEXT, models.base.config.max_position_embeddings - room))
@@ -36,7 +36,7 @@ def cache_size(models: Models, context: int, room: int) -> int:
             f"--context{fewer}"
         )
     depth = models.tree.depth
-    return bucket(context + room + depth, longest + depth)  # as an engine has it
+    return bucket(context + room + depth, longest + depth)  # as in an engine
 
 
 def state_shapes(models: Models, batch: int, size: int) -> DecodeState:
@@ -55,7 +55,7 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
     tokens, features = jax.random.split(jax.random.key(2))
     vocabulary, pending = models.base.config.vocab_size, state.next_tokens.shape[1]
     full = jnp.full((batch,), context, jnp.int32)
-    # A limit that no row reaches: a row that ends would cost less than one that runs.
+    # No row reaches the limit: a row that ends would cost less than one that runs.
     return state.replace(
         tokens=jax.random.randint(tokens, (batch, size), 0, vocabulary, jnp.int32),
         length=full,
@@ -69,6 +69,6 @@ def running_state(models: Models, batch: int, size: int, context: int) -> Decode
 
 
 def _empty(models: Models, batch: int, size: int) -> DecodeState:
-    # EOS_ROOM is what an engine has, so that shapes and programs are the engine's.
+    # EOS_ROOM, as in an engine, makes shapes and programs the engine's.
     base, head, tree = models.base.config, models.head, models.tree
     return empty_state(base, head, tree, batch, size, EOS_ROOM, models.dtype)

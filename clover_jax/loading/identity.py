@@ -1,4 +1,4 @@
-"""What tells one set of models from another: the values that a row's text depends on."""
+"""The identity of a set of models: the values that a row's text depends on."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from clover_jax.tokenizers.tokenizer import template_hash
 
 def identity_of(models: Models) -> dict[str, Any]:
     """Return JSON values that differ where the decoded rows may differ."""
-    # The same tree has the same name here, whichever file it was read from.
+    # A tree has the same name here, whichever file it was read from.
     tree = dataclasses.replace(models.tree, name=portable_name(models.tree))
     values = {
         "dtype": str(models.dtype),

@@ -25,37 +25,38 @@ from clover_jax.decoding.tree import (
     parse_tree,
     with_copies,
 )
-from clover_jax.drafters.registry import DraftHead
+from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import Draft
+from clover_jax.interchange.directory import Draft, load_draft
 from clover_jax.interchange.stored_head import find_head
-from clover_jax.loading.heads import fresh_head, needs_no_file, open_head
 from clover_jax.loading.spec import NO_DRAFT, RANDOM, ModelSpec
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.loading import describe_base
-from clover_jax.pretrained.shapes import base_shapes
+from clover_jax.pretrained.shapes import base_shapes, cast_shapes, random_params
 from clover_jax.quantization import load_quantized_base, parse_parts, quantize_base, quantize_params
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.sharding.meshes import mesh_for
 from clover_jax.sharding.placement import param_shardings, place_on
-from clover_jax.tokenizers.tokenizer import load_tokenizer
+from clover_jax.tokenizers.tokenizer import load_tokenizer, template_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 MOST_COPIED_FROM = 2**16  # tokens of --copy_from
+# A draft without weights costs little more than the base's forward, so its trees are deep.
+TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Models:
-    """The models that one engine decodes with.
+    """The models of one engine.
 
     tokenizer: the base's; None where its folder has none, or `spec.tokenizer` is False.
-    draft: None for plain decoding, with the tree that has no nodes.
-    mesh: the devices that the params are split over; None: a single one.
-    int8: whose matrices are quantized, as `--int8` names them.
+    draft: None for plain decoding, with the tree without nodes.
+    mesh: the devices that hold the params, or None for a single device.
+    int8: the models with quantized matrices, named as in `--int8`.
     copy_from: token ids of a text that every row may copy from.
-    attention: implementation that reads the KV cache, as in `StepConfig`.
+    attention: the implementation that reads the KV cache, as in `StepConfig`.
     Params are arrays, or ShapeDtypeStructs where `load_shapes` made them.
     """
 
@@ -70,12 +71,12 @@ class Models:
 
     @property
     def copies(self) -> bool:
-        """Whether drafts are copied from text, alone or beside a head's."""
+        """Whether drafts are copied from text, alone or in addition to a head's."""
         is_lookup = self.head is not None and self.head.config.kind == "lookup"
         return is_lookup or isinstance(self.tree, CopyTree)
 
     @property
-    def head(self) -> DraftHead | None:
+    def head(self) -> registry.DraftHead | None:
         """The draft's module and config; None for plain decoding."""
         return self.draft.head if self.draft else None
 
@@ -91,16 +92,13 @@ class Models:
 
     @functools.cached_property
     def weights(self) -> Weights:
-        """The weights of a step: all params, with the rows of a reduced vocabulary gathered."""
+        """The weights of a step: all params, and the gathered rows of a reduced vocabulary."""
         # Made once: the gathered rows are a copy, which several engines can share.
         return weights_for(self.head, self.base.params, self.draft_params)
 
     @property
     def levels(self) -> int:
-        """Levels of the tree that a step drafts with this head.
-
-        1 where all nodes are copies, which are made at once.
-        """
+        """Levels of the tree that this head drafts; 1 where all nodes are copies, made at once."""
         levels = self.tree.levels_within(self.head.config.max_depth if self.head else None)
         return max(1, levels) if isinstance(self.tree, CopyTree) else levels
 
@@ -123,17 +121,17 @@ class Models:
 
 
 def load(spec: ModelSpec, plain: Models | None = None) -> Models:
-    """Load what a spec names.
+    """Load the models that a spec names.
 
-    plain: models whose base, tokenizer, mesh and int8 to share; None loads those of the spec.
-    Raises UserError for what is missing, broken or does not fit together.
+    plain: models whose base, tokenizer, mesh and int8 are shared; None loads the spec's.
+    Raises UserError for models that are missing, broken or do not fit together.
     """
-    # A mistake in a name should not cost the minutes of loading a base.
+    # A mistake in a name should be reported before a base is loaded, which may take minutes.
     check_names(spec)
-    # A base that the caller gives is kept, to measure several drafts on it.
+    # Several drafts can be measured on one base.
     if plain is None:
         parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
-        # Tensors go to their devices one by one: no device ever holds the whole base.
+        # Tensors go to their devices one by one, so no device ever holds the whole base.
         base = load_quantized_base(spec.base, dtype, place_on(mesh, dtype), parts)
         tokenizer = load_tokenizer(base.directory) if spec.tokenizer else None
         tokenizer = with_chat_template(tokenizer, spec.chat_template)
@@ -144,7 +142,7 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
         return plain
 
     # The draft is placed on its devices first and quantized there, as the base is.
-    draft = open_head(spec, plain.base, plain.tokenizer)
+    draft = _open_head(spec, plain.base, plain.tokenizer)
     params = draft.params
     if plain.mesh is not None:
         params = jax.device_put(params, param_shardings(params, plain.mesh))
@@ -156,16 +154,16 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
 def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
     """Return models of shapes alone, for a base and a draft of "random:KIND..." or none.
 
-    platform: for which they will be compiled; None is this process's.
+    platform: the target of compilation; None is this process's.
     Allocates nothing, reads no weights and splits nothing over a mesh. Raises UserError as `load`.
     """
-    if spec.draft != NO_DRAFT and not needs_no_file(spec.draft):
+    if spec.draft != NO_DRAFT and not _needs_no_file(spec.draft):
         raise UserError(
             f"--draft={spec.draft}: to compile for other hardware only shapes are needed; give "
             f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
         )
     base, parts = describe_base(spec.base), parse_parts(spec.int8)
-    # The same functions as in `load`, traced: what is compiled is what would be loaded.
+    # The same functions as in `load`, traced, so that the shapes are those of loaded params.
     shapes = base_shapes(base.config, resolve_dtype(spec.dtype))
     params = jax.eval_shape(functools.partial(quantize_base, parts=parts), shapes)
     base = dataclasses.replace(base, params=params)
@@ -181,8 +179,8 @@ def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
 
 
 def check_names(spec: ModelSpec) -> None:
-    """Raise UserError for a tree or a draft that is not there, before a base is read."""
-    # Parsed here to find mistakes early. A tree without nodes needs no draft: it decodes plainly.
+    """Raise UserError for a tree or a draft that does not exist, before a base is read."""
+    # A tree without nodes needs no draft: it decodes plainly.
     tree = parse_tree(spec.tree) if spec.tree else None
     if spec.draft == NO_DRAFT:
         if tree is not None and tree.num_nodes:
@@ -191,41 +189,66 @@ def check_names(spec: ModelSpec) -> None:
                 "them; give --draft=DIR, or leave the tree out"
             )
         if spec.copy:
-            raise UserError(f"--copy={spec.copy} needs a draft: --draft=lookup has nothing else")
-    elif not needs_no_file(spec.draft):
-        # The head is found and recognised, but not opened, which takes the base.
+            raise UserError(f"--copy={spec.copy} needs a draft; --draft=lookup drafts copies only")
+    elif not _needs_no_file(spec.draft):
+        # The head is found and recognised, but not opened, which needs the base.
         try:
             find_head(spec.draft, spec.draft_rope_theta)
         except UserError as error:
             raise UserError(f"--draft={spec.draft}: {error}") from error
 
 
-def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Return the token ids of a file that every row may copy from.
+def _needs_no_file(draft: str) -> bool:
+    return draft.startswith(RANDOM) or draft in registry.TRAINING_FREE
 
-    Raises UserError for a file that cannot be read, or has more than MOST_COPIED_FROM tokens.
+
+def _open_head(
+    spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None
+) -> Draft:
+    """Return the head that a spec names, in the base's dtype.
+
+    Raises UserError for a broken head, or one trained for another base or chat template.
     """
-    if path is None:
-        return ()
-    if tokenizer is None:
-        raise UserError(f"--copy_from={path}: the base has no tokenizer files to read it with")
-    try:
-        text = Path(path).expanduser().read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--copy_from={path} cannot be read as UTF-8 text: {error}") from error
+    if _needs_no_file(spec.draft):
+        # The seed differs from that of a base with random weights, which is 0.
+        draft = fresh_head(spec.draft, base)
+        return dataclasses.replace(draft, params=random_params(draft.params, seed=1))
 
-    # Copies may begin anywhere in it, so it has no token that begins a text.
-    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    if len(ids) > MOST_COPIED_FROM:
+    mismatch, theta = spec.allow_base_mismatch, spec.draft_rope_theta
+    draft = load_draft(spec.draft, base, base.dtype, allow_base_mismatch=mismatch, rope_theta=theta)
+    # A head cannot know another template than that of its training. Older drafts recorded the flag
+    # at most, so the text of their template is unknown.
+    flags = draft.provenance.get("flags") or {}
+    name, trained, ours = flags.get("chat_template"), draft.chat_template, template_text(tokenizer)
+    unknown = trained is None and (name is None or ours is not None)
+    if mismatch or tokenizer is None or unknown:
+        return draft
+    if trained is None or ours is None or trained.strip("\n") != ours.strip("\n"):
+        theirs = "the base's own" if name is None else f"--chat_template={name}"
         raise UserError(
-            f"--copy_from={path} has {len(ids)} tokens, and every step compares them all: at most "
-            f"{MOST_COPIED_FROM} are taken; give a shorter file"
+            f"draft {draft.source} was trained with another chat template than the one in use: "
+            f"{theirs}; decode with that (its draft.json has the text), or give "
+            "--allow_base_mismatch"
         )
-    return tuple(ids)
+    return draft
+
+
+def fresh_head(name: str, base: BaseModel) -> Draft:
+    """Return a draft of shapes: a head as `train` would initialise it for this base."""
+    # "random:KIND:NAME=VALUE,...", or the bare kind of a head without weights.
+    kind, _, text = name.removeprefix(RANDOM).partition(":")
+    options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind)
+    try:
+        head = registry.head(registry.config_for_base(kind, base.config, **options))
+    except ValueError as error:
+        raise UserError(f"--draft={name}: {error}") from error
+    # In the base's type, like a head that is read.
+    shapes = cast_shapes(registry.init_shapes(head, base.params), base.dtype)
+    return Draft(head, shapes, TREES.get(name), {}, name)
 
 
 def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
-    # The user's tree, else the one that the draft was measured with, else a default.
+    # The user's tree, else the tree with which the draft was measured, else a default.
     name = spec.tree or draft.tree or default_tree(draft.head.config.max_depth)
     chosen = parse_tree(name)
     # --copy replaces the copies of a draft's recorded tree, but not those that --tree names.
@@ -249,3 +272,29 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
             "or --draft=lookup"
         )
     return models
+
+
+def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Return the token ids of a file that every row may copy from.
+
+    Raises UserError for a file that cannot be read, or has more than MOST_COPIED_FROM tokens.
+    """
+    if path is None:
+        return ()
+    if tokenizer is None:
+        raise UserError(
+            f"--copy_from={path} needs a tokenizer, and the base has no tokenizer files"
+        )
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--copy_from={path} cannot be read as UTF-8 text: {error}") from error
+
+    # Copies may begin anywhere in it, so no token marks its beginning.
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) > MOST_COPIED_FROM:
+        raise UserError(
+            f"--copy_from={path} has {len(ids)} tokens, and every step compares them all; give a "
+            f"file of at most {MOST_COPIED_FROM} tokens"
+        )
+    return tuple(ids)

@@ -1,4 +1,4 @@
-"""What to decode with, by name; nothing here imports JAX, so that flags are made from it."""
+"""The names of a base, a draft and a tree; nothing here imports JAX, so flags are made from it."""
 
 from __future__ import annotations
 
@@ -7,61 +7,63 @@ import functools
 
 from clover_jax.field_types import COMMON, BaseSettings, ChatSettings, setting
 
-NO_DRAFT = "none"  # what --draft says for plain decoding
+NO_DRAFT = "none"  # --draft for plain decoding
 RANDOM = "random:"  # before a drafter's kind: a head with random weights
 
 _draft = functools.partial(setting, group="draft")
-_foreign = functools.partial(setting, group="drafts of others")
+_foreign = functools.partial(setting, group="third-party drafts")
 
 
 @dataclasses.dataclass(frozen=True)
 class ModelSpec(ChatSettings, BaseSettings):
     """A base, a draft and a tree, as a user names them.
 
-    draft: "random:KIND" gives a head with random weights, "random:KIND:NAME=VALUE,..." one with
+    draft: "random:KIND" is a head with random weights, "random:KIND:NAME=VALUE,..." one with
         options of its kind.
-    tree: None without a recorded one takes `default_tree`.
+    tree: None is the draft's recorded tree, or `default_tree`.
     tokenizer: False where no text is read or written; chat templates are not compared then.
     """
 
     draft: str = _draft(
         NO_DRAFT,
         "a draft directory, a training workdir, or a folder in an official layout; lookup and "
-        "recycle need none: they propose what followed the last tokens before in the text, and "
-        "what the base put after the last token before; none decodes plainly",
+        "recycle need none: they propose the continuation of the latest earlier match in the "
+        "text, and the base's earlier predictions after the same token; none decodes plainly",
     )
     tree: str | None = _draft(
         None,
         "drafted tree: paper25, chain:P, dynamic:NODES:DEPTH:WIDTH (the NODES most probable of "
         "DEPTH levels [6], each WIDTH [8] wide), clover4, file:PATH, copy:NODES, or, in generate "
-        "and evaluate, auto: what pays, by measurement [the one the draft was measured with, or "
-        "paper25]",
+        "and evaluate, auto: benchmark candidate trees and use the fastest [the tree that the "
+        "draft was measured with, or paper25]",
     )
     copy: int = _draft(
         0,
-        "nodes of the tree, beside its own, for copies of what followed the last tokens earlier "
-        "in the text; as --tree=TREE+copy:NODES",
+        "nodes added to the tree for the continuation of the latest earlier match in the text, as "
+        "in --tree=TREE+copy:NODES",
         least=0,
     )
     copy_from: str | None = _draft(
-        None, "a text file that copies may come from as well, the same for all rows"
+        None, "a text file that copies may also come from, the same for all rows"
     )
     mesh: str | None = setting(
-        None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 takes the rest', group=COMMON
+        None, 'devices along each axis, such as "data=2,fsdp=-1"; -1 uses the rest', group=COMMON
     )
     attention: str = setting(
         "auto",
-        "what reads the committed cache: XLA's own program, a Pallas kernel for TPU, which a CPU "
-        "interprets, slowly, or cuDNN's attention on a GPU; auto is xla where nothing was measured",
+        "how the committed cache is read: XLA's own program, a Pallas kernel for TPU (interpreted "
+        "on a CPU, slowly), or cuDNN's attention on a GPU; auto is xla where nothing was measured",
         group=COMMON,
         choices=("auto", "xla", "pallas", "cudnn"),
     )
     int8: tuple[str, ...] = _draft(
         (),
-        "whose matrices to quantize to 8 bits: draft, which leaves the text as it is, or "
+        "models whose matrices are quantized to 8 bits: draft, which does not change the text, or "
         "base,draft",
     )
-    draft_rope_theta: float | None = _foreign(None, "rotary base for a layout that does not say it")
+    draft_rope_theta: float | None = _foreign(
+        None, "rotary base for a layout that does not store it"
+    )
     allow_base_mismatch: bool = _foreign(
         False, "use a draft that was trained for another base or chat template"
     )

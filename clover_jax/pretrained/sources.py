@@ -1,7 +1,8 @@
-"""From what a user names, a folder: a path, a built-in base, or a repository of the hub."""
+"""The folder of a name given by a user: a path, a built-in base, or a repository of the hub."""
 
 from __future__ import annotations
 
+import difflib
 import importlib.resources
 import os
 import re
@@ -10,8 +11,7 @@ from pathlib import Path
 from clover_jax.errors import UserError, reason_of
 
 BUILTIN = "builtin:"
-MODEL_CARD = "README.md"  # it names the license
-# Only what is read: many repositories hold the same weights again in other formats.
+# Only the files that are read: many repositories hold the same weights in other formats too.
 HUB_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -29,7 +29,6 @@ HUB_PATTERNS = (
     "best/*",  # of a training workdir; a star stands for folders too
     "draft/*",
     "medusa_lm_head.*",
-    MODEL_CARD,
 )
 # Fetched where a repository has no other weights: bases often hold the same ones in both forms.
 TORCH_PATTERNS = ("pytorch_model*.bin", "pytorch_model.bin.index.json")
@@ -39,22 +38,44 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 def find_directory(source: str) -> Path:
     """Return the folder of `builtin:NAME`, of a local path, or of a hub id `OWNER/NAME[@REVISION]`.
 
-    A local folder wins over a hub id of the same name. Raises UserError when there is none.
+    A local folder wins over a hub id of the same name. Raises UserError when neither exists; a
+    value that looks like a path is never looked up on the hub.
     """
     if source.startswith(BUILTIN):
         return _builtin(source.removeprefix(BUILTIN))
 
-    # A folder wins: no name of it reaches the network.
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.exists():
         raise UserError(f"{source} is a file; give the folder that holds config.json")
+
+    # owner/name, where no folder `owner` exists, may be a repository; other slashes make a path.
+    name = source.partition("@")[0]
+    if source.startswith((".", "/", "~")) or name.count("/") > 1 or Path(path.parts[0]).is_dir():
+        raise UserError(f"the folder {source} does not exist{_close_names(path)}")
     if _HUB_ID.fullmatch(source):
         return _download(source)
     raise UserError(
-        f"{source!r} is neither a folder, nor a hub id like owner/name, nor builtin:tiny"
+        f"{source!r} is neither a folder{_close_names(path)}, nor a hub id like owner/name, nor "
+        "builtin:tiny"
     )
+
+
+def _close_names(path: Path) -> str:
+    """Return " (close names: ...)" with existing folders of names like a missing one, or ""."""
+    # The first missing part of the path is compared with the folders next to it.
+    missing = next(part for part in (*reversed(path.parents), path) if not part.exists())
+    try:
+        siblings = [folder.name for folder in missing.parent.iterdir() if folder.is_dir()]
+    except OSError:  # a file, or a folder that may not be read
+        return ""
+    close = difflib.get_close_matches(missing.name, siblings)
+    rest = path.relative_to(missing)
+    # The rest of the path may exist in them.
+    found = [missing.parent / name for name in close]
+    found = [folder / rest if (folder / rest).is_dir() else folder for folder in found]
+    return f" (close names: {', '.join(map(str, found))})" if found else ""
 
 
 def _builtin(name: str) -> Path:
@@ -69,7 +90,12 @@ def _builtin(name: str) -> Path:
 def _download(source: str) -> Path:
     # Imported here: it is slow, and most runs need no network.
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import HFValidationError, HTTPError, RevisionResolutionError
+    from huggingface_hub.errors import (
+        HFValidationError,
+        HTTPError,
+        LocalEntryNotFoundError,
+        RevisionResolutionError,
+    )
 
     repository, _, revision = source.partition("@")
 
@@ -89,8 +115,9 @@ def _download(source: str) -> Path:
     # OSError: no connection, or a full disk.
     except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
         reason = reason_of(error)
+        if isinstance(error, LocalEntryNotFoundError):
+            reason = "the hub cannot be reached and its cache has no copy"
         raise UserError(
-            f"{source!r} is no folder here and cannot be fetched from the hub ({reason}); "
-            "to work offline, give a folder that holds its config.json, tokenizer and weights, or "
-            "set HF_HUB_OFFLINE=1 where the hub's cache has it"
+            f"the folder {source} does not exist{_close_names(Path(source))}, and no repository of "
+            f"this name can be fetched from the hub ({reason})"
         ) from error

@@ -159,7 +159,7 @@ def restore_or_init(
 
     restored = checkpoints.restore(with_shardings(shapes, placed), batches)
     if restored is not None:
-        return restored.state, restored.step
+        return restored
     # Without out_shardings the optimiser's state would lie on one device.
     init = jax.jit(init_state, static_argnums=(0, 2), out_shardings=placed)
     return init(config, base.params, seed), 0

@@ -98,7 +98,6 @@ class Trainer:
 
         In this order, so that a run that resumes from a checkpoint finds the draft of its step.
         """
-        self.checkpoints.require_space(state)
         self.measurement.export(done, state)
         self.checkpoints.save(done, state, self.batches)
 

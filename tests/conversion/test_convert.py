@@ -182,27 +182,26 @@ def test_what_a_layout_cannot_hold_is_refused_with_the_reason(command, speaking,
     assert [path.name for path in tmp_path.iterdir()] == ["head"]
 
 
-def test_vllm_takes_a_head_that_reads_other_layers(command, fixtures_dir, tmp_path):
-    """The official layout cannot say which states a head reads; speculators' can."""
-    base_folder = fixtures_dir / "eagle3_reference" / "base"
-    features = ("layer_1", "layer_3", "layer_7")
-    save_head(tmp_path / "head", base_folder, "eagle3", features=features)
-    argv = (f"--base={base_folder}", f"--input={tmp_path / 'head'}", f"--output={tmp_path / 'out'}")
-    assert command(*argv, "--to=speculators")[0] == 0
-    draft = load_draft(tmp_path / "out", load_base(str(base_folder)))
-    assert draft.head.config.features == features
+def test_vllm_takes_a_head_that_reads_other_states(command, fixtures_dir, tmp_path):
+    """The official layout cannot store which states a head reads; speculators' can.
 
-
-def test_vllm_takes_a_head_of_a_short_base(command, tmp_path):
-    """It hands out the state after the last layer under the number of layers."""
-    base_folder = save_tiny_base(tmp_path / "base", dataclasses.replace(SPEAKING, num_layers=4))
-    save_head(tmp_path / "head", base_folder, "eagle3")
-    argv = (f"--base={base_folder}", f"--input={tmp_path / 'head'}", f"--output={tmp_path / 'out'}")
-    assert command(*argv, "--to=speculators")[0] == 0
-    values = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert values["eagle_aux_hidden_state_layer_ids"] == [1, 2, 4]
-    draft = load_draft(tmp_path / "out", load_base(str(base_folder)))
-    assert draft.head.config.features == ("layer_1", "layer_2", "pre_norm")
+    A short base needs the state after the last layer, whose id is the number of layers.
+    """
+    short = save_tiny_base(tmp_path / "base", dataclasses.replace(SPEAKING, num_layers=4))
+    other = {"features": ("layer_1", "layer_3", "layer_7")}
+    cases = {
+        "other": (fixtures_dir / "eagle3_reference" / "base", other, [1, 3, 7]),
+        "short": (short, {}, [1, 2, 4]),
+    }
+    for name, (base, changes, ids) in cases.items():
+        head, out = tmp_path / name / "head", tmp_path / name / "out"
+        save_head(head, base, "eagle3", **changes)
+        argv = (f"--base={base}", f"--input={head}", f"--output={out}", "--to=speculators")
+        assert command(*argv)[0] == 0
+        fields = json.loads((out / "config.json").read_text())
+        assert fields["eagle_aux_hidden_state_layer_ids"] == ids
+        one, back = (load_draft(folder, load_base(str(base))) for folder in (head, out))
+        assert back.head.config.features == one.head.config.features
 
 
 def test_bfloat16_stays_bfloat16(command, reference, tmp_path):
@@ -258,6 +257,58 @@ def test_without_torch_an_error_says_how_to_get_safetensors(
     status, _, error = command(*arguments)
     assert status == 2
     assert "torch, which reads them, is not installed; save the weights as model.safetens" in error
+
+
+def test_what_is_there_is_replaced_only_when_asked(command, reference, tmp_path):
+    arguments = (f"--base={reference / 'base'}", f"--input={reference / 'clover2'}")
+    (tmp_path / "out").mkdir()
+    status, _, error = command(*arguments, f"--output={tmp_path / 'out'}")
+    assert (status, "is there already; give another --output, or --overwrite" in error) == (2, True)
+    assert command(*arguments, f"--output={tmp_path / 'out'}", "--overwrite")[0] == 0
+    assert (tmp_path / "out" / "draft.json").is_file()
+
+
+def test_what_is_no_head_is_not_replaced_nor_what_holds_the_input(command, reference, tmp_path):
+    (tmp_path / "notes").mkdir()
+    (tmp_path / "notes" / "notes.txt").write_text("years of work")
+    base = f"--base={reference / 'base'}"
+    flags = (base, f"--input={reference / 'clover2'}", "--overwrite")
+    status, _, error = command(*flags, f"--output={tmp_path / 'notes'}")
+    assert (status, "is no draft head, so it is none of this command's folders" in error) == (
+        2,
+        True,
+    )
+    assert (tmp_path / "notes" / "notes.txt").exists()
+
+    work = tmp_path / "work"
+    assert command(*flags, f"--output={work / 'draft'}")[0] == 0
+    for output in (work, work / "draft"):  # a workdir stands for the head in it
+        status, _, error = command(base, f"--input={work}", f"--output={output}", "--overwrite")
+        assert (status, "is or holds the input; give another folder" in error) == (2, True)
+    assert (work / "draft" / "draft.json").is_file()
+
+
+def test_a_base_is_not_replaced_by_a_head(command, reference, tmp_path):
+    """A base's folder has a config.json as others' heads have; --base itself is refused by name."""
+    base, other = (copy_of(reference / "base", tmp_path / name / "base") for name in "ab")
+    given = (f"--base={base}", f"--input={reference / 'clover2'}", "--overwrite")
+    for output, message in {
+        base: "is or holds the base; give another folder",
+        base.parent: "is or holds the base; give another folder",
+        other: "is no draft head, so it is none of this command's folders",
+    }.items():
+        status, _, error = command(*given, f"--output={output}")
+        assert (status, message in error) == (2, True)
+        assert_same_tensors(reference / "base", base)
+        assert_same_tensors(reference / "base", other)
+
+
+@pytest.mark.parametrize("name", ["clover2", "eagle1"])
+def test_a_head_in_a_layout_of_others_is_replaced_when_asked(command, reference, tmp_path, name):
+    out = copy_of(reference / name, tmp_path / "out")
+    given = (f"--base={reference / 'base'}", f"--input={reference / 'clover2'}")
+    assert command(*given, f"--output={out}", "--overwrite")[0] == 0
+    assert (out / "draft.json").is_file()
 
 
 def test_a_missing_flag_is_named(command):

@@ -2,8 +2,10 @@
 
 import json
 
+import pytest
+
 from clover_jax.conversion import conversion
-from tests.tiny_checkpoints import copy_of, edit_json, edit_tensors
+from tests.tiny_checkpoints import edit_tensors
 
 WEIGHTS = "model.safetensors"
 MLP = "clover_head_mlp.weight"
@@ -11,15 +13,21 @@ MLP = "clover_head_mlp.weight"
 
 def test_prompts_are_to_verify_with(command):
     error = command("--input=x", "--output=y", "--prompts=p.jsonl")[2]
-    assert error == ("clover_jax.convert: --prompts=p.jsonl are for --verify, which is missing\n")
+    assert error == ("clover_jax.convert: --prompts=p.jsonl needs --verify\n")
 
 
-def test_verifying_decodes_with_both_and_prints_both_taus(command, speaking, tmp_path):
+@pytest.fixture
+def verifying(speaking, tmp_path):
+    """The flags of a verified conversion to Clover-2's layout, with three prompts."""
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
-    arguments = (f"--base={speaking / 'base'}", f"--prompts={prompts}", "--max_new_tokens=40")
-    native = (f"--input={speaking / 'head'}", f"--output={tmp_path / 'out'}", "--to=clover2")
-    status, report, error = command(*arguments, *native, "--verify")
+    heads = (f"--input={speaking / 'head'}", f"--output={tmp_path / 'out'}", "--to=clover2")
+    decoding = (f"--prompts={prompts}", "--max_new_tokens=40", "--verify")
+    return (f"--base={speaking / 'base'}", *heads, *decoding)
+
+
+def test_verifying_decodes_with_both_and_prints_both_taus(command, verifying, tmp_path):
+    status, report, error = command(*verifying)
     assert status == 0
     assert report["tau_source"] == report["tau_result"] > 1
     assert (report["prompts"], report["differing"]) == (3, [])
@@ -34,29 +42,16 @@ def test_prompts_that_are_not_there_stop_before_anything_is_written(command, spe
     assert list(tmp_path.iterdir()) == []
 
 
-def test_prompts_are_of_the_data_that_the_head_was_trained_with(command, speaking, tmp_path):
-    """An own base ships none."""
-    data, head = tmp_path / "chats.jsonl", copy_of(speaking / "head", tmp_path / "head")
-    rows = [{"text": f"After the number {i} comes {i + 1}, as we know."} for i in range(40)]
-    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    edit_json(head / "draft.json", provenance={"flags": {"data": str(data)}})
-    given = (f"--base={speaking / 'base'}", f"--input={head}", "--verify", "--num_prompts=2")
-    decoding = (*given, "--max_new_tokens=4", f"--output={tmp_path / 'out'}")
+def test_without_prompts_single_tokens_are_decoded(command, speaking, tmp_path):
+    given = (f"--base={speaking / 'base'}", f"--input={speaking / 'head'}", "--verify")
+    decoding = (*given, "--num_prompts=2", "--max_new_tokens=4", f"--output={tmp_path / 'out'}")
     status, report, error = command(*decoding)
     assert (status, report["prompts"], report["differing"]) == (0, 2, [])
-    assert f"prompts to verify with: --data={data}, which the head was trained with" in error
-
-    data.unlink()
-    status, report, error = command(*decoding, "--overwrite")
-    assert (status, report["prompts"]) == (0, 2)
-    assert "the data of this head cannot be read here: " in error
     assert "prompts to verify with: single tokens of the base's vocabulary" in error
 
 
-def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path, monkeypatch):
+def test_a_result_that_decodes_otherwise_is_not_kept(command, verifying, tmp_path, monkeypatch):
     """Spoil what was written, as a wrong layout would."""
-    prompts = tmp_path / "prompts.jsonl"
-    prompts.write_text("".join(json.dumps({"prompt_ids": [5, 6, 7 + i]}) + "\n" for i in range(3)))
     write = conversion.write_head
 
     def write_wrongly(staged, *rest):
@@ -64,15 +59,7 @@ def test_a_result_that_decodes_otherwise_is_not_kept(command, speaking, tmp_path
         edit_tensors(staged, lambda stored: stored[MLP].__imul__(-1))
 
     monkeypatch.setattr(conversion, "write_head", write_wrongly)
-    status, report, error = command(
-        f"--base={speaking / 'base'}",
-        f"--prompts={prompts}",
-        "--max_new_tokens=40",
-        f"--input={speaking / 'head'}",
-        f"--output={tmp_path / 'out'}",
-        "--to=clover2",
-        "--verify",
-    )
+    status, report, error = command(*verifying)
     assert status == 1
     assert report["differing"]
     assert report["tau_result"] < report["tau_source"]

@@ -14,9 +14,8 @@ from clover_jax.evaluation.methods import choose_baselines, load_methods, sizes_
 from clover_jax.evaluation.options import VANILLA, Options
 from clover_jax.evaluation.run import make_plan
 from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.heads import TREES
 from clover_jax.loading.identity import identity_of
-from clover_jax.loading.models import Models
+from clover_jax.loading.models import TREES, Models
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
 from clover_jax.storage.row_writer import manifest_path

@@ -60,8 +60,14 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
         (["--prompt="], "the prompt is empty; give at least one token"),
         (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
         (["--prompt=a", "--tree=paper25"], "'paper25' has 25 nodes and there is no draft to fill"),
-        (["--prompt=a", "--draft=/nowhere"], "--draft=/nowhere: '/nowhere' is neither a folder"),
-        (["--base=/nowhere", "--draft=/no/draft"], "--draft=/no/draft: '/no/draft' is neither"),
+        (
+            ["--prompt=a", "--draft=/nowhere"],
+            "--draft=/nowhere: the folder /nowhere does not exist",
+        ),
+        (
+            ["--base=/nowhere", "--draft=/no/draft"],
+            "--draft=/no/draft: the folder /no/draft does not",
+        ),
         (["--prompts=a", "--output=/dev/stdout"], "leave --output out to have them on stdout"),
         (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
         (

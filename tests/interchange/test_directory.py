@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 
 import jax
 import jax.numpy as jnp
@@ -9,8 +10,8 @@ import pytest
 
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
+from clover_jax.interchange.card import save_params
 from clover_jax.interchange.directory import load_draft, save_draft
-from clover_jax.interchange.orbax_params import save_params
 from clover_jax.pretrained.fingerprint import fingerprint
 from tests.tiny_checkpoints import (
     assert_trees_equal,
@@ -53,29 +54,14 @@ def folder(written, tmp_path):
     return copy_of(written, tmp_path / "head")
 
 
-def replace_params(folder, params):
-    """Give a draft other params, with hashes to match."""
-    copy_of(folder / "params", folder / "old")
-    for path in sorted((folder / "params").rglob("*"), reverse=True):
-        path.unlink() if path.is_file() else path.rmdir()
-    (folder / "params").rmdir()
-    edit_json(folder / "draft.json", files=save_params(folder / "params", params))
-
-
-def test_round_trip_is_exact(written, base, config, params):
+def test_round_trip_is_exact(written, tmp_path, base, config, params):
     draft = load_draft(written, base)
     assert draft.head.config == config
     assert_trees_equal(draft.params, params)
     assert (draft.tree, draft.provenance, draft.source) == ("paper25", PROVENANCE, str(written))
-
-
-def test_params_come_in_the_dtype_asked_for(written, base, params):
-    narrow = load_draft(written, base, jnp.bfloat16).params
-    assert_trees_equal(narrow, jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params))
-
-
-def test_bfloat16_params_round_trip(tmp_path, base, config, params):
+    # The params are cast to the requested type, and are stored in any.
     narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert_trees_equal(load_draft(written, base, jnp.bfloat16).params, narrow)
     save_draft(tmp_path / "head", config, narrow, None, fingerprint(base), {})
     assert_trees_equal(load_draft(tmp_path / "head", base, jnp.bfloat16).params, narrow)
 
@@ -115,10 +101,10 @@ def test_another_base_is_refused_unless_allowed(written, base, tmp_path):
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"vocab_size": 50}, "the head's vocab_size is 96, that of the base random is 50; give"),
+        ({"vocab_size": 50}, "the head's vocab_size is 96, but the base random has 50; give"),
         (
             {"hidden_size": 16, "head_dim": 4},
-            "the head's hidden_size is 32, that of the base random is 16; give",
+            "the head's hidden_size is 32, but the base random has 16; give",
         ),
     ],
 )
@@ -139,34 +125,29 @@ def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base
         load_draft(tmp_path / "head", other, allow_base_mismatch=True)
 
 
-def test_a_rotary_base_is_for_the_layouts_of_others(written, base):
-    with pytest.raises(UserError, match=r"head says its own rotary base; a rope theta \(500000\)"):
+def test_a_rotary_base_is_for_third_party_layouts(written, base):
+    with pytest.raises(UserError, match=r"stores its own rotary base; a rope theta \(500000\)"):
         load_draft(written, base, rope_theta=5e5)
 
 
-def test_a_folder_that_is_no_draft(tmp_path, base):
-    with pytest.raises(UserError, match=r"is no draft: it has neither draft\.json"):
+def test_a_folder_that_is_not_a_draft(tmp_path, base):
+    with pytest.raises(UserError, match=r"is not a draft: it has neither draft\.json"):
         load_draft(tmp_path, base)
 
 
 @pytest.mark.parametrize(
     "changes, message",
     [
-        ({"format_version": 2}, "has format_version 2; this program reads 1"),
         ({"format_version": ...}, "has format_version None; this program reads 1"),
         ({"tree": 5}, "tree must be a text or null, not 5"),
         ({"provenance": {"flags": ["a"]}}, r"flags of provenance must be an object.*, not \['a'\]"),
-        ({"provenance": {"flags": {"data": ["a"]}}}, r"data of provenance's flags must be a text"),
-        ({"provenance": {"tau": "2.5"}}, "tau of provenance must be a number or null, not '2.5'"),
-        ({"drafter": ...}, "has no 'drafter' object"),
-        ({"base": "tiny"}, "has no 'base' object"),
         (
-            {"drafter": {"kind": "oracle"}},
-            "drafter 'oracle' is unknown; the drafters are clover2, ",
+            {"provenance": {"flags": {"chat_template": [1]}}},
+            "chat_template of provenance's flags mu",
         ),
+        ({"base": "tiny"}, "has no 'base' object"),
         ({"drafter": {"kind": "clover2"}}, "missing 2 required keyword-only arguments: 'layer'"),
         ({"base": {"color": 1}}, "BaseFingerprint has no field 'color'; its fields are"),
-        ({"files": ...}, "draft.json does not list the files of params/"),
     ],
 )
 def test_a_spoiled_card_is_named(folder, base, changes, message):
@@ -180,23 +161,13 @@ def test_a_spoiled_card_is_named(folder, base, changes, message):
     [
         ("layer", None, r"draft\.json: 'NoneType' object has no attribute"),
         ("layer", [], r"draft\.json: 'list' object has no attribute"),
-        (
-            "features",
-            None,
-            r"draft\.json: no head can be built of its drafter \(.*\); was it edited",
-        ),
-        ("num_positions", 1.5, r"draft\.json: no head can be built of its drafter \(Shapes must"),
+        ("features", None, r"json: no head can be built from its drafter \(.*\); was it edited"),
+        ("num_positions", 1.5, r"draft\.json: no head can be built from its drafter \(Shapes must"),
     ],
 )
 def test_a_config_of_the_wrong_types_is_named(folder, base, config, name, value, message):
     edit_json(folder / "draft.json", drafter=config.to_dict() | {name: value})
     with pytest.raises(UserError, match=message):
-        load_draft(folder, base)
-
-
-def test_a_card_that_is_no_json(folder, base):
-    (folder / "draft.json").write_text("{")
-    with pytest.raises(UserError, match=r"draft\.json is not JSON"):
         load_draft(folder, base)
 
 
@@ -216,28 +187,28 @@ def test_every_lost_or_altered_file_of_the_params_is_named(written, tmp_path, ba
             load_draft(folder, base)
 
 
-def test_a_missing_tensor_is_named(folder, base, params):
-    replace_params(folder, {name: leaf for name, leaf in params.items() if name != "projector_0"})
-    with pytest.raises(UserError, match="params lacks tensor projector_0, which its draft.json"):
-        load_draft(folder, base)
-
-
-def test_an_extra_tensor_is_named(folder, base, params):
-    replace_params(folder, params | {"more": {"scale": jnp.ones(3)}})
-    with pytest.raises(UserError, match="params has tensor more/scale, which its draft.json does"):
-        load_draft(folder, base)
-
-
-def test_a_misshapen_tensor_is_named_with_both_shapes(folder, base, params):
-    replace_params(folder, params | {"projector_0_bias": jnp.ones(31)})
-    message = r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)"
-    with pytest.raises(UserError, match=message):
-        load_draft(folder, base)
-
-
-def test_a_tensor_that_is_not_finite_is_named(folder, base, params):
-    bias = params["projector_0_bias"].at[3].set(jnp.nan)
-    replace_params(folder, params | {"projector_0_bias": bias})
-    message = "params: tensor projector_0_bias holds values that are not finite numbers"
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda p: p.pop("projector_0"), "params lacks tensor projector_0, which its draft.json"),
+        (
+            lambda p: p.update(more={"scale": jnp.ones(3)}),
+            "params has tensor more/scale, which its draft.json does",
+        ),
+        (
+            lambda p: p.update(projector_0_bias=jnp.ones(31)),
+            r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)",
+        ),
+        (
+            lambda p: p.update(projector_0_bias=p["projector_0_bias"].at[3].set(jnp.nan)),
+            "params: tensor projector_0_bias holds values that are not finite numbers",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(folder, base, params, edit, message):
+    changed = dict(params)
+    edit(changed)
+    shutil.rmtree(folder / "params")
+    edit_json(folder / "draft.json", files=save_params(folder / "params", changed))
     with pytest.raises(UserError, match=message):
         load_draft(folder, base)

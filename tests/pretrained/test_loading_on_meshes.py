@@ -6,7 +6,6 @@ The table in clover_jax/pretrained/README.md, with 20 GB of memory and of disk t
 """
 
 import json
-import math
 import os
 import re
 import subprocess
@@ -15,9 +14,9 @@ import sys
 import ml_dtypes
 import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from clover_jax.config import BaseConfig
-from clover_jax.interchange.write_head import StreamedTensor, write_safetensors
 from clover_jax.pretrained.llama_tensors import base_leaves
 from clover_jax.pretrained.tensor_map import stored_shapes
 from experiments.tiny_base.base_folder import llama_config_values
@@ -84,19 +83,16 @@ def base(tmp_path_factory):
     (folder / "config.json").write_text(json.dumps(llama_config_values(BASE)))
     block = np.random.default_rng(0).standard_normal(2**22, np.float32).astype(ml_dtypes.bfloat16)
 
-    def parts(shape):
-        rows = max(1, block.size // math.prod(shape[1:]))
-        for start in range(0, shape[0], rows):
-            size = (min(rows, shape[0] - start), *shape[1:])
-            yield block[: math.prod(size)].reshape(size)
-
-    shapes = stored_shapes(base_leaves(BASE)).items()
-    bfloat16 = np.dtype(ml_dtypes.bfloat16)
-    tensors = [StreamedTensor(name, bfloat16, shape, parts(shape)) for name, shape in shapes]
-    for _ in write_safetensors(folder / "model.safetensors", tensors):
-        pass
+    # A file for each tensor, so that one is in memory at a time.
+    places = {}
+    for number, (name, shape) in enumerate(stored_shapes(base_leaves(BASE)).items()):
+        places[name] = f"model-{number}.safetensors"
+        save_file({name: np.resize(block, shape)}, folder / places[name])
+    index = {"weight_map": places}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     yield folder
-    (folder / "model.safetensors").unlink()  # pytest keeps folders
+    for file in places.values():  # pytest keeps folders
+        (folder / file).unlink()
 
 
 def load(base, mesh, kind="bfloat16"):

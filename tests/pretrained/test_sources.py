@@ -32,20 +32,42 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch, hub):
 
 def test_a_hub_id_offline_says_how_to_go_on(hub):
     message = (
-        r"'owner/name' is no folder here and cannot be fetched from the hub "
-        r"\(Cannot reach the hub\); to work offline, give a folder that holds its config.json"
+        r"^the folder owner/name does not exist, and no repository of this name can be fetched "
+        r"from the hub \(the hub cannot be reached and its cache has no copy\)$"
     )
     with pytest.raises(UserError, match=message):
         find_directory("owner/name")
-    with pytest.raises(UserError, match=r"or set HF_HUB_OFFLINE=1 where the hub's cache has it$"):
-        find_directory("owner/name")
     asked = {"revision": None, "allow_patterns": list(HUB_PATTERNS), "token": False}
-    assert hub == [("owner/name", asked)] * 2
+    assert hub == [("owner/name", asked)]
+
+
+def test_a_mistyped_path_is_not_looked_up_on_the_hub_and_close_names_are_listed(
+    tmp_path, monkeypatch, hub
+):
+    (tmp_path / "runs" / "mine").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    for source, close in {
+        "runs/mein": "runs/mine",
+        "./run/mine": "runs/mine",
+        f"{tmp_path}/runz/mine": f"{tmp_path}/runs/mine",
+        "runs/mine/best/draft": None,
+        "a/b/c": None,
+    }.items():
+        with pytest.raises(UserError) as error:
+            find_directory(source)
+        names = f" (close names: {close})" if close else ""
+        assert str(error.value) == f"the folder {source} does not exist{names}"
+    assert hub == []
+    # This may be a repository, so both failures are reported.
+    with pytest.raises(UserError, match=r"run/mine does not exist \(close names: runs/mine\), and"):
+        find_directory("run/mine")
+    with pytest.raises(UserError, match=r"'run' is neither a folder \(close names: runs\), nor a"):
+        find_directory("run")
 
 
 def test_a_token_comes_from_the_environment_only(hub, monkeypatch):
     monkeypatch.setenv("HF_TOKEN", "secret")
-    with pytest.raises(UserError, match="cannot be fetched from the hub"):
+    with pytest.raises(UserError, match="can be fetched from the hub"):
         find_directory("owner/name")
     assert hub[0][1]["token"] == "secret"
 
@@ -62,14 +84,14 @@ def test_a_failure_without_words_is_named_by_its_kind(hub, monkeypatch):
         raise TimeoutError
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fail)
-    with pytest.raises(UserError, match=r"cannot be fetched from the hub \(TimeoutError\)"):
+    with pytest.raises(UserError, match=r"can be fetched from the hub \(TimeoutError\)"):
         find_directory("owner/name")
 
 
 REPOSITORIES = {
     "base": (
-        ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors", "README.md"],
-        ["pytorch_model.bin", "original/consolidated.00.pth"],
+        ["config.json", "tokenizer.json", "model-00001-of-00002.safetensors"],
+        ["pytorch_model.bin", "original/consolidated.00.pth", "README.md"],
     ),
     "old head": (["config.json", "pytorch_model.bin"], ["training_args.bin"]),
     "draft": (["draft.json", "params/d/0", "params/ocdbt.process_0/d/1"], ["LICENSE"]),
@@ -107,9 +129,9 @@ def test_what_is_fetched_of_a_repository(monkeypatch, tmp_path, name):
             "nowhere",
             "'nowhere' is neither a folder, nor a hub id like owner/name, nor built",
         ),
-        ("/no/such/place", "'/no/such/place' is neither a folder"),
-        ("./place", "'./place' is neither a folder"),
-        ("../place", "'../place' is neither a folder"),
+        ("/no/such/place", "the folder /no/such/place does not exist"),
+        ("./place", "the folder ./place does not exist"),
+        ("../place", "the folder ../place does not exist"),
     ],
 )
 def test_what_is_nowhere_is_refused(source, message, hub):
