@@ -1,31 +1,19 @@
-"""Two reports side by side: tables, a plot, and differences of their conditions."""
+"""Two reports side by side: tables, and differences of their conditions."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from clover_jax.errors import UserError
-from clover_jax.evaluation.drawing import (
-    WIDTH,
-    draw_bars,
-    draw_spreads,
-    legend,
-    mark_plain_decoding,
-    new_figure,
-    save,
-)
-from clover_jax.evaluation.markdown import EQUAL, FIGURES, cell_of, groups, speed_of, table
 from clover_jax.evaluation.options import VANILLA
+from clover_jax.evaluation.page import EQUAL, cell_of, figures, groups, speed_of, table
 from clover_jax.evaluation.report import FORMAT, JSON
 from clover_jax.storage.files import write_json, write_text
 from clover_jax.storage.json_files import read_json_object
 from clover_jax.storage.jsonl import plain_values
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 Values = Mapping[str, Any]  # of a report.json
 # Keys that a report must have, since the page reads them.
@@ -59,9 +47,9 @@ class Column(NamedTuple):
 def compare_reports(names: str, output: str | None) -> dict[str, Any]:
     """Print two reports side by side and return their key figures.
 
-    names: "A,B", each a folder with a report.json or such a file. output: a folder for the page,
-    its values and its plot; None writes nothing.
-    Differences in what was measured are listed on stderr and in the page.
+    names: "A,B", each a folder with a report.json or such a file. output: a folder for the page
+    and its values; None writes nothing.
+    Differences of the conditions are listed on stderr and on the page.
     Raises UserError for names that are not two reports.
     """
     reports = _read_both(names)
@@ -89,20 +77,16 @@ def compare_reports(names: str, output: str | None) -> dict[str, Any]:
             column.name: (column.speed(None)["speedup"] or {}).get("median") for column in columns
         },
     }
-    # The page is printed in any case; a folder is written only where the user names one.
     if output is not None:
         folder = Path(output).expanduser()
-        # Without a draft there is nothing to plot.
-        picture = save("compare", lambda: _plot(columns, tasks), folder) if columns else None
         write_json(folder / "compare.json", plain_values(result))
-        shown = f"\n\n![{picture.stem}]({picture.name})" if picture else ""
-        write_text(folder / "compare.md", page + shown + "\n")
+        write_text(folder / "compare.md", page + "\n")
     return result
 
 
 _KINDS = {"texts": "not the same texts", "times": "not the same conditions for times"}
 
-# Where reports differ in these flags, their texts differ; in the others at most their times.
+# Flags that change texts; the others change times at most.
 _TEXT_FLAGS = (
     *("max_new_tokens", "temperature", "top_k", "top_p", "verify", "draft_sampling", "stop"),
     *("ignore_eos", "context_overflow", "seed"),
@@ -111,7 +95,7 @@ _TEXT_FLAGS = (
 
 def differences(one: Values, other: Values) -> dict[str, list[str]]:
     """Return differences of conditions: "texts" invalidate all comparisons, "times" only speeds."""
-    # Reports of earlier versions lack these, so nothing is known of them.
+    # Reports of earlier versions do not have these.
     known = one["manifest"]["base"].keys() & other["manifest"]["base"].keys()
     unknown = {f"base {name}" for name in {"config", "chat_template"} - known}
 
@@ -125,7 +109,6 @@ def differences(one: Values, other: Values) -> dict[str, list[str]]:
 
 
 def _text_conditions(report: Values) -> dict[str, Any]:
-    # What decides a text: weights, config, template, prompts, precision, sampling.
     manifest, base = report["manifest"], report["manifest"]["base"]
     flags = manifest["flags"]
     return {
@@ -136,14 +119,13 @@ def _text_conditions(report: Values) -> dict[str, Any]:
         "base chat_template": str(base.get("chat_template"))[:12],
         "prompts": manifest["prompts"]["hash"][:12],
         "dtype": manifest["dtype"],
-        # A quantized base writes its own text; a quantized head changes only what is drafted.
+        # A quantized head changes drafts, but no text.
         "int8 base": "base" in (flags.get("int8") or ()),
         **{name: flags.get(name) for name in _TEXT_FLAGS},
     }
 
 
 def _time_conditions(report: Values) -> dict[str, Any]:
-    # What decides a time: batch, code, mesh, machine, versions.
     manifest = report["manifest"]
     read = {
         "flags": ("mesh", "int8"),
@@ -161,7 +143,7 @@ def _read_both(names: str) -> list[Report]:
     # A folder stands for the report in it.
     parts = [name.strip() for name in names.split(",")]
     if len(parts) != 2 or not all(parts):
-        raise UserError(f"--compare={names}: give two reports, A,B")
+        raise UserError(f"--compare={names}: expected two reports, A,B")
     paths = [Path(part).expanduser() for part in parts]
     paths = [path / JSON if path.is_dir() else path for path in paths]
 
@@ -173,11 +155,10 @@ def _read_both(names: str) -> list[Report]:
 
 def _read(path: Path) -> Values:
     values = read_json_object(path)
-    # The file may hold any JSON object.
     if values.get("format") != FORMAT or not values.keys() >= _NEEDED:
         raise UserError(
-            f"{path} is no report of evaluate, or of another format than {FORMAT}; give the "
-            "output folder of evaluate"
+            f"{path} is not a report of evaluate, or not of format {FORMAT}; give the output "
+            "folder of evaluate"
         )
     return values
 
@@ -188,41 +169,18 @@ def _page(
     tasks: Sequence[str],
     differing: Mapping[str, Sequence[str]],
 ) -> str:
-    # What spoils the comparison stands above the figures.
+    # Differences of the conditions come first.
     parts = [f"# {reports[0].name} against {reports[1].name}"]
     if differing["texts"]:
         parts.append(f"**Not the same texts: {'; '.join(differing['texts'])}.**")
     if differing["times"]:
         parts.append(f"Not the same conditions for times: {'; '.join(differing['times'])}.")
 
-    # One table for each figure, so that the drafts of both reports stand side by side.
+    # One table for each figure, so that the drafts of both reports are side by side.
     for title in ("tau", "speed-up", "tokens/s", EQUAL):
-        text = FIGURES[title]
         rows = [
-            [task or "overall", *(text(each.cell(task), each.speed(task)) for each in columns)]
+            [task or "overall", *(figures(c.cell(task), c.speed(task))[title] for c in columns)]
             for task in groups(tasks)
         ]
         parts += [f"## {title}", table(["task", *(column.name for column in columns)], rows)]
     return "\n\n".join(parts)
-
-
-def _plot(columns: Sequence[Column], tasks: Sequence[str]) -> Figure:
-    # Tasks side by side: tau above, speed-up below.
-    places = groups(tasks)
-    figure, (upper, lower) = new_figure(rows=2, width=max(WIDTH, 1.25 * len(places)))
-    labels = [task or "overall" for task in places]
-    taus = {
-        column.name: [column.cell(task).get("tau") or 0.0 for task in places] for column in columns
-    }
-    speedups = {
-        column.name: [column.speed(task)["speedup"] for task in places] for column in columns
-    }
-    draw_bars(upper, labels, taus)
-    draw_spreads(lower, labels, speedups)
-
-    upper.set_ylabel("tau, tokens a forward")
-    lower.set_ylabel("speed-up over plain decoding, x")
-    for axes in (upper, lower):
-        mark_plain_decoding(axes)
-    legend(figure, upper)
-    return figure
