@@ -129,7 +129,7 @@ def test_a_threshold_in_bfloat16_is_that_of_tokens_read_at_once(twins):
 
 
 def test_texts_of_very_different_lengths_are_judged_together(twins, monkeypatch):
-    monkeypatch.setattr(near_ties, "bucket", lambda size: -(-size // 4) * 4)
+    monkeypatch.setattr(equality, "bucket", lambda size: -(-size // 4) * 4)
     alone, batched = (twins.models.engine(size) for size in (1, 2))
     outputs = [[1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
     cases = [

@@ -51,7 +51,7 @@ def report(num_drafts, num_tasks, depth=5, name="draft"):
             "dtype": "bfloat16",
             "flags": {"temperature": 0.7},
             "hardware": {"device": "cpu"},
-            "drafts": dict.fromkeys(drafts, {"tree": "dynamic:25:5:4+copy:8"}),
+            "drafts": {name: {"tree": "dynamic:25:5:4+copy:8"} for name in drafts},
         },
     }
 
