@@ -66,15 +66,9 @@ class Divergence:
     kind: str = MISMATCH
 
 
-@dataclasses.dataclass(frozen=True)
-class Comparison:
-    """A row against plain decoding's: equal, or the divergence; neither where one has no text."""
-
-    is_compared: bool
-    divergence: Divergence | None = None
-
-
-Comparisons = Mapping[int, Sequence[Comparison]]  # row -> its texts, the first pass's first
+# Row -> for each of its texts the divergence, or None where it is equal to plain decoding's. A text
+# that is missing, or has no text of plain decoding to compare with, has no entry.
+Comparisons = Mapping[int, Sequence[Divergence | None]]
 
 
 def compare_passes(
@@ -82,22 +76,20 @@ def compare_passes(
     passes: Iterable[TimedPass],
     plain: Mapping[int, Mapping[str, Any]],
 ) -> Comparisons:
-    """Return row -> comparisons of its first pass, then of each later one that differs from it."""
-    compared = {number: [compare_rows(row, plain[number])] for number, row in rows.items()}
+    """Compare the text of each row's first pass, then those of later passes that differ from it."""
+    compared = {number: compare_rows(row, plain[number]) for number, row in rows.items()}
     for one in passes:
+        size, repeat = one.key.batch_size, one.key.repeat
         for row in one.changed:
-            again = compare_rows(row, plain[row["row"]])
-            # A text that changed may have become plain decoding's.
-            if again.divergence:
-                size, repeat = one.key.batch_size, one.key.repeat
-                placed = dataclasses.replace(again.divergence, batch_size=size, repeat=repeat)
-                again = Comparison(True, placed)
-            compared[row["row"]].append(again)
+            compared[row["row"]] += [
+                again and dataclasses.replace(again, batch_size=size, repeat=repeat)
+                for again in compare_rows(row, plain[row["row"]])
+            ]
     return compared
 
 
-def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> Comparison:
-    """Compare the texts of two output rows, turn by turn up to the first difference."""
+def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> list[Divergence | None]:
+    """Return the first difference of two output rows, or [None]; [] where one has no text."""
     # Text after a difference has another context, so it cannot be compared.
     pairs = list(zip(turns_of(row), turns_of(vanilla), strict=False))
     for number, (mine, plain) in enumerate(pairs):
@@ -106,8 +98,8 @@ def compare_rows(row: Mapping[str, Any], vanilla: Mapping[str, Any]) -> Comparis
             expected, found = (
                 ids[at] if at < len(ids) else None for ids in (plain.output_ids, mine.output_ids)
             )
-            return Comparison(True, Divergence(row["index"], number, at, expected, found))
-    return Comparison(bool(pairs))
+            return [Divergence(row["index"], number, at, expected, found)]
+    return [None] if pairs else []
 
 
 def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
@@ -123,14 +115,13 @@ def first_difference(one: Sequence[int], other: Sequence[int]) -> int | None:
 
 
 def summarize(
-    comparisons: Sequence[Sequence[Comparison]], divergences: Sequence[Divergence]
+    comparisons: Sequence[Sequence[Divergence | None]], divergences: Sequence[Divergence]
 ) -> dict[str, Any]:
     """Return the counts for a report.
 
     comparisons: of the texts of every row. divergences: the worst of each row that has one.
     """
-    # A row whose first pass failed may have text in a later one.
-    compared = sum(any(one.is_compared for one in texts) for texts in comparisons)
+    compared = sum(bool(texts) for texts in comparisons)
     near_ties = sum(one.kind == NEAR_TIE for one in divergences)
     return {
         "compared": compared,
@@ -164,7 +155,7 @@ def judge(
     # Passes often repeat the same difference, which is judged once.
     differing: dict[tuple, Divergence] = {}
     for number, texts in comparisons.items():
-        for one in filter(None, (text.divergence for text in texts)):
+        for one in filter(None, texts):
             differing.setdefault((number, one.turn, one.position, one.found), one)
     divergences = list(differing.values())
 
@@ -176,7 +167,7 @@ def judge(
 
     if divergences and plan.is_equality_expected:
         rows = {number for number, *_ in differing}
-        equal = [n for n, texts in comparisons.items() if texts[0].is_compared and n not in rows]
+        equal = [number for number, texts in comparisons.items() if texts and number not in rows]
         cases = [case(number, one) for (number, *_), one in differing.items()]
         cases += [case(number, None) for number in equal[:_EQUAL_ROWS]]
         sizes = (1, max(*plan.batch_sizes, _LEAST_BATCH))

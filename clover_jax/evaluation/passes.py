@@ -146,7 +146,4 @@ class Evaluation:
         plain, mine = self.files[VANILLA].rows, self.files[name].rows
         rows = {prompt.index: mine[prompt.index] for prompt in self.plan.tasks[task]}
         compared = compare_passes(rows, self.journal.select(task=task, method=name), plain)
-        return sum(
-            texts[0].is_compared and not any(text.divergence for text in texts)
-            for texts in compared.values()
-        )
+        return sum(bool(texts) and not any(texts) for texts in compared.values())

@@ -25,8 +25,7 @@ _COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _HATCHES = ("", "//", "..", "xx", "\\\\", "++")
 _LINES = ("-", "--", "-.", ":")
-_NUM_LOOKS = 36
-_PLACES = {"clover2": 0, "lookup": 1, "eagle": 2, "recycle": 3, "clover_lr": 5}  # others: a hash
+_BASELINES = {"lookup": 1, "recycle": 3}  # in most reports, so their colors are theirs alone
 # A position that fewer forwards reach has no rate worth drawing.
 _LEAST_FORWARDS = 10
 _WIDTH, _HEIGHT = 6.4, 3.8
@@ -40,7 +39,6 @@ RC: dict[Any, Any] = {  # matplotlib's annotation lists every key
     "axes.axisbelow": True,
     "hatch.linewidth": 0.6,
 }
-_SPEEDUP = "speed-up over plain decoding, x"
 
 
 class Look(NamedTuple):
@@ -53,21 +51,23 @@ class Look(NamedTuple):
 
 
 def looks(names: Iterable[str]) -> dict[str, Look]:
-    """Return the look of each method, which depends on its name; all looks differ.
+    """Return the look of each method, which depends on its name; 24 looks and the baselines differ.
 
-    Only where two names of a report collide the later one moves to the next color.
+    Only where two names of a report collide, the later one moves to the next color.
     """
     found: dict[str, Look] = {}
+    size, others = len(_COLORS), [i for i in range(len(_COLORS)) if i not in _BASELINES.values()]
     taken: set[int] = set()
     for name in names:
-        place = _PLACES.get(name, zlib.crc32(name.encode()) % len(_COLORS))
+        first = others[zlib.crc32(name.encode()) % len(others)]
         # Free colors first, then the same colors with another marker and hatch.
-        order = sorted(range(_NUM_LOOKS), key=lambda i: (i // 6, (i - place) % 6))
-        place = next((i for i in order if i not in taken), place)
+        order = [row * size + (first + i) % size for row in range(size) for i in range(size)]
+        free = (i for i in order if i % size in others and i not in taken)
+        place = _BASELINES.get(name, next(free, first))
         taken.add(place)
-        shifted = place + place // len(_COLORS)
-        others = (choice[shifted % len(choice)] for choice in (_MARKERS, _HATCHES, _LINES))
-        found[name] = Look(_COLORS[place % len(_COLORS)], *others)
+        shifted = place + place // size
+        shapes = (choice[shifted % len(choice)] for choice in (_MARKERS, _HATCHES, _LINES))
+        found[name] = Look(_COLORS[place % size], *shapes)
     return found
 
 
@@ -109,18 +109,23 @@ def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
 
 def _tau(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     """Draw a bar for each draft; its label has the tree and the figure."""
-    figure, (axes,) = _new_figure(height=1.4 + 0.6 * len(drafts))
     labels = []
-    for place, (name, look) in enumerate(looks(drafts).items()):
+    for name in drafts:
         tau, tree = cell_of(report, name, None)["tau"], report["manifest"]["drafts"][name]["tree"]
-        axes.barh(place, tau or 0, 0.7, color=look.color, hatch=look.hatch, edgecolor="white")
         shown = "no forward" if tau is None else f"{tau:.2f}"
-        lines = [*textwrap.wrap(name, 28), textwrap.shorten(tree, 28, placeholder="...")]
-        labels.append("\n".join([*lines[:-1], f"{lines[-1]}: {shown}"]))
+        tree = textwrap.shorten(tree, 28, placeholder="...")
+        labels.append("\n".join([*textwrap.wrap(name, 28), f"{tree}: {shown}"]))
+    most_lines = max(label.count("\n") + 1 for label in labels)
+    height = 1.2 + (0.2 + 0.17 * most_lines) * len(drafts)
+
+    figure, (axes,) = _new_figure(height=height)
+    for place, (name, look) in enumerate(looks(drafts).items()):
+        tau = cell_of(report, name, None)["tau"] or 0.0
+        axes.barh(place, tau, 0.7, color=look.color, hatch=look.hatch, edgecolor="white")
     axes.set_yticks(range(len(drafts)), labels)
     axes.invert_yaxis()
-    axes.set(xlabel="tau, tokens a forward of the base", xlim=(0, None))
-    axes.axvline(1, color="black", linewidth=1, linestyle=":")  # plain decoding
+    axes.set(xlabel="tau, tokens per forward (dotted: plain decoding)", xlim=(0, None))
+    axes.axvline(1, color="black", linewidth=1, linestyle=":")
     axes.grid(axis="x", alpha=0.3)
     _title(figure, report)
     return figure
@@ -171,23 +176,20 @@ def _positions(report: Mapping[str, Any], name: str) -> int:
 def _speedup(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     sizes = sorted(report["batch_sizes"])
     figure, (axes,) = _new_figure(width=max(_WIDTH, 1.25 * len(sizes)))
-    spreads = {
-        name: [report["speed"][str(size)][name]["overall"]["speedup"] for size in sizes]
-        for name in drafts
+    speeds = {name: [report["speed"][str(n)][name]["overall"] for n in sizes] for name in drafts}
+    # A bar without height keeps the place of a figure that is missing.
+    none = {"median": 0.0, "least": 0.0, "most": 0.0}
+    spreads = {name: [one["speedup"] or none for one in cells] for name, cells in speeds.items()}
+    medians = {name: [one["median"] for one in values] for name, values in spreads.items()}
+    errors = {
+        name: [
+            [one["median"] - one["least"] for one in values],
+            [one["most"] - one["median"] for one in values],
+        ]
+        for name, values in spreads.items()
     }
-    _bars(axes, [str(size) for size in sizes], spreads)
-    axes.axhline(1, color="black", linewidth=1, linestyle=":")
-    axes.annotate(
-        "plain\ndecoding",
-        (1, 1),
-        xycoords=("axes fraction", "data"),
-        xytext=(4, 0),
-        textcoords="offset points",
-        va="center",
-        fontsize=8,
-        annotation_clip=False,
-    )
-    axes.set(xlabel="batch size", ylabel=_SPEEDUP)
+    _bars(axes, [str(size) for size in sizes], medians, errors)
+    axes.set(xlabel="batch size (dotted: plain decoding)", ylabel="speed-up, x")
     _title(figure, report, report["manifest"]["hardware"]["device"])
     _legend(figure, axes)
     return figure
@@ -196,21 +198,14 @@ def _speedup(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
 def _tau_by_task(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     tasks = report["tasks"]
     figure, (axes,) = _new_figure(width=max(_WIDTH, 1.25 * len(tasks)))
-    heights = {
-        name: [cell_of(report, name, task)["tau"] or 0.0 for task in tasks] for name in drafts
-    }
+    taus = {name: [cell_of(report, name, task)["tau"] or 0.0 for task in tasks] for name in drafts}
     # One word a line, and the longest words broken.
     labels = [
         "\n".join(line for word in re.split("[-_ ]", task) for line in textwrap.wrap(word, 14))
         for task in tasks
     ]
-    spreads = {
-        name: [{"median": tau, "least": tau, "most": tau} for tau in taus]
-        for name, taus in heights.items()
-    }
-    _bars(axes, labels, spreads)
-    axes.axhline(1, color="black", linewidth=1, linestyle=":")
-    axes.set_ylabel("tau, tokens a forward of the base")
+    _bars(axes, labels, taus)
+    axes.set_ylabel("tau, tokens per forward")
     _title(figure, report)
     _legend(figure, axes)
     return figure
@@ -227,31 +222,29 @@ def _new_figure(
 
 
 def _bars(
-    axes: Axes, groups: Sequence[str], spreads: Mapping[str, Sequence[Mapping[str, Any] | None]]
+    axes: Axes,
+    groups: Sequence[str],
+    heights: Mapping[str, Sequence[float]],
+    errors: Mapping[str, list[list[float]]] | None = None,
 ) -> None:
-    """Draw a bar for each method's median in each group, with its range from least to most."""
-    # A bar without height keeps the place of a figure that is missing.
-    none = {"median": 0.0, "least": 0.0, "most": 0.0}
-    width = 0.8 / len(spreads)
-    for number, (name, look) in enumerate(looks(spreads).items()):
-        values = [one or none for one in spreads[name]]
+    """Draw a bar for each method in each group; errors are [down, up] of a method's bars."""
+    width = 0.8 / len(heights)
+    for number, (name, look) in enumerate(looks(heights).items()):
         # The bars of a group are side by side, with their middle at the group's place.
-        offset = (number - (len(spreads) - 1) / 2) * width
+        offset = (number - (len(heights) - 1) / 2) * width
         axes.bar(
             [place + offset for place in range(len(groups))],
-            [one["median"] for one in values],
+            heights[name],
             width * 0.92,
             label=name,
             color=look.color,
             hatch=look.hatch,
             edgecolor="white",
             linewidth=0.5,
-            yerr=[
-                [one["median"] - one["least"] for one in values],
-                [one["most"] - one["median"] for one in values],
-            ],
+            yerr=errors and errors[name],
             error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
         )
+    axes.axhline(1, color="black", linewidth=1, linestyle=":")  # plain decoding
     axes.set_xticks(range(len(groups)), groups)
     axes.grid(axis="y", alpha=0.3)
 

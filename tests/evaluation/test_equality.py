@@ -39,14 +39,14 @@ def test_the_example():
 
 def test_the_first_difference_of_a_row_counts():
     found = compare_rows(row([1, 2], [3, 4, 9]), row([1, 2], [3, 5, 8]))
-    assert found.divergence == Divergence(3, turn=1, position=1, expected=5, found=4)
-    ended = compare_rows(row([1]), row([1, 2])).divergence
+    assert found == [Divergence(3, turn=1, position=1, expected=5, found=4)]
+    (ended,) = compare_rows(row([1]), row([1, 2]))
     assert (ended.expected, ended.found) == (2, None)
 
 
 def test_a_row_without_text_is_not_compared():
     failed = {"index": 0, "error": "bad"}
-    comparisons = [[compare_rows(failed, row([1]))], [compare_rows(row([1]), row([1]))]]
+    comparisons = [compare_rows(failed, row([1])), compare_rows(row([1]), row([1]))]
     assert summarize(comparisons, []) == {
         "compared": 1,
         "equal": 1,

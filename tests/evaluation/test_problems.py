@@ -7,7 +7,7 @@ import shutil
 import pytest
 
 from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.evaluation.equality import Comparison, Divergence, judge
+from clover_jax.evaluation.equality import Divergence, judge
 from clover_jax.evaluation.page import report_text
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.report import slow_drafts
@@ -141,7 +141,7 @@ def test_a_draft_that_is_slower_says_why(finished):
 def test_where_no_equality_is_expected_no_difference_is_judged(sampling):
     settings = GenerationSettings()
     plan = Plan({}, settings, sampling, seed=0, repeats=1, batch_sizes=[2], longest=9)
-    comparisons = {3: [Comparison(True, Divergence(3, 0, 1, 5, 6))], 4: [Comparison(True)]}
+    comparisons = {3: [Divergence(3, 0, 1, 5, 6)], 4: [None]}
     # Without a base: nothing is decoded again.
     found = judge(comparisons, {}, plan, vanilla=None)
     assert found == {3: Divergence(3, 0, 1, 5, 6)}
