@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import VANILLA
-from clover_jax.evaluation.page import EQUAL, cell_of, figures, groups, speed_of, table
+from clover_jax.evaluation.page import EQUAL, cell_of, figures_of, groups, speed_of, table
 from clover_jax.evaluation.report import FORMAT, JSON
 from clover_jax.storage.files import write_json, write_text
 from clover_jax.storage.json_files import read_json_object
@@ -20,28 +20,12 @@ Values = Mapping[str, Any]  # of a report.json
 _NEEDED = {"manifest", "methods", "tasks", "speed", "batch_sizes"}
 
 
-class Report(NamedTuple):
-    """A report, its file, and the name that it goes by."""
-
-    name: str
-    path: Path
-    values: Values
-
-
 class Column(NamedTuple):
-    """One draft of one report."""
+    """One draft of one report: its name on the page, the report, and its name there."""
 
     name: str
-    report: Report
+    report: Values
     method: str
-
-    def cell(self, task: str | None) -> Mapping[str, Any]:
-        """Return its figures on a task, or overall; empty where its report has no such task."""
-        return cell_of(self.report.values, self.method, task)
-
-    def speed(self, task: str | None) -> Mapping[str, Any]:
-        """Return its speed on a task, or overall, at the report's first batch size."""
-        return speed_of(self.report.values, self.method, task)
 
 
 def compare_reports(names: str, output: str | None) -> dict[str, Any]:
@@ -52,30 +36,37 @@ def compare_reports(names: str, output: str | None) -> dict[str, Any]:
     Differences of the conditions are listed on stderr and on the page.
     Raises UserError for names that are not two reports.
     """
-    reports = _read_both(names)
-    differing = differences(*(report.values for report in reports))
+    parts = [name.strip() for name in names.split(",")]
+    if len(parts) != 2 or not all(parts):
+        raise UserError(f"--compare={names}: expected two reports, A,B")
+    paths = [Path(part).expanduser() for part in parts]
+    paths = [path / JSON if path.is_dir() else path for path in paths]
+    reports = [_read(path) for path in paths]
+    # Folders name the reports, unless both have the same name.
+    folders = [path.resolve().parent.name for path in paths]
+    labels = folders if folders[0] != folders[1] else ["A", "B"]
+
+    differing = differences(*reports)
     for kind, title in _KINDS.items():
         for line in differing[kind]:
             print(f"{title}: {line}", file=sys.stderr)
-
     columns = [
-        Column(f"{report.name}: {method}", report, method)
-        for report in reports
-        for method in report.values["methods"]
+        Column(f"{label}: {method}", report, method)
+        for label, report in zip(labels, reports, strict=True)
+        for method in report["methods"]
         if method != VANILLA
     ]
     # Tasks of either report; a draft has dashes where its report lacks the task.
-    tasks = list(dict.fromkeys(task for report in reports for task in report.values["tasks"]))
-    page = _page(reports, columns, tasks, differing)
+    tasks = list(dict.fromkeys(task for report in reports for task in report["tasks"]))
+    page = _page(" against ".join(labels), columns, tasks, differing)
     print(page)
 
+    speeds = {one.name: speed_of(one.report, one.method, None)["speedup"] for one in columns}
     result = {
-        "reports": {report.name: str(report.path) for report in reports},
+        "reports": dict(zip(labels, map(str, paths), strict=True)),
         "differences": differing,
-        "tau": {column.name: column.cell(None)["tau"] for column in columns},
-        "speedup": {
-            column.name: (column.speed(None)["speedup"] or {}).get("median") for column in columns
-        },
+        "tau": {one.name: cell_of(one.report, one.method, None)["tau"] for one in columns},
+        "speedup": {name: (speed or {}).get("median") for name, speed in speeds.items()},
     }
     if output is not None:
         folder = Path(output).expanduser()
@@ -139,20 +130,6 @@ def _time_conditions(report: Values) -> dict[str, Any]:
     }
 
 
-def _read_both(names: str) -> list[Report]:
-    # A folder stands for the report in it.
-    parts = [name.strip() for name in names.split(",")]
-    if len(parts) != 2 or not all(parts):
-        raise UserError(f"--compare={names}: expected two reports, A,B")
-    paths = [Path(part).expanduser() for part in parts]
-    paths = [path / JSON if path.is_dir() else path for path in paths]
-
-    # Folders name the reports, unless they are called the same.
-    folders = [path.resolve().parent.name for path in paths]
-    labels = folders if folders[0] != folders[1] else ["A", "B"]
-    return [Report(label, path, _read(path)) for label, path in zip(labels, paths, strict=True)]
-
-
 def _read(path: Path) -> Values:
     values = read_json_object(path)
     if values.get("format") != FORMAT or not values.keys() >= _NEEDED:
@@ -164,23 +141,23 @@ def _read(path: Path) -> Values:
 
 
 def _page(
-    reports: Sequence[Report],
+    title: str,
     columns: Sequence[Column],
     tasks: Sequence[str],
     differing: Mapping[str, Sequence[str]],
 ) -> str:
     # Differences of the conditions come first.
-    parts = [f"# {reports[0].name} against {reports[1].name}"]
+    parts = [f"# {title}"]
     if differing["texts"]:
         parts.append(f"**Not the same texts: {'; '.join(differing['texts'])}.**")
     if differing["times"]:
         parts.append(f"Not the same conditions for times: {'; '.join(differing['times'])}.")
 
     # One table for each figure, so that the drafts of both reports are side by side.
-    for title in ("tau", "speed-up", "tokens/s", EQUAL):
-        rows = [
-            [task or "overall", *(figures(c.cell(task), c.speed(task))[title] for c in columns)]
-            for task in groups(tasks)
-        ]
-        parts += [f"## {title}", table(["task", *(column.name for column in columns)], rows)]
+    for figure in ("tau", "speed-up", "tokens/s", EQUAL):
+        rows = []
+        for task in groups(tasks):
+            texts = (figures_of(one.report, one.method, task)[figure] for one in columns)
+            rows.append([task or "overall", *texts])
+        parts += [f"## {figure}", table(["task", *(column.name for column in columns)], rows)]
     return "\n\n".join(parts)

@@ -19,15 +19,12 @@ DEFINITIONS = Path(__file__).with_name("definitions.md")  # of the figures
 def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
     """Return the page; `plots` are the pictures, in a folder next to it."""
     drafts = [name for name in report["methods"] if name != VANILLA]
-    parts = ["# Evaluation", _summary(report)]
-    if len(report["tasks"]) == 1:  # a table by task would repeat the one over all
-        parts += [f"## Overall (task {report['tasks'][0]})", _overall(report)]
-    else:
-        parts += ["## Overall", _overall(report)]
+    parts, tasks = ["# Evaluation", _summary(report)], report["tasks"]
+    # A table by task would repeat the one over a single task.
+    parts += ["## Overall" + (f" (task {tasks[0]})" if len(tasks) == 1 else ""), _overall(report)]
     parts += report["slow_drafts"]
-    if plots:
-        parts += [f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots]
-    if len(report["tasks"]) > 1:
+    parts += [f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots]
+    if len(tasks) > 1:
         parts += ["## By task", *_by_task(report)]
 
     if drafts:
@@ -83,8 +80,9 @@ def groups(tasks: Sequence[str]) -> list[str | None]:
     return [None, *tasks] if len(tasks) > 1 else [None]
 
 
-def figures(cell: Mapping[str, Any], speed: Mapping[str, Any]) -> dict[str, str]:
-    """Return column -> text of a method's `cell_of` and `speed_of`; a dash where there is none."""
+def figures_of(report: Mapping[str, Any], method: str, task: str | None) -> dict[str, str]:
+    """Return column -> text of a method's figures on one task or on all; a dash for none."""
+    cell, speed = cell_of(report, method, task), speed_of(report, method, task)
     counts = cell.get("equality")
     return {
         "tau": number(cell.get("tau")),
@@ -93,10 +91,6 @@ def figures(cell: Mapping[str, Any], speed: Mapping[str, Any]) -> dict[str, str]
         "speed-up": spread(speed["speedup"], 2, "x"),
         EQUAL: f"{counts['equal']} of {counts['compared']}" if counts else NONE,
     }
-
-
-def _figures(report: Mapping[str, Any], method: str, task: str | None) -> dict[str, str]:
-    return figures(cell_of(report, method, task), speed_of(report, method, task))
 
 
 def _summary(report: Mapping[str, Any]) -> str:
@@ -123,26 +117,26 @@ def _summary(report: Mapping[str, Any]) -> str:
 
 
 def _overall(report: Mapping[str, Any]) -> str:
-    rows, columns = [], list(figures({}, _NO_SPEED))
+    rows, figures = [], {}
     for name in report["methods"]:
         draft = report["manifest"]["drafts"].get(name, {})
         tree = draft.get("tree", "none")
         # A tree's name may list all of its paths.
         tree = tree if len(tree) <= 32 else tree[:29] + "..."
-        texts = _figures(report, name, None).values()
-        rows.append([display_name(name), f"{tree} ({draft.get('nodes', 0)})", *texts])
-    return table(["method", "tree (nodes)", *columns], rows)
+        figures = figures_of(report, name, None)
+        rows.append([display_name(name), f"{tree} ({draft.get('nodes', 0)})", *figures.values()])
+    return table(["method", "tree (nodes)", *figures], rows)
 
 
 def _by_task(report: Mapping[str, Any]) -> Iterable[str]:
     counted = ("rows", "failed", "skipped", "truncated")
     for name in report["methods"]:
-        rows = []
+        rows, figures = [], {}
         for task in report["tasks"]:
             counts = [cell_of(report, name, task)[key] for key in counted]
-            rows.append([task, *counts, *_figures(report, name, task).values()])
-        columns = ["task", *counted, *figures({}, _NO_SPEED)]
-        yield f"### {display_name(name)}\n\n" + table(columns, rows)
+            figures = figures_of(report, name, task)
+            rows.append([task, *counts, *figures.values()])
+        yield f"### {display_name(name)}\n\n" + table(["task", *counted, *figures], rows)
 
 
 def _positions(name: str, report: Mapping[str, Any]) -> str:
@@ -308,6 +302,12 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
     def joined(part: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in part.items())
 
+    def drafted_by(draft: Mapping[str, Any]) -> str:
+        # Lookup and recycle have no weights.
+        if draft["steps"] is None and draft["source"] == draft["kind"]:
+            return f"{draft['kind']}, from the text"
+        return f"{draft['kind']}, {draft['source']}, step {draft['steps']}, {draft['hash']}"
+
     # None stands for a flag that was left out.
     flags = manifest["flags"].items()
     rows = [
@@ -317,14 +317,7 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
         ["hardware", joined(manifest["hardware"])],
         ["base", f"{manifest['base']['source']}, {manifest['base']['hash']}"],
         ["prompts", f"{manifest['prompts']['source']}, {manifest['prompts']['hash']}"],
-        *([f"draft {name}", _drafted_by(one)] for name, one in manifest["drafts"].items()),
+        *([f"draft {name}", drafted_by(one)] for name, one in manifest["drafts"].items()),
         ["flags", " ".join(f"--{name}={value}" for name, value in flags if value is not None)],
     ]
     return table(["entry", "value"], rows)
-
-
-def _drafted_by(draft: Mapping[str, Any]) -> str:
-    # Lookup and recycle have no weights.
-    if draft["steps"] is None and draft["source"] == draft["kind"]:
-        return f"{draft['kind']}, from the text"
-    return f"{draft['kind']}, {draft['source']}, step {draft['steps']}, {draft['hash']}"

@@ -90,20 +90,15 @@ def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
     taus = [cell_of(report, name, None)["tau"] for name in drafts]
     if not any(taus):
         return {}
-    plots = {
-        "tau": lambda: _tau(report, drafts),
-        "acceptance_by_position": lambda: _acceptance(report, drafts),
-        "speedup": lambda: _speedup(report, drafts),
-        "tau_by_task": lambda: _tau_by_task(report, drafts),
-    }
-    if not any(_positions(report, name) for name in drafts):
-        del plots["acceptance_by_position"]
-    sizes = map(str, report["batch_sizes"])
-    speeds = itertools.product(sizes, drafts)
-    if not any(report["speed"][size][name]["overall"]["speedup"] for size, name in speeds):
-        del plots["speedup"]
-    if len(report["tasks"]) < 2:
-        del plots["tau_by_task"]
+    plots = {"tau": lambda: _tau(report, drafts)}
+    if any(_positions(report, name) for name in drafts):
+        plots["acceptance_by_position"] = lambda: _acceptance(report, drafts)
+
+    speeds = [report["speed"][str(size)][name] for size in report["batch_sizes"] for name in drafts]
+    if any(one["overall"]["speedup"] for one in speeds):
+        plots["speedup"] = lambda: _speedup(report, drafts)
+    if len(report["tasks"]) > 1:
+        plots["tau_by_task"] = lambda: _tau_by_task(report, drafts)
     return plots
 
 

@@ -27,23 +27,16 @@ def test_everything_is_measured_and_the_last_line_says_the_key_figures(finished)
 
 
 def test_figures_are_those_of_the_rows(finished):
+    # tau, rates and histograms are counted again in test_recount.py.
     for name, depth in (("chain", 2), ("short", 1)):
-        cell = finished.report["methods"][name]["overall"]
+        cells = finished.report["methods"][name]
         turns = [turn for row in finished.rows(name) for turn in turns_of(row)]
-        accepted = [count for turn in turns for count in turn.accepted]
-        assert cell["turns"] == len(turns) == 5
-        assert cell["tokens"] == sum(len(turn.output_ids) for turn in turns) == 45
-        assert cell["tau"] == pytest.approx((45 - 5) / len(accepted))
-        assert cell["hit_rate"] == [
-            pytest.approx(sum(count > i for count in accepted) / len(accepted))
-            for i in range(depth)
-        ]
-        assert cell["num_accepted_tokens"] == sum(accepted)
-        assert cell["num_draft_tokens"] == len(accepted) * depth
-        assert len(cell["accuracy"]["top_5"]) == 5
-        parts = [finished.report["methods"][name]["tasks"][task] for task in ("writing", "qa")]
-        assert [part["rows"] for part in parts] == [2, 2]
-        assert sum(part["target_forwards"] for part in parts) == len(accepted)
+        forwards = sum(len(turn.accepted) for turn in turns)
+        assert cells["overall"]["turns"] == len(turns) == 5
+        assert cells["overall"]["tokens"] == 45
+        assert cells["overall"]["num_draft_tokens"] == forwards * depth
+        assert len(cells["overall"]["accuracy"]["top_5"]) == 5
+        assert [cells["tasks"][task]["rows"] for task in ("writing", "qa")] == [2, 2]
 
 
 def test_speed_is_measured_in_turns_at_every_batch_size(finished):
