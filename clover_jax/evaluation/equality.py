@@ -195,24 +195,24 @@ def classify(
     )
     # The same texts read in three ways: any change is rounding. A lead is infinite at a temperature
     # next to 0, where it measures no rounding.
-    changes = [
-        np.abs(one.lead - other.lead)[np.isfinite(one.lead) & np.isfinite(other.lead)]
-        for others in (single, at_once)
-        for one, other in zip(together, others, strict=True)
-    ]
-    threshold = max(float(change.max(initial=0.0)) for change in changes)
+    threshold = 0.0
+    for one, *others in zip(together, single, at_once, strict=True):
+        for other in others:
+            known = np.isfinite(one.lead) & np.isfinite(other.lead)
+            changes = np.abs(one.lead[known] - other.lead[known])
+            threshold = max(threshold, float(changes.max(initial=0.0)))
 
     judged = []
     for case, scores in zip(cases, together, strict=True):
-        one = case.divergence
-        if one is None:
+        found = case.divergence
+        if found is None:
             continue
-        one = dataclasses.replace(one, threshold=threshold)
         # After the end of either text there is no score to compare with.
-        if one.found is not None and one.position < len(scores.gap):
-            gap = float(scores.gap[one.position])
-            one = dataclasses.replace(one, gap=gap, kind=NEAR_TIE if gap <= threshold else MISMATCH)
-        judged.append(one)
+        gap = None
+        if found.found is not None and found.position < len(scores.gap):
+            gap = float(scores.gap[found.position])
+        kind = NEAR_TIE if gap is not None and gap <= threshold else MISMATCH
+        judged.append(dataclasses.replace(found, gap=gap, threshold=threshold, kind=kind))
     return judged
 
 
