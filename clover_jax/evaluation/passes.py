@@ -101,10 +101,10 @@ class Evaluation:
                     # Kept with the pass: it is judged as well as the row's first text.
                     changed.append(another_text)
 
-                # A row that fails in every pass is reported once.
+                # A row that fails in every pass and with every method is reported once.
                 line = self.failures.add(row) if is_new or another_text else None
                 if line is not None:
-                    bar.write(f"{display_name(key.method)}: {line}")
+                    bar.write(line)
                 tau, rate = file.tally(key.task).tau, tokens / (compiling.now() - started)
                 figures = "" if tau is None else f"tau {tau:.2f}, "
                 place = f"{key.task} {display_name(key.method)} #{key.repeat + 1}"

@@ -26,7 +26,7 @@ def test_a_row_that_fails_fails_the_run_and_is_counted(folder):
     for name, line in zip(names, failing.result["problems"], strict=True):
         assert line.startswith(f"{name}: 1 of 2 rows failed, the first with: {reason}")
     assert failing.err.count(reason) == 1
-    assert f"plain decoding: row 1 failed: {reason}" in failing.err
+    assert f"row 1 failed: {reason}" in failing.err
     cell = failing.report["methods"]["chain"]["overall"]
     assert (cell["rows"], cell["failed"], cell["turns"]) == (2, 1, 1)
     assert cell["equality"]["not_compared"] == 1
@@ -117,7 +117,7 @@ def test_rows_of_training_data_are_decoded_from_their_prompts(folder):
     mixed = run(folder, folder / "mixed", *few, both)
     assert mixed.report["tasks"] == ["wrong", "chats"]
     assert mixed.result["failed"] == 2
-    assert "plain decoding: row 0 failed: " in mixed.err
+    assert "row 0 failed: " in mixed.err
     assert "row 1 failed" not in mixed.err
     assert "2 rows failed for the same reason as row 0" in mixed.err
 
