@@ -1,20 +1,20 @@
-"""Measure drafts against plain decoding: same prompts, same process, in turns.
+"""Measure drafts against plain decoding: same prompts, same process, alternately.
 
     python -m clover_jax.evaluate --drafts=a=runs/a,b=runs/b --prompts=spec_bench.jsonl --output=out
 
-Plain decoding (`vanilla` in file names and report.json), every draft, and every baseline, which
-drafts without training (--baselines), decode every task of the prompts in turns, --repeats times;
-another method begins each time. The output folder then holds report.md and report.json (tau, hit
-rates, accuracies, speed-up with its spread, equality with plain decoding, a manifest), plots/, and
-rows/NAME.jsonl. The same command goes on where it was stopped.
+Plain decoding (`vanilla` in file names and report.json), every draft, and every training-free
+baseline (--baselines) decode every task of the prompts, --repeats times; the first method changes
+each time. The output folder then has report.md and report.json (tau, hit rates, accuracies,
+speed-up with its spread, equality with plain decoding, a manifest), plots/, and rows/NAME.jsonl.
+The same command continues a run that was stopped.
 
---compare=A,B sets two such folders (or their report.json) side by side instead. --replay=FILE tells
-what copying would give on answers that are written already, by the base's tokenizer alone.
+Rows of training data in the `messages` form are prompts too: a final assistant message is dropped.
+--compare=A,B compares two such folders (or their report.json) instead.
 
-Several processes measure as one where the environment says so (launch/local_processes); one of them
-reads prompts and writes the folder.
+Several processes measure as one where the environment is set for that (launch/local_processes);
+one of them reads the prompts and writes the folder.
 
-Status 1: rows failed, or a draft's text is not that of plain decoding although it should be.
+Status 1: rows failed, or a draft's text differs from plain decoding's although it should not.
 """
 
 import sys
@@ -31,7 +31,7 @@ _SPEC = ("copy", "copy_from", "int8", "chat_template", "draft_rope_theta", "allo
 def define_flags(flags):
     """Define this command's flags."""
     define_settings(flags, Options)
-    define_settings(flags, ModelSpec, *_SPEC)  # the drafts and their trees are told by `Options`
+    define_settings(flags, ModelSpec, *_SPEC)  # drafts and their trees are in `Options`
     define_settings(flags, GenerationSettings)
     cli.define_common_flags(flags)
 
@@ -60,12 +60,8 @@ def execute(flags) -> dict:
         seed=flags.seed,
         workdir=cli.workdir_of(flags, "evaluate"),
     )
-    # The report records all flags but those that no measurement depends on.
+    # The report records all flags that a measurement may depend on.
     recorded = cli.flag_settings(flags, "compare", "overwrite")
-    if options.replay is not None:
-        from clover_jax.evaluation.replay import replay
-
-        return replay(options, recorded)
     from clover_jax.evaluation.run import evaluate
 
     return evaluate(options, settings_from(flags, GenerationSettings), recorded)

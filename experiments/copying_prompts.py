@@ -8,8 +8,7 @@ most used variable gets another name. Stories: the first 1200 characters of answ
 of each.
 
 A prompt has the text, says what to change, and begins the changed text; `response` is the rest of
-it. `generate` and `evaluate --prompts` continue the prompts; `evaluate --replay` takes the
-responses for answers.
+it. `generate` and `evaluate --prompts` continue the prompts.
 """
 
 import ast

@@ -23,6 +23,7 @@ from clover_jax.data.rows import (
     tell_unread,
 )
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 SHIPPED_PROMPTS = "prompts.jsonl"  # in a base's folder
 _ROLES = ("system", "user", "assistant", "tool")
@@ -119,6 +120,21 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
     return rows
 
 
+def read_prompt_files(files: str, strict: bool = False) -> list[Prompt | BadPrompt]:
+    """Read the rows of "FILE,FILE", numbered through all files.
+
+    strict: whether a row that is wrong raises its UserError, or a BadPrompt takes its place.
+    """
+    read = read_prompts if strict else read_prompts_and_mistakes
+    rows: list[Prompt | BadPrompt] = []
+    for name in filter(None, map(str.strip, files.split(","))):
+        for row in read(Path(name).expanduser()):
+            rows.append(dataclasses.replace(row, index=len(rows)))
+    if not rows:
+        raise UserError(f"--prompts={files} names no file")
+    return rows
+
+
 def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPrompt]:
     """Read every row as `read_prompts` does, with a BadPrompt in the place of a row that is wrong.
 
@@ -135,6 +151,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
 
     rows: list[Prompt | BadPrompt] = []
     unread: collections.Counter[str] = collections.Counter()
+    num_answered = 0
     for number, line in enumerate(content.split(b"\n"), start=1):
         if not line.strip():
             continue
@@ -142,14 +159,63 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
         # A bad row keeps its place: rows of output carry the numbers of the input's.
         try:
             row = parse_line(line, source)
-            rows.append(parse_prompt(row, index, source))
+            asked = _without_answer(row)
+            rows.append(parse_prompt(asked, index, source))
+            num_answered += asked is not row
             unread.update(row.keys() - ROW_FIELDS.keys())
         except UserError as error:
             rows.append(BadPrompt(index, source, str(error)))
     if not rows:
         raise UserError(f'{name}: no rows; expected one a line, such as {{"prompt": "Once upon"}}')
     tell_unread(unread, name)
+    if num_answered:
+        say(
+            f"{name}: {num_answered} of {len(rows)} rows end with an assistant message, which is "
+            "dropped and decoded again"
+        )
     return rows
+
+
+def _without_answer(row: Any) -> Any:
+    """Return a row without the assistant messages at its end, as rows of training data have them.
+
+    The same object is returned where there are none, or nothing else.
+    """
+    messages = row.get("messages") if isinstance(row, dict) else None
+    if not isinstance(messages, list):
+        return row
+    asked = list(messages)
+    while asked and isinstance(asked[-1], dict) and asked[-1].get("role") == "assistant":
+        asked.pop()
+    return row | {"messages": asked} if 0 < len(asked) < len(messages) else row
+
+
+class Failures:
+    """Lines for the user on rows that are not decoded: one when a reason is new, then counts."""
+
+    def __init__(self):
+        self._rows: dict[str, set[int]] = {}
+        self._first: dict[str, str] = {}
+
+    def add(self, row: Mapping[str, Any]) -> str | None:
+        """Count a row with "error" or "skipped"; return a line for a new reason."""
+        reason = row.get("error") or row.get("skipped")
+        if reason is None:
+            return None
+        # Two rows have the same reason where only numbers and the row's own value differ.
+        alike = re.sub(r"\d+", "#", reason.partition(", not ")[0])
+        rows = self._rows.setdefault(alike, set())
+        rows.add(row["index"])
+        if alike in self._first:
+            return None
+        verb = "failed" if "error" in row else "skipped"
+        self._first[alike] = f"{verb} for the same reason as row {row['index']}"
+        return f"row {row['index']} {verb}: {reason}"
+
+    def counts(self) -> list[str]:
+        """Return a line for each reason that several rows have."""
+        several = [(alike, rows) for alike, rows in self._rows.items() if len(rows) > 1]
+        return [f"{len(rows)} rows {self._first[alike]}" for alike, rows in several]
 
 
 def parse_prompt(row: Any, index: int, source: str) -> Prompt:
@@ -268,7 +334,7 @@ ROW_FIELDS = {
     "messages": RowField(
         "messages",
         _are_messages,
-        f'a list of {{"role": {"|".join(_ROLES)}, "content": text}}, the last not the assistant\'s',
+        f'a list of {{"role": {"|".join(_ROLES)}, "content": text}} that ends with a user message',
         _as_messages,
     ),
     "turns": RowField(

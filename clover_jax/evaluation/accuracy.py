@@ -1,4 +1,4 @@
-"""Top-k accuracy by position: teacher forced, on the text that plain decoding emitted.
+"""Top-k accuracy by position, teacher-forced on the text that plain decoding emitted.
 
 Position i of the head at text position t proposes x_{t+2+i}. A pair (t, i) counts when decoding
 could have made it: both x_{t+1} and x_{t+2+i} are emitted tokens. It is a top-k hit when the
@@ -38,9 +38,9 @@ _TARGETS_AT_ONCE = 128  # whose logits exist at a time
 
 
 class Hits(NamedTuple):
-    """Of one turn or several.
+    """Counts over one turn or several.
 
-    pairs: [P] pairs that count. hits: [3, P] those whose target is among the best TOP.
+    pairs: [P] pairs that count. hits: [3, P] pairs whose target is among the TOP best tokens.
     """
 
     pairs: np.ndarray
@@ -56,7 +56,7 @@ class Hits(NamedTuple):
 
 
 def measure(method: Method, turns: Sequence[TurnRow]) -> Iterator[tuple[int, Hits]]:
-    """Yield the number of each turn and its hits; turns of one length go together."""
+    """Yield the number of each turn and its hits; turns of one length share batches."""
     base, head = method.models.base, method.models.head
     assert head is not None  # plain decoding proposes nothing
     weights = weights_for(head, base.params, method.models.draft_params)
@@ -66,7 +66,7 @@ def measure(method: Method, turns: Sequence[TurnRow]) -> Iterator[tuple[int, Hit
     longest = max((len(turn.output_ids) for turn in turns), default=1)
     num_targets = -(-longest // _TARGETS_AT_ONCE) * _TARGETS_AT_ONCE
 
-    # Turns by the size of their buffer: the program is compiled for each size.
+    # Turns by the size of their buffer, since the program is compiled for each size.
     by_size: dict[int, list[int]] = {}
     for number, turn in enumerate(turns):
         size = bucket(len(turn.prompt_ids) + len(turn.output_ids))
@@ -94,7 +94,7 @@ def total(parts: Sequence[Hits]) -> Hits:
 
 def _pack(turns: Sequence[TurnRow], rows: int, size: int) -> tuple[Batch, np.ndarray, np.ndarray]:
     """Return a batch with a turn a row, where its emitted tokens begin, and where it ends."""
-    # Empty rows of the last batch have no pair: they end before they begin.
+    # Empty rows of the last batch end before they begin, so they have no pair.
     tokens = np.zeros((rows, size), np.int32)
     first, end = np.ones(rows, np.int32), np.zeros(rows, np.int32)
     for row, turn in enumerate(turns):
@@ -104,7 +104,6 @@ def _pack(turns: Sequence[TurnRow], rows: int, size: int) -> tuple[Batch, np.nda
     slots = np.broadcast_to(np.arange(size, dtype=np.int32), tokens.shape)
     # One document in each row (1), then padding (0).
     segments = (slots < end[:, None]).astype(np.int32)
-    # NumPy's, which the program takes to the device.
     fields: tuple[Any, ...] = (tokens, segments, slots, segments > 0)
     return Batch(*fields), first, end
 
@@ -123,9 +122,9 @@ def count_hits(
 ) -> tuple[Int[Array, "B P"], Int[Array, "B K P"]]:
     """Return the counted pairs and the hits of every row of a batch.
 
-    mesh: that params are split over; rows are split with them, evenly.
-    first, end: where a row's emitted tokens begin and where it ends. slots: [n], at least as many
-        as a row has emitted tokens; only its length matters.
+    mesh: over which params are split, and rows evenly.
+    first, end: where a row's emitted tokens begin and where it ends. slots: [n], at least as long
+        as a row's emitted tokens; only its length is used.
     """
     teacher = teach(base, base_params, head.config.features, batch, mesh)
     base_params, params = gathered_in_use((base_params, params))
@@ -149,7 +148,7 @@ def count_hits(
             return target_ids(head, top_k(scores, max(TOP)).ids)
 
         ids = _in_chunks(best_ids, _rows(hidden[i], source))
-        # Only the token that decoding takes is a hit, not another with an equal logit.
+        # Only the token that decoding takes is a hit, not another one with an equal logit.
         is_hit = (ids == wanted[..., None]) & counts[..., None]
         pairs.append(counts.sum(axis=1))
         hits.append(jnp.stack([is_hit[..., :k].any(-1).sum(axis=1) for k in TOP], axis=1))
@@ -157,7 +156,7 @@ def count_hits(
 
 
 def _rows(x: Array, index: Int[Array, "B n"]) -> Array:
-    """Take [B, n, D] of [B, S, D]; an index outside gives some row."""
+    """Take [B, n, D] of [B, S, D]; an index outside takes some row."""
     return jnp.take_along_axis(x, jnp.clip(index, 0, x.shape[1] - 1)[..., None], axis=1)
 
 

@@ -1,4 +1,4 @@
-"""The methods that are measured, on one loaded base: plain decoding, drafts, baselines."""
+"""The methods that are measured on one loaded base: plain decoding, drafts, baselines."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Method:
 def load_methods(options: Options, settings: GenerationSettings) -> list[Method]:
     """Load the base once, then every draft and every baseline; plain decoding comes first.
 
-    A draft with the tree "auto" gets the fastest one at `batch_size`, or the one that its rows were
-    begun with. Raises UserError for what is missing, broken or does not fit the base.
+    A draft with the tree "auto" gets the fastest one at `batch_size`, or the one that earlier rows
+    have. Raises UserError for a draft that is missing, broken or does not fit the base.
     """
     drafts = []
     for choice in options.draft_choices:
-        # A tree that is measured needs the draft, which is loaded with its own one.
+        # To choose a tree needs the draft, which is loaded with its own tree first.
         tree = None if choice.tree == AUTO else choice.tree
         spec = dataclasses.replace(options.spec, draft=choice.source, tree=tree)
         check_names(spec)  # before the base, which takes longer
@@ -69,10 +69,19 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
     for choice, spec in drafts:
         models = load(spec, plain)  # shares the base's weights
         if choice.tree == AUTO:
-            models = _with_tree_that_pays(choice.name, models, settings, options)
+            # Rows of an earlier run go on with their tree.
+            rows = None if options.overwrite else options.rows_path(choice.name)
+            sampling, size = sampling_for(settings, []), options.batch_size
+            found = with_auto_tree(models, sampling, settings.warping, size, None, rows)
+            # The user wants to measure this draft, so one that does not pay is measured too.
+            if found.draft is None:
+                say(f"{choice.name} is still measured, with {models.tree.name}")
+            else:
+                models = found
         methods.append(Method(choice.name, models, choice.source))
 
-    # With their own trees: --tree and --copy are for the drafts. Only lookup reads other texts.
+    # Baselines have their own trees: --tree and --copy are for the drafts. Only lookup reads other
+    # texts.
     for choice in baselines:
         spec = dataclasses.replace(options.spec, draft=choice.source, copy=0)
         if choice.source != "lookup":
@@ -82,9 +91,9 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
 
 
 def choose_baselines(options: Options, settings: GenerationSettings) -> list[DraftChoice]:
-    """Return what to measure beside the drafts: all that need no training, or those named.
+    """Return the baselines to measure: all training-free drafts, or those of `--baselines`.
 
-    Raises UserError for a name that is none of them.
+    Raises UserError for another name.
     """
     names = [name.strip() for name in (options.baselines or "").split(",")]
     names = list(dict.fromkeys(filter(None, names)))
@@ -93,35 +102,20 @@ def choose_baselines(options: Options, settings: GenerationSettings) -> list[Dra
     for name in names:
         if name not in TRAINING_FREE:
             raise UserError(
-                f"--baselines: {name!r} is no draft without training; they are "
+                f"--baselines: {name!r} is not a training-free draft; they are "
                 f"{', '.join(TRAINING_FREE)}, or {NO_DRAFT} alone"
             )
 
-    # They have no distribution to sample, which is no mistake unless they were named.
+    # They have no distribution to sample from, which is a mistake only where they were named.
     if options.baselines is None and settings.draft_sampling != "sampled":
         names = list(TRAINING_FREE)
-    # A draft of the user stands for the baseline that it is.
+    # A draft of the user replaces the baseline of that name.
     given = {word for draft in options.draft_choices for word in (draft.name, draft.source)}
     return [DraftChoice(name, name) for name in names if name not in given]
 
 
-def _with_tree_that_pays(
-    name: str, models: Models, settings: GenerationSettings, options: Options
-) -> Models:
-    # Where rows of an earlier run are kept, their tree is used again.
-    rows = None if options.overwrite else options.rows_path(name)
-    chosen = with_auto_tree(
-        models, sampling_for(settings, []), settings.warping, options.batch_size, None, rows
-    )
-    if chosen.draft is not None:
-        return chosen
-    # A draft is there to be measured: the report then shows by how much it does not pay.
-    say(f"{name} is measured with {models.tree.name} all the same")
-    return models
-
-
 def sizes_on(mesh: Mesh | None, batch_sizes: Sequence[int]) -> list[int]:
-    """Return the batch sizes that engines have, each once: rounded up to equal rows per device.
+    """Return the batch sizes of engines, rounded up to equal rows per device, each once.
 
     Example: 1, 2 and 3 rows on two devices that split rows are 2, 2 and 4: [2, 4].
     """
@@ -133,13 +127,14 @@ def make_engines(methods: Sequence[Method], plan: Plan) -> dict[int, dict[str, E
 
     Raises UserError where a tree does not suit its head or the rules of sampling.
     """
-
-    def engine(models: Models, size: int) -> Engine:
-        room = source_size(models, plan.prompts)
-        return models.engine(size, plan.sampling, seed=plan.seed, source_size=room)
-
+    rooms = {method.name: source_size(method.models, plan.prompts) for method in methods}
     return {
-        size: {method.name: engine(method.models, size) for method in methods}
+        size: {
+            method.name: method.models.engine(
+                size, plan.sampling, seed=plan.seed, source_size=rooms[method.name]
+            )
+            for method in methods
+        }
         for size in plan.batch_sizes
     }
 
@@ -154,7 +149,7 @@ def warm_up(method: Method, engine: Engine, longest: int) -> None:
     size = 0
     while size < engine.buffer_size(min(longest, context)):
         size = engine.buffer_size(size - depth + 1 if size else 1)
-        # One token of prompt, and a limit that fills the buffer less the tree's depth, which steps
+        # One token of prompt, and a limit that fills the buffer up to the tree's depth, which steps
         # may write beyond a row's end.
         limit = min(size - depth, context)
         requests.append(Request(len(requests), [0], max(limit - 1, 1)))

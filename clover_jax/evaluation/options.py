@@ -11,8 +11,8 @@ from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import ModelSpec
 
-VANILLA = "vanilla"  # plain decoding's name in files, where it is measured beside every draft
-_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # it names a file
+VANILLA = "vanilla"  # plain decoding's name in files
+_NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # of a draft, which names a file
 
 
 def display_name(method: str) -> str:
@@ -24,8 +24,7 @@ def display_name(method: str) -> str:
 class DraftChoice:
     """A draft to measure.
 
-    name: in reports and of its row file. source: as `ModelSpec.draft`. tree: its name; None
-    for the draft's own.
+    name: in reports and of its row file. source: as `ModelSpec.draft`. tree: None: the draft's own.
     """
 
     name: str
@@ -35,10 +34,10 @@ class DraftChoice:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """The flags of `evaluate` beside those of `ModelSpec` and `GenerationSettings`.
+    """The flags of `evaluate` in addition to those of `ModelSpec` and `GenerationSettings`.
 
-    spec: of plain decoding; a draft's differs from it by the draft and the tree.
-    workdir: where the report goes without `output`.
+    spec: of plain decoding; a draft's spec has another draft and tree. workdir: where the report
+    goes without `output`.
     """
 
     spec: ModelSpec
@@ -52,45 +51,39 @@ class Options:
     tree: str | None = setting(
         None,
         "drafted tree of all drafts, or NAME=TREE,NAME=TREE: paper25, chain:P, "
-        "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, auto (measured) [the one the draft was "
-        "measured with, or paper25]",
+        "dynamic:NODES:DEPTH:WIDTH, clover4, file:PATH, auto (benchmark candidate trees and use "
+        "the fastest) [the one that the draft was measured with, or paper25]",
         group="draft",
     )
     baselines: str | None = setting(
         None,
-        "what drafts without training and is measured too, such as lookup; none for nothing [all "
-        "that there is, where drafted tokens need not be drawn]",
+        "training-free drafts to include as baselines, such as lookup; none for none [all, unless "
+        "drafted tokens are sampled]",
         group="draft",
     )
     prompts: str | None = setting(
-        None, "file of prompt rows, .jsonl (also .gz, .xz) [those of the base's folder]"
+        None,
+        "FILE,FILE: prompt rows, .jsonl (also .gz, .xz); a row's `category` names its task in the "
+        "report, else its file does; a final assistant message is dropped and decoded again "
+        "[those of the base's folder]",
     )
     output: str | None = setting(None, "folder for the report [the workdir]")
     batch_size: int = setting(
-        8, "rows decoded at once; on a mesh more, if its devices cannot share them", least=1
+        8, "rows decoded at once; rounded up to equal rows per device of a mesh", least=1
     )
-    batch_sizes: str | None = setting(
-        None, "further batch sizes at which speed is measured, such as 1,4,16"
-    )
-    repeats: int = setting(
-        3, "times that everything is decoded, for the spread of the speed-up", least=1
-    )
-    limit_prompts: int | None = setting(None, "rows of each task at most [all]", least=1)
-    overwrite: bool = setting(False, "start the output folder anew, whatever is there")
-    replay: str | None = setting(
-        None,
-        "file of rows with answers, as train's --data has them, .jsonl (also .gz, .xz): what "
-        "copying alone would give on them; nothing is decoded",
-    )
-    compare: str | None = setting(None, "A,B: two reports to set side by side; nothing is decoded")
+    batch_sizes: str | None = setting(None, "more batch sizes to time, such as 1,4,16")
+    repeats: int = setting(3, "repetitions of every pass; the median is reported", least=1)
+    limit_prompts: int | None = setting(None, "most rows of each task [all]", least=1)
+    overwrite: bool = setting(False, "delete earlier results in the output folder")
+    compare: str | None = setting(None, "A,B: two reports to compare; nothing is decoded")
 
     def __post_init__(self):
-        # Read them once, so that mistakes are raised before anything is loaded.
+        # Parse them once, so that mistakes are raised before anything is loaded.
         _, choices = self.all_batch_sizes, self.draft_choices
         if self.spec.copy and any(choice.tree == AUTO for choice in choices):
             raise UserError(
                 f"--copy={self.spec.copy}: the tree auto tries copies itself; leave --copy out, or "
-                "give NAME=TREE+copy:NODES to the other drafts"
+                "use NAME=TREE+copy:NODES for the other drafts"
             )
 
     @property
@@ -115,8 +108,8 @@ class Options:
         for word in filter(None, words):
             if not (word.isdecimal() and int(word) > 0):
                 raise UserError(
-                    f"--batch_sizes={self.batch_sizes}: {word!r} is no batch size; write "
-                    "whole numbers from 1, such as 1,4,8"
+                    f"--batch_sizes={self.batch_sizes}: {word!r} is not a batch size; write whole "
+                    "numbers from 1, such as 1,4,8"
                 )
             sizes.append(int(word))
         # Each once: a batch size is a key of the report.
@@ -126,11 +119,11 @@ class Options:
 def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
     """Return the drafts of "NAME=DIR,NAME=DIR", with the trees of "TREE" or "NAME=TREE,...".
 
-    A draft without a name takes that of its folder.
+    A draft without a name takes its folder's name.
 
     Example: "a=x,b=y" with the trees "b=chain:4" gives a=x with its own tree and b=y with chain:4;
     "runs/eagle" is eagle=runs/eagle.
-    Raises UserError for what cannot be read.
+    Raises UserError for text of another form.
     """
     sources: dict[str, str] = {}
     for item in filter(None, map(str.strip, drafts.split(","))):
@@ -142,27 +135,21 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
                 f"--drafts: {item!r} should be NAME=DIR, or DIR, with a name of letters, digits "
                 "and ._+-"
             )
-        # Rows and plots go by the name, so no two methods may share one.
+        # Row files have these names, so no two methods may share one.
         if name == VANILLA:
             raise UserError(f"--drafts: the name {VANILLA!r} stands for plain decoding")
         if name in sources:
             raise UserError(f"--drafts: the name {name!r} is given twice; each draft needs its own")
         sources[name] = source
 
-    trees = parse_trees(tree, list(sources))
-    return [DraftChoice(name, source, trees[name]) for name, source in sources.items()]
-
-
-def parse_trees(tree: str | None, names: list[str]) -> dict[str, str | None]:
-    """Return each draft's tree: one for all, or those of "NAME=TREE,NAME=TREE"."""
     # Names of trees have no equals sign.
     if tree is None or "=" not in tree:
-        return dict.fromkeys(names, tree)
-    trees: dict[str, str | None] = dict.fromkeys(names)
+        return [DraftChoice(name, source, tree) for name, source in sources.items()]
+    trees: dict[str, str] = {}
     for item in tree.split(","):
         name, _, value = item.strip().partition("=")
-        if name not in trees or not value:
-            known = ", ".join(names) or "none"
+        if name not in sources or not value:
+            known = ", ".join(sources) or "none"
             raise UserError(f"--tree: {item!r} should be NAME=TREE; the drafts are {known}")
         trees[name] = value
-    return trees
+    return [DraftChoice(name, source, trees.get(name)) for name, source in sources.items()]

@@ -6,27 +6,26 @@ import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
+from clover_jax.data.prompts import Failures
 from clover_jax.decoding.engine import Engine
 from clover_jax.evaluation.equality import compare_passes
 from clover_jax.evaluation.methods import Method, warm_up
 from clover_jax.evaluation.options import VANILLA, display_name
-from clover_jax.evaluation.plan import Plan
-from clover_jax.evaluation.row_files import RowFile
-from clover_jax.evaluation.rows import RowMaker, turns_of
-from clover_jax.evaluation.timed_passes import PassJournal, PassKey, TimedPass, speed
+from clover_jax.evaluation.plan import PassJournal, PassKey, Plan, TimedPass, speed
+from clover_jax.evaluation.rows import RowFile, RowMaker, turns_of
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.run import memory_advice
 from clover_jax.runtime.compile_clock import CompileClock
-from clover_jax.runtime.progress import Progress, passing_note, progress_bar
+from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
 from clover_jax.storage.jsonl import plain_values
 
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A run of `evaluate`: its plan and methods, and where it keeps rows and times.
+    """A run of `evaluate`: its plan and methods, and its rows and times.
 
     methods: plain decoding first. engines: batch size -> method's name -> engine.
-    files: of rows, by the method's name. journal: of timed passes.
+    files: method's name -> its rows. journal: of timed passes. failures: rows that failed.
     """
 
     methods: Sequence[Method]
@@ -34,6 +33,7 @@ class Evaluation:
     plan: Plan
     files: Mapping[str, RowFile]
     journal: PassJournal
+    failures: Failures = dataclasses.field(default_factory=Failures)
 
     @property
     def keys(self) -> list[PassKey]:
@@ -55,42 +55,38 @@ class Evaluation:
         return sum(len(self.plan.tasks[key.task]) for key in keys)
 
     def run_passes(self) -> None:
-        """Run the passes left, with a bar for each batch size; a line for every finished task."""
+        """Run the passes left: a bar for each batch size, a line for every finished task."""
         # Keys come batch size by batch size, and there task by task.
         with CompileClock() as compiling:
             for batch_size, at_size in itertools.groupby(self.todo, lambda key: key.batch_size):
                 keys = list(at_size)
-                self._warm_up(batch_size)
-                with self._bar(batch_size, keys, compiling) as bar:
+                # All programs compile before the bar starts to estimate the time left.
+                for method in self.methods:
+                    name = display_name(method.name)
+                    note = f"compiling for {name}, batch size {batch_size}"
+                    with passing_note(note), memory_advice(batch_size):
+                        warm_up(method, self.engines[batch_size][method.name], self.plan.longest)
+
+                # Finished rows count too, or the bar of a resumed run would start at 0.
+                total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
+                done = total - self.num_rows(keys)
+                desc = f"batch size {batch_size}"
+                with progress_bar(total, desc, "row", initial=done, compiling=compiling) as bar:
                     for task, of_task in itertools.groupby(keys, lambda key: key.task):
                         for key in of_task:
                             self._run_pass(key, compiling, bar)
                         bar.write(self._task_line(batch_size, task))
-
-    def _warm_up(self, batch_size: int) -> None:
-        """Compile all programs, before the bar starts to estimate the time left."""
-        for method in self.methods:
-            note = f"compiling for {display_name(method.name)}, batch size {batch_size}"
-            with passing_note(note), memory_advice(batch_size):
-                warm_up(method, self.engines[batch_size][method.name], self.plan.longest)
-
-    def _bar(self, batch_size: int, keys: Sequence[PassKey], compiling: CompileClock) -> Progress:
-        """Return a bar over the rows of all passes of a batch size; `keys` are still to do."""
-        # Done rows count as well, or the bar of a resumed run would start at 0.
-        total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
-        done = total - self.num_rows(keys)
-        desc = f"batch size {batch_size}"
-        return progress_bar(total, desc, "row", initial=done, compiling=compiling)
+        for line in self.failures.counts():
+            say(line)
 
     def _run_pass(self, key: PassKey, compiling: CompileClock, bar: Progress) -> None:
-        """Decode a task once: its rows go to the method's file, its time to the journal."""
+        """Decode a task once; keep its rows in the method's file and its time in the journal."""
         prompts, file = self.plan.tasks[key.task], self.files[key.method]
-        # Names of methods are unique.
         (models,) = (method.models for method in self.methods if method.name == key.method)
         engine = self.engines[key.batch_size][key.method]
         stream = RowStream(engine, models, prompts, self.plan.settings)
         maker, tokens, changed = RowMaker(), 0, []
-        # The clock stands while programs compile.
+        # The clock stops while programs compile.
         started, compiled_before = compiling.now(), compiling.seconds
 
         with memory_advice(key.batch_size):
@@ -102,19 +98,20 @@ class Evaluation:
                 is_new = row["index"] not in file.rows
                 another_text = file.add(row)
                 if another_text is not None:
-                    # Kept with the pass: it is judged beside the row's first text.
+                    # Kept with the pass: it is judged as well as the row's first text.
                     changed.append(another_text)
 
-                # A row that fails in every pass is reported once.
-                reason = row.get("error") or row.get("skipped")
-                if reason and (is_new or another_text):
-                    what = "failed" if "error" in row else "skipped"
-                    bar.write(f"{display_name(key.method)}: row {row['index']} {what}: {reason}")
-                rate = tokens / (compiling.now() - started)
-                bar.show(f"{self._figures(key)}{rate:.0f} tokens/s")
+                # A row that fails in every pass and with every method is reported once.
+                line = self.failures.add(row) if is_new or another_text else None
+                if line is not None:
+                    bar.write(line)
+                tau, rate = file.tally(key.task).tau, tokens / (compiling.now() - started)
+                figures = "" if tau is None else f"tau {tau:.2f}, "
+                place = f"{key.task} {display_name(key.method)} #{key.repeat + 1}"
+                bar.show(f"{place}, {figures}{rate:.0f} tokens/s")
                 bar.update()
 
-        # Longer buffers may have compiled after all; that is no time of the method.
+        # Compilation after the warmup is not the method's time.
         self.journal.add(
             TimedPass(
                 key,
@@ -127,14 +124,8 @@ class Evaluation:
             )
         )
 
-    def _figures(self, key: PassKey) -> str:
-        tau = self.files[key.method].tally(key.task).tau
-        known = "" if tau is None else f"tau {tau:.2f}, "
-        return f"{key.task} {display_name(key.method)} #{key.repeat + 1}, {known}"
-
     def _task_line(self, batch_size: int, task: str) -> str:
-        """Return the figures of a task that every method has finished, in a line."""
-        # All repeats so far count, so the figures settle from line to line.
+        """Return the figures of a task that every method has finished."""
         plain = self.journal.select(batch_size=batch_size, task=task, method=VANILLA)
         parts = []
         for name, file in self.files.items():
@@ -143,7 +134,6 @@ class Evaluation:
             rate, ratio = measured["tokens_per_second"], measured["speedup"]
             text = display_name(name)
             text += f" {rate['median']:.0f} tokens/s" if rate else ""
-            # Plain decoding has its rate alone; a draft is measured against it.
             if name != VANILLA and tally.tau is not None:
                 text += f", tau {tally.tau:.2f}, "
                 text += f"{ratio['median']:.2f}x, " if ratio else ""
@@ -156,7 +146,4 @@ class Evaluation:
         plain, mine = self.files[VANILLA].rows, self.files[name].rows
         rows = {prompt.index: mine[prompt.index] for prompt in self.plan.tasks[task]}
         compared = compare_passes(rows, self.journal.select(task=task, method=name), plain)
-        return sum(
-            texts[0].is_compared and not any(text.divergence for text in texts)
-            for texts in compared.values()
-        )
+        return sum(bool(texts) and not any(texts) for texts in compared.values())

@@ -1,182 +1,281 @@
-"""The plots of a report."""
+"""The plots of a report: tau, acceptance by position, speed, and tau by task.
+
+Readable in print and by color-blind readers: colors are Okabe and Ito's, and every method also has
+its marker and hatch. A method looks the same in every report, because its look follows its name.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Mapping, Sequence
+import itertools
+import re
+import textwrap
+import zlib
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from clover_jax.evaluation.drawing import (
-    WIDTH,
-    draw_bars,
-    draw_lines,
-    draw_spreads,
-    legend,
-    look,
-    mark_plain_decoding,
-    new_figure,
-    save,
-)
-from clover_jax.evaluation.markdown import groups, speed_of
 from clover_jax.evaluation.options import VANILLA
+from clover_jax.evaluation.page import cell_of
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
+
+_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00")
+_MARKERS = ("o", "s", "^", "D", "v", "P")
+_HATCHES = ("", "//", "..", "xx", "\\\\", "++")
+_LINES = ("-", "--", "-.", ":")
+_BASELINES = {"lookup": 1, "recycle": 3}  # in most reports, so their colors are theirs alone
+# A position that fewer forwards reach has no rate worth drawing.
+_LEAST_FORWARDS = 10
+_WIDTH, _HEIGHT = 6.4, 3.8
+_INCHES_PER_CHARACTER = 0.085  # at the font size below, rounded up
+RC: dict[Any, Any] = {  # matplotlib's annotation lists every key
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "text.parse_math": False,  # a task's name may have a "$"
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.axisbelow": True,
+    "hatch.linewidth": 0.6,
+}
+
+
+class Look(NamedTuple):
+    """How one method appears in every plot."""
+
+    color: str
+    marker: str
+    hatch: str
+    line: str
+
+
+def looks(names: Iterable[str]) -> dict[str, Look]:
+    """Return the look of each method, which depends on its name; 24 looks and the baselines differ.
+
+    Only where two names of a report collide, the later one moves to the next color.
+    """
+    found: dict[str, Look] = {}
+    size, others = len(_COLORS), [i for i in range(len(_COLORS)) if i not in _BASELINES.values()]
+    taken: set[int] = set()
+    for name in names:
+        first = others[zlib.crc32(name.encode()) % len(others)]
+        # Free colors first, then the same colors with another marker and hatch.
+        order = [row * size + (first + i) % size for row in range(size) for i in range(size)]
+        free = (i for i in order if i % size in others and i not in taken)
+        place = _BASELINES.get(name, next(free, first))
+        taken.add(place)
+        shifted = place + place // size
+        shapes = (choice[shifted % len(choice)] for choice in (_MARKERS, _HATCHES, _LINES))
+        found[name] = Look(_COLORS[place % size], *shapes)
+    return found
 
 
 def draw_plots(report: Mapping[str, Any], folder: Path) -> list[Path]:
-    """Draw what the report has figures for, as PNG and SVG; return the PNG files."""
-    return [save(name, draw, folder) for name, draw in plots_of(report).items()]
+    """Write the plots that the report has figures for as PNG; return the files."""
+    import matplotlib
+
+    folder.mkdir(parents=True, exist_ok=True)
+    files = []
+    for name, draw in plots_of(report).items():
+        files.append(folder / f"{name}.png")
+        with matplotlib.rc_context(RC):
+            draw().savefig(files[-1], bbox_inches="tight", dpi=160)
+    return files
 
 
 def plots_of(report: Mapping[str, Any]) -> dict[str, Callable[[], Figure]]:
-    """Return name -> function that draws a plot; plots with lines of one point are left out."""
-    # Only drafts are drawn; in plots of speed-ups plain decoding is the line at 1.
-    overall = {
-        name: cells["overall"] for name, cells in report["methods"].items() if name != VANILLA
-    }
-    if not overall:
+    """Return name -> function that draws a plot; plots without data are left out."""
+    drafts = [name for name in report["methods"] if name != VANILLA]
+    taus = [cell_of(report, name, None)["tau"] for name in drafts]
+    if not any(taus):
         return {}
+    plots = {"tau": lambda: _tau(report, drafts)}
+    if any(_positions(report, name) for name in drafts):
+        plots["acceptance_by_position"] = lambda: _acceptance(report, drafts)
 
-    plots: dict[str, Callable[[], Figure]] = {}
-    # One position would be a point, not a line.
-    if _depth(overall) > 1:
-        plots["hit_rate"] = lambda: _hit_rate(overall)
-    plots["accepted_lengths"] = lambda: _accepted_lengths(overall)
-    if len({one["from"] for cell in overall.values() for one in cell["by_context"]}) > 1:
-        plots["accepted_by_context"] = lambda: _accepted_by_context(overall)
-    plots["speedup_by_task"] = lambda: _speedup_by_task(report, overall)
-    if len(report["batch_sizes"]) > 1:
-        plots["speedup_by_batch_size"] = lambda: _speedup_by_batch_size(report, list(overall))
-    for by in ("step", "tokens", "seconds"):
-        # A draft has no points where its run did not note what `by` counts.
-        runs = {
-            name: [(row[by], row["tau"]) for row in report["training"].get(name, []) if by in row]
-            for name in overall
-        }
-        if any(len(points) > 1 for points in runs.values()):
-            plots[f"tau_by_{by}"] = functools.partial(_tau_by, runs, by)
+    speeds = [report["speed"][str(size)][name] for size in report["batch_sizes"] for name in drafts]
+    if any(one["overall"]["speedup"] for one in speeds):
+        plots["speedup"] = lambda: _speedup(report, drafts)
+    if len(report["tasks"]) > 1:
+        plots["tau_by_task"] = lambda: _tau_by_task(report, drafts)
     return plots
 
 
-def _hit_rate(overall: Mapping[str, Any]) -> Figure:
+def _tau(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
+    """Draw a bar for each draft; its label has the tree and the figure."""
+    labels = []
+    for name in drafts:
+        tau, tree = cell_of(report, name, None)["tau"], report["manifest"]["drafts"][name]["tree"]
+        shown = "no forward" if tau is None else f"{tau:.2f}"
+        tree = textwrap.shorten(tree, 28, placeholder="...")
+        labels.append("\n".join([*textwrap.wrap(name, 28), f"{tree}: {shown}"]))
+    most_lines = max(label.count("\n") + 1 for label in labels)
+    height = 1.2 + (0.2 + 0.17 * most_lines) * len(drafts)
+
+    figure, (axes,) = _new_figure(height=height)
+    for place, (name, look) in enumerate(looks(drafts).items()):
+        tau = cell_of(report, name, None)["tau"] or 0.0
+        axes.barh(place, tau, 0.7, color=look.color, hatch=look.hatch, edgecolor="white")
+    axes.set_yticks(range(len(drafts)), labels)
+    axes.invert_yaxis()
+    axes.set(xlabel="tau, tokens per forward (dotted: plain decoding)", xlim=(0, None))
+    axes.axvline(1, color="black", linewidth=1, linestyle=":")
+    axes.grid(axis="x", alpha=0.3)
+    _title(figure, report)
+    return figure
+
+
+def _acceptance(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
     from matplotlib.ticker import MaxNLocator
 
-    figure, panels = new_figure(2, width=8.4)
+    figure, panels = _new_figure(2, width=8.4)
     kinds = (
         ("hit_rate", "joint: positions 0..i all accepted"),
         ("conditional_hit_rate", "conditional: given 0..i-1 accepted"),
     )
-    # A line has no point where no forward came that far.
+    # Both panels have the same positions, and end where the data end.
+    positions = {name: _positions(report, name) for name in drafts}
     for axes, (key, title) in zip(panels, kinds, strict=True):
-        draw_lines(
-            axes,
-            {
-                name: [(i, rate) for i, rate in enumerate(cell[key]) if rate is not None]
-                for name, cell in overall.items()
-            },
-        )
-        axes.set_title(title, fontsize=10)
-        axes.set(xlabel="draft position i", ylim=(0, 1.02), xlim=(-0.3, _depth(overall) - 0.7))
+        for name, look in looks(drafts).items():
+            axes.plot(
+                range(positions[name]),
+                cell_of(report, name, None)[key][: positions[name]],
+                label=name,
+                color=look.color,
+                marker=look.marker,
+                linestyle=look.line,
+                clip_on=False,  # or the axes would cut a marker that lies on them
+            )
+        axes.set(title=title, xlabel="draft position i", ylim=(0, 1.02))
+        axes.set_xlim(-0.3, max(max(positions.values()), 2) - 0.7)
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].set_ylabel("share of forwards")
-    legend(figure, panels[0])
+        axes.grid(alpha=0.3)
+    panels[0].set_ylabel("share of forwards accepted")
+    _title(figure, report)
+    _legend(figure, panels[0])
     return figure
 
 
-def _accepted_lengths(overall: Mapping[str, Any]) -> Figure:
-    groups = [str(k) for k in range(_depth(overall) + 1)]
-    figure, (axes,) = new_figure(width=max(WIDTH, 0.12 * len(groups) * len(overall)))
-    heights = {}
-    for name, cell in overall.items():
-        shares = [100 * n / max(cell["target_forwards"], 1) for n in cell["accepted_histogram"]]
-        # Drafts of a shorter tree have no bar on the right.
-        heights[_with_tau(name, cell)] = shares + [0.0] * (len(groups) - len(shares))
-    draw_bars(axes, groups, heights)
-    axes.set(xlabel="drafted tokens accepted by a forward", ylabel="share of forwards, %")
-    legend(figure, axes)
-    return figure
+def _positions(report: Mapping[str, Any], name: str) -> int:
+    """Return how many positions of a draft have enough forwards that reach them."""
+    cell = cell_of(report, name, None)
+    reaching = [cell["target_forwards"], *cell["num_accepted_tokens_per_pos"]][:-1]
+    accepted = cell["num_accepted_tokens_per_pos"]
+    pairs = zip(reaching, accepted, strict=True)
+    # Position 0 is drawn in any case where there is a forward.
+    enough = itertools.takewhile(lambda pair: pair[0] >= _LEAST_FORWARDS, pairs)
+    return max(sum(1 for _ in enough), min(1, len(cell["hit_rate"])))
 
 
-def _accepted_by_context(overall: Mapping[str, Any]) -> Figure:
-    bins = {one["from"]: one["to"] - 1 for cell in overall.values() for one in cell["by_context"]}
-    starts = sorted(bins)
-    # Bins double in length, so they stand at equal distances.
-    figure, (axes,) = new_figure(width=max(WIDTH, 0.7 * len(starts)))
-    draw_lines(
-        axes,
-        {
-            name: [(starts.index(one["from"]), one["mean_accepted"]) for one in cell["by_context"]]
-            for name, cell in overall.items()
-        },
-    )
-    axes.set_xticks(range(len(starts)), [f"{start}\nto {bins[start]}" for start in starts])
-    axes.set(xlabel="tokens of context before the forward", ylabel="drafted tokens accepted, mean")
-    axes.set_ylim(0, None)
-    legend(figure, axes)
-    return figure
-
-
-def _speedup_by_task(report: Mapping[str, Any], overall: Mapping[str, Any]) -> Figure:
-    # A single task is all of them, and keeps its name.
-    tasks = groups(report["tasks"])
-    labels = [task or "overall" for task in tasks] if len(tasks) > 1 else list(report["tasks"])
-    spreads = {
-        # The legend adds each draft's tau, which explains its speed-up.
-        _with_tau(name, cell): [speed_of(report, name, task)["speedup"] for task in tasks]
-        for name, cell in overall.items()
+def _speedup(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
+    sizes = sorted(report["batch_sizes"])
+    figure, (axes,) = _new_figure(width=max(_WIDTH, 1.25 * len(sizes)))
+    speeds = {name: [report["speed"][str(n)][name]["overall"] for n in sizes] for name in drafts}
+    # A bar without height keeps the place of a figure that is missing.
+    none = {"median": 0.0, "least": 0.0, "most": 0.0}
+    spreads = {name: [one["speedup"] or none for one in cells] for name, cells in speeds.items()}
+    medians = {name: [one["median"] for one in values] for name, values in spreads.items()}
+    errors = {
+        name: [
+            [one["median"] - one["least"] for one in values],
+            [one["most"] - one["median"] for one in values],
+        ]
+        for name, values in spreads.items()
     }
-    figure, (axes,) = new_figure(width=max(WIDTH, 1.25 * len(tasks)))
-    draw_spreads(axes, labels, spreads)
-    mark_plain_decoding(axes)
-    size = report["batch_sizes"][0]
-    axes.set_ylabel(f"speed-up over plain decoding, x\n(batch size {size})")
-    legend(figure, axes)
+    _bars(axes, [str(size) for size in sizes], medians, errors)
+    axes.set(xlabel="batch size (dotted: plain decoding)", ylabel="speed-up, x")
+    _title(figure, report, report["manifest"]["hardware"]["device"])
+    _legend(figure, axes)
     return figure
 
 
-def _speedup_by_batch_size(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
-    # Sizes stand at equal distances, or large ones would crowd the small.
-    figure, (axes,) = new_figure()
-    sizes, lines = sorted(report["batch_sizes"]), {}
-    for number, name in enumerate(drafts):
-        spreads = [report["speed"][str(size)][name]["overall"]["speedup"] for size in sizes]
-        measured = [(i, one) for i, one in enumerate(spreads) if one]
-        lines[name] = [(i, one["median"]) for i, one in measured]
-        # The range of the repeats, through each median.
-        for i, one in measured:
-            axes.vlines(i, one["least"], one["most"], color=look(number).colour, linewidth=1)
-
-    draw_lines(axes, lines)
-    mark_plain_decoding(axes)
-    axes.set_xticks(range(len(sizes)), [str(size) for size in sizes])
-    axes.set(xlabel="rows decoded at once", ylabel="speed-up over plain decoding, x")
-    axes.set_ylim(0, None)
-    legend(figure, axes)
+def _tau_by_task(report: Mapping[str, Any], drafts: Sequence[str]) -> Figure:
+    tasks = report["tasks"]
+    figure, (axes,) = _new_figure(width=max(_WIDTH, 1.25 * len(tasks)))
+    taus = {name: [cell_of(report, name, task)["tau"] or 0.0 for task in tasks] for name in drafts}
+    # One word a line, and the longest words broken.
+    labels = [
+        "\n".join(line for word in re.split("[-_ ]", task) for line in textwrap.wrap(word, 14))
+        for task in tasks
+    ]
+    _bars(axes, labels, taus)
+    axes.set_ylabel("tau, tokens per forward")
+    _title(figure, report)
+    _legend(figure, axes)
     return figure
 
 
-def _tau_by(runs: Mapping[str, Sequence[tuple[float, float]]], by: str) -> Figure:
-    """Draw tau against what `by` counts, "step", "tokens" or "seconds"."""
-    from matplotlib.ticker import EngFormatter, MaxNLocator
+def _new_figure(
+    columns: int = 1, width: float = _WIDTH, height: float = _HEIGHT
+) -> tuple[Figure, Sequence[Axes]]:
+    from matplotlib.figure import Figure
 
-    figure, (axes,) = new_figure()
-    draw_lines(axes, {name: points for name, points in runs.items() if points})
-    axes.set(xlabel=f"training {by}", ylabel="tau measured in training")
-    axes.xaxis.set_major_locator(MaxNLocator(6))
-    # 1M and not 1e6: tokens go into the millions.
-    axes.xaxis.set_major_formatter(EngFormatter(sep=""))
-    axes.set_ylim(1, None)
-    axes.set_xlim(0, None)
-    legend(figure, axes)
-    return figure
+    # Not pyplot: it keeps every figure, and may look for a display.
+    figure = Figure(figsize=(width, height), layout="constrained")
+    return figure, list(figure.subplots(1, columns, squeeze=False).flat)
 
 
-def _with_tau(name: str, cell: Mapping[str, Any]) -> str:
-    return name if cell["tau"] is None else f"{name} (tau {cell['tau']:.2f})"
+def _bars(
+    axes: Axes,
+    groups: Sequence[str],
+    heights: Mapping[str, Sequence[float]],
+    errors: Mapping[str, list[list[float]]] | None = None,
+) -> None:
+    """Draw a bar for each method in each group; errors are [down, up] of a method's bars."""
+    width = 0.8 / len(heights)
+    for number, (name, look) in enumerate(looks(heights).items()):
+        # The bars of a group are side by side, with their middle at the group's place.
+        offset = (number - (len(heights) - 1) / 2) * width
+        axes.bar(
+            [place + offset for place in range(len(groups))],
+            heights[name],
+            width * 0.92,
+            label=name,
+            color=look.color,
+            hatch=look.hatch,
+            edgecolor="white",
+            linewidth=0.5,
+            yerr=errors and errors[name],
+            error_kw={"elinewidth": 1, "capsize": 2, "ecolor": "#333333"},
+        )
+    axes.axhline(1, color="black", linewidth=1, linestyle=":")  # plain decoding
+    axes.set_xticks(range(len(groups)), groups)
+    axes.grid(axis="y", alpha=0.3)
 
 
-def _depth(overall: Mapping[str, Any]) -> int:
-    # The depth of the deepest tree; a draft without forwards has no rates.
-    return max(len(cell["hit_rate"]) for cell in overall.values())
+def _title(figure: Figure, report: Mapping[str, Any], *more: str) -> None:
+    """Write above the figure what was measured: base, dtype, temperature, number of prompts."""
+    manifest = report["manifest"]
+    prompts = report["methods"][VANILLA]["overall"]["rows"]
+    temperature = manifest["flags"].get("temperature")
+    parts = [
+        f"{manifest['base']['source']}, {manifest['dtype']}",
+        f"temperature {0 if temperature is None else temperature:g}",
+        f"{prompts} prompt" + "s" * (prompts != 1),
+        *more,
+    ]
+    characters = int(figure.get_figwidth() / _INCHES_PER_CHARACTER)
+    figure.suptitle(textwrap.fill(", ".join(parts), characters), fontsize=10)
+
+
+def _legend(figure: Figure, axes: Axes) -> None:
+    """Write the methods below the figure's title, as many in a row as fit."""
+    # "outside" makes room in height only, so names are folded and columns counted to fit the width.
+    handles, names = axes.get_legend_handles_labels()
+    width = figure.get_figwidth()
+    names = [textwrap.fill(name, int(width / _INCHES_PER_CHARACTER) - 8) for name in names]
+    longest = max(len(line) for name in names for line in name.splitlines())
+    fitting = int(width / (_INCHES_PER_CHARACTER * (longest + 8)))  # 8: the sample of the line
+    columns = min(max(fitting, 1), 4)
+    # Rows of the legend must not take their height from the axes.
+    lines = sum(name.count("\n") + 1 for name in names) / columns
+    figure.set_figheight(figure.get_figheight() + 0.2 * (lines - 1))
+    figure.legend(
+        handles,
+        names,
+        loc="outside lower left",
+        ncols=columns,
+        frameon=False,
+        handlelength=2.4,
+    )

@@ -1,27 +1,31 @@
-"""The report: report.json, report.md and plots/ of a run's figures."""
+"""The report: report.json with a run's figures and manifest, then report.md and plots/."""
 
 from __future__ import annotations
 
 import dataclasses
+import datetime
+import os
+import platform
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
+import jax
 
+from clover_jax.decoding.tree import portable_name
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
-from clover_jax.evaluation.markdown import report_text, speed_of
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import VANILLA, display_name
+from clover_jax.evaluation.page import report_text, speed_of
 from clover_jax.evaluation.passes import Evaluation
+from clover_jax.evaluation.plan import TimedPass, speed, split_rounds
 from clover_jax.evaluation.plots import draw_plots
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
-from clover_jax.evaluation.timed_passes import TimedPass, speed, split_rounds
+from clover_jax.loading.identity import identity_of
+from clover_jax.runtime.provenance import versions
 from clover_jax.storage.files import write_json, write_text
-from clover_jax.storage.jsonl import plain_values, read_rows
-from clover_jax.training.metrics import EVAL, METRICS, comparable
-from clover_jax.training.settings import recorded_settings
+from clover_jax.storage.jsonl import plain_values
 
 FORMAT = 1
 JSON, MARKDOWN, PLOTS = "report.json", "report.md", "plots"
@@ -44,13 +48,11 @@ class Measured:
 def build_report(
     manifest: dict[str, Any], evaluation: Evaluation, measured: Measured
 ) -> dict[str, Any]:
-    """Return the report as JSON values, its manifest completed by the revisions of the code."""
-    # Only passes of this plan count: the journal may hold other batch sizes of earlier commands.
+    """Return the report as JSON values; the revisions of the code are added to its manifest."""
+    # Only passes of this plan count: the journal may have other batch sizes of earlier commands.
     plan, methods, journal = evaluation.plan, evaluation.methods, evaluation.journal
     tasks = list(plan.tasks)
     passes = journal.of(evaluation.keys)
-    # Without the first method, which is plain decoding.
-    training = {method.name: _training(method.source) for method in methods[1:]}
     times = measured.times
     steps = {name: one.to_dict(times[VANILLA]) for name, one in times.items()}
     report = {
@@ -73,47 +75,60 @@ def build_report(
         "sessions": sorted({one.origin.session for one in passes}),
         "split_turns": split_rounds(passes),
         "step_timing": METHOD,
-        "training": {name: rows for name, rows in training.items() if rows},
         "divergences": {
             name: [dataclasses.asdict(one) for one in by_row.values()]
             for name, by_row in measured.divergences.items()
         },
     }
     # From the figures themselves, so that the report cannot contradict them.
-    report["problems"] = problems(report)
+    report["problems"], report["slow_drafts"] = problems(report), slow_drafts(report)
     return plain_values(report)
 
 
 def problems(report: Mapping[str, Any]) -> list[str]:
     """Return the reasons why the run fails, a line each."""
-    # A failed row is a problem for any method; a differing text only where equality is expected.
     lines = []
     for name, cells in report["methods"].items():
-        shown, failed = display_name(name), cells["overall"]["failed"]
-        if failed:
-            lines.append(f"{shown}: {failed} of {cells['overall']['rows']} rows failed")
-
+        shown, cell = display_name(name), cells["overall"]
+        if cell["failed"]:
+            counts = f"{cell['failed']} of {cell['rows']} rows failed"
+            lines.append(f"{shown}: {counts}, the first with: {cell['first_failure']}")
         later = sum(speeds[name]["overall"]["rows_failed"] for speeds in report["speed"].values())
         if later:
             lines.append(f"{shown}: rows failed in a later pass, {later} in all")
 
-        mismatches = cells["overall"].get("equality", {}).get("mismatches", 0)
+        mismatches = cell.get("equality", {}).get("mismatches", 0)
         if mismatches and report["is_equality_expected"]:
             lines.append(f"{name}: {mismatches} rows differ from plain decoding by more than ties")
     return lines
 
 
+def slow_drafts(report: Mapping[str, Any]) -> list[str]:
+    """Return a line for each draft that is slower than plain decoding: why, and what to do."""
+    lines = []
+    for name in report["manifest"]["drafts"]:
+        cells = report["methods"][name]
+        tau, step = cells["overall"]["tau"], cells["step"]
+        speedup = speed_of(report, name, None)["speedup"]
+        if speedup and step and tau and speedup["median"] < 1 and step["break_even_tau"] > tau:
+            lines.append(
+                f"{name}: {speedup['median']:.2f}x is slower than plain decoding, because one step "
+                f"costs as much as {step['break_even_tau']:.2f} steps of plain decoding "
+                f"(break-even tau) and emits {tau:.2f} tokens (tau): the base is too small for "
+                "this machine; try a smaller tree, --tree=auto or a larger base"
+            )
+    return lines
+
+
 def write_report(directory: Path, report: dict[str, Any]) -> None:
-    """Write report.json, then what is drawn from it."""
-    # report.json first: the page and the plots can be drawn again from it.
+    """Write report.json, and the page and the plots, which read nothing else."""
     write_json(directory / JSON, report)
     plots = draw_plots(report, directory / PLOTS)
     write_text(directory / MARKDOWN, report_text(report, plots))
 
 
 def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the last line of the command's output."""
-    # One line for scripts: overall figures, at the first batch size.
+    """Return the last line of the command's output: overall figures at the first batch size."""
     overall = {name: cells["overall"] for name, cells in report["methods"].items()}
     drafts = [name for name in overall if name != VANILLA]
     plain = overall[VANILLA]
@@ -141,13 +156,11 @@ def _cell(
     method: Method, evaluation: Evaluation, measured: Measured, task: str | None
 ) -> dict[str, Any]:
     """Return a method's figures on one task, or on all."""
-    # First the figures of rows alone, then those that need plain decoding's text.
     cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell
 
     plan = evaluation.plan
-    # Rows are compared with plain decoding's rows of the same prompts.
     chosen = plan.prompts if task is None else plan.tasks[task]
     numbers = [prompt.index for prompt in chosen]
     comparisons = measured.comparisons[method.name]
@@ -156,7 +169,6 @@ def _cell(
         [comparisons[number] for number in numbers],
         [divergences[number] for number in numbers if number in divergences],
     )
-    # Hits are added up turn by turn: each turn of a row counts.
     hits = [one for number in numbers for one in measured.hits[method.name][number]]
     cell["accuracy"] = accuracy.total(hits).to_dict() if hits else None
     return cell
@@ -165,7 +177,6 @@ def _cell(
 def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> dict[str, Any]:
     """Return each method's speed at a batch size, over all tasks and on each."""
 
-    # Without a task all passes count: tokens and seconds are added up before they are divided.
     def of(method: str, task: str | None) -> list[TimedPass]:
         at_size = (one for one in passes if one.key.batch_size == size)
         mine = (one for one in at_size if one.key.method == method)
@@ -185,7 +196,7 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
 
 def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
     """Return the revisions of the code that timed the passes and of this, the oldest first."""
-    # Sessions are numbered in order. The revision that writes the page comes last if it is new.
+    # Sessions are numbered in order; this revision comes last.
     by_age = sorted((one.origin for one in passes), key=lambda origin: origin.session)
     revisions = dict.fromkeys([*(origin.revision for origin in by_age), here])
     if set(revisions) <= {None}:
@@ -193,40 +204,73 @@ def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
     return ", ".join(revision or "unknown" for revision in revisions)
 
 
-def _training(source: str | None) -> list[dict[str, Any]]:
-    """Return step, tokens, seconds and tau of the measurements in training of a draft in a workdir.
+def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, Any]) -> dict:
+    """Return the manifest of a run.
 
-    Of a run that was continued with other prompts or another tree, the newest comparable ones.
-    Tokens are those of all batches so far, seconds what these took without compiling, saving and
-    measuring. Both are left out where the run's settings are not there, seconds of steps that its
-    log does not reach, too.
+    flags: every flag's value. prompts: their file, hash and count.
     """
-    # A draft is named by its workdir or by a folder in it, such as best/.
-    assert source is not None  # a draft comes from somewhere
-    folder = Path(source).expanduser()
-    workdirs = [place for place in (folder, folder.parent) if (place / EVAL).is_file()]
-    if not workdirs:
-        return []
+    plain = methods[0].models
+    identity = identity_of(plain)  # hashes, so that reports of other weights do not compare
 
-    settings = recorded_settings(workdirs[0])
-    measured = comparable(list(read_rows(workdirs[0] / EVAL)))
-    rows = [{"step": row["step"], "tau": row["tau"]} for row in measured]
-    if settings is None:
-        return rows
-    # Padding is counted, as in the log's tokens per second.
-    size = settings.batch_size * settings.seq_len
-    rows = [row | {"tokens": row["step"] * size} for row in rows]
+    return {
+        "command": "evaluate",
+        "flags": flags,
+        "finished_at": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "versions": versions(),
+        "hardware": hardware(),
+        # As loaded: the flag may say auto.
+        "dtype": identity["dtype"],
+        "base": {
+            "source": plain.base.source,
+            "hash": identity["base_hash"],
+            "params": identity["base_params"],
+            "config": identity["base_config"],
+            "chat_template": identity["chat_template"],
+        },
+        "prompts": prompts,
+        "drafts": {method.name: _draft(method) for method in methods[1:]},
+    }
 
-    # A row of the log has the rate since the row before; it is rounded to a tenth.
-    log = workdirs[0] / METRICS
-    logged = list(read_rows(log)) if log.is_file() else []
-    # Seconds from row to row, added up: [0, s_1, s_1 + s_2, ...] at these steps.
-    steps = [0, *(row["step"] for row in logged)]
-    rates = [max(row["tokens_per_second"], 0.1) for row in logged]
-    seconds = np.cumsum([0, *(np.diff(steps) * size / rates)])
-    return [
-        row | {"seconds": round(float(np.interp(row["step"], steps, seconds)), 1)}
-        if row["step"] <= steps[-1]
-        else row
-        for row in rows
-    ]
+
+def conditions(mesh: str | None) -> dict[str, Any]:
+    """Return what times depend on in addition to the models."""
+    return {"hardware": hardware(), "versions": versions(), "mesh": mesh}
+
+
+def hardware() -> dict[str, Any]:
+    """Return the hardware of the run."""
+    device = jax.devices()[0]
+    return {
+        "backend": jax.default_backend(),
+        "device": device.device_kind,
+        "num_devices": jax.device_count(),
+        "processor": _processor(),
+        "cores": os.cpu_count(),
+        "system": platform.platform(),
+    }
+
+
+def _processor() -> str:
+    """Return the processor's name where the system has it (Linux)."""
+    # JAX calls every CPU "cpu".
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor()
+
+
+def _draft(method: Method) -> dict[str, Any]:
+    draft, identity = method.models.draft, identity_of(method.models)
+    assert draft is not None  # only the first method is plain decoding
+    return {
+        "source": draft.source,
+        "kind": draft.head.config.kind,
+        "hash": identity["draft_hash"],
+        "tree": portable_name(method.models.tree),
+        "tree_hash": identity["tree_hash"],
+        "nodes": method.models.tree.num_nodes,
+        # How it was trained: third-party heads do not have these.
+        **{key: draft.provenance.get(key) for key in ("steps", "git_revision", "data_hash")},
+    }

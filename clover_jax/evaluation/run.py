@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 from clover_jax.data.chat_templates import template_notice
@@ -13,23 +13,27 @@ from clover_jax.data.prompts import (
     BadPrompt,
     Prompt,
     prompts_hash,
+    read_prompt_files,
     read_prompts_and_mistakes,
     shipped_prompts,
 )
 from clover_jax.decoding.adaptive_tree import AUTO
-from clover_jax.decoding.requests import Request
 from clover_jax.errors import UserError
-from clover_jax.evaluation import accuracy, near_ties, stage_times
-from clover_jax.evaluation.equality import compare_passes
-from clover_jax.evaluation.manifest import conditions, manifest
+from clover_jax.evaluation import accuracy, stage_times
+from clover_jax.evaluation.equality import compare_passes, judge
 from clover_jax.evaluation.methods import Method, load_methods, make_engines, sizes_on
 from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.passes import Evaluation
-from clover_jax.evaluation.plan import Plan, group_by_task
-from clover_jax.evaluation.report import Measured, build_report, key_figures, write_report
-from clover_jax.evaluation.row_files import open_row_files
-from clover_jax.evaluation.rows import turns_of
-from clover_jax.evaluation.timed_passes import PassJournal
+from clover_jax.evaluation.plan import PassJournal, Plan, group_by_task
+from clover_jax.evaluation.report import (
+    Measured,
+    build_report,
+    conditions,
+    key_figures,
+    manifest,
+    write_report,
+)
+from clover_jax.evaluation.rows import open_row_files, turns_of
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
@@ -43,35 +47,34 @@ from clover_jax.tree_search.auto_tree import check_one_process
 def evaluate(
     options: Options, settings: GenerationSettings, flags: dict[str, Any]
 ) -> dict[str, Any]:
-    """Measure what is asked for, write the report and return its key figures.
+    """Measure the methods, write the report and return its key figures.
 
     flags: every flag's value, for the manifest.
     Several processes decode and measure together; the primary reads and writes the files.
-    Raises UserError for what cannot be done; rows that fail are counted instead.
+    Raises UserError for a mistake of the user; rows that fail are counted instead.
     """
-    # A mistake that needs nothing loaded comes first.
+    # Mistakes are found before the models are loaded, which takes longer.
     if any(choice.tree == AUTO for choice in options.draft_choices):
         check_one_process()
-    prompts = None
-    # Before the models, which take longer.
-    if options.prompts is not None:
-        source = Path(options.prompts).expanduser()
-        prompts = from_primary(lambda: read_prompts_and_mistakes(source))
+    prompts, source = None, options.prompts
+    if source is not None:
+        prompts = from_primary(functools.partial(read_prompt_files, source))
     with exact_matmuls(str(resolve_dtype(options.spec.dtype))):
         with passing_note(f"loading {options.spec.base}"):
             methods = load_methods(options, settings)
         plain = methods[0].models
         if prompts is None:
-            source = shipped_prompts(plain.base.directory, "--prompts=FILE")
-            prompts = from_primary(lambda: read_prompts_and_mistakes(source))
+            shipped = shipped_prompts(plain.base.directory, "--prompts=FILE")
+            prompts = from_primary(lambda: read_prompts_and_mistakes(shipped))
+            source = str(shipped)
 
-        plan = make_plan(options, settings, plain, prompts, str(source))
+        plan = make_plan(options, settings, plain, prompts)
         say(template_notice(plan.prompts, plain.tokenizer))
         # Before anything is written: a tree may not suit its head.
         engines = make_engines(methods, plan)
 
         with open_row_files(options, methods, plan) as files:
-            # Processes that found other passes done would run others.
+            # Read by one process: processes with other finished passes would run different ones.
             here = conditions(options.spec.mesh)
             journal = from_primary(
                 lambda: PassJournal(options.directory, here, options.overwrite, git_revision())
@@ -80,16 +83,18 @@ def evaluate(
             _decode(evaluation)
             measured = _measure(evaluation)
             about = {
-                "source": options.prompts or str(source),
+                "source": source,
                 "hash": prompts_hash(plan.prompts),
                 "rows": len(plan.prompts),
                 "limit_prompts": options.limit_prompts,
             }
-            about_run = manifest(flags, methods, about)  # all of them hash the params together
+            about_run = manifest(flags, methods, about)  # all processes hash the params together
 
         def report() -> dict[str, Any]:
             values = build_report(about_run, evaluation, measured)
             write_report(options.directory, values)
+            for line in values["slow_drafts"]:
+                say(line)
             return key_figures(values, options.directory)
 
         return from_primary(report)
@@ -100,16 +105,15 @@ def make_plan(
     settings: GenerationSettings,
     models: Models,
     prompts: Sequence[Prompt | BadPrompt],
-    source: str,
 ) -> Plan:
-    """Return what is decoded; its batch sizes are those that engines of the models have."""
-    # Only rows within the limit decide the settings and the longest buffer.
-    tasks = group_by_task(prompts, source, options.limit_prompts)
+    """Return the plan of a run; its batch sizes are rounded up to the mesh."""
+    # Only rows within the limit count for the settings and the longest buffer.
+    tasks = group_by_task(prompts, options.limit_prompts)
     kept = [prompt for rows in tasks.values() for prompt in rows]
     sampling = sampling_for(settings, kept)
-    # Where two texts part, the base's own logits say whether it was a near-tie.
+    # Differences are judged with the base's own logits.
     if sampling.biased:
-        raise UserError("evaluate decodes no row with min_new_tokens or logit_bias")
+        raise UserError("evaluate does not support rows with min_new_tokens or logit_bias")
     return Plan(
         tasks=tasks,
         settings=settings,
@@ -122,16 +126,15 @@ def make_plan(
 
 
 def _positions(prompt: Prompt | BadPrompt, models: Models, settings: GenerationSettings) -> int:
-    """Return how many positions a row may need: all its turns and as long answers as allowed."""
+    """Return how many positions a row may need: all its turns and the longest answers allowed."""
+    if isinstance(prompt, BadPrompt):
+        return 1
     try:
-        if isinstance(prompt, BadPrompt):
-            raise UserError(prompt.error)
-        # The answers are not known yet; room for them is added below.
         answers = [""] * (prompt.num_turns - 1)
         ids = encode_prompt(prompt, models.tokenizer, models.base.config.vocab_size, answers)
         return len(ids) + prompt.num_turns * settings.for_row(prompt).max_new_tokens
     except UserError:
-        return 1  # the row fails by itself when its turn comes
+        return 1  # the row fails when its turn comes
 
 
 def _decode(evaluation: Evaluation) -> None:
@@ -162,17 +165,22 @@ def _measure(evaluation: Evaluation) -> Measured:
     ):
         for method in drafts:
             name = method.name
-            # All texts of a row: its first, and those of later passes that differ.
+            # All texts of a row: the first, and different ones of later passes.
             keys = [key for key in evaluation.keys if key.method == name]
             passes = evaluation.journal.of(keys)
             comparisons[name] = compare_passes(files[name].rows, passes, plain)
-            bar.show(f"{name} beside plain decoding")
-            divergences[name] = near_ties.judge(comparisons[name], plain, plan, vanilla)
+            bar.show(f"{name} against plain decoding")
+            divergences[name] = judge(comparisons[name], plain, plan, vanilla)
             hits[name] = _accuracy(method, plain, bar)
 
-    # After the bar: these programs must have the machine for themselves.
+    # After the bar: nothing else may run while these programs are timed.
     with passing_note("timing the parts of a step"):
-        first = _first_requests(plain, plan)
+        # The first rows that have text, as many as the batch has slots.
+        rows = (row for row in plain.values() if any(turns_of(row)))
+        first = [
+            plan.request(row["row"], next(turns_of(row)).prompt_ids)
+            for row in itertools.islice(rows, plan.batch_sizes[0])
+        ]
         engines = evaluation.engines[plan.batch_sizes[0]]
         times = {
             method.name: stage_times.measure(method, engines[method.name], first)
@@ -185,11 +193,11 @@ def _accuracy(
     method: Method, plain: Mapping[int, Any], bar: Progress
 ) -> dict[int, list[accuracy.Hits]]:
     """Return row -> the hits of its turns."""
-    # Turns are batched by their length, so each brings the number of its row.
+    # Turns are batched by their length, so each has the number of its row.
     numbered = [(number, turn) for number, row in plain.items() for turn in turns_of(row)]
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
-    # Without a head there are no positions whose proposals could be ranked.
+    # A baseline has no probabilities to rank.
     if not method.is_trained:
         bar.update(len(plain))
         return hits
@@ -200,12 +208,3 @@ def _accuracy(
         bar.update(int(len(of_row) == 1))
     bar.update(sum(not turns for turns in hits.values()))  # rows without text
     return hits
-
-
-def _first_requests(plain: Mapping[int, Any], plan: Plan) -> list[Request]:
-    """Return requests for the first rows that have text, as many as the batch has slots."""
-    rows = (row for row in plain.values() if any(turns_of(row)))
-    return [
-        plan.request(row["row"], next(turns_of(row)).prompt_ids)
-        for row in itertools.islice(rows, plan.batch_sizes[0])
-    ]

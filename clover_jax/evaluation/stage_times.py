@@ -1,8 +1,7 @@
-"""The parts of a step's time, each compiled and timed alone, at the shapes of the run.
+"""The time of a step and of its parts, each compiled and timed alone, at the shapes of the run.
 
-A part runs as in the engine's chunks, in a loop on the device or by itself (`timing.loops`).
-What the whole step takes beyond drafting and verifying is accepting, committing, and what overlaps
-badly.
+A part runs as in the engine's chunks, in a loop on the device or by itself (`timing.loops`). The
+rest of a step is accepting, committing, and parts that do not overlap.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from clover_jax.evaluation.methods import Method
 from clover_jax.timing.loops import STEPS, draft_loop, step_loop, steps_at_once, verify_loop
 
 METHOD = (
-    "the whole step, drafting and verifying each compiled and run alone, on CPU in a loop on the "
-    "device, at the run's batch size on its first prompts, in turns; of each the fastest of 7"
+    "the whole step, drafting and verification, each compiled and run alone (on CPU in a loop on "
+    "the device) at the run's batch size on its first prompts, alternately; the fastest of 7"
 )
 _REPEATS = 7
 
@@ -76,14 +75,14 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
         return placement.compiled(part, donate_argnums=1, compiler_options=options_here())
 
     state = engine.prefilled(weights.base, models.draft_params, slots)
-    # No row ends, or has ended, or the steps would: what is written too far is cut off.
+    # No row may end, or the steps would too; writes beyond the buffer are cut off.
     state = state.replace(
         limit=state.limit + (1 << 20),
         eos=jnp.full_like(state.eos, -1),
         finish=jnp.full_like(state.finish, RUNNING),
     )
 
-    # A drafted tree, for verification to read; its tokens are filled in anew in each turn.
+    # A drafted tree for verification to read; each run fills in new tokens.
     state, tree = compiled(_draft)(weights, state)
     verify = compiled(lambda config, w, state, tree: (state, verify_loop(config, w, state, tree)))
     programs = {"step": (compiled(_steps),), "verify": (verify, tree)}
@@ -94,12 +93,12 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
     for _ in range(_REPEATS + 1):
         for name, (program, *more) in programs.items():
             started = time.perf_counter()
-            # STEPS steps in all, whether one call runs all of them or a single one.
+            # STEPS steps in total, in one call or in several.
             for _ in range(STEPS // steps_at_once()):
                 state, result = program(weights, state, *more)
             jax.block_until_ready((state, result))
             times[name].append(time.perf_counter() - started)
-    # The first compiles. The fastest is the one that nothing else disturbed.
+    # The first run compiles. The fastest is the one that nothing else disturbed.
     fastest = {name: min(seconds[1:]) / STEPS for name, seconds in times.items()}
     return StageTimes(
         batch_size=engine.batch_size,
@@ -110,7 +109,7 @@ def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> Stag
 
 def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
     """Run steps; every call starts from the same place in the text."""
-    # The caches are passed on, since they were donated; all else is as it was.
+    # The caches are passed on, since they were donated; everything else stays.
     new, emitted = step_loop(config, weights, state)
     return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
 

@@ -20,7 +20,7 @@ class GenerateOptions:
     seed: int
     prompt: str | None = setting(None, "text to continue")
     prompts: str | None = setting(
-        None, "file of prompt rows, .jsonl (also .gz, .xz); - is standard input"
+        None, "FILE,FILE: prompt rows, .jsonl (also .gz, .xz); - is standard input"
     )
     calibration: str | None = setting(
         None, "prompt rows for --tree=auto [the base's own, or shipped]", group="draft"
@@ -55,8 +55,10 @@ class GenerateOptions:
         # What the prompts are, and where rows go, before minutes are spent on a base.
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
-        inputs = [path for path in (self.prompts, self.calibration) if path is not None]
-        if self.output is not None and _resolved(self.output) in map(_resolved, inputs):
+        inputs = [*(self.prompts or "").split(","), self.calibration]
+        if self.output is not None and _resolved(self.output) in map(
+            _resolved, filter(None, inputs)
+        ):
             raise UserError(f"--output={self.output} is a file of prompts; give another name")
         if self.output is not None and not _can_keep_rows(Path(self.output).expanduser()):
             raise UserError(

@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
-from clover_jax.data.prompts import BadPrompt, Prompt, prompts_hash
+from clover_jax.data.prompts import BadPrompt, Failures, Prompt, prompts_hash
 from clover_jax.generation.live_text import LiveText
 from clover_jax.generation.row_stream import RowStream
 from clover_jax.generation.row_totals import RowTotals
@@ -92,8 +92,8 @@ def open_rows(
 def decode_with_bar(
     stream: RowStream, sink: RowSink, totals: RowTotals, bar: Progress, compiling: CompileClock
 ) -> None:
-    """Decode all rows into `sink`; a row that fails gets a line above the bar."""
-    started, before = compiling.now(), totals.tokens
+    """Decode all rows into `sink`; each reason why rows fail gets a line above the bar."""
+    started, before, failures = compiling.now(), totals.tokens, Failures()
     for event in stream:
         if event.row is None:
             continue
@@ -103,15 +103,15 @@ def decode_with_bar(
         sink.note_seconds(seconds)
         totals.add(event.row)
 
-        reason = event.row.get("error") or event.row.get("skipped")
-        if reason:
-            verb = "failed" if "error" in event.row else "skipped"
-            bar.write(f"row {event.row['index']} {verb}: {reason}")
+        if (line := failures.add(event.row)) is not None:
+            bar.write(line)
         # The speed of this run alone: rows of earlier runs count for tau, but took no time here.
         speed = (totals.tokens - before) / seconds
         tau = "" if totals.tau is None else f"tau {totals.tau:.2f}, "
         bar.show(f"{tau}{speed:.0f} tokens/s")
         bar.update()
+    for line in failures.counts():
+        bar.write(line)
 
 
 def decode_live(stream: RowStream, sink: RowSink, totals: RowTotals, screen: LiveText) -> None:

@@ -7,15 +7,14 @@ import io
 import sys
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
-from pathlib import Path
 from typing import Any
 
 from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompts import (
     BadPrompt,
     Prompt,
+    read_prompt_files,
     read_prompts,
-    read_prompts_and_mistakes,
     shipped_prompts,
     text_prompt,
 )
@@ -105,9 +104,8 @@ def _read(options: GenerateOptions) -> Sequence[Prompt | BadPrompt] | None:
         return [text_prompt(options.prompt)]
     if options.prompts is None:
         return None
-    path = Path(options.prompts).expanduser()
     # Strict: the first bad row ends the command; else it fails when its turn comes.
-    return read_prompts(path) if options.strict else read_prompts_and_mistakes(path)
+    return read_prompt_files(options.prompts, options.strict)
 
 
 def _notice_predictions(models: Models, prompts: Sequence[Prompt | BadPrompt]) -> None:

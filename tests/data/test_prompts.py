@@ -9,9 +9,11 @@ import pytest
 
 from clover_jax.data.prompts import (
     BadPrompt,
+    Failures,
     Prompt,
     parse_prompt,
     prompts_hash,
+    read_prompt_files,
     read_prompts,
     read_prompts_and_mistakes,
     text_prompt,
@@ -81,7 +83,7 @@ def test_a_row_knows_its_turns_and_whether_it_is_a_conversation():
         ({"turns": "a"}, 'turns must be a list of strings, at least one, not "a"'),
         ({"messages": [{"role": "robot", "content": "x"}]}, "system|user|assistant|tool"),
         ({"messages": [{"role": "user", "content": ["x"]}]}, '"content": text'),
-        ({"messages": [{"role": "assistant", "content": "x"}]}, "the last not the assistant's"),
+        ({"messages": [{"role": "assistant", "content": "x"}]}, "that ends with a user message"),
         ({"prompt": "a", "seed": 1.5}, "seed must be a whole number from 0, not 1.5"),
         ({"prompt": "a", "temperature": -1}, "temperature must be a number from 0, not -1"),
         ({"prompt": "a", "temperature": float("nan")}, "temperature must be a number from 0"),
@@ -212,3 +214,37 @@ def test_mistakes_can_stand_in_the_place_of_their_rows(tmp_path):
     assert prompts_hash([first, number]) != prompts_hash([first, torn])
     with pytest.raises(UserError, match="p.jsonl:2: prompt must be a string"):
         read_prompts(path)
+
+
+def test_a_final_answer_is_dropped_and_rows_of_files_are_numbered_through(tmp_path, capsys):
+    asked = {"role": "user", "content": "u"}
+    answer = {"role": "assistant", "content": "a"}
+    rows = [[asked, answer, asked], [asked, answer, asked, answer], [answer]]
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in rows]
+    (tmp_path / "a.jsonl").write_text("".join(lines))
+    (tmp_path / "b.jsonl").write_text('{"prompt": "b"}\n')
+    files = f"{tmp_path / 'a.jsonl'}, {tmp_path / 'b.jsonl'}"
+    first, second, bad, last = read_prompt_files(files)
+    assert first.messages == second.messages == (asked, answer, asked)
+    assert [row.index for row in (first, second, bad, last)] == [0, 1, 2, 3]
+    assert isinstance(bad, BadPrompt)
+    said = capsys.readouterr().err
+    assert said == (
+        f"{tmp_path / 'a.jsonl'}: 1 of 3 rows end with an assistant message, which is dropped and "
+        "decoded again\n"
+    )
+    with pytest.raises(UserError, match="a.jsonl:3: messages must be"):
+        read_prompt_files(files, strict=True)
+    with pytest.raises(UserError, match="--prompts=, names no file"):
+        read_prompt_files(",")
+
+
+def test_a_reason_is_told_once_with_a_count():
+    failures = Failures()
+    assert failures.add({"index": 0, "output_ids": []}) is None
+    first = failures.add({"index": 1, "error": "p.jsonl:2: turns must be a list, not 3"})
+    assert first == "row 1 failed: p.jsonl:2: turns must be a list, not 3"
+    assert failures.add({"index": 2, "error": 'p.jsonl:3: turns must be a list, not "x"'}) is None
+    assert failures.add({"index": 2, "error": 'p.jsonl:3: turns must be a list, not "x"'}) is None
+    assert failures.add({"index": 3, "skipped": "too long"}) == "row 3 skipped: too long"
+    assert failures.counts() == ["2 rows failed for the same reason as row 1"]

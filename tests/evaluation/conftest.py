@@ -1,11 +1,8 @@
 """What the tests of the command `evaluate` share: a tiny base, a draft, and a finished run."""
 
-import json
-
 import pytest
 
 from clover_jax.sharding import top_k
-from clover_jax.training.settings import TrainSettings
 from tests.evaluation.command import ROWS, run, write_rows
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
@@ -14,13 +11,7 @@ from tests.tiny_folders import save_tiny_base, save_tiny_draft
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("evaluate")
     base = save_tiny_base(folder / "base")
-    workdir = folder / "work"
-    save_tiny_draft(workdir / "draft", base)
-    (workdir / "eval.jsonl").write_text('{"step": 5, "tau": 1.5}\n{"step": 10, "tau": 1.75}\n')
-    rates = [{"step": 6, "tokens_per_second": 96.0}, {"step": 10, "tokens_per_second": 64.0}]
-    write_rows(workdir, "metrics.jsonl", rates)
-    settings = {"settings": TrainSettings(batch_size=4, seq_len=8).to_dict(), "identity": {}}
-    (workdir / "settings.json").write_text(json.dumps(settings))
+    save_tiny_draft(folder / "work" / "draft", base)
     write_rows(folder, "bench.jsonl", ROWS)
     return folder
 

@@ -1,18 +1,15 @@
 """Where texts part, and whether that is a near-tie: judged by plain decoding's own margins."""
 
 import dataclasses
-import math
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import empty_sampling
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.tree import TreeConfig
-from clover_jax.evaluation import near_ties
+from clover_jax.evaluation import equality
 from clover_jax.evaluation.equality import (
     MISMATCH,
     NEAR_TIE,
@@ -42,14 +39,14 @@ def test_the_example():
 
 def test_the_first_difference_of_a_row_counts():
     found = compare_rows(row([1, 2], [3, 4, 9]), row([1, 2], [3, 5, 8]))
-    assert found.divergence == Divergence(3, turn=1, position=1, expected=5, found=4)
-    ended = compare_rows(row([1]), row([1, 2])).divergence
+    assert found == [Divergence(3, turn=1, position=1, expected=5, found=4)]
+    (ended,) = compare_rows(row([1]), row([1, 2]))
     assert (ended.expected, ended.found) == (2, None)
 
 
 def test_a_row_without_text_is_not_compared():
     failed = {"index": 0, "error": "bad"}
-    comparisons = [[compare_rows(failed, row([1]))], [compare_rows(row([1]), row([1]))]]
+    comparisons = [compare_rows(failed, row([1])), compare_rows(row([1]), row([1]))]
     assert summarize(comparisons, []) == {
         "compared": 1,
         "equal": 1,
@@ -75,8 +72,8 @@ def classified(method, sampling, request, choose):
     (done,) = [p.row for p in batched.stream(method.models.base.params, None, [request]) if p.done]
     expected = done.output_ids[5]
     divergence = Divergence(0, 0, 5, expected, choose(expected))
-    case = near_ties.Case(request, done.output_ids, divergence)
-    (found,) = near_ties.classify([case], method.models.base.params, alone, batched)
+    case = equality.Case(request, done.output_ids, divergence)
+    (found,) = equality.classify([case], method.models.base.params, alone, batched)
     return found
 
 
@@ -107,32 +104,11 @@ def test_a_row_at_temperature_0_is_judged_by_its_logits_in_a_sampled_run_too(twi
     assert tie.threshold < 1e-3
 
 
-def almost_twins(twins):
-    """Plain decoding of a base in which token 2i + 1 scores next to nothing less than 2i."""
-    params = twins.models.base.params
-    factor = jnp.where(jnp.arange(96) % 2, 1 - 1e-5, 1.0)[:, None]
-    params = params | {"lm_head": params["lm_head"] * factor}
-    base = dataclasses.replace(twins.models.base, params=params)
-    return Method("vanilla", dataclasses.replace(twins.models, base=base))
-
-
-@pytest.mark.parametrize("cut", [{"top_k": 1}, {"top_p": 0.01}], ids=["top_k", "top_p"])
-def test_a_token_that_was_only_just_cut_off_is_near(twins, cut):
-    request = Request(0, random_prompts(1, seed=2)[0], 8, temperature=1.0, **cut)
-    sampling = SamplingConfig("lossless", truncate=True)
-    near = classified(almost_twins(twins), sampling, request, lambda token: token ^ 1)
-    assert 0 < near.gap < 1e-3
-    other = classified(almost_twins(twins), sampling, request, lambda token: (token + 2) % 96)
-    assert other.kind == MISMATCH
-    assert near.gap < other.gap < float("inf")
-    assert other.threshold < 1e-3  # margins jump where a token is cut off or not, scores do not
-
-
 def test_infinite_margins_move_no_threshold(twins):
     engine = twins.models.engine(2, SamplingConfig("lossless"))
     request = Request(0, [3, 1, 4], 8, temperature=1e-38)
-    case = near_ties.Case(request, [1, 5, 9], Divergence(0, 0, 2, 9, 2))
-    (found,) = near_ties.classify([case], twins.models.base.params, engine, engine)
+    case = equality.Case(request, [1, 5, 9], Divergence(0, 0, 2, 9, 2))
+    (found,) = equality.classify([case], twins.models.base.params, engine, engine)
     assert found.threshold == 0
 
 
@@ -146,57 +122,37 @@ def test_a_threshold_in_bfloat16_is_that_of_tokens_read_at_once(twins):
     requests = [Request(i, p, 24) for i, p in enumerate(random_prompts(8, seed=4)[:4])]
     rows = decode_all(batched, params, None, [request.prompt_ids for request in requests], 24)
     cases = [
-        near_ties.Case(request, row.output_ids, Divergence(0, 0, 0, row.output_ids[0], 1))
+        equality.Case(request, row.output_ids, Divergence(0, 0, 0, row.output_ids[0], 1))
         for request, row in zip(requests, rows, strict=True)
     ]
-    assert 0.01 < near_ties.classify(cases, params, alone, batched)[0].threshold < 1
+    assert 0.01 < equality.classify(cases, params, alone, batched)[0].threshold < 1
 
 
 def test_texts_of_very_different_lengths_are_judged_together(twins, monkeypatch):
-    monkeypatch.setattr(near_ties, "bucket", lambda size: -(-size // 4) * 4)
+    monkeypatch.setattr(equality, "bucket", lambda size: -(-size // 4) * 4)
     alone, batched = (twins.models.engine(size) for size in (1, 2))
     outputs = [[1, 5], [9, 2, 6], [5, 3, 5, 8, 9, 7, 9]]
     cases = [
-        near_ties.Case(Request(i, [3, 1, 4], 8), ids, Divergence(i, 0, 1, ids[1], 4))
+        equality.Case(Request(i, [3, 1, 4], 8), ids, Divergence(i, 0, 1, ids[1], 40))
         for i, ids in enumerate(outputs)
     ]
-    found = near_ties.classify(cases, twins.models.base.params, alone, batched)
+    found = equality.classify(cases, twins.models.base.params, alone, batched)
     assert [one.index for one in found] == [0, 1, 2]
     assert all(one.gap > 0 for one in found)
 
 
-def room(logits, **changes):
-    rows = empty_sampling(1).replace(temperature=jnp.ones(1))
-    rows = rows.replace(**{name: jnp.asarray([value]) for name, value in changes.items()})
-    return near_ties.room_to_cut(jnp.asarray([logits], jnp.float32), rows)[0].tolist()
-
-
-def test_the_room_of_the_docstring():
-    assert room([2, 1.5, 1.4], top_k=2) == pytest.approx([0.6, 0.1, -0.1], abs=1e-6)
-    assert room([2, 1.5, 1.4]) == [math.inf] * 3
-
-
-def test_the_room_in_mass_is_that_of_its_odds():
-    found = room(np.log([0.5, 0.3, 0.2]).tolist(), top_p=0.79)  # just short of the third
-    odds = math.log(0.79 / 0.21) - math.log(0.8 / 0.2)
-    assert found == pytest.approx([math.log(2.5), math.log(1.5), odds], abs=1e-5)
-    # Of two equal tokens both are kept, since 0.4 before them is not enough.
-    assert min(room(np.log([0.4, 0.25, 0.25, 0.1]).tolist(), top_p=0.5)[:3]) > 0.3
-
-
-def test_text_is_fed_no_further_than_it_goes(way, twins, monkeypatch):
-    monkeypatch.setattr(near_ties, "_program", near_ties._program.__wrapped__)
-    engine = twins.models.engine(2)
-    case = near_ties.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
-    gap = near_ties.margins([case], twins.models.base.params, engine).gap
-    assert (gap[0, :3] > 0).all()
-    assert not gap[:, 3:].any()
+def test_text_is_read_no_further_than_it_goes(way, twins, monkeypatch):
+    monkeypatch.setattr(equality, "_program", equality._program.__wrapped__)
+    case = equality.Case(Request(0, [3, 1, 4], 8), [3, 5, 9])
+    (scores,) = equality.read_again([case], twins.models.base.params, twins.models.engine(2))
+    assert scores.gap.shape == (3,)
+    assert (scores.gap > 0).all()
 
 
 def test_the_program_knows_the_mesh(twins, logits_specs):
     models = dataclasses.replace(twins.models, mesh=make_mesh(MeshShape()))
-    case = near_ties.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
-    near_ties.margins([case], models.base.params, models.engine(2))
+    case = equality.Case(Request(0, [3, 1, 4], 8), [1, 5, 9])
+    assert list(equality.read_again([case], models.base.params, models.engine(2)))
     assert logits_specs
     assert None not in logits_specs
 

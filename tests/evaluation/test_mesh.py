@@ -14,7 +14,7 @@ from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.tree import TreeConfig
-from clover_jax.evaluation import near_ties
+from clover_jax.evaluation import equality
 from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.sharding.meshes import MeshShape, make_mesh
 from clover_jax.sharding.placement import (
@@ -33,7 +33,8 @@ import jax, numpy as np
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree import TreeConfig, parse_tree
 from clover_jax.interchange.directory import Draft
-from clover_jax.evaluation import accuracy, near_ties
+from clover_jax.evaluation import accuracy, equality
+from clover_jax.evaluation.equality import read_again
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.rows import TurnRow
 from clover_jax.loading.models import Models
@@ -52,10 +53,10 @@ for name in ["", *sys.argv[1:]]:
     head = Method("a", Models(base, None, draft, parse_tree("chain:2"), mesh))
     plain = Method("vanilla", Models(base, None, None, TreeConfig.root_only(), mesh))
     hits = accuracy.measure(head, [TurnRow(text[:9], text[9:], [], [], [], 0) for text in texts])
-    cases = [near_ties.Case(Request(0, text[:9], 21), text[9:]) for text in texts]
+    cases = [equality.Case(Request(0, text[:9], 21), text[9:]) for text in texts]
     engine = plain.models.engine(4)
-    margins = [near_ties.margins(cases, base.params, engine, n).margin for n in (1, 16)]
-    margins = np.concatenate(margins)[:, :21].tolist()
+    margins = [one.lead for n in (1, 16) for one in read_again(cases, base.params, engine, n)]
+    margins = np.stack(margins).tolist()
     print(json.dumps([[found.hits.tolist() for _, found in hits], margins]))
 """
 
@@ -110,17 +111,17 @@ def test_margins_are_taken_where_the_rows_of_a_cache_lie():
     base = dataclasses.replace(TINY, num_layers=1, hidden_size=512, num_kv_heads=4, head_dim=128)
     config = StepConfig(base, None, TreeConfig.root_only(), SamplingConfig("greedy"))
 
-    # What `margins` gives to its program.
+    # The arguments that `read_again` passes to its program.
     state = jax.eval_shape(lambda: empty_state(base, None, config.tree, 4, 1024, 4, jnp.bfloat16))
     state = with_shardings(state, decode_state_shardings(state, mesh))
     params = base_shapes(base, jnp.bfloat16)
     weights = Weights(with_shardings(params, param_shardings(params, mesh)), {})
     whole = functools.partial(jax.ShapeDtypeStruct, sharding=replicated(mesh))
     text, other = whole((4, 1024), jnp.int32), whole((4, 32), jnp.int32)
-    given = near_ties.Forced(weights, state.replace(cache=()), text, other)
-    found = near_ties.Margins(*[whole(other.shape, jnp.float32)] * 2)
+    given = equality.Text(weights, state.replace(cache=()), text, other)
+    found = equality.Scores(*[whole(other.shape, jnp.float32)] * 2)
 
-    add = jax.jit(functools.partial(near_ties.add_margin, config, 1), donate_argnums=1)
+    add = jax.jit(functools.partial(equality.add_scores, config, 1), donate_argnums=1)
     with jax.set_mesh(mesh):
         lowered = add.lower(given, (state.cache, found), whole((), jnp.int32))
     program = lowered.compile().as_text()

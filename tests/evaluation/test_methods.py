@@ -92,11 +92,11 @@ def test_a_tree_is_known_by_its_paths(load):
     assert identity_of(named) == identity
 
 
-def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):
+def test_a_draft_that_does_not_pay_is_still_measured(load, capsys):
     chosen = load(DEAR)[1].models
     assert chosen.draft is not None
     assert chosen.tree.num_nodes > 0
-    assert f"a is measured with {chosen.tree.name} all the same" in capsys.readouterr().err
+    assert f"a is still measured, with {chosen.tree.name}" in capsys.readouterr().err
 
 
 def test_every_method_has_the_chat_template_that_is_given(options):
@@ -113,7 +113,7 @@ def test_batch_sizes_are_those_that_a_mesh_decodes(options):
     asked = dataclasses.replace(options, batch_size=1, batch_sizes="1,2,3")
     models = Models(base=None, tokenizer=None, draft=None, tree=TreeConfig.root_only(), mesh=mesh)
     prompts = [BadPrompt(0, "a.jsonl:1", "bad")]
-    plan = make_plan(asked, GenerationSettings(), models, prompts, "a.jsonl")
+    plan = make_plan(asked, GenerationSettings(), models, prompts)
     assert plan.batch_sizes == [2, 4]
 
 
@@ -139,7 +139,7 @@ def test_baselines_are_left_out_where_drafted_tokens_are_drawn_unless_named(opti
     asked = dataclasses.replace(options, baselines="lookup")
     assert [one.name for one in choose_baselines(asked, drawn)] == ["lookup"]
     wrong = dataclasses.replace(options, baselines="lookup,eagle")
-    with pytest.raises(UserError, match="--baselines: 'eagle' is no draft without training"):
+    with pytest.raises(UserError, match="--baselines: 'eagle' is not a training-free draft"):
         choose_baselines(wrong, drawn)
 
 

@@ -1,9 +1,10 @@
-"""Which drafts, trees and batch sizes the flags ask for."""
+"""Which drafts, trees and batch sizes the flags ask for, and mistakes in them."""
 
 from pathlib import Path
 
 import pytest
 
+from clover_jax import cli, evaluate
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import DraftChoice, Options, parse_drafts
 from clover_jax.loading.spec import ModelSpec
@@ -56,5 +57,22 @@ def test_what_cannot_be_read_is_named(drafts, tree, said):
 def test_the_first_batch_size_is_that_of_the_report():
     assert options(batch_sizes="1,4,8").all_batch_sizes == [4, 1, 8]
     assert options().all_batch_sizes == [4]
-    with pytest.raises(UserError, match="--batch_sizes=1,x: 'x' is no batch size"):
+    with pytest.raises(UserError, match="--batch_sizes=1,x: 'x' is not a batch size"):
         options(batch_sizes="1,x")
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (["--compare=a"], "--compare=a: expected two reports, A,B"),
+        (["--compare=/nowhere/a.json,b"], "/nowhere/a.json cannot be read"),
+        (["--drafts=x="], "'x=' should be NAME=DIR, or DIR"),
+        (["--prompts=/nowhere.jsonl"], "/nowhere.jsonl: No such file or directory"),
+        (["--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
+    ],
+)
+def test_a_mistake_is_one_line_and_status_2(argv, said, capsys):
+    assert cli.run(evaluate.main, evaluate.define_flags, argv) == 2
+    printed = capsys.readouterr()
+    assert (printed.out, printed.err.count("\n")) == ("", 1)
+    assert said in printed.err

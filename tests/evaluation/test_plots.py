@@ -1,15 +1,14 @@
-"""The plots: no text is cut, crosses an axis or another text, and no line is a single dot."""
+"""The plots: no text is cut, crosses an axis or another text, and looks follow names."""
 
 import itertools
 
+import matplotlib
 import pytest
 from matplotlib.text import Text
 
-from clover_jax.evaluation.drawing import look, style
 from clover_jax.evaluation.options import VANILLA
-from clover_jax.evaluation.plots import plots_of
+from clover_jax.evaluation.plots import RC, draw_plots, looks, plots_of
 
-MARKERS = {look(number).marker for number in range(6)}
 TASKS = ["mt_bench", "translation", "summarization", "question-answering-long", "math", "rag"]
 LONG = "clover2-shared-attention-decoder.trained_on-sharegpt-and-ultrachat-for-300k-steps"
 
@@ -18,43 +17,42 @@ def spread(median):
     return {"median": median, "least": median - 0.1, "most": median + 0.2, "repeats": [median]}
 
 
-def cell(number, depth, bins):
+def cell(number, depth):
     rates = [max(0.9 - 0.1 * i - 0.05 * number, 0.0) for i in range(depth)]
     return {
         "tau": 2.5 - 0.1 * number,
+        "rows": 16,
         "hit_rate": rates,
-        "conditional_hit_rate": [1.0, *rates[1:-1], None][:depth],
+        "conditional_hit_rate": [1.0, *rates[1:]],
         "target_forwards": 100,
-        "accepted_histogram": [100 // (depth + 1)] * (depth + 1),
-        "by_context": [
-            {"from": start, "to": 2 * start or 64, "mean_accepted": number and 2.0 / number}
-            for start in [0, *(64 << i for i in range(bins - 1))]
-        ],
+        "num_accepted_tokens_per_pos": [round(100 * rate) for rate in rates],
     }
 
 
-def report(num_drafts, num_tasks, depth=5, bins=3, name="draft"):
+def report(num_drafts, num_tasks, depth=5, name="draft"):
     """Return a report as the plots read it; the last draft has a shorter tree."""
     drafts = [f"{name}-{number}" for number in range(num_drafts)]
-    cells = {
-        draft: {"overall": cell(number, depth - (number and number + 1 == num_drafts), bins)}
-        for number, draft in enumerate(drafts)
-    }
     tasks = TASKS[:num_tasks]
+    cells = {}
+    for number, draft in enumerate(drafts):
+        figures = cell(number, depth - (number and number + 1 == num_drafts))
+        cells[draft] = {"overall": figures, "tasks": dict.fromkeys(tasks, figures)}
     speeds = {
-        draft: {
-            "overall": {"speedup": spread(1.5 + 0.2 * number)},
-            "tasks": {task: {"speedup": spread(0.9 + 0.3 * number)} for task in tasks},
-        }
+        draft: {"overall": {"speedup": spread(1.5 + 0.2 * number)}}
         for number, draft in enumerate(drafts)
     }
-    rows = [{"step": 500 * i, "tokens": 2_000_000 * i, "tau": 1 + i / 4} for i in range(1, 5)]
     return {
-        "methods": {VANILLA: {}, **cells},
+        "methods": {VANILLA: {"overall": {"rows": 16}}, **cells},
         "tasks": tasks,
         "batch_sizes": [8, 1, 16],
         "speed": dict.fromkeys(("8", "1", "16"), speeds),
-        "training": dict.fromkeys(drafts[:2], rows),
+        "manifest": {
+            "base": {"source": "runs/a_long_folder/another_long_folder/" + "base" * num_drafts},
+            "dtype": "bfloat16",
+            "flags": {"temperature": 0.7},
+            "hardware": {"device": "cpu"},
+            "drafts": {name: {"tree": "dynamic:25:5:4+copy:8"} for name in drafts},
+        },
     }
 
 
@@ -73,10 +71,10 @@ def shown_texts(figure):
 @pytest.mark.parametrize("name", ["draft", LONG])
 @pytest.mark.parametrize(("num_drafts", "num_tasks"), [(1, 1), (2, 6), (6, 1), (6, 6)])
 def test_no_text_is_cut_or_crossed(num_drafts, num_tasks, name):
-    plots = plots_of(report(num_drafts, num_tasks, bins=9, name=name))
-    assert len(plots) == 7
+    plots = plots_of(report(num_drafts, num_tasks, name=name))
+    assert len(plots) == 3 + (num_tasks > 1)
     for title, draw in plots.items():
-        with style():
+        with matplotlib.rc_context(RC):
             figure = draw()
             figure.draw_without_rendering()
         texts = shown_texts(figure)
@@ -91,22 +89,48 @@ def test_no_text_is_cut_or_crossed(num_drafts, num_tasks, name):
 
 
 def test_markers_on_the_axes_are_whole():
-    for title, draw in plots_of(report(2, 1)).items():
-        lines = [
-            line for axes in draw().axes for line in axes.lines if line.get_marker() in MARKERS
-        ]
-        assert not any(line.get_clip_on() for line in lines), title
+    axes, _ = plots_of(report(2, 1))["acceptance_by_position"]().axes
+    assert not any(line.get_clip_on() for line in axes.lines)
 
 
-def test_a_plot_that_would_be_a_dot_is_left_out():
-    single = report(2, 1, depth=1, bins=1)
-    single["training"] = {name: rows[:1] for name, rows in single["training"].items()}
-    assert list(plots_of(single)) == [
-        "accepted_lengths",
-        "speedup_by_task",
-        "speedup_by_batch_size",
-    ]
+def test_both_panels_end_where_forwards_end():
+    rare = report(1, 1, depth=25)
+    (figures,) = [cells["overall"] for name, cells in rare["methods"].items() if name != VANILLA]
+    # Nine forwards reach position 3, too few for a rate.
+    figures["num_accepted_tokens_per_pos"] = [40, 30, 9, 1, *[0] * 21]
+    for axes in plots_of(rare)["acceptance_by_position"]().axes:
+        assert [len(line.get_xdata()) for line in axes.lines] == [3]
+        assert axes.get_xlim()[1] < 3
 
 
-def test_plain_decoding_alone_has_no_plots():
+def test_plain_decoding_alone_and_drafts_without_a_forward_have_no_plots():
     assert plots_of(report(0, 1)) == {}
+    empty = report(1, 1)
+    empty["methods"]["draft-0"]["overall"]["tau"] = None
+    assert plots_of(empty) == {}
+
+
+def test_a_method_looks_the_same_in_every_report():
+    assert looks(["lookup"]) == {"lookup": looks(["clover2", "runs-a", "lookup"])["lookup"]}
+    assert looks(["a"])["a"] == looks(["lookup", "recycle", "a"])["a"]
+    assert looks(["a", "lookup"])["a"].color != looks(["lookup"])["lookup"].color
+
+
+def test_looks_of_drafts_and_baselines_differ_also_without_colors():
+    drafts = [f"draft{number}" for number in range(12)]
+    found = looks(["lookup", *drafts, "recycle"]).values()
+    assert len(set(found)) == len({(look.color, look.hatch) for look in found}) == 14
+    few = looks(["lookup", "recycle", *drafts[:4]]).values()
+    assert len({(look.marker, look.hatch) for look in few}) == 6
+
+
+def test_the_name_of_a_task_is_no_formula(tmp_path):
+    odd = report(1, 2)
+    odd["tasks"] = [r"price $\frac$", "qa"]
+    cells = odd["methods"]["draft-0"]
+    cells["tasks"] = dict.fromkeys(odd["tasks"], cells["overall"])
+    files = draw_plots(odd, tmp_path)
+    assert [file.name for file in files] == [
+        *("tau.png", "acceptance_by_position.png", "speedup.png", "tau_by_task.png")
+    ]
+    assert all(file.stat().st_size > 1000 for file in files)

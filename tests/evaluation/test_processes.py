@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from clover_jax.evaluation.timed_passes import JOURNAL
+from clover_jax.evaluation.plan import JOURNAL
 from tests.evaluation.command import ROWS, write_rows
 from tests.generation.test_rows import ragged_rows
 from tests.generation.test_shards import rows_of
@@ -55,9 +55,8 @@ def test_processes_give_the_rows_and_figures_of_one(evaluate, tmp_path, count, k
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("flag", ["--tree=auto", "--replay=/nowhere.jsonl"])
-def test_several_processes_neither_choose_a_tree_nor_replay(evaluate, flag):
-    run = start(2, *evaluate("out", flag))
+def test_several_processes_choose_no_tree(evaluate):
+    run = start(2, *evaluate("out", "--tree=auto"))
     _, said = run.communicate()
     assert run.returncode == 2, said
     assert "in one process, and here are 2" in said

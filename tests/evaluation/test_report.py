@@ -1,10 +1,16 @@
 """What a run measures and writes: the report, its figures, times, page and plots."""
 
+import copy
+
 import pytest
 
-from clover_jax.evaluation.manifest import conditions
+from clover_jax.evaluation import accuracy
+from clover_jax.evaluation.page import report_text
+from clover_jax.evaluation.plan import PassJournal
+from clover_jax.evaluation.report import conditions
 from clover_jax.evaluation.rows import turns_of
-from clover_jax.evaluation.timed_passes import PassJournal
+from clover_jax.runtime.progress import progress_bar
+from tests.evaluation.command import run, write_rows
 
 
 def test_everything_is_measured_and_the_last_line_says_the_key_figures(finished):
@@ -21,23 +27,16 @@ def test_everything_is_measured_and_the_last_line_says_the_key_figures(finished)
 
 
 def test_figures_are_those_of_the_rows(finished):
+    # tau, rates and histograms are counted again in test_recount.py.
     for name, depth in (("chain", 2), ("short", 1)):
-        cell = finished.report["methods"][name]["overall"]
+        cells = finished.report["methods"][name]
         turns = [turn for row in finished.rows(name) for turn in turns_of(row)]
-        accepted = [count for turn in turns for count in turn.accepted]
-        assert cell["turns"] == len(turns) == 5
-        assert cell["tokens"] == sum(len(turn.output_ids) for turn in turns) == 45
-        assert cell["tau"] == pytest.approx((45 - 5) / len(accepted))
-        assert cell["hit_rate"] == [
-            pytest.approx(sum(count > i for count in accepted) / len(accepted))
-            for i in range(depth)
-        ]
-        assert cell["num_accepted_tokens"] == sum(accepted)
-        assert cell["num_draft_tokens"] == len(accepted) * depth
-        assert len(cell["accuracy"]["top_5"]) == 5
-        parts = [finished.report["methods"][name]["tasks"][task] for task in ("writing", "qa")]
-        assert [part["rows"] for part in parts] == [2, 2]
-        assert sum(part["target_forwards"] for part in parts) == len(accepted)
+        forwards = sum(len(turn.accepted) for turn in turns)
+        assert cells["overall"]["turns"] == len(turns) == 5
+        assert cells["overall"]["tokens"] == 45
+        assert cells["overall"]["num_draft_tokens"] == forwards * depth
+        assert len(cells["overall"]["accuracy"]["top_5"]) == 5
+        assert [cells["tasks"][task]["rows"] for task in ("writing", "qa")] == [2, 2]
 
 
 def test_speed_is_measured_in_turns_at_every_batch_size(finished):
@@ -61,22 +60,101 @@ def test_speed_is_measured_in_turns_at_every_batch_size(finished):
 def test_the_page_and_the_plots_are_there(finished):
     page = (finished.output / "report.md").read_text()
     assert "| chain | chain:2 (2) |" in page
-    assert "cut on the left to fit it: 1." in page
-    names = ("hit_rate", "accepted_lengths", "accepted_by_context", "speedup_by_task")
-    curves = ("tau_by_step", "tau_by_tokens", "tau_by_seconds")
-    for name in (*names, "speedup_by_batch_size", *curves):
+    assert "truncated on the left to fit it: 1." in page
+    for name in ("tau", "acceptance_by_position", "speedup", "tau_by_task"):
         assert f"![{name}](plots/{name}.png)" in page
         assert (finished.output / "plots" / f"{name}.png").stat().st_size > 5000
-        assert (finished.output / "plots" / f"{name}.svg").exists()
     manifest = finished.report["manifest"]
     assert manifest["drafts"]["short"]["tree"] == "chain:1"
     assert manifest["flags"]["max_new_tokens"] == 9
     assert len(manifest["prompts"]["hash"]) == len(manifest["base"]["hash"]) == 64
-    assert finished.report["training"]["short"][-1] == {
-        "step": 10,
-        "tau": 1.75,
-        "tokens": 320,
-        "seconds": 4.0,
-    }
     assert "qa (batch size 2): plain decoding" in finished.err
     assert "no chat template: messages of 4 conversations" in finished.err
+
+
+def test_plain_decoding_has_one_name_and_its_key_is_explained_once(finished):
+    page = report_text(finished.report, []).split("## Manifest")[0]
+    assert page.count("vanilla") == 1
+    assert "is `vanilla`" in page.split("## Definitions")[1]
+    assert "| plain decoding | none (0) | 1.00 |" in page
+    assert "vanilla" not in finished.err
+
+
+def test_definitions_say_what_an_end_cuts_and_how_tasks_are_joined(finished):
+    page = report_text(finished.report, [])
+    definitions = " ".join(page.split("## Definitions")[1].split())  # wherever its lines end
+    assert "tau counts tokens after this cut" in definitions
+    assert "count what was accepted before it" in definitions
+    assert "micro-average" in definitions
+
+
+def test_one_task_has_one_table(finished):
+    single = copy.deepcopy(finished.report)
+    single["tasks"] = ["writing"]
+    pages = [report_text(report, []) for report in (finished.report, single)]
+    assert [page.count("## By task") for page in pages] == [1, 0]
+    assert "## Overall (task writing)" in pages[1]
+    assert [page.count("| tokens/s | speed-up |") for page in pages] == [4, 1]
+
+
+def test_positions_that_were_never_accepted_and_empty_columns_are_left_out(finished):
+    report = copy.deepcopy(finished.report)
+    name = next(iter(report["manifest"]["drafts"]))
+    cell = report["methods"][name]["overall"]
+    cell |= {"hit_rate": [0.5, 0, 0], "conditional_hit_rate": [0.5, 0, None], "accuracy": None}
+    cell["accepted_histogram"] = [5, 5, 0, 0]
+    report["manifest"]["drafts"][name] |= {"kind": "lookup", "source": "lookup", "steps": None}
+    page = report_text(report, [])
+    table = page.split("## By position")[1].split("###")[1].strip().splitlines()[2:]
+    assert table[0] == "| position | joint hit rate | conditional hit rate |"
+    assert table[2:] == ["| 0 | 0.500 | 0.500 |"]
+    accepted = page.split("## Accepted drafted tokens")[1].split("| tokens before")[0]
+    assert "\n| 1 | 5 |" in accepted
+    assert "\n| 2 |" not in accepted
+    assert f"| draft {name} | lookup, from the text |" in page
+    assert "=None" not in page
+
+
+def test_a_baseline_is_measured_as_a_draft_is(copying):
+    assert copying.status == 0, copying.err
+    report = copying.report
+    assert list(report["methods"]) == ["vanilla", "lookup"]
+    assert report["manifest"]["drafts"]["lookup"]["tree"] == "copy:25"
+    assert copying.result["equal"] == {"lookup": 2}
+    cell = report["methods"]["lookup"]["overall"]
+    assert cell["tau"] >= 1
+    assert cell["accuracy"] is None  # nobody ranks what a copy would say
+    assert report["methods"]["lookup"]["step"]["draft"] > 0
+    assert "| lookup | copy:25 (25) |" in (copying.output / "report.md").read_text()
+
+
+def test_rows_say_what_was_copied_and_the_page_adds_it_up(copying):
+    turns = [turn for row in copying.rows("lookup") for turn in turns_of(row)]
+    assert [len(turn.copied) for turn in turns] == [len(turn.accepted) for turn in turns]
+    assert all(turn.copied == turn.accepted for turn in turns)  # lookup has nothing else
+    assert not any("copied" in row for row in copying.rows("vanilla"))
+    cell = copying.report["methods"]["lookup"]["overall"]
+    copied = sum(sum(turn.copied) for turn in turns)
+    assert cell["copied_tokens"] == cell["num_accepted_tokens"] == copied > 0
+    page = (copying.output / "report.md").read_text()
+    assert f"| lookup | overall | {copied} | 0 | {copied} | 100.0 % |" in page
+    assert "| overall |" in page.split("| lookup: tau where answers loop |")[1]
+
+
+def test_no_bar_counts_compilation(folder, monkeypatch):
+    clocks = {}
+
+    def with_its_clock(total, desc, unit, *, compiling=None, **options):
+        clocks[desc] = compiling
+        return progress_bar(total, desc, unit, compiling=compiling, **options)
+
+    for module in ("passes", "run"):
+        monkeypatch.setattr(f"clover_jax.evaluation.{module}.progress_bar", with_its_clock)
+    accuracy.count_hits.clear_cache()  # another test's program would need no compilation
+    write_rows(folder, "single.jsonl", [{"prompt": "he"}])
+    one = (f"--drafts=chain={folder / 'work'}", "--tree=chain:2", "--repeats=1")
+    assert run(folder, folder / "bars", *one, prompts="single.jsonl").status == 0
+    assert clocks.keys() == {"batch size 2", "accuracy"}
+    # The heads' programs for accuracy compile while the bar is shown.
+    assert clocks["accuracy"].seconds > 0
+    assert clocks["batch size 2"] is not None

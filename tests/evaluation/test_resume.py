@@ -1,6 +1,6 @@
 """A run that was killed, and one that is repeated with something else."""
 
-from clover_jax.evaluation.timed_passes import PassJournal
+from clover_jax.evaluation.plan import PassJournal
 from tests.evaluation.command import run, write_rows
 
 

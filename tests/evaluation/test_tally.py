@@ -2,7 +2,7 @@
 
 import pytest
 
-from clover_jax.evaluation.tally import Tally, context_bin, count_repeats
+from clover_jax.evaluation.rows import Tally, context_bin, count_repeats
 
 
 def row(output_ids, accepted, prompt=(1, 2), ranks=None, num_cut=0, proposed=3):

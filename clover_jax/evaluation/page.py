@@ -1,8 +1,8 @@
-"""The report as a page: tables that open in any viewer of Markdown, and the plots."""
+"""The report as a Markdown page of tables and plots."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,20 +10,22 @@ from clover_jax.evaluation.equality import MISMATCH
 from clover_jax.evaluation.options import VANILLA, display_name
 
 NONE = "-"
+_NO_SPEED: Mapping[str, Any] = {"speedup": None, "tokens_per_second": None}
 EQUAL = "rows equal to plain decoding"
-# As many as a reader may go through; report.json has them all.
-_SHOWN_DIVERGENCES = 40
-DEFINITIONS = Path(__file__).with_name("definitions.md")  # of the figures, for page and README
+_SHOWN_DIVERGENCES = 40  # on the page; report.json has all
+DEFINITIONS = Path(__file__).with_name("definitions.md")  # of the figures
 
 
 def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
-    """Return the page; `plots` are the pictures, in a folder beside it."""
+    """Return the page; `plots` are the pictures, in a folder next to it."""
     drafts = [name for name in report["methods"] if name != VANILLA]
-    parts = ["# Evaluation", _summary(report)]
-    if len(report["tasks"]) == 1:  # a table by task would repeat the one over all
-        parts += [f"## Overall (task {report['tasks'][0]})", _overall(report)]
-    else:
-        parts += ["## Overall", _overall(report), "## By task", *_by_task(report)]
+    parts, tasks = ["# Evaluation", _summary(report)], report["tasks"]
+    # A table by task would repeat the one over a single task.
+    parts += ["## Overall" + (f" (task {tasks[0]})" if len(tasks) == 1 else ""), _overall(report)]
+    parts += report["slow_drafts"]
+    parts += [f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots]
+    if len(tasks) > 1:
+        parts += ["## By task", *_by_task(report)]
 
     if drafts:
         parts += ["## By position", *(_positions(name, report) for name in drafts)]
@@ -33,9 +35,6 @@ def report_text(report: Mapping[str, Any], plots: Sequence[Path]) -> str:
     if len(report["batch_sizes"]) > 1:
         parts += ["## By batch size", _batch_sizes(report)]
     parts += ["## Time of a step", _steps(report)]
-    if plots:
-        pictures = (f"![{path.stem}]({path.parent.name}/{path.name})" for path in plots)
-        parts += ["## Plots", *pictures]
 
     parts += ["## Definitions", DEFINITIONS.read_text().rstrip()]
     parts += ["## Manifest", _manifest(report["manifest"])]
@@ -64,12 +63,6 @@ def spread(value: Mapping[str, Any] | None, digits: int = 2, suffix: str = "") -
     return f"{number(value['median'], digits, suffix)} ({least} .. {most})"
 
 
-def equal(cell: Mapping[str, Any]) -> str:
-    """Return "EQUAL of COMPARED" rows; a dash for plain decoding and for no figures."""
-    counts = cell.get("equality")
-    return NONE if counts is None else f"{counts['equal']} of {counts['compared']}"
-
-
 def cell_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping[str, Any]:
     """Return a method's figures on a task, or overall; empty where the report has no such task."""
     cells = report["methods"][method]
@@ -78,10 +71,8 @@ def cell_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping
 
 def speed_of(report: Mapping[str, Any], method: str, task: str | None) -> Mapping[str, Any]:
     """Return a method's speed on a task, or overall, at the report's first batch size."""
-    # Keys are strings in JSON.
     speeds = report["speed"][str(report["batch_sizes"][0])][method]
-    empty = {"speedup": None, "tokens_per_second": None}
-    return speeds["overall"] if task is None else speeds["tasks"].get(task, empty)
+    return speeds["overall"] if task is None else speeds["tasks"].get(task, _NO_SPEED)
 
 
 def groups(tasks: Sequence[str]) -> list[str | None]:
@@ -89,20 +80,17 @@ def groups(tasks: Sequence[str]) -> list[str | None]:
     return [None, *tasks] if len(tasks) > 1 else [None]
 
 
-# Column -> its text, from a method's `cell_of` and `speed_of`.
-FIGURES: dict[str, Callable[[Mapping[str, Any], Mapping[str, Any]], str]] = {
-    "tau": lambda cell, _: number(cell.get("tau")),
-    "extra tokens a step": lambda cell, _: number(cell.get("extra_tokens")),
-    "tokens/s": lambda _, speed: spread(speed["tokens_per_second"], 0),
-    "speed-up": lambda _, speed: spread(speed["speedup"], 2, "x"),
-    EQUAL: lambda cell, _: equal(cell),
-}
-
-
-def _figures(report: Mapping[str, Any], method: str, task: str | None) -> list[str]:
-    """Return the columns FIGURES of a method on one task or on all."""
+def figures_of(report: Mapping[str, Any], method: str, task: str | None) -> dict[str, str]:
+    """Return column -> text of a method's figures on one task or on all; a dash for none."""
     cell, speed = cell_of(report, method, task), speed_of(report, method, task)
-    return [text(cell, speed) for text in FIGURES.values()]
+    counts = cell.get("equality")
+    return {
+        "tau": number(cell.get("tau")),
+        "extra tokens a step": number(cell.get("extra_tokens")),
+        "tokens/s": spread(speed["tokens_per_second"], 0),
+        "speed-up": spread(speed["speedup"], 2, "x"),
+        EQUAL: f"{counts['equal']} of {counts['compared']}" if counts else NONE,
+    }
 
 
 def _summary(report: Mapping[str, Any]) -> str:
@@ -110,45 +98,45 @@ def _summary(report: Mapping[str, Any]) -> str:
     lines = [
         f"{plain['rows']} rows, {plain['turns']} answers, {plain['tokens']} tokens of plain "
         f"decoding; base {manifest['base']['source']}, {manifest['dtype']}; batch size "
-        f"{report['batch_sizes'][0]}; {report['repeats']} repeats, the methods in turns; "
+        f"{report['batch_sizes'][0]}; {report['repeats']} repeats, the methods alternate; "
         f"{manifest['hardware']['device']} ({manifest['hardware']['processor']}).",
-        f"Rows that failed: {plain['failed']}; left out as longer than the context: "
-        f"{plain['skipped']}; cut on the left to fit it: {plain['truncated']}.",
+        f"Rows that failed: {plain['failed']}; skipped because they are longer than the context: "
+        f"{plain['skipped']}; truncated on the left to fit it: {plain['truncated']}.",
         f"Answers that loop: {plain['repeats']['looping_turns']} of {plain['turns']}.",
     ]
     lines += [f"**Problem: {problem}.**" for problem in report["problems"]]
 
-    # Speeds of different sessions compare less well, so a reader must know.
+    # Speeds of different sessions compare less well.
     if len(report["sessions"]) > 1:
         lines.append(
             f"The command was stopped and resumed: times are of {len(report['sessions'])} "
             f"sessions, and in {len(report['split_turns'])} rounds the methods were not measured "
-            "side by side."
+            "in the same session."
         )
     return "\n\n".join(lines)
 
 
 def _overall(report: Mapping[str, Any]) -> str:
-    rows = []
+    rows, figures = [], {}
     for name in report["methods"]:
         draft = report["manifest"]["drafts"].get(name, {})
         tree = draft.get("tree", "none")
         # A tree's name may list all of its paths.
         tree = tree if len(tree) <= 32 else tree[:29] + "..."
-        figures = _figures(report, name, None)
-        rows.append([display_name(name), f"{tree} ({draft.get('nodes', 0)})", *figures])
-    return table(["method", "tree (nodes)", *FIGURES], rows)
+        figures = figures_of(report, name, None)
+        rows.append([display_name(name), f"{tree} ({draft.get('nodes', 0)})", *figures.values()])
+    return table(["method", "tree (nodes)", *figures], rows)
 
 
 def _by_task(report: Mapping[str, Any]) -> Iterable[str]:
     counted = ("rows", "failed", "skipped", "truncated")
     for name in report["methods"]:
-        yield f"### {display_name(name)}"
-        rows = []
+        rows, figures = [], {}
         for task in report["tasks"]:
             counts = [cell_of(report, name, task)[key] for key in counted]
-            rows.append([task, *counts, *_figures(report, name, task)])
-        yield table(["task", *counted, *FIGURES], rows)
+            figures = figures_of(report, name, task)
+            rows.append([task, *counts, *figures.values()])
+        yield f"### {display_name(name)}\n\n" + table(["task", *counted, *figures], rows)
 
 
 def _positions(name: str, report: Mapping[str, Any]) -> str:
@@ -159,7 +147,7 @@ def _positions(name: str, report: Mapping[str, Any]) -> str:
         "conditional hit rate": cell["conditional_hit_rate"],
         **{f"top-{k} accuracy": accuracy.get(f"top_{k}", []) for k in (1, 3, 5)},
     }
-    # What drafts from the text has no accuracy, and a deep tree may never be accepted to its end.
+    # A baseline has no accuracy, and a deep tree may never be accepted to its end.
     columns = {column: _to_last(values) for column, values in columns.items() if values}
     # The head may go deeper than the tree, so columns differ in length.
     count = max(map(len, columns.values()), default=0)
@@ -178,7 +166,6 @@ def _to_last(values: Sequence[float]) -> Sequence[float]:
 
 def _acceptance(name: str, report: Mapping[str, Any]) -> str:
     cell = report["methods"][name]["overall"]
-    # Without a forward the shares are 0 rather than an error.
     forwards = max(cell["target_forwards"], 1)
     lengths = table(
         ["accepted", "forwards", "share"],
@@ -195,20 +182,20 @@ def _acceptance(name: str, report: Mapping[str, Any]) -> str:
         ],
     )
 
-    # By vLLM's names, for those who measure there too.
+    # Under vLLM's names, to compare with its metrics.
     counters = ("num_drafts", "num_draft_tokens", "num_accepted_tokens")
     counts = [f"`{key}` {cell[key]}" for key in (*counters, "num_accepted_tokens_per_pos")]
     return "\n\n".join([f"### {name}", lengths, contexts, ", ".join(counts)])
 
 
 def _repeats(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
-    """Yield the tables of how much the text repeats, and of what was copied from it."""
-    # How much repeats is told by plain decoding's text, one text for all drafts.
+    """Yield the tables of how much the text repeats, and of how much was copied from it."""
+    # Repeats are counted in plain decoding's text, which is the same for all drafts.
     rows = []
     for task in groups(report["tasks"]):
         plain = cell_of(report, VANILLA, task)
         repeats = plain["repeats"]
-        repeated = share(repeats["repeated"], repeats["ngrams"])
+        repeated = _share(repeats["repeated"], repeats["ngrams"])
         row = [task or "overall", repeated, f"{repeats['looping_turns']} of {plain['turns']}"]
         for name in drafts:
             of_draft = cell_of(report, name, task)["repeats"]
@@ -223,20 +210,19 @@ def _repeats(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
             cell = cell_of(report, name, task)
             accepted, copied = cell["num_accepted_tokens"], cell["copied_tokens"]
             if copied is not None:  # a tree without copies has no count
-                figures = (accepted, accepted - copied, copied, share(copied, accepted))
+                figures = (accepted, accepted - copied, copied, _share(copied, accepted))
                 rows.append([name, task or "overall", *figures])
     if rows:
         yield table(["draft", "task", "accepted", "drafted", "copied", "share copied"], rows)
 
 
-def share(part: int, whole: int) -> str:
+def _share(part: int, whole: int) -> str:
     """Return "p %" of a whole; a dash where there is nothing."""
     return number(100 * part / whole if whole else None, 1, " %")
 
 
 def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
     keys = ("compared", "equal", "near_ties", "mismatches", "not_compared")
-    # First the counts; settings, later passes and single rows below explain them.
     counts = {name: report["methods"][name]["overall"]["equality"] for name in drafts}
     yield table(
         ["draft", *(key.replace("_", " ") for key in keys)],
@@ -245,7 +231,7 @@ def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]
     if not report["is_equality_expected"]:
         yield (
             "With these settings a draft need not emit plain decoding's very tokens: rows that "
-            "differ are not looked into, and all count as mismatches."
+            "differ are not judged, and all count as mismatches."
         )
 
     # Plain decoding too: in low precision its own text may depend on the batch.
@@ -257,15 +243,10 @@ def _equality(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]
         listed = ", ".join(
             f"{display_name(name)} {count}" for name, count in changed.items() if count
         )
-        yield f"Texts of later passes that are not those of a row's first: {listed}."
+        yield f"Texts of later passes that differ from the first pass: {listed}."
 
-    yield from _divergences(report, drafts)
-
-
-def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[str]:
-    """Yield the table of the rows that differ, mismatches first, and what it leaves out."""
     differing = [(name, one) for name in drafts for one in report["divergences"][name]]
-    # Mismatches first: they end the command with an error.
+    # Mismatches first: they end the command with status 1.
     differing.sort(key=lambda pair: pair[1]["kind"] != MISMATCH)
     if not differing:
         return
@@ -275,7 +256,7 @@ def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[s
         [
             name,
             *(NONE if one[key] is None else one[key] for key in columns),
-            # Gaps of near-ties are tiny, so they are shown by their digits, not by their places.
+            # Gaps of near-ties are tiny, so they have two significant digits.
             *(NONE if one[key] is None else f"{one[key]:.2g}" for key in ("gap", "threshold")),
             one["kind"],
         ]
@@ -283,10 +264,10 @@ def _divergences(report: Mapping[str, Any], drafts: Sequence[str]) -> Iterable[s
     ]
     header = [key.replace("_", " ") for key in columns]
     yield table(["draft", *header, "gap", "threshold", "kind"], rows)
-    yield "Batch size and repeat: of a later pass that gave this text, not the first."
+    yield "Batch size and repeat are given for a text of a later pass only."
     left = len(differing) - _SHOWN_DIVERGENCES
     if left > 0:
-        yield f"{left} more are in report.json, under `divergences`."
+        yield f"report.json lists {left} more under `divergences`."
 
 
 def _batch_sizes(report: Mapping[str, Any]) -> str:
@@ -321,7 +302,13 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
     def joined(part: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in part.items())
 
-    # Flags are written as on a command line; None stands for one that was left out.
+    def drafted_by(draft: Mapping[str, Any]) -> str:
+        # Lookup and recycle have no weights.
+        if draft["steps"] is None and draft["source"] == draft["kind"]:
+            return f"{draft['kind']}, from the text"
+        return f"{draft['kind']}, {draft['source']}, step {draft['steps']}, {draft['hash']}"
+
+    # None stands for a flag that was left out.
     flags = manifest["flags"].items()
     rows = [
         ["finished at", manifest["finished_at"]],
@@ -330,14 +317,7 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
         ["hardware", joined(manifest["hardware"])],
         ["base", f"{manifest['base']['source']}, {manifest['base']['hash']}"],
         ["prompts", f"{manifest['prompts']['source']}, {manifest['prompts']['hash']}"],
-        *([f"draft {name}", _drafted_by(one)] for name, one in manifest["drafts"].items()),
+        *([f"draft {name}", drafted_by(one)] for name, one in manifest["drafts"].items()),
         ["flags", " ".join(f"--{name}={value}" for name, value in flags if value is not None)],
     ]
     return table(["entry", "value"], rows)
-
-
-def _drafted_by(draft: Mapping[str, Any]) -> str:
-    # Lookup and recycle were not trained, and have no weights.
-    if draft["steps"] is None and draft["source"] == draft["kind"]:
-        return f"{draft['kind']}, from the text"
-    return f"{draft['kind']}, {draft['source']}, step {draft['steps']}, {draft['hash']}"
