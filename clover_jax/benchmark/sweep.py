@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax
+import jax.numpy as jnp
+
 from clover_jax.benchmark.measured import describe_run
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.tree import CopyTree
+from clover_jax.decoding.tree import TokenTree
 from clover_jax.errors import UserError
-from clover_jax.loading.decode_states import fitting_context
+from clover_jax.loading.decode_states import cache_size, fitting_context
 from clover_jax.loading.models import Models, load
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.storage.files import atomic_file
-from clover_jax.tree_search.costs import WIDTHS, measure_costs
-from clover_jax.tree_search.tree_choice import CostTable
+from clover_jax.timing.loops import draft_loop, step_loop, steps_at_once, verify_loop
+from clover_jax.timing.parts import Bench
+from clover_jax.timing.turns import Run, time_in_turns
 
 FIGURE = "costs.png"
 
@@ -83,47 +87,58 @@ def sweep(
         raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
     models.step()  # raises UserError where the head cannot draft the tree
 
-    # `_cell` looks up the tree's own widths and no others, so they are timed beside WIDTHS.
-    widths = expanded_widths(models)
+    # The measured tree's own size too: its step less its parts is the rest of every step.
+    own = models.tree.num_nodes
     cells = []
     for batch in batch_sizes:
-        costs = measure_costs(
-            models,
-            batch,
-            context,
-            rounds=rounds,
-            slots=sorted({1, *(count + 1 for count in nodes)}),
-            widths=sorted({*WIDTHS, *widths}),
-            depth=models.levels,
-        )
-        cells += [_cell(costs, batch, count, widths) for count in nodes]
+        seconds = measure(models, batch, context, sorted({*nodes, own}), rounds)
+        rest = max(seconds["step"] - seconds["draft"] - seconds[f"verify {own}"], 0.0)
+        for count in nodes:
+            # The draft of the measured tree, with the verification of a tree of `count` nodes.
+            verify = seconds[f"verify {count}"]
+            step = seconds["draft"] + verify + rest
+            cell = Cell(
+                batch_size=batch,
+                nodes=count,
+                plain_ms=round(1e3 * seconds["plain"], 4),
+                verify_ms=round(1e3 * verify, 4),
+                draft_ms=round(1e3 * seconds["draft"], 4),
+                # A step as long as n plain ones must emit n tokens; one is the base's own.
+                break_even=round(step / seconds["plain"] - 1, 3),
+            )
+            cells.append(cell)
     return cells
 
 
-def expanded_widths(models: Models) -> list[int]:
-    """Return the number of nodes that are expanded on each level below the root."""
-    # Copies are added beside the tree and expand none of its nodes.
-    tree = models.tree.drafted if isinstance(models.tree, CopyTree) else models.tree
-    if isinstance(tree, AdaptiveTree):
-        return [tree.width] * (models.levels - 1)
-    return [level.expanded.size for level in tree.levels() if level.expanded.size]
+def measure(
+    models: Models, batch: int, context: int, nodes: Sequence[int], rounds: int
+) -> dict[str, float]:
+    """Return the seconds of "plain", "step", "draft" and "verify N" for each number of nodes.
 
+    Each runs as `timing.loops` has it, alternating with the others.
+    """
+    size = cache_size(models, context, room=0)
+    bench, plain = Bench(models, batch, size, context), Bench(models.plain(), batch, size, context)
 
-def _cell(costs: CostTable, batch: int, nodes: int, widths: Sequence[int]) -> Cell:
-    # The draft of the measured tree, with the verification of a tree of `nodes` nodes.
-    verify = dict(costs.verify)[nodes + 1]  # the root is a slot too
-    draft = costs.first + sum(dict(costs.level)[width] for width in widths)
-    step = draft + verify + costs.rest
+    def run(bench: Bench, loop: Callable[..., Any]) -> Run:
+        return bench.updating(functools.partial(loop, bench.models.step())).run
 
-    return Cell(
-        batch_size=batch,
-        nodes=nodes,
-        plain_ms=round(1e3 * costs.plain, 4),
-        verify_ms=round(1e3 * verify, 4),
-        draft_ms=round(1e3 * draft, 4),
-        # A step as long as n plain ones must emit n tokens; one is the base's own.
-        break_even=round(step / costs.plain - 1, 3),
-    )
+    runs = {
+        "plain": run(plain, step_loop),
+        "step": run(bench, step_loop),
+        "draft": run(bench, draft_loop),
+    }
+    for count in nodes:
+        # A root and its children; the shape of a tree does not change the cost.
+        shape, vocabulary = (batch, count + 1), models.base.config.vocab_size
+        tokens = jax.random.randint(jax.random.key(3), shape, 0, vocabulary, jnp.int32)
+        parent = jnp.where(jnp.arange(count + 1) == 0, -1, 0)[None]
+        verify = functools.partial(verify_loop, models.step())
+        tree = TokenTree(tokens, parent, depth=1)
+        runs[f"verify {count}"] = bench.reading(verify, tree).run
+
+    timed = time_in_turns(runs, rounds)
+    return {name: seconds / steps_at_once() for name, seconds in timed.items()}
 
 
 def describe(cells: Sequence[Cell], tree: str) -> list[str]:

@@ -16,7 +16,6 @@ from clover_jax.loading import decode_states
 from clover_jax.loading.decode_states import fitting_context
 from clover_jax.loading.models import load, load_shapes
 from clover_jax.loading.spec import ModelSpec
-from clover_jax.tree_search.tree_choice import CostTable
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
 
@@ -99,10 +98,10 @@ def precisions(command, monkeypatch):
 
     def costs(*_, **__):
         found.append(jax.config.jax_default_matmul_precision)
-        return CostTable(1.0, ((1, 1.0), (2, 1.0)), 1.0, ((1, 1.0), (4, 1.0)), 1.0)
+        return dict.fromkeys(("plain", "step", "draft", "verify 1", "verify 25"), 1.0)
 
     monkeypatch.setattr("clover_jax.benchmark.measured.measure_ceilings", limits)
-    monkeypatch.setattr("clover_jax.benchmark.sweep.measure_costs", costs)
+    monkeypatch.setattr("clover_jax.benchmark.sweep.measure", costs)
     with jax.default_matmul_precision("default"):
         yield found
 
