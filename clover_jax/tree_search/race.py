@@ -202,7 +202,7 @@ def _passes(
 ) -> dict[str, Callable[[int], int]]:
     """Return a function for each way that decodes a turn's prompts and returns new tokens."""
     new_tokens = FEWEST_TOKENS  # raised below, once the speed is known
-    longest = ways[PLAIN].base.config.max_position_embeddings - MOST_TOKENS
+    longest = max(1, ways[PLAIN].base.config.max_position_embeddings - MOST_TOKENS)
 
     def decode(models: Models, turn: int) -> int:
         # Each turn continues after the last prompt of the turn before; no slot stays empty.
