@@ -30,7 +30,7 @@ from clover_jax.runtime.provenance import compiler_versions
 from clover_jax.timing.loops import STEPS
 from clover_jax.timing.parts import Bench, chunk_run, stage_parts, step_part
 from clover_jax.timing.turns import WARM_UP, Run, time_in_turns
-from clover_jax.tree_search.attention_trial import with_attention
+from clover_jax.tree_search.race import with_attention
 
 STAGES = ("absorb", "draft", "verify", "accept", "commit")
 READ_BYTES = 256 * 2**20  # far beyond any cache

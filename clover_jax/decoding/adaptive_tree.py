@@ -7,7 +7,7 @@ import dataclasses
 from clover_jax.config import JsonConfig
 from clover_jax.errors import UserError
 
-AUTO = "auto"  # a tree that was measured, not named: tree_search/auto_tree.py
+AUTO = "auto"  # the fastest of a few trees, measured: tree_search/race.py
 # EAGLE-2 expands 10 nodes on each of 7 levels; a level of Clover costs a pass over lm_head, so
 # fewer pay. Both can be given: dynamic:NODES:DEPTH:WIDTH. Fewer nodes than these use less of them.
 DEFAULT_DEPTH, DEFAULT_WIDTH = 6, 8

@@ -25,7 +25,7 @@ def reading(attention: str) -> contextlib.AbstractContextManager:
 def resolve_attention(name: str, platform: str | None = None) -> str:
     """Map `--attention` to "xla", "pallas" or "cudnn".
 
-    "auto" is "xla" here; `tree_search/attention_trial.py` may change it on a TPU or GPU.
+    "auto" is "xla" here; `tree_search/race.py` may change it on a TPU or GPU.
     platform: that of the programs; None is this process's. Raises UserError for a kernel of another
         platform.
     """

@@ -18,7 +18,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Bool, Int, typed
 from clover_jax.config import JsonConfig
-from clover_jax.decoding.adaptive_tree import AUTO, AdaptiveTree, parse_adaptive
+from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
 from clover_jax.errors import UserError
 
 # The release's tree of 25 nodes, by child ranks.
@@ -279,9 +279,8 @@ def portable_name(tree: Tree) -> str:
     if isinstance(tree, CopyTree):
         own = f"{portable_name(tree.drafted)}+" if tree.drafted.num_nodes else ""
         return f"{own}copy:{tree.copies}"
-    # A file lies on one machine only, and "auto" means what was measured on one.
-    is_named = tree.name != AUTO and not tree.name.startswith("file:")
-    if is_named or isinstance(tree, AdaptiveTree):
+    # The file may be on one machine only.
+    if not tree.name.startswith("file:") or isinstance(tree, AdaptiveTree):
         return tree.name
     return "paths:" + "/".join(".".join(map(str, path)) for path in tree.paths)
 

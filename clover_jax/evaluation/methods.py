@@ -7,6 +7,12 @@ from collections.abc import Sequence
 
 from jax.sharding import Mesh
 
+from clover_jax.data.prompts import (
+    BadPrompt,
+    Prompt,
+    read_prompts_and_mistakes,
+    shipped_prompts,
+)
 from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.placement import Placement
@@ -20,8 +26,7 @@ from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models, check_names, load
 from clover_jax.loading.spec import NO_DRAFT
 from clover_jax.runtime.progress import say
-from clover_jax.tree_search.attention_trial import with_attention
-from clover_jax.tree_search.auto_tree import with_auto_tree
+from clover_jax.tree_search.race import with_attention, with_fastest_tree
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,11 +52,16 @@ class Method:
         return head is not None and head.config.kind not in TRAINING_FREE
 
 
-def load_methods(options: Options, settings: GenerationSettings) -> list[Method]:
+def load_methods(
+    options: Options,
+    settings: GenerationSettings,
+    prompts: Sequence[Prompt | BadPrompt] | None = None,
+) -> list[Method]:
     """Load the base once, then every draft and every baseline; plain decoding comes first.
 
-    A draft with the tree "auto" gets the fastest one at `batch_size`, or the one that earlier rows
-    have. Raises UserError for a draft that is missing, broken or does not fit the base.
+    prompts: what will be decoded; None for the prompts in the base's folder.
+    A draft with the tree "auto" gets the fastest one at `batch_size`, or the one that its rows were
+    begun with. Raises UserError for what is missing, broken or does not fit the base.
     """
     drafts = []
     for choice in options.draft_choices:
@@ -69,15 +79,18 @@ def load_methods(options: Options, settings: GenerationSettings) -> list[Method]
     for choice, spec in drafts:
         models = load(spec, plain)  # shares the base's weights
         if choice.tree == AUTO:
-            # Rows of an earlier run go on with their tree.
+            if prompts is None:
+                shipped = shipped_prompts(plain.base.directory, "--prompts=FILE")
+                prompts = read_prompts_and_mistakes(shipped)
+            # Where rows of an earlier run are kept, their tree is used again.
             rows = None if options.overwrite else options.rows_path(choice.name)
-            sampling, size = sampling_for(settings, []), options.batch_size
-            found = with_auto_tree(models, sampling, settings.warping, size, None, rows)
-            # The user wants to measure this draft, so one that does not pay is measured too.
-            if found.draft is None:
-                say(f"{choice.name} is still measured, with {models.tree.name}")
-            else:
-                models = found
+            rules = sampling_for(settings, []), settings.warping
+            drafting = models
+            models = with_fastest_tree(models, prompts, options.batch_size, *rules, resumed=rows)
+            # A draft is there to be measured: the report shows by how much it does not pay.
+            if models.draft is None:
+                say(f"{choice.name} is measured with {drafting.tree.name} nevertheless")
+                models = drafting
         methods.append(Method(choice.name, models, choice.source))
 
     # Baselines have their own trees: --tree and --copy are for the drafts. Only lookup reads other

@@ -41,7 +41,7 @@ from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
 from clover_jax.runtime.provenance import git_revision
-from clover_jax.tree_search.auto_tree import check_one_process
+from clover_jax.tree_search.race import check_one_process
 
 
 def evaluate(
@@ -61,7 +61,7 @@ def evaluate(
         prompts = from_primary(functools.partial(read_prompt_files, source))
     with exact_matmuls(str(resolve_dtype(options.spec.dtype))):
         with passing_note(f"loading {options.spec.base}"):
-            methods = load_methods(options, settings)
+            methods = load_methods(options, settings, prompts)
         plain = methods[0].models
         if prompts is None:
             shipped = shipped_prompts(plain.base.directory, "--prompts=FILE")

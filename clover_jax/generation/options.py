@@ -22,9 +22,6 @@ class GenerateOptions:
     prompts: str | None = setting(
         None, "FILE,FILE: prompt rows, .jsonl (also .gz, .xz); - is standard input"
     )
-    calibration: str | None = setting(
-        None, "prompt rows for --tree=auto [the base's own, or shipped]", group="draft"
-    )
     batch_size: int = setting(8, "rows decoded at once, with --prompts", least=1)
     output: str | None = setting(None, "file for the rows [stdout, with --prompts]")
     overwrite: bool = setting(False, "start --output anew, whatever is there")
@@ -38,11 +35,6 @@ class GenerateOptions:
     strict: bool = setting(False, "stop at the first row that fails")
 
     def __post_init__(self):
-        # A flag that would do nothing is a misunderstanding.
-        if self.calibration is not None and not self.searches_tree:
-            raise UserError(
-                f"--calibration={self.calibration} is for --tree=auto; add that, or leave it out"
-            )
         if self.searches_tree and self.spec.draft == NO_DRAFT:
             raise UserError("--tree=auto chooses a tree for a draft; give --draft=DIR")
 
@@ -55,10 +47,8 @@ class GenerateOptions:
         # What the prompts are, and where rows go, before minutes are spent on a base.
         if self.prompt is not None and self.prompts is not None:
             raise UserError("--prompt and --prompts exclude each other; give one of them")
-        inputs = [*(self.prompts or "").split(","), self.calibration]
-        if self.output is not None and _resolved(self.output) in map(
-            _resolved, filter(None, inputs)
-        ):
+        inputs = filter(None, (self.prompts or "").split(","))
+        if self.output is not None and _resolved(self.output) in map(_resolved, inputs):
             raise UserError(f"--output={self.output} is a file of prompts; give another name")
         if self.output is not None and not _can_keep_rows(Path(self.output).expanduser()):
             raise UserError(

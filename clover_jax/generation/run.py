@@ -41,8 +41,7 @@ from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
 from clover_jax.storage.jsonl import read_rows
 from clover_jax.storage.row_shards import join_rows
-from clover_jax.tree_search.attention_trial import with_attention
-from clover_jax.tree_search.auto_tree import check_one_process, with_auto_tree
+from clover_jax.tree_search.race import check_one_process, with_attention, with_fastest_tree
 
 
 def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
@@ -63,23 +62,16 @@ def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any
         with passing_note(f"loading {spec.base}"):
             # A tree that is searched for is found on the loaded models, from the draft's own on.
             models = load(dataclasses.replace(spec, tree=None) if options.searches_tree else spec)
-        # Trials are run with as many slots as the rows will have.
-        slots = 1 if prompts is None else min(options.batch_size, len(prompts))
-        models = with_attention(models, spec.attention, slots)
-        if options.searches_tree:
-            models = with_auto_tree(
-                models,
-                sampling_for(settings, []),
-                settings.warping,
-                slots,
-                options.calibration,
-                options.begun,
-            )
-
         if prompts is None:
             # Only now: the prompts that come with a base lie in its folder, which loading finds.
             shipped = shipped_prompts(models.base.directory, "--prompt=TEXT or --prompts=FILE")
             prompts = from_primary(lambda: read_prompts(shipped)[:1])
+        # Measured with as many slots as the rows will have.
+        slots = min(options.batch_size, len(prompts))
+        models = with_attention(models, spec.attention, slots)
+        if options.searches_tree:
+            rules = sampling_for(settings, []), settings.warping
+            models = with_fastest_tree(models, prompts, slots, *rules, resumed=options.begun)
         say(template_notice(prompts, models.tokenizer))
         say(shape_notice(spec.base))
         say(quantization_notice(spec.int8))

@@ -34,8 +34,8 @@ class ModelSpec(ChatSettings, BaseSettings):
         None,
         "drafted tree: paper25, chain:P, dynamic:NODES:DEPTH:WIDTH (the NODES most probable of "
         "DEPTH levels [6], each WIDTH [8] wide), clover4, file:PATH, copy:NODES, or, in generate "
-        "and evaluate, auto: benchmark candidate trees and use the fastest [the tree that the "
-        "draft was measured with, or paper25]",
+        "and evaluate, auto: time a few trees and plain decoding on the run's prompts and use the "
+        "fastest [the one the draft was measured with, or paper25]",
     )
     copy: int = _draft(
         0,
@@ -51,8 +51,9 @@ class ModelSpec(ChatSettings, BaseSettings):
     )
     attention: str = setting(
         "auto",
-        "how the committed cache is read: XLA's own program, a Pallas kernel for TPU (interpreted "
-        "on a CPU, slowly), or cuDNN's attention on a GPU; auto is xla where nothing was measured",
+        "what reads the committed cache: XLA's own program, a Pallas kernel for TPU, which a CPU "
+        "interprets, slowly, or cuDNN's attention on a GPU; auto: xla on a CPU, else the faster of "
+        "xla and the kernel, timed when the command starts",
         group=COMMON,
         choices=("auto", "xla", "pallas", "cudnn"),
     )

@@ -120,45 +120,41 @@ def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python, family):
     assert alone != run_python(plain, *family, "", devices=8).strip(), "rounding changes something"
 
 
-# Prints whether a mesh has the ranks of one device, and the signs of its costs.
-MEASURED = (
+# Prints the ways that raced on a mesh, and whether each of them decoded.
+RACED = (
     SETUP
     + """
-import numpy as np
-from clover_jax.decoding.sampling_config import Warping
-from clover_jax.tree_search.calibration import measure_ranks
-from clover_jax.tree_search.costs import measure_costs
-from pathlib import Path
+import os
 from clover_jax.interchange.directory import Draft
 from clover_jax.loading.models import Models
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.sharding.placement import param_shardings
+from clover_jax.tree_search.race import fastest_tree
+from pathlib import Path
 
-
-def models_on(mesh):
-    placed = random_base(base), params
-    if mesh is not None:
-        placed = jax.device_put(placed, param_shardings(placed, mesh))
-    model = BaseModel(base, placed[0], Path(), "random")
-    draft = Draft(head, placed[1], None, {}, "random")
-    return Models(model, None, draft, parse_tree("paper25"), mesh)
-
-
-alone, split = models_on(None), models_on(make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8)))
-prompts = random_prompts(4, vocab_size=base.vocab_size)
-ranks = [measure_ranks(models, prompts, 12, 3, Warping()) for models in (alone, split)]
-costs = measure_costs(split, 3, 64, slots=(1, 4), widths=(1, 2), rounds=1)
-print(json.dumps([ranks[0].size, np.array_equal(*ranks), costs.plain > 0]))
+os.environ["XDG_CACHE_HOME"] = sys.argv[1]
+mesh = make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8))
+placed = random_base(base), params
+placed = jax.device_put(placed, param_shardings(placed, mesh))
+models = Models(
+    BaseModel(base, placed[0], Path(), "random"),
+    None,
+    Draft(head, placed[1], None, {}, "random"),
+    parse_tree("chain:3"),
+    mesh,
+)
+choice = fastest_tree(models, random_prompts(4, vocab_size=base.vocab_size), 3)
+print(json.dumps([list(choice.rates), min(choice.rates.values()) > 0]))
 """
 )
 
 
 @pytest.mark.slow
-def test_a_tree_is_chosen_by_what_the_mesh_costs(run_python):
-    num_ranks, same, costs = json.loads(run_python(MEASURED, devices=8))
-    assert num_ranks > 0
-    assert same
-    assert costs
+def test_trees_race_on_a_mesh(run_python, tmp_path):
+    names, decoded = json.loads(run_python(RACED, str(tmp_path), devices=8))
+    assert names[0] == "plain"
+    assert {"chain:2", "chain:3"} < set(names)
+    assert decoded
 
 
 # Prints the collectives of compiled steps, a line each, with the shapes that they give.

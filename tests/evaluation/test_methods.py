@@ -1,9 +1,8 @@
-"""The models that evaluate measures: the automatic tree among them, its measurements given."""
+"""The models that evaluate measures: the automatic tree among them, the race's result given."""
 
 import dataclasses
 import json
 
-import numpy as np
 import pytest
 
 from clover_jax.data.prompts import BadPrompt
@@ -19,13 +18,8 @@ from clover_jax.loading.models import TREES, Models
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
 from clover_jax.storage.row_writer import manifest_path
-from clover_jax.tree_search import auto_tree
-from clover_jax.tree_search.tree_choice import CostTable
-from clover_jax.tree_search.tree_trial import Trial
+from clover_jax.tree_search import race
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
-
-CHEAP = CostTable(1.0, ((1, 1.0), (8, 1.0), (128, 20.0)), 0.0, ((1, 0.0), (8, 0.0)), 0.0)
-DEAR = CostTable(1.0, ((1, 1.0), (128, 1.0)), 99.0, ((1, 0.0),), 0.0)
 
 
 @pytest.fixture(scope="module")
@@ -47,31 +41,22 @@ def options(tmp_path_factory):
 
 
 @pytest.fixture
-def load(options, tmp_path, monkeypatch):
-    """Load what is measured where decoding costs this and the head is always right."""
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def load(options, monkeypatch):
+    """Load what is measured where a race of trees ends with this one."""
 
-    def ranks(subject, prompts, tokens, depth, _):
-        return np.zeros((tokens, depth), int)
-
-    def trials(ways, *_):
-        return [Trial((1.0, 1.0), 1.0), *[Trial((1.5, 1.5), 2.0) for _ in ways[1:]]]
-
-    monkeypatch.setattr(auto_tree, "measure_ranks", ranks)
-    monkeypatch.setattr(auto_tree, "measure_trials", trials)
-
-    def run(costs, options=options):
-        monkeypatch.setattr(auto_tree, "measure_costs", lambda *_: costs)
+    def run(tree, options=options):
+        choice = race.Choice(tree, {tree: 15.0, "plain": 10.0}, None)
+        monkeypatch.setattr(race, "fastest_tree", lambda *_: choice)
         return load_methods(options, GenerationSettings())
 
     return run
 
 
 def test_a_draft_gets_the_tree_that_pays(load, capsys):
-    methods = load(CHEAP)
+    methods = load("chain:3")
     assert [method.name for method in methods] == [VANILLA, "a", "b"]
-    assert [method.models.tree.name for method in methods[1:]] == ["auto", "chain:1"]
-    assert "1.50 x plain decoding (1.50 to 1.50) is expected" in capsys.readouterr().err
+    assert [method.models.tree.name for method in methods[1:]] == ["chain:3", "chain:1"]
+    assert "tree: chain:3 (15.0 tokens/s; plain 10.0)" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("tree", ["paths:0/1/0.0", "dynamic:5:3:2"])
@@ -81,22 +66,23 @@ def test_rows_that_were_begun_go_on_with_their_tree(load, options, tree, tmp_pat
     path.parent.mkdir()
     path.write_text('{"index": 0}\n')
     manifest_path(path).write_text(json.dumps({"settings": {"tree": tree}}))
-    assert load(CHEAP, begun)[1].models.tree == parse_tree(tree)
+    assert load("chain:3", begun)[1].models.tree == parse_tree(tree)
 
 
-def test_a_tree_is_known_by_its_paths(load):
-    models = load(CHEAP)[1].models
+def test_a_tree_of_a_file_is_known_by_its_paths(load, tmp_path):
+    (tmp_path / "tree.json").write_text("[[0], [1]]")
+    models = load(f"file:{tmp_path / 'tree.json'}")[1].models
     identity = identity_of(models)
     assert identity["tree"].startswith("paths:0/")
     named = dataclasses.replace(models, tree=parse_tree(identity["tree"]))
     assert identity_of(named) == identity
 
 
-def test_a_draft_that_does_not_pay_is_still_measured(load, capsys):
-    chosen = load(DEAR)[1].models
+def test_a_draft_that_does_not_pay_is_measured_all_the_same(load, capsys):
+    chosen = load("plain")[1].models
     assert chosen.draft is not None
     assert chosen.tree.num_nodes > 0
-    assert f"a is still measured, with {chosen.tree.name}" in capsys.readouterr().err
+    assert f"a is measured with {chosen.tree.name} nevertheless" in capsys.readouterr().err
 
 
 def test_every_method_has_the_chat_template_that_is_given(options):

@@ -79,7 +79,6 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
         (["--prompt=a", "--tree=auto"], "--tree=auto chooses a tree for a draft; give --draft=DIR"),
         (["--prompt=a", "--overwrite"], "--overwrite is for --output=FILE, which is missing"),
         (["--prompts=a", "--output=b/../a"], "--output=b/../a is a file of prompts"),
-        (["--prompt=a", "--calibration=x"], "--calibration=x is for --tree=auto; add that"),
         (["--prompt=a", "--mesh=data=2"], "--mesh=data=2 asks for 2 devices, but 1 is here"),
     ],
 )
