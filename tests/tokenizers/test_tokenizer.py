@@ -50,5 +50,5 @@ def test_a_tokenizer_that_is_code_is_refused_and_never_run(tmp_path):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own"}))
     (tmp_path / "tokenizer.model").write_bytes(b"")
     (tmp_path / "tokenization_own.py").write_text("raise SystemExit('the code was run')")
-    with pytest.raises(UserError, match="is code of its own, which is never run here"):
+    with pytest.raises(UserError, match="is custom code, which is never run here"):
         load_tokenizer(tmp_path)
