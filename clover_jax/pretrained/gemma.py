@@ -1,8 +1,8 @@
 """Gemma 2 and the text of Gemma 3: their config.json, and norms that are stored as w for 1 + w.
 
-Both norm what attention and MLP give, scale the tokens' embeddings by the square root of the width,
-gate by GELU, and alternate layers with and without a window. Gemma 2 caps scores and logits softly;
-Gemma 3 norms queries and keys, and rotates layers with a window by a base of their own.
+Both norm the outputs of attention and MLP, scale embeddings by the square root of the width, gate
+with GELU, and alternate layers with and without a window. Gemma 2 caps scores and logits softly;
+Gemma 3 norms queries and keys, and rotates layers with a window with another base.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.llama_config import (
     FULL,
     SLIDING,
@@ -26,9 +25,9 @@ from clover_jax.pretrained.llama_config import (
     read_full_layers,
     read_window,
 )
-from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.llama_tensors import Family, base_leaves
 
-# What transformers' configs mean where a field is absent; published ones of Gemma 3 leave out many.
+# Defaults of transformers' configs for absent fields; published ones of Gemma 3 leave out many.
 GEMMA2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 256_000,
     "hidden_size": 2304,
@@ -102,7 +101,7 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
     config = parse_llama_config(llama, path)
 
-    # Published configs say the period of the layers that see everything, or list the types.
+    # Published configs state the period of the layers that see everything, or list the types.
     full = range(every - 1, config.num_layers, every)
     return dataclasses.replace(
         config,

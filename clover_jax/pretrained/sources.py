@@ -1,4 +1,4 @@
-"""From what a user names, a folder: a path, a built-in base, or a repository of the hub."""
+"""Find the folder that a user names: a path, a built-in base, or a repository of the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from clover_jax.errors import UserError, reason_of
 
 BUILTIN = "builtin:"
 MODEL_CARD = "README.md"  # it names the license
-# Only what is read: many repositories hold the same weights again in other formats.
+# Only files that are read: many repositories hold the same weights again in other formats.
 HUB_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -42,28 +42,26 @@ def find_directory(source: str) -> Path:
     A local folder wins over a hub id of the same name. Raises UserError when there is none.
     """
     if source.startswith(BUILTIN):
-        return _builtin(source.removeprefix(BUILTIN))
+        name = source.removeprefix(BUILTIN)
+        path = Path(str(importlib.resources.files("clover_jax") / "assets" / name))
+        # The pattern keeps a name from leading out of the assets.
+        if not re.fullmatch(r"\w+", name) or not (path / "config.json").is_file():
+            raise UserError(
+                f"there is no built-in base {name!r}; the built-in base is builtin:tiny"
+            )
+        return path
 
-    # A folder wins: no name of it reaches the network.
+    # A folder wins: its name never reaches the network.
     path = Path(source).expanduser()
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"{source} is a file; give the folder that holds config.json")
+        raise UserError(f"{source} is a file; pass the folder that holds config.json")
     if _HUB_ID.fullmatch(source):
         return _download(source)
     raise UserError(
         f"{source!r} is neither a folder, nor a hub id like owner/name, nor builtin:tiny"
     )
-
-
-def _builtin(name: str) -> Path:
-    # The pattern keeps a name from leading out of the assets.
-    assets = importlib.resources.files("clover_jax") / "assets"
-    path = Path(str(assets / name))
-    if not re.fullmatch(r"\w+", name) or not (path / "config.json").is_file():
-        raise UserError(f"there is no built-in base {name!r}; the built-in base is builtin:tiny")
-    return path
 
 
 def _download(source: str) -> Path:
@@ -90,7 +88,7 @@ def _download(source: str) -> Path:
     except (OSError, HTTPError, HFValidationError, RevisionResolutionError) as error:
         reason = reason_of(error)
         raise UserError(
-            f"{source!r} is no folder here and cannot be fetched from the hub ({reason}); "
-            "to work offline, give a folder that holds its config.json, tokenizer and weights, or "
+            f"{source!r} is not a local folder and cannot be fetched from the hub ({reason}); "
+            "to work offline, pass a folder that holds its config.json, tokenizer and weights, or "
             "set HF_HUB_OFFLINE=1 where the hub's cache has it"
         ) from error

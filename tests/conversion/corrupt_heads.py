@@ -77,7 +77,7 @@ CLOVER2 = {
     "other head count": (config(num_key_value_heads=4), "k_proj.weight has shape"),
     "as many layers as stars": (
         config(clover={"num_heads": 5, "num_layers": 10**9}),
-        "clover.num_layers is 1000000000, and more than 10000 cannot be",
+        "clover.num_layers is 1000000000; at most 10000 are possible",
     ),
     "as many layers in the base": (
         base_config(num_hidden_layers=10**9),

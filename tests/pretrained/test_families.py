@@ -149,7 +149,7 @@ def test_a_config_without_architecture_is_known_by_its_model_type(tmp_path):
         (
             "GptOssForCausalLM",
             {"quantization_config": {"quant_method": "fp8"}},
-            "quantised checkpoints are not supported",
+            "quantized checkpoints are not supported",
         ),
         ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts must be a positive whole number"),
         (

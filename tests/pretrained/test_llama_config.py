@@ -146,7 +146,7 @@ def test_null_is_as_absent(read):
         ({"max_position_embeddings": "4096"}, "max_position_embeddings must be a positive whole"),
         ({"eos_token_id": "2"}, "eos_token_id must be a whole number or a list of them, not '2'"),
         ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
-        ({"quantization_config": {"bits": 4}}, "quantised checkpoints are not supported"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
         ({"rope_scaling": {"type": "xpos", "factor": 4}}, "rope type 'xpos' is not supported; the"),
         (
             {"rope_scaling": {"type": "yarn"}},
@@ -164,7 +164,7 @@ def test_null_is_as_absent(read):
             {"rope_scaling": {"type": "linear"}},
             "rope type 'linear' needs a positive number fac",
         ),
-        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000, and more than 10000 can"),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000 are"),
         ({"architectures": [[]]}, r"architecture \[\] is not supported"),
         ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, not 'small'"),
         ({"rope_scaling": "linear"}, "rope_scaling must be an object or null, not 'linear'"),

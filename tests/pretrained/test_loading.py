@@ -221,7 +221,7 @@ def test_only_the_part_that_is_asked_for_is_read_and_looked_at(folder):
     load_base(str(folder), place=place)
 
 
-def test_a_quantised_tensor_is_refused(folder):
+def test_a_quantized_tensor_is_refused(folder):
     edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((32, 32), np.int8)}))
     with pytest.raises(UserError, match=f"tensor {QUERY} is stored as I8; the readable types are"):
         load_base(str(folder))

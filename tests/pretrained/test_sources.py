@@ -32,8 +32,8 @@ def test_a_local_folder_is_taken_as_it_is(tmp_path, monkeypatch, hub):
 
 def test_a_hub_id_offline_says_how_to_go_on(hub):
     message = (
-        r"'owner/name' is no folder here and cannot be fetched from the hub "
-        r"\(Cannot reach the hub\); to work offline, give a folder that holds its config.json"
+        r"'owner/name' is not a local folder and cannot be fetched from the hub "
+        r"\(Cannot reach the hub\); to work offline, pass a folder that holds its config.json"
     )
     with pytest.raises(UserError, match=message):
         find_directory("owner/name")
@@ -121,5 +121,5 @@ def test_what_is_nowhere_is_refused(source, message, hub):
 def test_a_file_is_refused(tmp_path):
     path = tmp_path / "model.safetensors"
     path.touch()
-    with pytest.raises(UserError, match="is a file; give the folder that holds config.json"):
+    with pytest.raises(UserError, match="is a file; pass the folder that holds config.json"):
         find_directory(str(path))
