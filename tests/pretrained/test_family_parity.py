@@ -94,7 +94,7 @@ FAMILIES = {
     "gemma3, two rotations and a short window": Family(
         "Gemma3Text", GEMMA | {"rope_parameters": {"full_attention": LINEAR}}
     ),
-    "gemma3 beside images, a window longer than the text": Family(
+    "gemma3 with images, a window longer than the text": Family(
         "Gemma3Text", GEMMA | {"sliding_window": 100}, "multimodal"
     ),
     "baichuan 7b": Family("Llama", NO_GROUPS, "rotary"),
