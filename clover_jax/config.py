@@ -64,7 +64,7 @@ class RopeConfig(JsonConfig):
 
     theta: base of the geometric series of wavelengths.
     kind: "default", "linear" (all frequencies divided by `factor`), "llama3" (only the low ones,
-        with a smooth passage between `low_freq_factor` and `high_freq_factor`), "yarn" (likewise,
+        with a smooth passage between `low_freq_factor` and `high_freq_factor`), "yarn" (smooth
         between pairs that turn `beta_slow` and `beta_fast` times in the original length) or
         "longrope" (each frequency divided by its own of `pair_factors`).
     truncate: whether YaRN's passage begins and ends at whole pairs.
@@ -74,8 +74,8 @@ class RopeConfig(JsonConfig):
 
     theta: float = 10_000.0
     kind: str = "default"
-    # For kinds that scale. Each model sets its factor; the other defaults are Llama 3.1's, and of
-    # the betas those of YaRN's paper.
+    # For kinds that scale. Each model sets its factor; the other defaults are Llama 3.1's, and
+    # for the betas those of YaRN's paper.
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -191,7 +191,7 @@ class LayerConfig(JsonConfig):
 class BaseConfig(LayerConfig):
     """The frozen base model of the Llama family, or of one that differs by these fields.
 
-    It has the fields that its layers share, and those of the model around them.
+    It has the fields that its layers share, and the fields of the model around them.
 
     full_attention_layers: indices of the layers without the `sliding_window`.
     dense_layers: indices of the layers that have one MLP where the others have experts.
@@ -214,7 +214,7 @@ class BaseConfig(LayerConfig):
 
     @property
     def layer(self) -> LayerConfig:
-        """The shape of a draft head's layers: those of the base without window and experts.
+        """The shape of a draft head's layers: the base's layers without window and experts.
 
         Where the base has experts, the one MLP is as wide as the experts that a token reads.
         """

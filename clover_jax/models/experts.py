@@ -184,7 +184,7 @@ def _all_in_parts(activation: str, experts: Experts, routed: Routed) -> Float[Ar
 def _grouped(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
     """Return y, in float32, by grouped products of the pairs of token and expert."""
     tokens, weight, chosen = routed
-    # One row for each pair, those of an expert side by side.
+    # One row for each pair, sorted by expert.
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
     expert, rows = expert[order], tokens[order // chosen.shape[1]]

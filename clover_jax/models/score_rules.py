@@ -111,8 +111,8 @@ def soft_cap(x: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Return the [num_heads] slopes of ALiBi, as Bloom and Baichuan-13B choose them.
 
-    For a power of two n they are 2^(-8/n), 2^(-16/n), ..; other counts continue those of the power
-    of two below with every other slope of the one above (Press et al., arXiv 2108.12409).
+    For a power of two n they are 2^(-8/n), 2^(-16/n), ..; other counts take the slopes of the power
+    of two below and every other slope of the one above (Press et al., arXiv 2108.12409).
 
     Example: 4 heads have 1/4, 1/16, 1/64, 1/256; of 6 heads the last two have 1/2 and 1/8.
     """

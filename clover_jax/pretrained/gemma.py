@@ -100,6 +100,14 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     # Gemma names the activation's field differently, and its MLP never has biases.
     llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
     config = parse_llama_config(llama, path)
+    # Null: no cap.
+    caps = {
+        ours: None if values[name] is None else float(positive(values, name, 0.0, path))
+        for ours, name in (
+            ("score_cap", "attn_logit_softcapping"),
+            ("logit_cap", "final_logit_softcapping"),
+        )
+    }
 
     # Published configs state the period of the layers that see everything, or list the types.
     full = range(every - 1, config.num_layers, every)
@@ -107,21 +115,16 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
         config,
         embedding_scale=config.hidden_size**0.5,
         score_scale=positive(values, "query_pre_attn_scalar", 256, path) ** -0.5,
-        score_cap=_cap(values, "attn_logit_softcapping", path),
-        logit_cap=_cap(values, "final_logit_softcapping", path),
+        **caps,
         post_norms=True,
         sliding_window=read_window(values, path),
         full_attention_layers=read_full_layers(values, full, path),
     )
 
 
-def _cap(values: dict[str, Any], name: str, path: Path) -> float | None:
-    return None if values[name] is None else float(positive(values, name, 0.0, path))
-
-
 def adjust_gemma(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
     """Return a norm's scale 1 + w in float32, which bfloat16 rounds when it is placed."""
-    # All norms' names end like this, also those of queries and keys.
+    # All norms' names end like this, including the norms of queries and keys.
     return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
 
 

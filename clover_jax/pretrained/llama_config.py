@@ -26,7 +26,7 @@ MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory 
 def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Llama config into ours; `path` is for the error messages.
 
-    Defaults are those of transformers' LlamaConfig, except that shapes are required; null counts as
+    Defaults are from transformers' LlamaConfig, except that shapes are required; null counts as
     absent.
     """
     # Checked by name first: a config may hold anything.

@@ -220,7 +220,7 @@ def by_rows(x: Array) -> Array:
 
 
 def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
-    """Apply a function of rows where they lie on the mesh in use, to those of each device.
+    """Apply a function of rows to each device's rows on the mesh in use.
 
     For writes to computed positions: the compiler does not see that a row writes to itself, and
     would send all positions to all devices.

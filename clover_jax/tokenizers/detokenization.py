@@ -125,7 +125,7 @@ def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
 def _near_context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
     """Return the tokens of a context that decide how the first tokens after it are spelled.
 
-    Of byte tokens at its end only those of an incomplete character: with the others, one bad byte
+    Of byte tokens at its end, only the bytes of an incomplete character: with others, one bad byte
     after them would undo the context's own text.
     """
     in_run, start = _run_tokens(tokenizer), len(ids)

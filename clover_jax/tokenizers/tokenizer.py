@@ -69,8 +69,8 @@ def load_tokenizer(directory: str | os.PathLike) -> PreTrainedTokenizerBase | No
 def _load_sentencepiece(directory: Path) -> PreTrainedTokenizerBase:
     """Load a folder that has a SentencePiece model only: older Llamas, Vicuna, Baichuan.
 
-    transformers converts the model by its own settings, so ids are those of the library. Its
-    class for Llama does not: it encodes " the" without the space.
+    The generic class of transformers follows the settings in the model file, so ids equal
+    SentencePiece's. Its class for Llama drops the prefix of a text that starts with a space.
     """
     import transformers
 
