@@ -22,7 +22,7 @@ from clover_jax.array_types import Array, Float, Int
 from clover_jax.models.attention import MASKED, RunningSoftmax
 from clover_jax.models.cache import KeyValue
 
-# A block of 512 positions of 8 heads of 128 entries, keys and values, is 2 MiB: enough to hide what
+# A block of 512 positions of 8 heads of 128 entries, keys and values, is 2 MiB: enough to hide
 # the overhead of a turn. By the compiler's schedules parts of 256 are summed up fastest.
 BLOCK, PART = 512, 256
 MOST_BYTES = 10 * 2**20  # of the 16 MiB of fast memory that kernels get on most chips

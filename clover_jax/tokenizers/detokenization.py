@@ -1,10 +1,10 @@
 """The text of tokens that continue others, whole or piece by piece as they come.
 
 `tokenizers.decoders.DecodeStream` is not exact for byte tokens ("<0x41>", as SentencePiece names
-them), one bad byte of which turns the whole run into replacement characters. For stories260k's
-tokens <0x22> <0x89> ▁un it returns '"' for the first and raises "Invalid prefix" at the third,
-where the text is "\\ufffd\\ufffdun". It drops an incomplete end, and characters that begin in the
-prompt. So a run waits here until it has ended.
+them), where one bad byte turns its whole run into replacement characters. For the tokens <0x22>
+<0x89> un of stories260k it returns '"' for the first and raises "Invalid prefix" at the third; the
+text is "\\ufffd\\ufffdun". It also drops an incomplete end, and repeats text of a prompt that ends
+within a character. So here a run waits until it has ended.
 """
 
 from __future__ import annotations
