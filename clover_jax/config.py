@@ -43,7 +43,7 @@ class JsonConfig:
 
 
 def _revive(hint: Any, value: Any) -> Any:
-    """Turn a JSON value back into what the field's annotation says."""
+    """Turn a JSON value back into the type of the field's annotation."""
     if value is None:
         return None
     # Of `X | None` a value that is not None is an X.
@@ -64,18 +64,18 @@ class RopeConfig(JsonConfig):
 
     theta: base of the geometric series of wavelengths.
     kind: "default", "linear" (all frequencies divided by `factor`), "llama3" (only the low ones,
-        with a smooth passage between `low_freq_factor` and `high_freq_factor`), "yarn" (likewise,
+        with a smooth passage between `low_freq_factor` and `high_freq_factor`), "yarn" (smooth
         between pairs that turn `beta_slow` and `beta_fast` times in the original length) or
         "longrope" (each frequency divided by its own of `pair_factors`).
     truncate: whether YaRN's passage begins and ends at whole pairs.
-    attention_factor: what rotated queries and keys are multiplied by.
+    attention_factor: factor of rotated queries and keys.
     share: of each head's dimensions, the first ones, that is rotated; the rest stays (Phi-4 mini).
     """
 
     theta: float = 10_000.0
     kind: str = "default"
-    # For kinds that scale. Each model sets its factor; the other defaults are Llama 3.1's, and of
-    # the betas those of YaRN's paper.
+    # For kinds that scale. Each model sets its factor; the other defaults are Llama 3.1's, and
+    # for the betas those of YaRN's paper.
     factor: float = 1.0
     low_freq_factor: float = 1.0
     high_freq_factor: float = 4.0
@@ -102,13 +102,13 @@ class RopeConfig(JsonConfig):
 class LayerConfig(JsonConfig):
     """One Llama-style decoder layer; the base's layers and a head's Augmenting Block share it.
 
-    query_key_norm: each head's queries and keys pass an RMSNorm before they are rotated (Qwen3).
+    query_key_norm: RMSNorm of each head's queries and keys before they are rotated (Qwen3).
     alibi: no rotation; scores fall with the distance, for each head at a rate of its own.
-    sliding_window: positions that one attends to, itself included; None is all before it.
-    score_scale: what products of queries and keys are multiplied by; None is head_dim^-0.5.
+    sliding_window: positions that a position sees, itself included; None is all before it.
+    score_scale: factor of the products of queries and keys; None is head_dim^-0.5.
     score_cap: scores are then bounded softly, score_cap * tanh(score / score_cap) (Gemma 2).
-    post_norms: what attention and MLP give passes an RMSNorm before it is added (Gemma 2 and 3).
-    sinks: each query head has a score more in its softmax, learned and without a value (gpt-oss).
+    post_norms: RMSNorm of the outputs of attention and MLP before they are added (Gemma 2 and 3).
+    sinks: a learned score more, without a value, in each query head's softmax (gpt-oss).
     activation: of the MLP's gate: "silu", "gelu" in its approximation by tanh, or "clamped", which
         is gpt-oss's.
     num_experts: MLPs of width expert_size in place of one of width intermediate_size, of which each
@@ -124,7 +124,7 @@ class LayerConfig(JsonConfig):
     head_dim: int
     rms_norm_eps: float = 1e-5
     rope: RopeConfig = RopeConfig()
-    # What a layer of Llama does not have, turned off: `as_llama` leaves these defaults.
+    # Parts that a layer of Llama does not have, turned off: `as_llama` keeps these defaults.
     qkv_bias: bool = False
     output_bias: bool = False
     mlp_bias: bool = False
@@ -189,14 +189,14 @@ class LayerConfig(JsonConfig):
 # kw_only: fields without a default follow the layer's, which have defaults.
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class BaseConfig(LayerConfig):
-    """The frozen base model: the shape that its layers have in common, and what is beside it.
+    """The frozen base model of the Llama family, or of one that differs by these fields.
 
-    The Llama family, and those that differ by these fields.
+    It has the fields that its layers share, and the fields of the model around them.
 
-    full_attention_layers: indices of the layers that `sliding_window` does not concern.
+    full_attention_layers: indices of the layers without the `sliding_window`.
     dense_layers: indices of the layers that have one MLP where the others have experts.
-    local_rope: rotation of the layers that it does concern; None is that of all (Gemma 3).
-    embedding_scale: the tokens' embeddings are multiplied by it (Gemma).
+    local_rope: rotation of the layers with the window; None: as the others (Gemma 3).
+    embedding_scale: factor of the tokens' embeddings (Gemma).
     logit_cap: logits are bounded softly, logit_cap * tanh(logit / logit_cap) (Gemma 2).
     """
 
@@ -214,9 +214,9 @@ class BaseConfig(LayerConfig):
 
     @property
     def layer(self) -> LayerConfig:
-        """The shape of a draft head's layers: those of the base without window and experts.
+        """The shape of a draft head's layers: the base's layers without window and experts.
 
-        Where the base has experts, one MLP is as wide as those that a token reads.
+        Where the base has experts, the one MLP is as wide as the experts that a token reads.
         """
         # A head drafts a few tokens beyond the text, so no window of the base concerns it.
         return dataclasses.replace(
@@ -233,7 +233,7 @@ class BaseConfig(LayerConfig):
         )
 
     def layer_at(self, index: int) -> LayerConfig:
-        """Return what the base's layer `index` computes: the shape, its window and experts."""
+        """Return the config of the base's layer `index`: its shape, window and experts."""
         # Some families alternate layers with and without a window, or with and without experts.
         changes: dict[str, Any] = {}
         if index in self.full_attention_layers:

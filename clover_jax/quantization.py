@@ -1,12 +1,12 @@
 """Which matrices --int8 quantizes, of a base and of a draft head.
 
-    draft   the head's matrices, and a copy of lm_head that it drafts with. The base is as it was,
-            and so is the text (of drawn children: its distribution): only what is drafted, and how
-            much of it is accepted, may change.
+    draft   the head's matrices, and a copy of lm_head that it drafts with. The base is unchanged,
+            and so is the text (with sampled drafts: its distribution); only drafts and their
+            acceptance may change.
     base    every layer's matrices and lm_head. The text is that of the quantized base, which
-            speculation reproduces as it does any other base's.
+            speculation reproduces as any other base's.
 
-Embeddings that are looked up, norms, biases and small matrices stay; so do caches and activations.
+Embedding lookups, norms, biases, small matrices, caches and activations stay as they are.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _quantize = jax.jit(quantize, static_argnames="inputs")
 
 
 def parse_parts(words: Sequence[str]) -> tuple[str, ...]:
-    """Return what --int8 names, in the order of PARTS; raises UserError for another word.
+    """Return the parts that --int8 names, in the order of PARTS; raises UserError for others.
 
     words: a single string stands for words between commas.
     """
@@ -66,12 +66,12 @@ def parse_parts(words: Sequence[str]) -> tuple[str, ...]:
     words = words.split(",") if isinstance(words, str) else words
     for word in words:
         if word not in PARTS:
-            raise UserError(f"--int8={','.join(words)}: {word!r} is none of {', '.join(PARTS)}")
+            raise UserError(f"--int8={','.join(words)}: {word!r} is not one of {', '.join(PARTS)}")
     return tuple(part for part in PARTS if part in words)
 
 
 def quantization_notice(parts: Sequence[str]) -> str | None:
-    """Return what a user of --int8 must know here; None where it pays."""
+    """Return a warning where --int8 does not pay; None where it does."""
     if not parts or jax.default_backend() != "cpu":
         return None
     return "--int8 takes longer on CPU, which widens a matrix in memory before each product"
@@ -82,13 +82,18 @@ def load_quantized_base(
 ) -> BaseModel:
     """Load a base as `load_base` does and quantize it as --int8 says.
 
-    Each layer's matrices are quantized as soon as they lie where they belong, so that no device
-    ever holds more than one that is not. The base is still known by lm_head as it was read.
+    Each layer's matrices are quantized as soon as they are placed, so that a device holds at most
+    one that is not. The base is still identified by lm_head as it was read.
     """
-    # The wrapped placement sees one matrix at a time.
-    if "base" in parts:
-        place = _quantizing(place or place_as(dtype))
-    base = load_base(source, dtype, place)
+    whole = place or place_as(dtype)
+
+    # Wrapped, so that it sees one matrix at a time.
+    def place_quantized(path: Path, array: np.ndarray) -> Any:  # a Matrix, in place of an array
+        # lm_head waits: its hash is taken before it is rounded.
+        placed = whole(path, array)
+        return placed if path[-1] == "lm_head" else _quantize_leaf(path[-1], placed)
+
+    base = load_base(source, dtype, place_quantized if "base" in parts else place)
     if not parts:
         return base
     # The hash is of the weights that were read: heads were trained for those.
@@ -97,7 +102,7 @@ def load_quantized_base(
 
 
 def quantize_base(params: Params, parts: Sequence[str]) -> Params:
-    """Return a base's params as --int8 says; what is quantized already stays."""
+    """Return a base's params with these parts quantized; quantized matrices stay."""
     # A tied base keeps its embedding as it was: rows are looked up there, not multiplied.
     lm_head = frozen_from_base(params).lm_head
     if "base" in parts:
@@ -116,16 +121,7 @@ def quantize_params(params: Params) -> Params:
     )
 
 
-def _quantizing(place: Place) -> Place:
-    def place_quantized(path: Path, array: np.ndarray) -> Any:  # a Matrix, in place of an array
-        # lm_head waits: its hash is taken before it is rounded.
-        placed = place(path, array)
-        return placed if path[-1] == "lm_head" else _quantize_leaf(path[-1], placed)
-
-    return place_quantized
-
-
 def _quantize_leaf(name: str, leaf: Matrix) -> Matrix:
-    # Numbered leaves (lm_head_0 ..) are as their name without the number.
+    # Numbered leaves (lm_head_0 ..) are treated as their name without the number.
     inputs = INPUTS.get(name, INPUTS.get(re.sub(r"_\d+$", "", name)))
     return leaf if inputs is None or isinstance(leaf, Int8Matrix) else _quantize(leaf, inputs)

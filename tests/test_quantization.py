@@ -152,7 +152,7 @@ def test_loaded_models_are_known_by_their_base_as_it_was(parts, fixtures_dir):
 
 
 def test_another_word_is_refused():
-    with pytest.raises(UserError, match=r"--int8=draft,head: 'head' is none of base, draft"):
+    with pytest.raises(UserError, match=r"--int8=draft,head: 'head' is not one of base, draft"):
         parse_parts(["draft", "head"])
     assert parse_parts(["draft", "base"]) == ("base", "draft")
 

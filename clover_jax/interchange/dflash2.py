@@ -22,8 +22,8 @@ from clover_jax.interchange.layout import (
 )
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.llama_config import check_count
+from clover_jax.pretrained.llama_kin import parse_qwen3_config
 from clover_jax.pretrained.llama_tensors import layer_leaves, norm_leaf
-from clover_jax.pretrained.mistral_qwen_config import parse_qwen3_config
 from clover_jax.pretrained.tensor_map import Leaf, Piece, over_states, transposed, whole
 
 FIELDS = "dflash_config"

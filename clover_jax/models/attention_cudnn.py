@@ -1,7 +1,7 @@
-"""A committed cache read by cuDNN's attention, for GPUs: each row as far as it goes, in one kernel.
+"""A committed cache read by cuDNN's attention, for GPUs: each row up to its length, in one kernel.
 
 XLA's own program for a GPU stores scores and weights between its kernels; cuDNN's keeps them on
-chip and says how it normalised, so that what it read is merged with the fresh rows as ever.
+chip and returns its normalizer, so that its result can be merged with the fresh rows.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ def read_cache(
     cuDNN takes 16-bit values and heads of at most 128 entries (256 from Hopper on).
     """
     # To a query all rows of the cache are alike, so a head's G T queries are one sequence, and each
-    # head of each row of the batch is a sequence of its own: no array is laid out anew.
+    # head of each row of the batch is a sequence of its own: no array is re-laid.
     rows, width = math.prod(query.shape[:2]), query.shape[-1]
     heads = query.reshape(rows, -1, 1, width)
     key, value = (x.reshape(rows, -1, 1, width) for x in (cache.key, cache.value))
-    # A row without an end is read to its first position, and what that gave left out below.
+    # A row without an end is read to its first position, and that result is dropped below.
     ends = jnp.repeat(jnp.maximum(length, 1), query.shape[1])
-    mean, normaliser = jax.nn.dot_product_attention(
+    mean, normalizer = jax.nn.dot_product_attention(
         heads,
         key,
         value,
@@ -52,6 +52,6 @@ def read_cache(
 
     # The mean is a sum over weights of exp(score - log of their sum), whose total is 1.
     empty = (length == 0)[:, None, None, None]
-    peak = jnp.where(empty, MASKED, normaliser.reshape(query.shape[:-1]).astype(jnp.float32))
+    peak = jnp.where(empty, MASKED, normalizer.reshape(query.shape[:-1]).astype(jnp.float32))
     mixed = jnp.where(empty[..., None], 0.0, mean.reshape(query.shape).astype(jnp.float32))
     return RunningSoftmax(peak, jnp.where(empty, 0.0, jnp.ones_like(peak)), mixed)

@@ -3,8 +3,8 @@
     peak_t  = max_s score_ts,    total_t = sum_s exp(score_ts - peak_t),
     mixed_t = sum_s exp(score_ts - peak_t) value_s    over the live positions s of a row
 
-Every row's keys and values are read once, as far as the row goes, for all its queries: those of the
-slots of a tree and of the query heads that share a key head. The sums are partial: `attention.py`
+Every row's keys and values are read once, up to the row's length, for all its queries: the slots
+of a tree times the query heads that share a key head. The sums are partial: `attention.py`
 merges them with the fresh rows, under the tree's mask.
 """
 
@@ -22,8 +22,8 @@ from clover_jax.array_types import Array, Float, Int
 from clover_jax.models.attention import MASKED, RunningSoftmax
 from clover_jax.models.cache import KeyValue
 
-# A block of 512 positions of 8 heads of 128 entries, keys and values, is 2 MiB: enough to hide what
-# a turn costs beside. By the compiler's schedules parts of 256 are summed up fastest.
+# A block of 512 positions of 8 heads of 128 entries, keys and values, is 2 MiB: enough to hide
+# the overhead of a turn. By the compiler's schedules parts of 256 are summed up fastest.
 BLOCK, PART = 512, 256
 MOST_BYTES = 10 * 2**20  # of the 16 MiB of fast memory that kernels get on most chips
 LEAST_QUERIES, MOST_QUERIES = 8, 1024  # of a head

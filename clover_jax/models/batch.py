@@ -1,4 +1,4 @@
-"""One training batch: packed rows of tokens and what is known about each position."""
+"""One training batch: packed rows of tokens and the facts about each position."""
 
 from __future__ import annotations
 
@@ -13,10 +13,9 @@ class Batch(struct.PyTreeNode):
     tokens:      [B, S] token ids; 0 where there is padding.
     segment_ids: [B, S] 1, 2, .. number the documents of a row; 0 is padding.
     positions:   [B, S] position within the document.
-    loss_mask:   [B, S] True on the tokens that the base is to be imitated on: those of the
-        assistant, or all tokens of plain text.
-    hidden: name -> [B, S, D] the base's activations, where they were computed beforehand; None
-        where the base is run for them.
+    loss_mask:   [B, S] True on the tokens to learn: the assistant's, or all of plain text.
+    hidden: name -> [B, S, D] the base's activations, where they are cached; None where the base is
+        run for them.
     anchors:     [B, M] places of x_{t+1}, the only t at which a head trains; None for all.
     """
 

@@ -31,7 +31,7 @@ LayerParams = Callable[[int, Array], tuple[Params, Array]]
 
 
 class DecoderOutput(struct.PyTreeNode):
-    """What the base gives for T positions.
+    """The base's output for T positions.
 
     hidden: name -> [B, T, D]: "layer_0" .. (the state entering that layer), "pre_norm" (h,
         before the final norm), "post_norm" (g, after it). Unused ones cost nothing in jit.
@@ -59,8 +59,8 @@ class SelfAttention(nn.Module):
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the attention output and the fresh keys and values.
 
-        x: [B, T, D]; a head that reads more beside its state gives more than D columns.
-        mask: None where `attend` knows by itself which fresh positions a query sees.
+        x: [B, T, D]; more than D columns for a head that reads more than its state.
+        mask: None where `attend` decides which fresh positions a query sees.
         attend: may answer for the last positions only; the output is then theirs.
         """
         # One product gives queries, keys and values; heads stay whole on every shard of K.
@@ -78,7 +78,7 @@ class SelfAttention(nn.Module):
             bias = self.param("qkv_bias", nn.initializers.zeros, heads)
             fused = fused + bias[:, :, None]
 
-        # Apart from here on: out of one rotated array, a TPU copies the queries beside their keys.
+        # Separate from here on: as one rotated array, a TPU copies the queries next to their keys.
         query, key, value = fused[:, :, :groups], fused[:, :, groups], fused[:, :, groups + 1]
         if cfg.query_key_norm:
             query, key = self._norm(query, "query_norm"), self._norm(key, "key_norm")
@@ -106,7 +106,7 @@ class SelfAttention(nn.Module):
 
 
 def _split_heads(x: Float[Array, "B T D"], qkv: Matrix) -> Array:
-    """Return [B, K, c, T, H] of `qkv` [D, K, c, H] as it is stored; flat, a TPU lays it anew."""
+    """Return [B, K, c, T, H] of `qkv` [D, K, c, H] as it is stored; flat, a TPU would re-lay it."""
     return contract("btd,dkch->bkcth", x, qkv)
 
 
@@ -135,8 +135,8 @@ class DecoderLayer(nn.Module):
         self.attention = SelfAttention(self.config)
         self.mlp_norm = RMSNorm(eps)
         self.mlp = ExpertMLP(self.config) if self.config.num_experts else GatedMLP(self.config)
-        # `_no_norm` is a function without params, so most bases have no leaf for these norms.
-        after: Callable[[float], Any] = RMSNorm if self.config.post_norms else _no_norm
+        # A function without params, so most bases have no leaf for these norms.
+        after: Callable[[float], Any] = RMSNorm if self.config.post_norms else lambda _: lambda x: x
         self.attention_post_norm, self.mlp_post_norm = after(eps), after(eps)
 
     def __call__(
@@ -150,11 +150,11 @@ class DecoderLayer(nn.Module):
     ) -> tuple[Float[Array, "B T D"], KeyValue]:
         """Return the layer's output and its fresh keys and values.
 
-        attend: which keys the queries meet, where mask and cache do not say all of it.
+        attend: decides which keys the queries see, where mask and cache do not suffice.
         """
         # B and T as one axis: of [B, T, D] a TPU pads each T to a multiple of 8.
         rows = x.reshape(-1, x.shape[-1])
-        # EAGLE-1's layer reads what fc gives, which has no scale to take away.
+        # EAGLE-1's layer reads the output of fc without a norm.
         normed = self.attention_norm(rows) if self.input_norm else rows
         mixed, fresh = self.attention(
             normed.reshape(x.shape), positions, mask, cache, length, attend
@@ -164,15 +164,11 @@ class DecoderLayer(nn.Module):
         return rows.reshape(x.shape), fresh
 
 
-def _no_norm(eps: float) -> Callable[[Array], Array]:
-    return lambda x: x
-
-
 class Decoder(nn.Module):
     """The base model up to the final norm; `project` gives logits.
 
-    layer_params: gathers a layer's params when it is its turn, where they are split over devices;
-        None has them whole.
+    layer_params: gathers a layer's params just before it runs, where they are split over devices;
+        None: they are whole.
     """
 
     config: BaseConfig
@@ -232,11 +228,11 @@ def project(
 ) -> Float[Array, "*b V"]:
     """Return logits, hidden . matrix^T, accumulated and returned in float32.
 
-    cap: bounds them softly, where the base has such a bound.
+    cap: the base's soft bound on logits, if it has one.
 
     The matrix is stored [V, D] so that it serves as embedding and as output without a
-    transposed copy. Rows are flattened first: what is looked for in the logits (the largest) takes
-    them flat, and a product that keeps its batch axes comes out in another layout on TPU, to be
+    transposed copy. Rows are flattened first: the search for the largest logits takes them flat,
+    and a product that keeps its batch axes comes out in another layout on TPU, to be
     copied.
     """
     # One product of two matrices, whatever axes the states have.
@@ -260,8 +256,8 @@ def base_logits(
 def _row_logits(matrix: Float[Array, "V D"], rows: Float[Array, "R D"]) -> Float[Array, "R V"]:
     """Multiply; a gradient goes back through products in the operands' dtype.
 
-    Of float32 logits it would come as float32 and make those of bfloat16 operands float32 products,
-    at half the rate or less.
+    The gradient of float32 logits is float32; with it the products of bfloat16 operands would run
+    in float32, at half the rate or less.
     """
     return jnp.einsum("rd,vd->rv", rows, matrix, preferred_element_type=jnp.float32)
 

@@ -4,23 +4,22 @@
     y = sum over the k largest p_e of p_e down_e(activation(gate_e x) * up_e x)
 
 Ways to compute y, by how many tokens there are; each token's own experts are always all
-computed, so none is dropped, and what a token gets does not depend on the others.
+computed, so none is dropped, and a token's result does not depend on other tokens.
 
     chosen    one product after another for each pair of token and expert: few pairs read few
-              matrices, where all would be read
+              matrices instead of all
     all       every token by every expert, with weight 0 for those that were not chosen. A tree of
-              tokens wants nearly all matrices, and reading them takes longer than the products
-    grouped   tokens sorted by expert, one grouped product: only the products that are wanted, but
-              TPUs may lay the matrices out anew (experiments/results/compiled_decode_step.md).
-              For a CPU or GPU XLA computes every pair by every expert, so there it is `all` again,
-              some tokens at a time
+              tokens needs nearly all matrices, and reading them takes longer than the products
+    grouped   tokens sorted by expert, one grouped product: only the needed products, but TPUs may
+              re-lay the matrices (experiments/results/compiled_decode_step.md).
+              For a CPU or GPU XLA computes every pair by every expert, so there it is `all`, some
+              tokens at a time
 """
 
 from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -76,7 +75,7 @@ class ExpertMLP(nn.Module):
         if cfg.normed_weights:
             weight = weight / weight.sum(axis=-1, keepdims=True)
 
-        # The params by their names; the shapes are what the ways below expect.
+        # The params by their names, in the shapes that the functions below expect.
         shapes = {"gate": (width, inner), "up": (width, inner), "down": (inner, width)}
         matrices = {
             side: self.param(f"expert_{side}", matrix_init(shape[0]), (number, *shape))
@@ -91,18 +90,18 @@ class ExpertMLP(nn.Module):
             if cfg.expert_bias
         }
 
-        way = _way_for(chosen.size, len(tokens), number)
-        routed = Routed(tokens, weight, chosen)
-        total = way(cfg.activation, Experts(**matrices, **biases), routed)
+        # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
+        arguments = Experts(**matrices, **biases), Routed(tokens, weight, chosen)
+        if chosen.size <= min(MOST_PAIRS, number // 4):
+            total = _chosen(cfg.activation, *arguments)
+        elif len(tokens) <= MOST_TOKENS:
+            total = _all(cfg.activation, *arguments)
+        else:
+            # Grouped products where the platform has them.
+            ways = {"tpu": _grouped, "default": _all_in_parts}
+            paths = {name: functools.partial(way, cfg.activation) for name, way in ways.items()}
+            total = jax.lax.platform_dependent(*arguments, **paths)
         return total.astype(x.dtype).reshape(x.shape)
-
-
-def _way_for(pairs: int, tokens: int, number: int) -> Callable[..., Array]:
-    """Return the function for this number of pairs of token and expert."""
-    # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
-    if pairs <= min(MOST_PAIRS, number // 4):
-        return _chosen
-    return _all if tokens <= MOST_TOKENS else _many
 
 
 def _chosen(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
@@ -151,13 +150,13 @@ def _all(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D
         each = jnp.broadcast_to(tokens, (number, *tokens.shape))
         return _hidden(activation, experts, "xnd,xdf->xnf", each)
 
-    # For one product over all experts a CPU or GPU would lay the matrices out anew. A TPU does not,
+    # For one product over all experts a CPU or GPU would re-lay the matrices. A TPU does not,
     # and there it takes 2 % of a step less.
     ways = {"tpu": one_product, "default": a_product_each}
     hidden = jax.lax.platform_dependent(experts, **ways)
 
     # Weighted here, so that the last product sums over experts too. Experts that were not chosen
-    # are left out, whatever they would give.
+    # are left out, even if they yield infinities.
     counts = weights.T[..., None]
     hidden = jnp.where(counts > 0, hidden * counts, 0).astype(tokens.dtype)
     if isinstance(experts.down, Int8Matrix):  # each expert has steps of its own
@@ -165,13 +164,6 @@ def _all(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D
     else:
         total = contract("xnf,xfd->nd", hidden, experts.down, FLOAT32)
     return total if experts.down_bias is None else total + weights @ experts.down_bias
-
-
-def _many(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
-    """Return y, in float32, by grouped products where the platform has them."""
-    ways = {"tpu": _grouped, "default": _all_in_parts}
-    paths = {name: functools.partial(way, activation) for name, way in ways.items()}
-    return jax.lax.platform_dependent(experts, routed, **paths)
 
 
 def _all_in_parts(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
@@ -192,7 +184,7 @@ def _all_in_parts(activation: str, experts: Experts, routed: Routed) -> Float[Ar
 def _grouped(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
     """Return y, in float32, by grouped products of the pairs of token and expert."""
     tokens, weight, chosen = routed
-    # One row for each pair, those of an expert side by side.
+    # One row for each pair, sorted by expert.
     expert = chosen.reshape(-1)
     order = jnp.argsort(expert)
     expert, rows = expert[order], tokens[order // chosen.shape[1]]

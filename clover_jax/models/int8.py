@@ -53,7 +53,7 @@ Matrix: TypeAlias = Array | Int8Matrix
 def quantize(matrix: Float[Array, "..."], inputs: tuple[int, ...]) -> Int8Matrix:
     """Round a matrix to the nearest of 255 values for each output channel.
 
-    inputs: the axes that products sum over; whatever lies along the others has a step of its own.
+    inputs: the axes that products sum over; each index of the others has its own step.
     """
     # One step per output channel, so that a product is scaled once, after its sum.
     wide = matrix.astype(jnp.float32)
@@ -90,7 +90,7 @@ def take_rows(matrix: Matrix, ids: Int[Array, "*b"]) -> Matrix:
     """Return rows of a matrix over the vocabulary, [*b, D], as it is stored."""
 
     def take(part: Array) -> Array:
-        # Of a single row a TPU makes a slice, for which it lays the whole of int8 out anew.
+        # For a single row a TPU makes a slice, for which it would re-lay the whole int8 matrix.
         flat = jnp.broadcast_to(ids.reshape(-1), (2,)) if ids.size == 1 else ids.reshape(-1)
         rows = jnp.take(part, flat, axis=0, mode="clip")[: ids.size]
         return rows.reshape(*ids.shape, part.shape[-1])
@@ -101,7 +101,7 @@ def take_rows(matrix: Matrix, ids: Int[Array, "*b"]) -> Matrix:
 
 
 def widen(matrix: Matrix, dtype: jnp.dtype) -> Array:
-    """Return an array of `dtype`: of a quantized matrix what it stands for, an array as it is."""
+    """Return a quantized matrix as an array of `dtype`, and an array unchanged."""
     if not isinstance(matrix, Int8Matrix):
         return matrix
     return (matrix.values * matrix.step).astype(dtype)

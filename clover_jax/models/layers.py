@@ -1,4 +1,4 @@
-"""Normalisation, rotary positions and the gated MLP of the Llama family."""
+"""Normalization, rotary positions and the gated MLP of the Llama family."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class RMSNorm(nn.Module):
 def rms_norm(
     x: Float[Array, "*b D"], scale: Float[Array, "*c D"], eps: float
 ) -> Float[Array, "*b D"]:
-    """Normalise the last axis of x to unit mean square, then scale (broadcast against x)."""
+    """Normalize the last axis of x to unit mean square, then scale (broadcast against x)."""
     # A sum of squares overflows bfloat16.
     wide = x.astype(jnp.float32)
     inverse = jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
@@ -136,7 +136,7 @@ def activate(activation: str, gate: Float[Array, "*b F"]) -> Float[Array, "*b F"
 
 
 def let_through(activation: str, up: Float[Array, "*b F"]) -> Float[Array, "*b F"]:
-    """Return what an activated gate is multiplied by: for gpt-oss's bounded, and one more."""
+    """Return the factor of an activated gate; gpt-oss bounds it and adds one."""
     return jnp.clip(up, -CLAMP, CLAMP) + 1 if activation == "clamped" else up
 
 
@@ -166,5 +166,5 @@ class GatedMLP(nn.Module):
 
 
 def matrix_init(fan_in: int):
-    """Return a normal initialiser of standard deviation 1 / sqrt(fan_in)."""
+    """Return a normal initializer of standard deviation 1 / sqrt(fan_in)."""
     return nn.initializers.normal(fan_in**-0.5)

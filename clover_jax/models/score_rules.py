@@ -1,8 +1,8 @@
-"""What attention does to its scores beside rotation and mask.
+"""Rules for attention scores in addition to rotation and mask.
 
 A sliding window hides what lies too far back; ALiBi lowers a score by a slope times the distance; a
-soft cap keeps scores within bounds. Most models have none of these, and their programs hold no
-trace of this.
+soft cap keeps scores within bounds. Most models have none of these, and their
+programs no trace of them.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ MASKED = -1e30  # not -inf: a fully masked chunk must not give NaN
 
 @dataclasses.dataclass(frozen=True)
 class ScoreRules:
-    """The rules of one layer, and the positions of the rows that ask.
+    """The rules of one layer, and the positions of the queries.
 
     positions: [B, T] absolute positions of the queries.
     window: positions that a query sees, its own included; None hides nothing.
     slopes: [K, G] of ALiBi, by key head and query head; None adds nothing.
     scale, cap: of the scores, as `LayerConfig` has them.
-    sinks: [K, G] a score more for each query head, which has no value.
+    sinks: [K, G] an additional score for each query head, without a value.
     """
 
     positions: Int[Array, "B T"]
@@ -54,7 +54,7 @@ class ScoreRules:
         return None if rules._is_empty else rules
 
     def within(self, span: int) -> ScoreRules | None:
-        """Return what is left of the rules where no two positions lie `span` or more apart."""
+        """Return the rules that matter where no two positions lie `span` or more apart."""
         # A window that hides nothing need not be tested.
         window = None if self.window is None or self.window >= span else self.window
         rules = dataclasses.replace(self, window=window)
@@ -111,8 +111,8 @@ def soft_cap(x: Float[Array, "*b"], cap: float | None) -> Float[Array, "*b"]:
 def alibi_slopes(num_heads: int) -> np.ndarray:
     """Return the [num_heads] slopes of ALiBi, as Bloom and Baichuan-13B choose them.
 
-    For a power of two n they are 2^(-8/n), 2^(-16/n), ..; other counts continue those of the power
-    of two below with every other slope of the one above (Press et al., arXiv 2108.12409).
+    For a power of two n they are 2^(-8/n), 2^(-16/n), ..; other counts take the slopes of the power
+    of two below and every other slope of the one above (Press et al., arXiv 2108.12409).
 
     Example: 4 heads have 1/4, 1/16, 1/64, 1/256; of 6 heads the last two have 1/2 and 1/8.
     """

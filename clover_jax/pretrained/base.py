@@ -17,11 +17,11 @@ class BaseModel:
     """A loaded base.
 
     config: its shapes.
-    params: the tree of `models.decoder.Decoder`; empty where a base is only described.
+    params: the tree of `models.decoder.Decoder`; empty where only the config was read.
     directory: the folder that holds its config, weights and tokenizer.
-    source: what the user asked for: a folder, a hub id, "builtin:NAME", or "shape:NAME", whose
-        weights are random.
-    lm_head_hash: of the output matrix as it was read, where it has been quantized since.
+    source: the name that the user passed: a folder, a hub id, "builtin:NAME", or "shape:NAME",
+        whose weights are random.
+    lm_head_hash: of the output matrix before it was quantized; None where it was not.
     """
 
     config: BaseConfig
@@ -39,5 +39,5 @@ class BaseModel:
     @property
     def lm_head(self) -> Matrix:
         """The [V, D] output matrix, which is the embedding when they are tied."""
-        # A tied base gets an lm_head beside its embedding when it is quantized.
+        # A tied base gets an lm_head in addition to its embedding when it is quantized.
         return self.params.get("lm_head", self.params["embedding"])

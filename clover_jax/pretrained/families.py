@@ -13,19 +13,17 @@ import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.pretrained.baichuan import BAICHUAN
-from clover_jax.pretrained.family import Family
+from clover_jax.pretrained.experts import GPT_OSS, MIXTRAL, QWEN3_MOE
 from clover_jax.pretrained.gemma import GEMMA2, GEMMA3, GEMMA3_MULTIMODAL
-from clover_jax.pretrained.gemma_orbax import in_orbax, is_orbax
-from clover_jax.pretrained.gpt_oss import GPT_OSS
 from clover_jax.pretrained.llama_config import eos_ids, parse_llama_config
-from clover_jax.pretrained.mistral_qwen_config import (
+from clover_jax.pretrained.llama_kin import (
+    BAICHUAN,
+    PHI3,
     parse_mistral_config,
     parse_qwen2_config,
     parse_qwen3_config,
 )
-from clover_jax.pretrained.moe import MIXTRAL, QWEN3_MOE
-from clover_jax.pretrained.phi import PHI3
+from clover_jax.pretrained.llama_tensors import Family
 from clover_jax.pretrained.tensor_map import Leaf
 from clover_jax.storage.json_files import read_json_object
 
@@ -59,15 +57,14 @@ MODEL_TYPES = {
     "gemma3_text": "Gemma3ForCausalLM",
     "gemma3": "Gemma3ForConditionalGeneration",
 }
-_ROTARY_BUFFER = r".*\.rotary_emb\.inv_freq"
 
 
 class Checkpoint(NamedTuple):
-    """The config of a folder and what it says about the weights beside it.
+    """The config of a folder and how its weights are read.
 
-    family: how its files are opened and which of their tensors are ignored.
-    leaves: where they lie in the params. adjust: what is done to each, by its name, before it is
-    used.
+    family: opens its files and names the tensors that are ignored.
+    leaves: where the tensors lie in the params.
+    adjust: changes a tensor, from its name and itself, before it is used.
     """
 
     family: Family
@@ -76,20 +73,20 @@ class Checkpoint(NamedTuple):
     adjust: Callable[[str, np.ndarray], np.ndarray]
 
     def is_harmless(self, name: str) -> bool:
-        """Say whether a checkpoint may hold this tensor without its being read.
+        """Return whether a checkpoint may hold this tensor, which is not read.
 
-        Old exports carry the rotary frequencies, which the config gives. Some store the output
-        matrix a second time although it is tied to the embedding.
+        Old exports carry the rotary frequencies, which follow from the config. Some store the
+        output matrix a second time although it is tied to the embedding.
         """
         tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
-        ignored = (_ROTARY_BUFFER, self.family.ignored)
+        ignored = (r".*\.rotary_emb\.inv_freq", self.family.ignored)
         return tied_copy or any(re.fullmatch(pattern, name) for pattern in ignored)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
     """Read config.json and, for the end-of-sequence ids, generation_config.json.
 
-    Raises UserError when a file is broken or asks for what the decoder cannot do.
+    Raises UserError when a file is broken or asks for anything that the decoder cannot do.
     """
     path = directory / "config.json"
     if not path.is_file():
@@ -97,9 +94,6 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
     values = read_json_object(path)
     family = ARCHITECTURES[architecture_of(values, path)]
-    # An orbax folder has the same config.json, but tensors of other names and shapes.
-    if is_orbax(directory):
-        family = in_orbax(family, directory)
     config = family.parse(values, path)
     # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
     # one id, and this the end of a turn too.

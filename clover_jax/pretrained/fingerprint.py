@@ -90,22 +90,19 @@ def checksum(params: Params) -> str:
 def _sum(leaf: Array) -> Array:
     """Return the sum over a leaf of a hash of each value's bits and place."""
     bits = jax.lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}").astype(jnp.uint32)
-    # The place counts too: swapped rows have the same sum.
+    # The place counts too: swapped rows have the same sum. The last steps of MurmurHash3 make each
+    # bit depend on all others.
     for axis in range(leaf.ndim):
-        bits = _mixed(bits + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis))
+        bits = bits + jax.lax.broadcasted_iota(jnp.uint32, leaf.shape, axis)
+        bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
+        bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
+        bits = bits ^ (bits >> 16)
     return bits.sum(dtype=jnp.uint32)
-
-
-def _mixed(bits: Array) -> Array:
-    """Return 32 bits that each depend on all others (the last steps of MurmurHash3)."""
-    bits = (bits ^ (bits >> 16)) * jnp.uint32(0x85EBCA6B)
-    bits = (bits ^ (bits >> 13)) * jnp.uint32(0xC2B2AE35)
-    return bits ^ (bits >> 16)
 
 
 def described_differences(draft: BaseFingerprint, base: BaseFingerprint) -> str:
     """Return `differences` in words, "" for none: "lm_head 1a2b against 3c4d", and so on."""
-    # The beginning of a hash is enough to tell it from another.
+    # The beginning of a hash is enough to distinguish two.
     pairs = differences(draft, base).items()
     return ", ".join(f"{name} {str(a)[:12]} against {str(b)[:12]}" for name, (a, b) in pairs)
 
@@ -116,5 +113,5 @@ def differences(draft: BaseFingerprint, base: BaseFingerprint) -> dict[str, tupl
         field.name: (getattr(draft, field.name), getattr(base, field.name))
         for field in dataclasses.fields(BaseFingerprint)
     }
-    # A tokenizer or chat template that one side lacks is no difference: a folder may come without.
+    # A tokenizer or chat template that one side lacks is not a difference: it is optional.
     return {name: pair for name, pair in pairs.items() if pair[0] != pair[1] and None not in pair}

@@ -1,8 +1,8 @@
 """Gemma 2 and the text of Gemma 3: their config.json, and norms that are stored as w for 1 + w.
 
-Both norm what attention and MLP give, scale the tokens' embeddings by the square root of the width,
-gate by GELU, and alternate layers with and without a window. Gemma 2 caps scores and logits softly;
-Gemma 3 norms queries and keys, and rotates layers with a window by a base of their own.
+Both norm the outputs of attention and MLP, scale embeddings by the square root of the width, gate
+with GELU, and alternate layers with and without a window. Gemma 2 caps scores and logits softly;
+Gemma 3 norms queries and keys, and rotates layers with a window with another base.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
-from clover_jax.pretrained.family import Family
 from clover_jax.pretrained.llama_config import (
     FULL,
     SLIDING,
@@ -26,9 +25,9 @@ from clover_jax.pretrained.llama_config import (
     read_full_layers,
     read_window,
 )
-from clover_jax.pretrained.llama_tensors import base_leaves
+from clover_jax.pretrained.llama_tensors import Family, base_leaves
 
-# What transformers' configs mean where a field is absent; published ones of Gemma 3 leave out many.
+# Defaults of transformers' configs for absent fields; published ones of Gemma 3 leave out many.
 GEMMA2_DEFAULTS: dict[str, Any] = {
     "vocab_size": 256_000,
     "hidden_size": 2304,
@@ -101,28 +100,31 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     # Gemma names the activation's field differently, and its MLP never has biases.
     llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
     config = parse_llama_config(llama, path)
+    # Null: no cap.
+    caps = {
+        ours: None if values[name] is None else float(positive(values, name, 0.0, path))
+        for ours, name in (
+            ("score_cap", "attn_logit_softcapping"),
+            ("logit_cap", "final_logit_softcapping"),
+        )
+    }
 
-    # Published configs say the period of the layers that see everything, or list the types.
+    # Published configs state the period of the layers that see everything, or list the types.
     full = range(every - 1, config.num_layers, every)
     return dataclasses.replace(
         config,
         embedding_scale=config.hidden_size**0.5,
         score_scale=positive(values, "query_pre_attn_scalar", 256, path) ** -0.5,
-        score_cap=_cap(values, "attn_logit_softcapping", path),
-        logit_cap=_cap(values, "final_logit_softcapping", path),
+        **caps,
         post_norms=True,
         sliding_window=read_window(values, path),
         full_attention_layers=read_full_layers(values, full, path),
     )
 
 
-def _cap(values: dict[str, Any], name: str, path: Path) -> float | None:
-    return None if values[name] is None else float(positive(values, name, 0.0, path))
-
-
 def adjust_gemma(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
     """Return a norm's scale 1 + w in float32, which bfloat16 rounds when it is placed."""
-    # All norms' names end like this, also those of queries and keys.
+    # All norms' names end like this, including the norms of queries and keys.
     return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
 
 

@@ -12,9 +12,9 @@ from clover_jax.errors import UserError
 ACTIVATIONS = {"silu": "silu", "gelu_pytorch_tanh": "gelu"}
 ROPE_KINDS = ("default", "linear", "llama3", "yarn", "longrope", "dynamic")
 ORIGINAL = "original_max_position_embeddings"
-SLIDING, FULL = "sliding_attention", "full_attention"  # what `layer_types` lists
+SLIDING, FULL = "sliding_attention", "full_attention"  # in `layer_types`
 _SHARED = ("rope_theta", "partial_rotary_factor")
-# What each type cannot be without.
+# Required fields of each type.
 _ROPE_FIELDS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
@@ -26,8 +26,8 @@ MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory 
 def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Llama config into ours; `path` is for the error messages.
 
-    Defaults are those of transformers' LlamaConfig, except that the shapes must be given; null is
-    as absent.
+    Defaults are from transformers' LlamaConfig, except that shapes are required; null counts as
+    absent.
     """
     # Checked by name first: a config may hold anything.
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
@@ -36,30 +36,45 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     for name in ("num_key_value_heads", "head_dim", "max_position_embeddings"):
         if values.get(name) is not None:
             check_count(values, name, path)
-    _check_supported(values, path)
+    activation = values.get("hidden_act", "silu")
+    if activation not in ACTIVATIONS:
+        raise UserError(
+            f"{path}: hidden_act {activation!r} is not supported, only {', '.join(ACTIVATIONS)}"
+        )
+    # Quantized weights have other names and types, which would read as missing tensors.
+    if values.get("quantization_config"):
+        raise UserError(
+            f"{path}: quantized checkpoints are not supported; use the original checkpoint"
+        )
 
     # Llama has one field for all four projections of the attention.
     bias = bool(values.get("attention_bias", False))
     heads = values["num_attention_heads"]
-    head_dim, rope = _head_dim(values, path), parse_rope(values, path)
+    head_dim, width = values.get("head_dim"), values["hidden_size"]
+    if not head_dim and width % heads:
+        raise UserError(
+            f"{path}: hidden_size ({width}) must be divisible by num_attention_heads ({heads}) "
+            "when head_dim is not given"
+        )
+    rope = parse_rope(values, path)
     # Only Phi's decoder is supported with a part of each head unrotated.
     if rope.share != 1 and values.get("model_type") != "phi3":
         raise UserError(f"{path}: partial_rotary_factor {rope.share} is not supported, only 1")
     eps, eos = positive(values, "rms_norm_eps", 1e-6, path), eos_ids(values, path)
-    # Beyond its original length longrope turns all keys of a text by its long factors, also those
-    # that lie in the cache: texts go that far and no further.
+    # Beyond its original length longrope rotates all keys by its long factors, also those in the
+    # cache: texts are limited to that length.
     context = values.get("max_position_embeddings") or 2048
     if rope.kind == "longrope":
         context = rope.original_max_position_embeddings
     try:
         return BaseConfig(
             vocab_size=values["vocab_size"],
-            hidden_size=values["hidden_size"],
+            hidden_size=width,
             intermediate_size=values["intermediate_size"],
             num_layers=values["num_hidden_layers"],
             num_heads=heads,
             num_kv_heads=values.get("num_key_value_heads") or heads,
-            head_dim=head_dim,
+            head_dim=head_dim or width // heads,
             rms_norm_eps=eps,
             rope=rope,
             max_position_embeddings=context,
@@ -67,7 +82,7 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
             qkv_bias=bias,
             output_bias=bias,
             mlp_bias=bool(values.get("mlp_bias", False)),
-            activation=ACTIVATIONS[values.get("hidden_act", "silu")],
+            activation=ACTIVATIONS[activation],
             bos_token_id=values.get("bos_token_id"),
             eos_token_ids=eos or (),
         )
@@ -76,19 +91,19 @@ def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
 
 
 def check_count(values: dict[str, Any], name: str, path: Path, most: int | None = None) -> None:
-    """Raise UserError for a field that is no positive whole number, or more than `most`."""
+    """Raise UserError for a field that is not a positive whole number, or more than `most`."""
     count = values.get(name)
     if not isinstance(count, int) or count < 1:
         raise UserError(f"{path}: {name} must be a positive whole number, not {count!r}")
     if most is not None and count > most:
-        raise UserError(f"{path}: {name} is {count}, and more than {most} cannot be")
+        raise UserError(f"{path}: {name} is {count}; at most {most} are possible")
 
 
 def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
     """Read the rotary fields: `rope_parameters`, or the older `rope_theta` and `rope_scaling`.
 
-    Dynamic scaling begins beyond the context's length, where it turns all keys of a text otherwise
-    with every token, which no cache can follow: within that length it is no scaling at all.
+    Dynamic scaling begins beyond the context's length, where every token changes the rotation of
+    all keys, which no cache can follow. Within that length it changes nothing.
     """
     fields = values.get("rope_scaling") or values.get("rope_parameters") or {}
     if not isinstance(fields, dict):
@@ -100,16 +115,16 @@ def parse_rope(values: dict[str, Any], path: Path) -> RopeConfig:
             f"{path}: rope type {kind!r} is not supported; the types are {', '.join(ROPE_KINDS)}"
         )
 
-    # The newer object holds theta and share too; where it does not, the older fields count.
-    given = values | {name: fields[name] for name in _SHARED if fields.get(name) is not None}
-    theta = float(positive(given, "rope_theta", 10_000.0, path))
-    share = float(positive(given, "partial_rotary_factor", 1.0, path))
+    # The newer object holds theta and share too; where it does not, the older fields apply.
+    merged = values | {name: fields[name] for name in _SHARED if fields.get(name) is not None}
+    theta = float(positive(merged, "rope_theta", 10_000.0, path))
+    share = float(positive(merged, "partial_rotary_factor", 1.0, path))
     if kind in ("default", "dynamic"):
         return RopeConfig(theta=theta, share=share)
     if kind == "longrope":
         return RopeConfig(theta=theta, share=share, kind=kind, **_longrope(fields, values, path))
 
-    # What a type cannot be without, then what has a default.
+    # Required fields, then those with a default.
     for name in _ROPE_FIELDS[kind]:
         if not _is_positive(fields.get(name)):
             raise UserError(
@@ -131,7 +146,7 @@ def _original_length(fields: dict[str, Any], values: dict[str, Any]) -> int:
 
 
 def _yarn(fields: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Return which pairs are blended, and what queries and keys are multiplied by."""
+    """Return which pairs are blended, and the factor of queries and keys."""
 
     # YaRN's sqrt(1 / t) = 0.1 ln(s) + 1, for texts s times as long.
     def longer(weight: float) -> float:
@@ -165,8 +180,8 @@ def _longrope(fields: dict[str, Any], values: dict[str, Any], path: Path) -> dic
 
 
 def positive(values: dict[str, Any], name: str, default: float, path: Path) -> float:
-    """Return a field, or the default for null; raises UserError for no positive number."""
-    # Exports write null for what they do not set.
+    """Return a field, or the default for null; raises UserError unless it is a positive number."""
+    # Exports write null for unset fields.
     value = default if values.get(name) is None else values[name]
     if not _is_positive(value):
         raise UserError(f"{path}: {name} must be a positive number, not {value!r}")
@@ -176,7 +191,7 @@ def positive(values: dict[str, Any], name: str, default: float, path: Path) -> f
 def read_window(values: dict[str, Any], path: Path) -> int | None:
     """Return `sliding_window`, None where there is none.
 
-    Raises UserError for a value that is no number of positions.
+    Raises UserError unless it is a positive whole number or null.
     """
     window = values.get("sliding_window")
     if window is not None and (not isinstance(window, int) or window < 1):
@@ -189,7 +204,7 @@ def read_window(values: dict[str, Any], path: Path) -> int | None:
 def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tuple[int, ...]:
     """Return the indices of the layers that see everything.
 
-    default: those that do where `layer_types` does not list them.
+    default: the indices where the config has no `layer_types`.
     Raises UserError for a list of another length or with another type.
     """
     num_layers, types = values["num_hidden_layers"], values.get("layer_types")
@@ -208,29 +223,6 @@ def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tupl
 
 def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and math.isfinite(value) and value > 0
-
-
-def _check_supported(values: dict[str, Any], path: Path) -> None:
-    if values.get("hidden_act", "silu") not in ACTIVATIONS:
-        raise UserError(
-            f"{path}: hidden_act {values['hidden_act']!r} is not supported, only "
-            f"{', '.join(ACTIVATIONS)}"
-        )
-    # Quantized weights have other names and types, which would read as missing tensors.
-    if values.get("quantization_config"):
-        raise UserError(f"{path}: quantised checkpoints are not supported; give the original one")
-
-
-def _head_dim(values: dict[str, Any], path: Path) -> int:
-    if values.get("head_dim"):
-        return values["head_dim"]
-    width, heads = values["hidden_size"], values["num_attention_heads"]
-    if width % heads:
-        raise UserError(
-            f"{path}: hidden_size ({width}) must be divisible by num_attention_heads ({heads}) "
-            "when head_dim is not given"
-        )
-    return width // heads
 
 
 def eos_ids(values: dict[str, Any], path: Path) -> tuple[int, ...] | None:

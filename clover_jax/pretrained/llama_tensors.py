@@ -9,15 +9,17 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
+from typing import Any
 
 import numpy as np
 
 from clover_jax.config import BaseConfig, LayerConfig
+from clover_jax.pretrained.tensor_files import TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, Path, Piece, transposed, whole
 
-_EVERY = slice(None)
-# By whether there are norms after attention and MLP: "post_attention" then means what it says.
+# Norms around the MLP, ours -> stored, by `post_norms`: "post_attention" means it literally then.
 _NORMS_AROUND_MLP = {
     False: {"mlp_norm": "post_attention"},
     True: {
@@ -31,7 +33,7 @@ _NORMS_AROUND_MLP = {
 def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
     """Return all leaves of the base, in the order of the forward pass.
 
-    prefix: what all stored names start with, where the text is a part of a model.
+    prefix: the start of all stored names, where the text model is a part of a larger one.
     """
     matrix = (config.vocab_size, config.hidden_size)
     leaves = [whole(("embedding",), f"{prefix}model.embed_tokens.weight", matrix)]
@@ -46,31 +48,29 @@ def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
 
 
 def packed_leaves(config: BaseConfig, names: Mapping[str, str]) -> list[Leaf]:
-    """Return `base_leaves` with some read from one stored matrix, their parts below each other.
+    """Return `base_leaves` where the parts of some leaves are stacked in one stored matrix.
 
     names: of such a matrix, by the last key of its leaf: {"qkv": "W_pack"}.
     """
     leaves = base_leaves(config)
-    return [
-        _packed(leaf, names[leaf.path[-1]]) if leaf.path[-1] in names else leaf for leaf in leaves
-    ]
-
-
-def _packed(leaf: Leaf, name: str) -> Leaf:
-    # ends[i]: the row of the stored matrix where part i ends and the next one begins.
-    ends = list(itertools.accumulate(piece.shape[0] for piece in leaf.pieces))
-    # The stored name: "...self_attn.q_proj.weight" becomes "...self_attn.W_pack.weight".
-    stored = re.sub(r"\w+_proj", name, leaf.pieces[0].name)
-    pieces = (
-        dataclasses.replace(
-            piece,
-            name=stored,
-            shape=(ends[-1], piece.shape[1]),
-            part=(slice(end - piece.shape[0], end),),
+    for index, leaf in enumerate(leaves):
+        if leaf.path[-1] not in names:
+            continue
+        # "...self_attn.q_proj.weight" becomes "...self_attn.W_pack.weight".
+        stored = re.sub(r"\w+_proj", names[leaf.path[-1]], leaf.pieces[0].name)
+        # ends[i]: the row of the stored matrix where part i ends and the next one begins.
+        ends = list(itertools.accumulate(piece.shape[0] for piece in leaf.pieces))
+        pieces = tuple(
+            dataclasses.replace(
+                piece,
+                name=stored,
+                shape=(ends[-1], piece.shape[1]),
+                part=(slice(end - piece.shape[0], end),),
+            )
+            for piece, end in zip(leaf.pieces, ends, strict=True)
         )
-        for piece, end in zip(leaf.pieces, ends, strict=True)
-    )
-    return dataclasses.replace(leaf, pieces=tuple(pieces))
+        leaves[index] = dataclasses.replace(leaf, pieces=pieces)
+    return leaves
 
 
 def layer_leaves(
@@ -82,42 +82,71 @@ def layer_leaves(
 ) -> list[Leaf]:
     """Return the leaves of one decoder layer.
 
-    path: where the layer hangs in our tree.
-    prefix: what its stored names start with, such as "model.layers.0.".
+    path: of the layer in our tree.
+    prefix: the start of its stored names, such as "model.layers.0.".
     input_norm: False for the layer that has no norm before its attention.
     read_width: columns that its attention reads; None is the hidden size.
     """
-    # Parts that every layer has.
-    attention, mlp = (*path, "attention"), (*path, "mlp")
     width, inner = config.hidden_size, config.intermediate_size
-    norm = norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", width)
-    leaves = [
-        *([norm] if input_norm else []),
-        _qkv(config, attention, f"{prefix}self_attn.", read_width or width),
-        _attention_out(config, attention, f"{prefix}self_attn.o_proj"),
-        *[
-            norm_leaf((*path, ours), f"{prefix}{stored}_layernorm", width)
-            for ours, stored in _NORMS_AROUND_MLP[config.post_norms].items()
-        ],
-        _gate_up(config, mlp, f"{prefix}mlp."),
-        transposed((*mlp, "down"), f"{prefix}mlp.down_proj.weight", (inner, width)),
-    ]
+    heads, groups, size = config.num_kv_heads, config.num_groups, config.head_dim
+    attention, mlp, every = (*path, "attention"), (*path, "mlp"), slice(None)
+    read = read_width or width
+    leaves = []
+    if input_norm:
+        leaves.append(norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", width))
+
+    # qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value. One product
+    # makes them all, and a shard holds a head next to the queries that read it.
+    slots: dict[str, tuple[tuple[int, ...], int | slice]] = {
+        "q": ((heads, groups, size), slice(0, groups)),
+        "k": ((heads, size), groups),
+        "v": ((heads, size), groups + 1),
+    }
+    pieces, biases = [], []
+    for letter, (split, slot) in slots.items():
+        name, rows, axes = f"{prefix}self_attn.{letter}_proj", math.prod(split), range(len(split))
+        weight = Piece(f"{name}.weight", (rows, read), (*split, read), (len(split), *axes))
+        pieces.append(dataclasses.replace(weight, index=(every, every, slot)))
+        biases.append(Piece(f"{name}.bias", (rows,), split, tuple(axes), (every, slot)))
+    fused = (heads, groups + 2, size)
+    leaves.append(Leaf((*attention, "qkv"), (read, *fused), tuple(pieces)))
+
+    # out [K, G, H, D], stored as [D, N H]: query head n is number n % G of those that read
+    # key/value head n // G.
+    stored = (width, config.num_heads * size)
+    split = (width, heads, groups, size)
+    piece = Piece(f"{prefix}self_attn.o_proj.weight", stored, split, (1, 2, 3, 0))
+    leaves.append(Leaf((*attention, "out"), (*split[1:], width), (piece,)))
+    for ours, name in _NORMS_AROUND_MLP[config.post_norms].items():
+        leaves.append(norm_leaf((*path, ours), f"{prefix}{name}_layernorm", width))
+
+    # gate_up [D, 2, F]: one product makes both.
+    sides = {f"{prefix}mlp.gate_proj": 0, f"{prefix}mlp.up_proj": 1}
+    shape = (inner, width)
+    gate_up = tuple(
+        Piece(f"{name}.weight", shape, shape, (1, 0), (every, side)) for name, side in sides.items()
+    )
+    leaves.append(Leaf((*mlp, "gate_up"), (width, 2, inner), gate_up))
+    leaves.append(transposed((*mlp, "down"), f"{prefix}mlp.down_proj.weight", (inner, width)))
 
     # Parts that not every family has.
-    if config.query_key_norm:  # Qwen3 normalises each query and each key
+    if config.query_key_norm:  # Qwen3 normalizes each query and each key
         for name in ("query", "key"):
-            stored = f"{prefix}self_attn.{name[0]}_norm.weight"
-            leaves.append(whole((*attention, f"{name}_norm"), stored, (config.head_dim,)))
+            norm = f"{prefix}self_attn.{name[0]}_norm.weight"
+            leaves.append(whole((*attention, f"{name}_norm"), norm, (size,)))
     if config.sinks:  # one for each query head
-        shape = (config.num_kv_heads, config.num_groups)
+        shape = (heads, groups)
         piece = Piece(f"{prefix}self_attn.sinks", (config.num_heads,), shape, (0, 1))
         leaves.append(Leaf((*attention, "sinks"), shape, (piece,)))
     if config.qkv_bias:
-        leaves.append(_qkv_bias(config, attention, f"{prefix}self_attn."))
+        leaves.append(Leaf((*attention, "qkv_bias"), fused, tuple(biases)))
     if config.output_bias:
         leaves.append(whole((*attention, "out_bias"), f"{prefix}self_attn.o_proj.bias", (width,)))
     if config.mlp_bias:
-        leaves.append(_gate_up_bias(config, mlp, f"{prefix}mlp."))
+        bias = tuple(
+            Piece(f"{name}.bias", (inner,), (inner,), (0,), (side,)) for name, side in sides.items()
+        )
+        leaves.append(Leaf((*mlp, "gate_up_bias"), (2, inner), bias))
         leaves.append(whole((*mlp, "down_bias"), f"{prefix}mlp.down_proj.bias", (width,)))
     return leaves
 
@@ -127,63 +156,22 @@ def norm_leaf(path: Path, name: str, width: int) -> Leaf:
     return whole((*path, "scale"), f"{name}.weight", (width,))
 
 
-def _qkv(config: LayerConfig, path: Path, prefix: str, width: int) -> Leaf:
-    """Map to qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value."""
-    # Fused, so that one product makes the queries, keys and values of a layer.
-    pieces = []
-    for letter, (split, slot) in _qkv_slots(config).items():
-        name, shape = f"{prefix}{letter}_proj.weight", (math.prod(split), width)
-        axes = (len(split), *range(len(split)))  # the width comes first here, there it is last
-        pieces.append(Piece(name, shape, (*split, width), axes, (_EVERY, _EVERY, slot)))
-    fused = (width, config.num_kv_heads, config.num_groups + 2, config.head_dim)
-    return Leaf((*path, "qkv"), fused, tuple(pieces))
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How checkpoints of one architecture are read; the defaults are Llama's.
 
+    parse: reads the fields of config.json, whose path is for messages; raises UserError for
+        anything that the decoder cannot do.
+    leaves: where the stored tensors lie in the params.
+    adjust: changes a stored tensor before it is used, from the fields of config.json, the tensor's
+        name and the tensor.
+    ignored: names of stored tensors that no text needs, as a regular expression; "" for none.
+    files: opens the weight files of a folder.
+    """
 
-def _qkv_bias(config: LayerConfig, path: Path, prefix: str) -> Leaf:
-    pieces = []
-    for letter, (split, slot) in _qkv_slots(config).items():
-        name, axes = f"{prefix}{letter}_proj.bias", tuple(range(len(split)))
-        pieces.append(Piece(name, (math.prod(split),), split, axes, (_EVERY, slot)))
-    shape = (config.num_kv_heads, config.num_groups + 2, config.head_dim)
-    return Leaf((*path, "qkv_bias"), shape, tuple(pieces))
-
-
-def _qkv_slots(config: LayerConfig) -> dict[str, tuple[tuple[int, ...], int | slice]]:
-    """Return how the rows of q, k and v split, and which slots of G + 2 they fill."""
-    # A key/value head lies beside the queries that read it, so that a shard holds both.
-    heads, groups, size = config.num_kv_heads, config.num_groups, config.head_dim
-    return {
-        "q": ((heads, groups, size), slice(0, groups)),
-        "k": ((heads, size), groups),
-        "v": ((heads, size), groups + 1),
-    }
-
-
-def _attention_out(config: LayerConfig, path: Path, name: str) -> Leaf:
-    """Map to out [K, G, H, D]."""
-    # Stored as [D, N H]: query head n is number n % G of those that read key/value head n // G.
-    width = config.hidden_size
-    shape = (config.num_kv_heads, config.num_groups, config.head_dim, width)
-    rows = config.num_heads * config.head_dim
-    piece = Piece(f"{name}.weight", (width, rows), (width, *shape[:-1]), (1, 2, 3, 0))
-    return Leaf((*path, "out"), shape, (piece,))
-
-
-def _gate_up(config: LayerConfig, path: Path, prefix: str) -> Leaf:
-    """Map to gate_up [D, 2, F]."""
-    # Side by side, so that one product makes both.
-    width, inner = config.hidden_size, config.intermediate_size
-    pieces = tuple(
-        Piece(f"{prefix}{name}_proj.weight", (inner, width), (inner, width), (1, 0), index)
-        for name, index in (("gate", np.s_[:, 0]), ("up", np.s_[:, 1]))
-    )
-    return Leaf((*path, "gate_up"), (width, 2, inner), pieces)
-
-
-def _gate_up_bias(config: LayerConfig, path: Path, prefix: str) -> Leaf:
-    inner = (config.intermediate_size,)
-    pieces = tuple(
-        Piece(f"{prefix}{name}_proj.bias", inner, inner, (0,), (slot,))
-        for slot, name in enumerate(("gate", "up"))
-    )
-    return Leaf((*path, "gate_up_bias"), (2, *inner), pieces)
+    parse: Callable[[dict[str, Any], FilePath], BaseConfig]
+    leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
+    # Few families change the values of a tensor, or how files are opened.
+    adjust: Callable[[dict[str, Any], str, np.ndarray], np.ndarray] = lambda _, __, tensor: tensor
+    ignored: str = ""
+    files: Callable[[FilePath], TensorFiles] = TensorFiles

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from flax.traverse_util import unflatten_dict
 from tokenizers import Tokenizer
 
 from clover_jax.array_types import FLOAT32, Array
-from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.families import Checkpoint, read_base_config, read_checkpoint
@@ -29,7 +28,7 @@ from clover_jax.runtime.distributed import is_primary
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 
-_SHOWN_FROM = 10**9  # bytes of a base whose loading is shown
+_SHOWN_FROM = 10**9  # bytes of a base from which on loading shows its progress
 
 
 def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = None) -> BaseModel:
@@ -47,8 +46,9 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
         return random_base(source, dtype, place)
     directory = find_directory(source)
     checkpoint = read_checkpoint(directory)
+    place = place or place_as(dtype)
     # Both checks come before any tensor is read, which may take minutes.
-    _check_tokenizer(directory, checkpoint.config)
+    _check_tokenizer(directory, checkpoint.config.vocab_size)
     files = _open_files(directory, checkpoint)
 
     def stored(leaf: Leaf) -> StoredLeaf:
@@ -56,34 +56,21 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
         tensors = {name: checkpoint.adjust(name, files.view(name)) for name in names}
         return StoredLeaf(leaf, tensors, files.check_part)
 
-    # Leaf by leaf, each released before the next: a base may fill most of the memory of host and
-    # device.
-    with _progress(checkpoint.leaves, dtype, place or place_as(dtype)) as counted:
-        params = {leaf.path: counted(leaf.path, stored(leaf)) for leaf in checkpoint.leaves}
+    # A large base shows how many GB are placed, counted over all processes.
+    leaves, size, params, done = checkpoint.leaves, jnp.dtype(dtype).itemsize, {}, 0
+    whole = sum(math.prod(leaf.shape) for leaf in leaves) * size
+    is_shown = whole >= _SHOWN_FROM and is_primary()
+    shown = progress_bar(len(leaves), "load", "tensor") if is_shown else contextlib.nullcontext()
+    with shown as bar:
+        # Leaf by leaf, each released before the next: a base may fill most of the memory of host
+        # and device.
+        for leaf in leaves:
+            params[leaf.path] = place(leaf.path, stored(leaf))
+            done += math.prod(leaf.shape) * size
+            if bar is not None:
+                bar.show(f"{done / 1e9:.1f} of {whole / 1e9:.1f} GB")
+                bar.update()
     return BaseModel(checkpoint.config, unflatten_dict(params), directory, source)
-
-
-@contextlib.contextmanager
-def _progress(leaves: Sequence[Leaf], dtype: jnp.dtype, place: Place) -> Iterator[Place]:
-    """Make a placement that shows how many GB are placed, of all processes together."""
-    sizes = {leaf.path: math.prod(leaf.shape) * jnp.dtype(dtype).itemsize for leaf in leaves}
-    whole, done = sum(sizes.values()), 0
-    # A small base is there before a bar is.
-    if whole < _SHOWN_FROM or not is_primary():
-        yield place
-        return
-
-    with progress_bar(len(sizes), "load", "tensor") as bar:
-
-        def counted(path: tuple[str, ...], leaf: Any) -> Array:
-            nonlocal done
-            placed = place(path, leaf)
-            done += sizes[path]
-            bar.show(f"{done / 1e9:.1f} of {whole / 1e9:.1f} GB")
-            bar.update()
-            return placed
-
-        yield counted
 
 
 class StoredMatrix:
@@ -104,11 +91,11 @@ class StoredMatrix:
 
 
 def open_base(source: str) -> BaseModel:
-    """Return a base whose params are shapes, but for its embedding and its output matrix.
+    """Return a base whose params are shapes, except its embedding and its output matrix.
 
-    Those two are a `StoredMatrix` each, which is enough for a fingerprint and for the copies in
-    others' layouts. Raises UserError as `load_base` does, except that a tokenizer is looked at only
-    when the fingerprint is taken.
+    Those two are a `StoredMatrix` each, which is enough for a fingerprint and for copies in
+    third-party layouts. Raises UserError as `load_base` does, except that the tokenizer is read
+    only when the fingerprint is taken.
     """
     if is_shape(source):
         return random_base(source, FLOAT32, None)
@@ -116,20 +103,14 @@ def open_base(source: str) -> BaseModel:
     checkpoint = read_checkpoint(directory)
     files = _open_files(directory, checkpoint)
 
-    def stored_matrix(leaf: Leaf) -> StoredMatrix:
-        name = leaf.pieces[0].name
-
-        # A family's adjustment of a matrix works row by row.
-        return StoredMatrix(
-            leaf.shape, lambda rows: checkpoint.adjust(name, files.read(name, rows))
-        )
-
-    # The first key is enough: embedding and lm_head lie at the root of the params.
-    leaves = {leaf.path[0]: leaf for leaf in checkpoint.leaves}
-    matrices = {name: leaves[name] for name in ("embedding", "lm_head") if name in leaves}
-    # For the rest shapes are enough: heads are checked against them.
     params = base_shapes(checkpoint.config)
-    params |= {name: stored_matrix(leaf) for name, leaf in matrices.items()}
+    for leaf in checkpoint.leaves:
+        if leaf.path in (("embedding",), ("lm_head",)):
+            # A family's adjustment of a matrix works row by row.
+            def read(rows: slice, name: str = leaf.pieces[0].name) -> np.ndarray:
+                return checkpoint.adjust(name, files.read(name, rows))
+
+            params[leaf.path[0]] = StoredMatrix(leaf.shape, read)
     return BaseModel(checkpoint.config, params, directory, source)
 
 
@@ -156,31 +137,28 @@ def place_as(dtype: jnp.dtype) -> Place:
     return place
 
 
-def _check_tokenizer(directory: Path, config: BaseConfig) -> None:
-    # A token without an embedding would fail later, and only when a text has it.
-    largest = max(_vocabulary(directory).items(), key=lambda item: item[1], default=("", -1))
-    if largest[1] >= config.vocab_size:
-        raise UserError(
-            f"{directory}: token {largest[0]!r} of its tokenizer has id {largest[1]}, but the "
-            f"embedding has only {config.vocab_size} rows; the tokenizer belongs to another model"
-        )
+def _check_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Raise UserError for a token without an embedding, which would fail only in some texts.
 
-
-def _vocabulary(directory: Path) -> dict[str, int]:
-    """Return token -> id, empty for a folder without a tokenizer: prompts can be given as ids.
-
-    Without added tokens: Gemma 3's of 1B has the one for images, for which that base has no row. A
-    row of prompts that names such a token is refused when it is read.
+    Added tokens do not count: Gemma 3's of 1B has one for images, for which that base has no row.
+    A prompt that names such a token is refused when it is read.
     """
+    vocabulary: dict[str, int] = {}
     path = directory / "tokenizer.json"
-    if not path.is_file():
-        tokenizer = load_tokenizer(directory)
-        if tokenizer is None:
-            return {}
+    if path.is_file():
+        # Faster than load_tokenizer, which imports transformers.
+        try:
+            vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{path} is not a readable tokenizer: {error}") from error
+    elif (tokenizer := load_tokenizer(directory)) is not None:
         added = tokenizer.get_added_vocab()
-        return {token: id_ for token, id_ in tokenizer.get_vocab().items() if token not in added}
-    # Faster than load_tokenizer, which imports transformers.
-    try:
-        return Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=False)
-    except Exception as error:  # the library raises bare Exception
-        raise UserError(f"{path} is not a readable tokenizer: {error}") from error
+        pairs = tokenizer.get_vocab().items()
+        vocabulary = {token: id_ for token, id_ in pairs if token not in added}
+
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocab_size:
+        raise UserError(
+            f"{directory}: token {token!r} of its tokenizer has id {largest}, but the "
+            f"embedding has only {vocab_size} rows; the tokenizer belongs to another model"
+        )

@@ -24,9 +24,9 @@ from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.tensor_map import Place
 
 PREFIX = "shape:"
-_SPREAD = 0.02  # of random weights, as models of this family are initialised
+_SPREAD = 0.02  # of random weights, as models of this family are initialized
 _LONG_ROPE = RopeConfig(theta=1_000_000.0)
-# What several of the shapes have in common.
+# Options that several shapes share.
 _LLAMA3: dict[str, Any] = {"rope": RopeConfig(theta=500_000.0), "max_position_embeddings": 8192}
 _MISTRAL: dict[str, Any] = {"rope": _LONG_ROPE, "max_position_embeddings": 32_768}
 _QWEN3: dict[str, Any] = {
@@ -115,7 +115,7 @@ SHAPES = {
         local_rope=RopeConfig(),
         embedding_scale=5376**0.5,
     ),
-    # No model of this name: 125M parameters, larger than a CPU's caches and quick to make.
+    # Not a published model: 125M parameters, larger than a CPU's caches and quick to make.
     "llama-100m": _shape(32_000, 768, 2048, 12, 12, 4, max_position_embeddings=4096),
 }
 # The generic form: WIDTHxLAYERSxVOCABULARY.
@@ -131,7 +131,7 @@ def shape_notice(source: str) -> str | None:
     """Return the warning for users of a shape's text or training; None for a real base."""
     if not is_shape(source):
         return None
-    return f"{source} has random weights: time and memory mean something, what it says does not"
+    return f"{source} has random weights: time and memory are real, its text is meaningless"
 
 
 def shape_config(source: str) -> BaseConfig:
@@ -193,7 +193,13 @@ def random_params(shapes: Params, seed: int, place: Place | None = None) -> Para
     # Placed one by one, so that a device never holds a second copy.
     arrays = []
     for (path, shape), key in zip(leaves, keys, strict=True):
-        array = _fill(path[-1].key, shape, key)
+        name = path[-1].key
+        if name == "scale":
+            array = jnp.ones(shape.shape, shape.dtype)
+        elif name.endswith("bias"):
+            array = jnp.zeros(shape.shape, shape.dtype)
+        else:
+            array = _normal(key, shape.shape, shape.dtype)
         arrays.append(array if place is None else place(tuple(step.key for step in path), array))
     return jax.tree.unflatten(structure, arrays)
 
@@ -207,14 +213,6 @@ def random_base(source: str, dtype: jnp.dtype, place: Place | None) -> BaseModel
     params = random_params(base_shapes(config, dtype), 0, place)
     # A folder that does not exist: there is no tokenizer and there are no prompts.
     return BaseModel(config=config, params=params, directory=Path(source), source=source)
-
-
-def _fill(name: str, leaf: jax.ShapeDtypeStruct, key: Array) -> Array:
-    if name == "scale":
-        return jnp.ones(leaf.shape, leaf.dtype)
-    if name.endswith("bias"):
-        return jnp.zeros(leaf.shape, leaf.dtype)
-    return _normal(key, leaf.shape, leaf.dtype)
 
 
 @functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # once for all leaves of a shape

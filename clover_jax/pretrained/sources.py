@@ -1,4 +1,4 @@
-"""The folder of a name given by a user: a path, a built-in base, or a repository of the hub."""
+"""Find the folder that a user names: a path, a built-in base, or a repository of the hub."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pathlib import Path
 from clover_jax.errors import UserError, reason_of
 
 BUILTIN = "builtin:"
-# Only the files that are read: many repositories hold the same weights in other formats too.
+# Only files that are read: many repositories hold the same weights again in other formats.
 HUB_PATTERNS = (
     "config.json",
     "generation_config.json",
@@ -42,8 +42,16 @@ def find_directory(source: str) -> Path:
     value that looks like a path is never looked up on the hub.
     """
     if source.startswith(BUILTIN):
-        return _builtin(source.removeprefix(BUILTIN))
+        name = source.removeprefix(BUILTIN)
+        path = Path(str(importlib.resources.files("clover_jax") / "assets" / name))
+        # The pattern keeps a name from leading out of the assets.
+        if not re.fullmatch(r"\w+", name) or not (path / "config.json").is_file():
+            raise UserError(
+                f"there is no built-in base {name!r}; the built-in base is builtin:tiny"
+            )
+        return path
 
+    # A folder wins: its name never reaches the network.
     path = Path(source).expanduser()
     if path.is_dir():
         return path
@@ -76,15 +84,6 @@ def _close_names(path: Path) -> str:
     found = [missing.parent / name for name in close]
     found = [folder / rest if (folder / rest).is_dir() else folder for folder in found]
     return f" (close names: {', '.join(map(str, found))})" if found else ""
-
-
-def _builtin(name: str) -> Path:
-    # The pattern keeps a name from leading out of the assets.
-    assets = importlib.resources.files("clover_jax") / "assets"
-    path = Path(str(assets / name))
-    if not re.fullmatch(r"\w+", name) or not (path / "config.json").is_file():
-        raise UserError(f"there is no built-in base {name!r}; the built-in base is builtin:tiny")
-    return path
 
 
 def _download(source: str) -> Path:

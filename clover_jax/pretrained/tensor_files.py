@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
+import pickle
+import warnings
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,8 +14,7 @@ import ml_dtypes
 import numpy as np
 from safetensors import SafetensorError, safe_open
 
-from clover_jax.errors import UserError
-from clover_jax.pretrained.torch_file import open_torch
+from clover_jax.errors import UserError, reason_of
 from clover_jax.storage.json_files import read_json_object
 
 SINGLE = "model.safetensors"
@@ -25,13 +27,16 @@ READABLE = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
-_CHUNK = 2**20  # elements looked at together: they stay in the processor's cache
+# torch's names of types in safetensors' words; integers are tables of token ids.
+_TORCH_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TORCH_TYPES |= {"int64": "I64", "bool": "BOOL"}
+_CHUNK = 2**20  # elements checked together: they stay in the processor's cache
 
 
 class TensorFiles:
     """The tensors of one folder: a single file, or shards listed in an index.
 
-    shapes: name -> stored shape, of every tensor there is; nothing is read for it but headers.
+    shapes: name -> stored shape of every tensor, read from headers alone.
     """
 
     def __init__(self, directory: Path):
@@ -42,35 +47,43 @@ class TensorFiles:
         self.shapes: dict[str, tuple[int, ...]] = {}
         # Every header is read now, so that a broken file is named before anything is loaded.
         for path in _files_of(directory):
-            for name, tensor in _open(path).items():
+            is_torch = path.suffix in TORCH_SUFFIXES
+            for name, tensor in (_open_torch(path) if is_torch else _open(path)).items():
                 self._tensors[name], self._places[name] = tensor, path
                 self.shapes[name] = tuple(tensor.get_shape())
-            if path.suffix not in TORCH_SUFFIXES:
-                self._offsets |= _offsets_in(path)
+            if not is_torch:
+                # The reader of safetensors does not say where a tensor begins. The format: eight
+                # bytes with the header's length, the header in JSON, the tensors.
+                with path.open("rb") as file:
+                    length = int.from_bytes(file.read(8), "little")
+                    header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                begins = {name: entry["data_offsets"][0] for name, entry in header.items()}
+                self._offsets |= {name: 8 + length + begin for name, begin in begins.items()}
 
     def read(
         self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
     ) -> np.ndarray:
         """Return one tensor, or a slice along its first axis, as it is stored (bfloat16 included).
 
-        types: what it may be stored as; weights are floating-point numbers.
-        Raises UserError for a quantised or otherwise unreadable tensor, or one with NaN in it.
+        types: allowed stored types; weights are floating-point numbers.
+        Raises UserError for a quantized or otherwise unreadable tensor, or one with NaN in it.
         """
-        # Type first: a quantised tensor's bytes would pass the check for finite values.
+        # Type first: a quantized tensor's bytes would pass the check for finite values.
         self._check_type(name, types)
         array = self._tensors[name][rows]
         check_finite(array, name, self._places[name])
         return array
 
     def view(self, name: str) -> np.ndarray:
-        """Return one tensor as a view on its file: only what is then copied of it is read.
+        """Return one tensor as a view on its file: only the parts that are then copied are read.
 
-        Its values are not looked at, which is for `check_part`. Raises as `read` for its type.
+        Values are not checked; `check_part` does that. Raises as `read` for its type.
         """
         dtype = self.dtype(name)
         if name not in self._offsets:
             return self._tensors[name][:]
-        # Mapped for this view alone: a mapping that stays would keep all that was read resident.
+        # Mapped for this view alone: a lasting map would keep everything that was read resident.
         mapped = np.memmap(self._places[name], dtype, "r", self._offsets[name], self.shapes[name])
         return mapped.view(np.ndarray)
 
@@ -88,17 +101,17 @@ class TensorFiles:
     def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
         stored = self._tensors[name].get_dtype()
         if stored not in types:
-            unquantised = ", so give an unquantised checkpoint" if types is READABLE else ""
+            unquantized = "; use an unquantized checkpoint" if types is READABLE else ""
             raise UserError(
                 f"{self._places[name]}: tensor {name} is stored as {stored}; "
-                f"the readable types are {', '.join(types)}{unquantised}"
+                f"the readable types are {', '.join(types)}{unquantized}"
             )
         return stored
 
     def check(self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool]) -> None:
-        """Compare names and shapes with what a config asks for.
+        """Compare names and shapes with those that a config asks for.
 
-        harmless: says which tensors may be there beside the expected ones.
+        harmless: returns whether a tensor may be there in addition to the expected ones.
         Raises UserError naming missing, misshapen or unknown tensors, in this order.
         """
         missing = [name for name in expected if name not in self.shapes]
@@ -114,7 +127,7 @@ class TensorFiles:
                     f"config.json asks for {shape}"
                 )
 
-        # An unknown tensor would be a part of the model that is left out without a word.
+        # An unknown tensor would be a part of the model that is silently left out.
         unknown = [name for name in self.shapes if name not in expected and not harmless(name)]
         if unknown:
             raise UserError(
@@ -122,14 +135,14 @@ class TensorFiles:
             )
 
 
-def _files_of(directory: Path) -> Iterable[Path]:
+def _files_of(directory: Path) -> list[Path]:
     # One whole file wins over an index, as in transformers.
     if (directory / SINGLE).is_file():
         return [directory / SINGLE]
     if (directory / INDEX).is_file():
         return _shards_of(directory / INDEX)
     others = list(directory.glob("*.safetensors"))
-    if len(others) == 1:  # a head's own name for it, such as medusa_lm_head.safetensors
+    if len(others) == 1:  # a head's own name, such as medusa_lm_head.safetensors
         return others
 
     # PyTorch's own format comes last: reading it takes torch.
@@ -145,6 +158,11 @@ def _files_of(directory: Path) -> Iterable[Path]:
             f"{directory} has {len(archives)} PyTorch files and none is {TORCH_SINGLE}; "
             f"save the weights as {SINGLE}"
         )
+    if (directory / "_METADATA").is_file():
+        raise UserError(
+            f"{directory} is an orbax folder, which is not read as a base; "
+            "use the safetensors release of the model"
+        )
     raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
 
 
@@ -157,7 +175,7 @@ def _shards_of(index: Path) -> list[Path]:
     names = sorted(set(map(str, weight_map.values())))
     for name in names:
         if name in ("", ".", "..") or "/" in name or "\\" in name:
-            raise UserError(f"{index} lists the shard {name!r}, which is no file beside it")
+            raise UserError(f"{index} lists the shard {name!r}, which is not a file next to it")
 
     shards = [index.parent / name for name in names]
     missing = [shard.name for shard in shards if not shard.is_file()]
@@ -170,9 +188,7 @@ def _shards_of(index: Path) -> list[Path]:
 
 
 def _open(path: Path) -> Mapping[str, Any]:
-    """Return the slices of one file by name."""
-    if path.suffix in TORCH_SUFFIXES:
-        return open_torch(path)
+    """Return the slices of one safetensors file by name."""
     try:
         file = safe_open(path, framework="numpy")
         return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
@@ -180,16 +196,49 @@ def _open(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
 
 
-def _offsets_in(path: Path) -> dict[str, int]:
-    """Return where the tensors of a safetensors file begin, which its reader does not say.
+class _TorchSlice:
+    """One tensor of a PyTorch file, not yet read, with the methods of a safetensors slice."""
 
-    The format: eight bytes with the header's length, the header in JSON, the tensors.
-    """
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    header.pop("__metadata__", None)
-    return {name: 8 + length + entry["data_offsets"][0] for name, entry in header.items()}
+    def __init__(self, tensor: Any):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Return its type by safetensors' name, or by torch's where that has none."""
+        name = str(self._tensor.dtype).removeprefix("torch.")
+        return _TORCH_TYPES.get(name, name)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        import torch
+
+        # The copy is not tied to the file. NumPy does not have bfloat16.
+        tensor = self._tensor[rows].detach().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
+        return tensor.numpy().copy()
+
+
+def _open_torch(path: Path) -> Mapping[str, Any]:
+    """Return the tensors of one PyTorch file by name; code in its pickle is refused by torch."""
+    advice = "save the weights as model.safetensors (save_pretrained of transformers does)"
+    # Not imported at the top: most checkpoints need no torch, and it is slow.
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            f"{path} holds PyTorch weights, and torch, which reads them, is not installed; "
+            f"{advice} or install torch"
+        )
+    import torch
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch warns of some pickles, then refuses
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise UserError(f"{path} cannot be read by torch ({reason_of(error)}); {advice}") from error
+    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+        raise UserError(f"{path} must hold tensors by name, as a state_dict does; {advice}")
+    return {name: _TorchSlice(tensor) for name, tensor in tensors.items()}
 
 
 def _listed(names: list[str], noun: str = "tensor") -> str:
@@ -202,14 +251,14 @@ def _listed(names: list[str], noun: str = "tensor") -> str:
 def check_finite(array: np.ndarray, name: str, place: Path) -> None:
     """Raise UserError naming a tensor that holds infinities or NaN; integers never do.
 
-    One NaN makes a draft that accepts nothing and does not say why.
+    A draft with one NaN would be rejected at every step without an error.
     """
     if not is_finite(array):
         raise UserError(f"{place}: tensor {name} holds values that are not finite numbers")
 
 
 def is_finite(array: np.ndarray) -> bool:
-    """Say whether all elements are finite; for bfloat16 ten times as fast as NumPy's own way."""
+    """Return whether all elements are finite; ten times as fast as NumPy for bfloat16."""
     if array.dtype.kind in "iub":
         return True
     # Infinities and NaN have every bit of the exponent set, which is infinity's own pattern.

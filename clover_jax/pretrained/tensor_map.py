@@ -16,10 +16,10 @@ import jax
 import numpy as np
 
 Path = tuple[str, ...]
-# Of a leaf by its path: a StoredLeaf, or an array on the host or on a device.
+# Places a leaf by its path; the leaf is a StoredLeaf, or an array on the host or a device.
 Place = Callable[[Path, Any], jax.Array]
 Box = tuple[slice, ...]  # a part of an array: a slice for each of its axes
-Check = Callable[[Iterable[str], np.ndarray], None]  # of what was read of tensors of these names
+Check = Callable[[Iterable[str], np.ndarray], None]  # of a part of these tensors
 _TOGETHER = 8  # stored rows that are transposed together: both sides stay in the processor's cache
 
 
@@ -32,7 +32,7 @@ class Piece:
     split: the shape it is reshaped to ...
     axes: ... and the permutation applied then.
     index: the part of the leaf that it fills; `...` alone is the whole leaf.
-    part: what it takes of the stored tensor, where several pieces share one.
+    part: the part of the stored tensor that it takes, where several pieces share one.
 
     Example: k_proj [K H, D] fills qkv [D, K, G + 2, H] at index (:, :, G) with split (K, H, D)
     and axes (2, 0, 1).
@@ -54,7 +54,7 @@ class Piece:
         return self.in_stored_order(leaf[self.index])
 
     def in_stored_order(self, ours: np.ndarray) -> np.ndarray:
-        """Return what is in our order of axes in the stored one, split as it is, as a view."""
+        """Return an array in the stored order of axes, split as it is, as a view."""
         return ours.transpose(np.argsort(self.axes))
 
     def within(self, box: Box) -> Box:
@@ -66,7 +66,7 @@ class Piece:
         # strict=False: axes after the index are whole in the piece and need no check.
         for axis, (ours, part) in enumerate(zip(index, box, strict=False)):
             if ours != slice(None) and part != slice(None):
-                raise ValueError(f"axis {axis} of {box} is where pieces lie beside each other")
+                raise ValueError(f"axis {axis} of {box} is split between pieces")
         # A number in the index is an axis that the piece does not have.
         numbers = [axis for axis, ours in enumerate(index) if isinstance(ours, int)]
         return tuple(part for axis, part in enumerate(box) if axis not in numbers)
@@ -97,7 +97,7 @@ def transposed(path: Path, name: str, shape: tuple[int, int]) -> Leaf:
 
 
 def over_states(path: Path, name: str, count: int, width: int) -> Leaf:
-    """Return the [n, D, D] leaf stored as [D, n D], over n states beside each other."""
+    """Return the [n, D, D] leaf stored as [D, n D], over n states side by side."""
     piece = Piece(name, (width, count * width), (width, count, width), (1, 2, 0))
     return Leaf(path, (count, width, width), (piece,))
 
@@ -108,7 +108,7 @@ def stored_shapes(leaves: Iterable[Leaf]) -> dict[str, tuple[int, ...]]:
 
 
 class StoredLeaf:
-    """One leaf in weight files, of which a part is read when it is asked for.
+    """One leaf in weight files, whose parts are read when they are asked for.
 
     Example: `leaf[0:512, :]` is an array of 512 rows, and `leaf[...]` all of it.
     """
@@ -116,20 +116,20 @@ class StoredLeaf:
     def __init__(self, leaf: Leaf, stored: Mapping[str, np.ndarray], check: Check):
         """Take the stored tensors by name, best as views on their files.
 
-        check: is called with their names and each part of the leaf that was read.
+        check: called with their names and each part of the leaf that was read.
         """
         self.leaf, self.shape = leaf, leaf.shape
         self._stored, self._check = stored, check
 
     def __getitem__(self, box: Box | types.EllipsisType) -> np.ndarray:
-        """Return a part as an array of its own; raises what the check does."""
+        """Return a part as a new array; raises as the check does."""
         part = fuse(self.leaf, self._stored.__getitem__, None if box is ... else box)
         self._check(self._stored, part)
         return part
 
 
 def fuse(leaf: Leaf, read: Callable[[str], np.ndarray], box: Box | None = None) -> np.ndarray:
-    """Return one leaf, made of its stored pieces, or a box of it, as an array of its own."""
+    """Return one leaf, made of its stored pieces, or a box of it, as a new array."""
     # Lengths by `range`, since a slice may end beyond its axis.
     box = box or (slice(None),) * len(leaf.shape)
     shape = [len(range(size)[part]) for size, part in zip(leaf.shape, box, strict=True)]

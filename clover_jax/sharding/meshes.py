@@ -47,8 +47,8 @@ class MeshShape:
 def parse_mesh(text: str, num_devices: int | None) -> MeshShape:
     """Return the mesh that `--mesh` describes; axes that are not named have one device.
 
-    num_devices: those that there are; None where any number will do (then -1 will not).
-    Raises UserError with the values for text that is no mesh, or asks for more than there is.
+    num_devices: the available devices; None accepts any number, and then -1 is refused.
+    Raises UserError with the values for text that is not a mesh, or asks for more devices.
 
     Example: "data=2,tensor=-1" on 8 devices is MeshShape(data=2, fsdp=1, tensor=4).
     """
@@ -60,7 +60,7 @@ def parse_mesh(text: str, num_devices: int | None) -> MeshShape:
     if open_axes:
         if len(open_axes) > 1 or num_devices is None:
             rest = "no count of devices to take the rest of" if len(open_axes) == 1 else "two -1"
-            raise UserError(f"--mesh={text} has {rest}; give every axis a number")
+            raise UserError(f"--mesh={text} has {rest}; set a number for every axis")
         if num_devices % given:
             raise UserError(
                 f"--mesh={text}: {num_devices} devices cannot be divided by {given}, the product "
@@ -95,7 +95,7 @@ def _read_sizes(text: str) -> dict[str, int]:
 def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> Mesh:
     """Return a mesh over the first devices, of this machine or of a compiler's topology.
 
-    Neighbours lie along `tensor`, which communicates most.
+    Neighbors lie along `tensor`, which communicates most.
     """
     devices = list(jax.devices() if devices is None else devices)[: shape.size]
     if len(devices) < shape.size:
@@ -105,7 +105,7 @@ def make_mesh(shape: MeshShape, devices: Sequence[jax.Device] | None = None) -> 
     try:
         return jax.make_mesh(sizes, AXES, axis_types=types, devices=devices)
     except NotImplementedError:
-        # An axis is no whole side of the chips' torus, such as tensor=8 of 4 x 4: part of one.
+        # An axis is not a whole side of the chips' torus, such as tensor=8 of 4 x 4.
         arranged = mesh_utils.create_device_mesh(sizes, devices, allow_split_physical_axes=True)
         return Mesh(arranged, AXES, axis_types=types)
 
@@ -121,7 +121,7 @@ def mesh_for(text: str | None) -> Mesh | None:
             return None
         text = "data=-1"
 
-    # More than there are is an error already; fewer are a waste, which a user should know of.
+    # More than available is an error already; fewer are a waste that a user should know about.
     num_devices = len(jax.devices())
     shape = parse_mesh(text, num_devices)
     if shape.size < num_devices:

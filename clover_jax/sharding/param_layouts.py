@@ -91,10 +91,10 @@ LAYOUTS: dict[str, str] = {
     # Clover's MLP in the place of an Attention Decoder.
     "inward": "- D E",
     "inward_bias": "-",
-    # A residual block for each position; Medusa's lm_head_0 .. are as lm_head.
+    # A residual block for each position; Medusa's lm_head_0 .. lie as lm_head.
     "weight": "- D E",
     "bias": "- -",
-    # Beside the params in a train state: the bits of the run's random key.
+    # In a train state: the bits of the run's random key.
     "key": "-",
 }
 
@@ -118,7 +118,7 @@ def param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSp
         _axis_for(letter, size, path, mesh) if letter not in "-H" else None
         for letter, size in zip(layout, shape, strict=True)
     ]
-    # Where the heads cannot be dealt out, every device has a part of each.
+    # Where heads cannot be divided among devices, every device has a part of each.
     if "H" in layout and axes[layout.index("N")] is None:
         entries = layout.index("H")
         axes[entries] = "tensor" if shape[entries] % mesh.shape["tensor"] == 0 else None
@@ -145,7 +145,7 @@ def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
         return None
     raise UserError(
         f"parameter {'/'.join(path)}: its dimension {letter} of {size} cannot be split over "
-        f"{axis}={mesh.shape[axis]}; give --mesh an axis that divides it"
+        f"{axis}={mesh.shape[axis]}; pass --mesh with an axis size that divides it"
     )
 
 

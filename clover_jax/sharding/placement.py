@@ -1,18 +1,17 @@
 """Which part of every array lies on which device of a mesh (`meshes.py`).
 
-Nothing else knows of a mesh: models, steps and losses are functions of arrays, and the compiler
-splits them by where their arguments lie. So a run does, in this order,
+No other module knows about meshes: models, steps and losses are functions of arrays, and the
+compiler splits them by the placement of their arguments. A run does, in this order,
 
     shape = parse_mesh("data=2,fsdp=2,tensor=-1", len(jax.devices()))   # MeshShape(2, 2, 2)
     mesh = make_mesh(shape)                       # or make_mesh(shape, topology.devices)
     base = load_base(source, dtype, place_on(mesh, dtype))      # read straight into shards
-    shardings = param_shardings(shapes, mesh)     # base, any draft, train states with optimiser
+    shardings = param_shardings(shapes, mesh)     # base, any draft, train states with optimizer
     state = jax.jit(init, out_shardings=shardings)(...)
 
-To compile without devices, `with_shardings` gives shapes the same placements; an `AbstractMesh`
-(`make_abstract_mesh`) will do for it.
-
-`param_layouts.py` says how a parameter is split, by its name.
+To compile without devices, `with_shardings` adds the same placements to shapes; an `AbstractMesh`
+(`make_abstract_mesh`) is enough for it. `param_layouts.py` decides by its name how a parameter is
+split.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ ROWS = ("data", "fsdp")  # the axes that split the rows of a batch
 
 
 def replicated(mesh: AnyMesh) -> NamedSharding:
-    """Return the placement of what every device holds whole."""
+    """Return the placement of arrays that every device holds whole."""
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -48,9 +47,9 @@ def put_whole(value: np.ndarray, mesh: Mesh) -> Array:
 
 
 def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
-    """Return the placement of every leaf of a base, a draft, or a train state with its optimiser.
+    """Return the placement of every leaf of a base, a draft, or a train state with its optimizer.
 
-    params: arrays or ShapeDtypeStructs. The optimiser's moments carry the names of their params,
+    params: arrays or ShapeDtypeStructs. The optimizer's moments carry the names of their params,
         so they lie where those do; scalars are replicated.
     Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
     """
@@ -61,7 +60,7 @@ def param_shardings(params: PyTree, mesh: AnyMesh) -> PyTree:
 
 
 def gathered(params: PyTree, mesh: AnyMesh | None) -> PyTree:
-    """Gather params over fsdp, for use within a compiled step; without a mesh they are as they are.
+    """Gather params over fsdp, for use within a compiled step; without a mesh they are unchanged.
 
     Left to itself, the compiler may take the split of a weight's D for one of the activations' D
     and compute all rows on every device. Gathered one by one, weights are needed one layer at a
@@ -94,10 +93,10 @@ def gathered_in_use(params: PyTree) -> PyTree:
 # The two placements are static arguments and get no gradient.
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _gather(whole: NamedSharding, at_rest: NamedSharding, leaf: Array) -> Array:
-    """Lay out anew; the gradient is laid out as the leaf lies at rest.
+    """Lay out a leaf as `whole`, and its gradient as the leaf lies at rest.
 
-    (That of a constraint is constrained to the very same: summed up whole on every device, at twice
-    the cost of a scattered sum.)
+    The gradient of a plain constraint has the same constraint: it would be summed up whole on every
+    device, at twice the cost of a scattered sum.
     """
     return jax.lax.with_sharding_constraint(leaf, whole)
 
@@ -210,7 +209,7 @@ def by_rows(x: Array) -> Array:
     """Split the rows of activations over the mesh in use and keep their width whole.
 
     Left to itself, the compiler may split the width as some head's weights are, all the way through
-    the base, and gather it again for every product. Without a mesh in use x is as it is.
+    the base, and gather it again for every product. Without a mesh in use x is unchanged.
     """
     mesh = _mesh_in_use()
     if mesh is None:
@@ -221,10 +220,10 @@ def by_rows(x: Array) -> Array:
 
 
 def over_rows(function: Callable[..., Array], *arrays: Array) -> Array:
-    """Apply a function of rows where they lie on the mesh in use, to those of each device.
+    """Apply a function of rows to each device's rows on the mesh in use.
 
-    For what writes to places that are computed: the compiler does not see that a row writes to
-    itself, and sends all places to all devices.
+    For writes to computed positions: the compiler does not see that a row writes to itself, and
+    would send all positions to all devices.
     """
     mesh = _mesh_in_use()
     # Rows that cannot be split, as the single row of a prefill, lie whole on every device.
@@ -251,7 +250,13 @@ def over_rows_of(
     specs = jax.tree.map_with_path(over_fsdp, params)
 
     def gather(name: str, part: PyTree) -> PyTree:
-        return jax.tree.map(_gather_here, part, specs[name])
+        def whole(leaf: Array, spec: PartitionSpec) -> Array:
+            if "fsdp" not in spec:
+                return leaf
+            # tiled: the parts are joined along the axis, not stacked.
+            return jax.lax.all_gather(leaf, "fsdp", axis=tuple(spec).index("fsdp"), tiled=True)
+
+        return jax.tree.map(whole, part, specs[name])
 
     split = jax.shard_map(
         lambda params, *rows: function(params, gather, *rows),
@@ -264,20 +269,12 @@ def over_rows_of(
     return split(params, *rows)
 
 
-def _gather_here(leaf: Array, spec: PartitionSpec) -> Array:
-    """Make a leaf whole, from within a function of a single device."""
-    if "fsdp" not in spec:
-        return leaf
-    # tiled: the parts are joined along the axis, not stacked.
-    return jax.lax.all_gather(leaf, "fsdp", axis=tuple(spec).index("fsdp"), tiled=True)
-
-
 def over_rows_and_heads(function: Callable[..., PyTree], *arrays: PyTree) -> PyTree:
-    """Apply a function to the rows and heads that each device of the mesh in use has.
+    """Apply a function to each device's rows and heads on the mesh in use.
 
-    arrays: as in a decode state; what is made of them lies as the first of them.
-    For a kernel, which the compiler cannot split, and for rows that a cache takes, which it would
-    send to all devices, to be written there or not.
+    arrays: as in a decode state; results lie as the first of them.
+    For a kernel, which the compiler cannot split, and for rows written to a cache, which it would
+    send to all devices.
     """
     mesh = _mesh_in_use()
     if mesh is None or mesh.size == 1:
@@ -293,13 +290,13 @@ def _axes_of_rows(count: int, mesh: AnyMesh) -> tuple[str, ...] | None:
 
 
 def _mesh_in_use() -> AnyMesh | None:
-    # A mesh without AXES is not one that this package made.
+    # A mesh without AXES was not made by this package.
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty or set(AXES) - set(mesh.axis_names) else mesh
 
 
 def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
-    """Return ShapeDtypeStructs that say where their arrays would lie."""
+    """Return ShapeDtypeStructs with the placement of their arrays."""
     return jax.tree.map(
         lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
         shapes,
@@ -310,8 +307,8 @@ def with_shardings(shapes: PyTree, shardings: PyTree) -> PyTree:
 def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:
     """Return a placement for `load_base`: of each leaf only this process's slices are read.
 
-    Those of one leaf are read side by side, one for all devices that have the same. Without a mesh
-    it is None, with which `load_base` puts all on one device.
+    The slices of one leaf are read in parallel, each once for all devices that hold it. Without a
+    mesh it is None: `load_base` then uses one device.
     """
     if mesh is None:
         return None
@@ -331,5 +328,5 @@ def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:
 
 
 def _bounds(index: tuple[slice, ...] | None) -> tuple:
-    """Return slices as a key, which they are no earlier than in Python 3.12."""
+    """Return slices as a dictionary key; slices are hashable from Python 3.12 on."""
     return tuple((part.start, part.stop) for part in index or ())

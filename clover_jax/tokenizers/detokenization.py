@@ -1,4 +1,11 @@
-"""The text of tokens that continue others, whole or piece by piece as they come."""
+"""The text of tokens that continue others, whole or piece by piece as they come.
+
+`tokenizers.decoders.DecodeStream` is not exact for byte tokens ("<0x41>", as SentencePiece names
+them), where one bad byte turns its whole run into replacement characters. For the tokens <0x22>
+<0x89> un of stories260k it returns '"' for the first and raises "Invalid prefix" at the third; the
+text is "\\ufffd\\ufffdun". It also drops an incomplete end, and repeats text of a prompt that ends
+within a character. So here a run waits until it has ended.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +18,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 _NEAR = 32  # tokens before others that may decide the spelling of those
-_LONG = 2 * _NEAR  # tokens to decode at once, of a text that streams
-# A token of a single byte, as SentencePiece names it.
+_LONG = 2 * _NEAR  # a longer text is decoded from near its end only
 BYTE_TOKEN = re.compile(r"<0x([0-9A-F]{2})>")
 # A character that lacks bytes reads as this; a later token may complete it.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
@@ -26,7 +32,7 @@ def decode_text(
 
     context: tokens that come before, such as a prompt's. Decoders of the SentencePiece kind drop a
         space at the start of a text, which the start of a continuation must keep. A character that
-        the context leaves incomplete belongs to what follows.
+        the context leaves incomplete belongs to the continuation.
     """
     # Decoding all of a long context for every piece would take ever longer.
     near = _near_context(tokenizer, context)
@@ -36,11 +42,10 @@ def decode_text(
 class TextStream:
     """Turn tokens into text piece by piece.
 
-    The pieces joined, and what is held back in the end, are `decode_text` of all tokens.
+    All pieces, followed by `held()`, are `decode_text` of all tokens. A character may span tokens,
+    so a piece ends before bytes that a later token may complete.
 
     context: tokens before the first, as for `decode_text`.
-
-    One character may span tokens, so a piece ends before bytes that a later token may complete.
 
     Example, for a tokenizer that spells "é" in two byte tokens 5 and 6:
 
@@ -59,26 +64,38 @@ class TextStream:
         self._held: str | None = None
 
     def push(self, ids: Sequence[int]) -> str:
-        """Take in more tokens and return the text that they settle, perhaps "" for now."""
+        """Append tokens and return the text that they settle, perhaps "" for now."""
+        begin = len(self._ids)
         self._ids.extend(int(id_) for id_ in ids)
+        self._held = None
         # A run of byte tokens waits for its end: one bad byte would change all its text.
         end = len(self._ids)
-        while end and self._ids[end - 1] in self._in_run:
+        while end > begin and self._ids[end - 1] in self._in_run:
             end -= 1
+        if end == begin:
+            return ""
+
+        # The last character may still lack bytes; if none come, `held` returns it as it is.
         text = _decode(self._tokenizer, self._ids[:end])
-        # The last character may still lack bytes; where none come, `held` gives it as it is.
         settled = text.rstrip(INCOMPLETE)
         piece = settled[self._num_emitted :]
         self._num_emitted += len(piece)
-
         # Without a run at the end the text is whole, and need not be decoded again.
-        self._held = text[self._num_emitted :] if end == len(self._ids) else None
+        if end == len(self._ids):
+            self._held = text[self._num_emitted :]
+
+        # Drop tokens long before `end` when all their text is out, so that pushes stay short.
+        # Decoders look at neighbors, so the last ones stay; the cut must not lie within a run.
         if settled == text and len(self._ids) > _LONG:
-            self._forget(end)
+            start = max(end - _NEAR, 0)
+            while start and self._ids[start] in self._in_run:
+                start -= 1
+            self._num_emitted = len(_decode(self._tokenizer, self._ids[start:end]))
+            del self._ids[:start]
         return piece
 
     def held(self) -> str:
-        """Return what is held back, as it reads if nothing follows.
+        """Return the text that is held back, as it reads if no token follows.
 
         Bytes that nothing completed are replacement characters then.
         """
@@ -87,51 +104,36 @@ class TextStream:
         return self._held
 
     def holds_back(self, ids: Sequence[int]) -> bool:
-        """Return whether text of some of these tokens may read otherwise after later ones."""
+        """Return whether later tokens may change the text of some of these tokens."""
         return any(id_ in self._in_run for id_ in ids)
-
-    def _forget(self, end: int) -> None:
-        """Let go of tokens far before `end`, up to which all text is out.
-
-        Decoders look at neighbours, so some are decoded again at every push: few, or a push would
-        take longer the longer the text is.
-        """
-        # A run is decoded as a whole, so the cut must not lie within one.
-        start = max(end - _NEAR, 0)
-        while start and self._ids[start] in self._in_run:
-            start -= 1
-        self._num_emitted = len(_decode(self._tokenizer, self._ids[start:end]))
-        del self._ids[:start]
 
 
 @functools.lru_cache(maxsize=4)
 def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
-    """Return the byte of each token "<0x00>" to "<0xFF>" (SentencePiece), none of a special one.
+    """Return the byte of each token "<0x00>" to "<0xFF>", and b"" for special tokens.
 
-    One bad byte turns its whole run of byte tokens into replacement characters, so nothing of a run
-    is settled before it has ended; a special token has no text and does not end it.
+    A special token has no text and does not end a run.
     """
     in_run = dict.fromkeys(tokenizer.all_special_ids, b"")
     # Vocabularies of bytes (GPT-2) have no such tokens: their bytes wait as incomplete characters.
     for token, id_ in tokenizer.get_vocab().items():
-        byte = BYTE_TOKEN.fullmatch(token)
-        if byte:
+        if byte := BYTE_TOKEN.fullmatch(token):
             in_run[id_] = bytes.fromhex(byte[1])
     return in_run
 
 
 def _near_context(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> list[int]:
-    """Return the tokens of a context that decide how the first ones after it are spelt.
+    """Return the tokens of a context that decide how the first tokens after it are spelled.
 
-    Of byte tokens at its end only those of an incomplete character: with the others, one bad byte
+    Of byte tokens at its end, only the bytes of an incomplete character: with others, one bad byte
     after them would undo the context's own text.
     """
     in_run, start = _run_tokens(tokenizer), len(ids)
     while start and ids[start - 1] in in_run:
         start -= 1
     run = [id_ for id_ in ids[start:] if in_run[id_]]
-    # A run that begins the context stays: without it what follows would begin the text, and lose
-    # its space.
+    # A run that begins the context stays whole: without it the continuation would begin the text
+    # and lose its space.
     if start:
         run = run[len(run) - _num_open(b"".join(in_run[id_] for id_ in run)) :]
     return [*ids[max(start - _NEAR, 0) : start], *run]
@@ -150,7 +152,7 @@ def _num_open(text: bytes) -> int:
 
 
 def _settled_length(tokenizer: PreTrainedTokenizerBase, context: Sequence[int]) -> int:
-    """Return how much of a text is its context's; a character cut in two is not."""
+    """Return the length of the context's text, without a character that tokens after it end."""
     cuts = range(min(_MOST_OPEN, len(context)) + 1)
     texts = (_decode(tokenizer, context[: len(context) - cut]) for cut in cuts)
     # Longest where byte tokens are left out that would make their whole run unreadable.

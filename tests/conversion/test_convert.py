@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 
 from clover_jax.drafters import registry
 from clover_jax.interchange.directory import load_draft, save_draft
-from clover_jax.pretrained import torch_file
+from clover_jax.pretrained import tensor_files
 from clover_jax.pretrained.fingerprint import fingerprint
 from clover_jax.pretrained.loading import load_base
 from tests.tiny_checkpoints import (
@@ -252,7 +252,7 @@ def test_without_torch_an_error_says_how_to_get_safetensors(
 ):
     head = copy_of(reference / "clover2", tmp_path / "head")
     (head / WEIGHTS).rename(head / "pytorch_model.bin")
-    monkeypatch.setattr(torch_file.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(tensor_files.importlib.util, "find_spec", lambda name: None)
     arguments = (f"--base={reference / 'base'}", f"--input={head}", f"--output={tmp_path / 'out'}")
     status, _, error = command(*arguments)
     assert status == 2

@@ -11,11 +11,9 @@ import pytest
 
 from clover_jax.drafters import registry
 from clover_jax.interchange.clover2 import clover2_leaves
-from clover_jax.pretrained.baichuan import BAICHUAN
-from clover_jax.pretrained.gpt_oss import gpt_oss_leaves
+from clover_jax.pretrained.experts import MIXTRAL, gpt_oss_leaves
+from clover_jax.pretrained.llama_kin import BAICHUAN, PHI3
 from clover_jax.pretrained.llama_tensors import base_leaves
-from clover_jax.pretrained.moe import MIXTRAL
-from clover_jax.pretrained.phi import PHI3
 from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.pretrained.tensor_map import fuse, stored_shapes
 from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh

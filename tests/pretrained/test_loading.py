@@ -18,6 +18,7 @@ from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.pretrained.loading import load_base
+from clover_jax.pretrained.tensor_files import is_finite
 from clover_jax.tokenizers.tokenizer import load_tokenizer
 from experiments.tiny_base.base_folder import export_base
 from tests.tiny_checkpoints import assert_trees_equal, copy_of, edit_json, edit_tensors
@@ -131,79 +132,101 @@ def test_tied_embeddings_need_no_output_matrix_and_ignore_a_stored_one(folder):
     assert_trees_equal(base.params, with_copy.params)
 
 
-@pytest.mark.parametrize(
-    "name, message",
-    [
-        ("config.json", "base has no config.json; it is not a Hugging Face model folder"),
-        ("model.safetensors", "lacks shard model.safetensors, which .* lists"),
-    ],
-)
-def test_a_missing_file_is_named(folder, name, message):
-    (folder / name).unlink()
-    with pytest.raises(UserError, match=message):
-        load_base(str(folder))
+def set_tensor(name, value):
+    return lambda folder: edit_tensors(folder, lambda tensors: tensors.update({name: value}))
 
 
-def test_a_folder_without_weights(folder):
-    (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").unlink()
-    with pytest.raises(UserError, match=r"has no weights: neither model\.safetensors nor"):
-        load_base(str(folder))
-    (folder / "pytorch_model.bin").touch()
-    with pytest.raises(UserError, match=r"pytorch_model\.bin .*save the weights as model\.safete"):
-        load_base(str(folder))
+def without_second_shard(folder):
+    (folder / split_in_shards(folder)[1]).unlink()
 
 
-def test_a_missing_shard_is_named(folder):
-    shards = split_in_shards(folder)
-    (folder / shards[1]).unlink()
-    with pytest.raises(UserError, match=f"lacks shard {shards[1]}, which .*index.json lists"):
-        load_base(str(folder))
-
-
-def test_an_index_without_a_map(folder):
+def without_map(folder):
     split_in_shards(folder)
     (folder / "model.safetensors.index.json").write_text("{}")
-    with pytest.raises(UserError, match="has no weight_map"):
-        load_base(str(folder))
 
 
-def test_a_torn_file_is_named(folder):
+def without_weights(folder, *others):
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors.index.json").unlink()
+    for name in others:
+        (folder / name).touch()
+
+
+def write(name, text):
+    return lambda folder: (folder / name).write_text(text)
+
+
+def cut(folder):
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:5000])
-    with pytest.raises(UserError, match=r"model\.safetensors is not a whole safetensors file"):
-        load_base(str(folder))
 
 
-def test_a_missing_tensor_is_named(folder):
-    edit_tensors(folder, lambda tensors: tensors.pop(QUERY))
-    with pytest.raises(UserError, match=f"lacks tensor {QUERY}, which its config.json asks for"):
-        load_base(str(folder))
+BIAS = "model.layers.0.self_attn.q_proj.bias"
+SPOILED = {
+    "no config": (
+        lambda folder: (folder / "config.json").unlink(),
+        "base has no config.json; it is not a Hugging Face model folder",
+    ),
+    "no file of the index": (
+        lambda folder: (folder / "model.safetensors").unlink(),
+        "lacks shard model.safetensors, which .* lists",
+    ),
+    "no weights": (without_weights, r"has no weights: neither model\.safetensors nor"),
+    "a broken PyTorch file": (
+        lambda folder: without_weights(folder, "pytorch_model.bin"),
+        r"pytorch_model\.bin .*save the weights as model\.safete",
+    ),
+    "an orbax folder": (
+        lambda folder: without_weights(folder, "_METADATA"),
+        "is an orbax folder, .* use the safetensors release",
+    ),
+    "a missing shard": (
+        without_second_shard,
+        "lacks shard model-00002-of-00003.safetensors, which .*index.json lists",
+    ),
+    "no map": (without_map, "has no weight_map"),
+    "a torn file": (cut, r"model\.safetensors is not a whole safetensors file"),
+    "a missing tensor": (
+        lambda folder: edit_tensors(folder, lambda tensors: tensors.pop(QUERY)),
+        f"lacks tensor {QUERY}, which its config.json asks for",
+    ),
+    "an extra tensor": (set_tensor(BIAS, np.zeros(32, np.float32)), f"has tensor {BIAS}"),
+    "surplus layers": (
+        lambda folder: edit_json(folder / "config.json", num_hidden_layers=2),
+        r"has tensors model\.layers\.2\..* and 6 more, which",
+    ),
+    "a misshapen tensor": (
+        set_tensor(QUERY, np.zeros((16, 32), np.float32)),
+        rf"tensor {QUERY} has shape \(16, 32\); config.json asks for \(32, 32\)",
+    ),
+    "a value that is not a number": (
+        set_tensor("model.norm.weight", np.full(32, np.nan, np.float32)),
+        "model.safetensors: tensor model.norm.weight holds values that are not finite numbers",
+    ),
+    "a quantized tensor": (
+        set_tensor(QUERY, np.zeros((32, 32), np.int8)),
+        f"tensor {QUERY} is stored as I8; the readable types are",
+    ),
+    "half a config": (
+        write("config.json", '{"vocab_size": '),
+        r"config\.json is not JSON: Expecting value: line 1",
+    ),
+    "a list as config": (write("config.json", "[]"), r"must hold a JSON object, not a list"),
+    "a tokenizer that is too large": (
+        save_byte_level,
+        r"token 'Ġthe' of its tokenizer has id 260, but the embedding has only 96 rows",
+    ),
+    "a broken tokenizer": (
+        write("tokenizer.json", "nonsense"),
+        r"tokenizer\.json is not a readable tokenizer: ",
+    ),
+}
 
 
-def test_an_extra_tensor_is_named(folder):
-    extra = {"model.layers.0.self_attn.q_proj.bias": np.zeros(32, np.float32)}
-    edit_tensors(folder, lambda tensors: tensors.update(extra))
-    with pytest.raises(UserError, match=r"has tensor model\.layers\.0\.self_attn\.q_proj\.bias"):
-        load_base(str(folder))
-
-
-def test_surplus_layers_are_listed_briefly(folder):
-    edit_json(folder / "config.json", num_hidden_layers=2)
-    with pytest.raises(UserError, match=r"has tensors model\.layers\.2\..* and 6 more, which"):
-        load_base(str(folder))
-
-
-def test_a_misshapen_tensor_is_named_with_both_shapes(folder):
-    edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((16, 32), np.float32)}))
-    message = rf"tensor {QUERY} has shape \(16, 32\); config.json asks for \(32, 32\)"
-    with pytest.raises(UserError, match=message):
-        load_base(str(folder))
-
-
-def test_a_tensor_with_a_value_that_is_no_number_is_named(folder):
-    edit_tensors(folder, lambda tensors: tensors["model.norm.weight"].__setitem__(3, np.nan))
-    message = "model.safetensors: tensor model.norm.weight holds values that are not finite numbers"
+@pytest.mark.parametrize("case", SPOILED)
+def test_what_is_wrong_with_a_checkpoint_is_named(folder, case):
+    spoil, message = SPOILED[case]
+    spoil(folder)
     with pytest.raises(UserError, match=message):
         load_base(str(folder))
 
@@ -221,28 +244,6 @@ def test_only_the_part_that_is_asked_for_is_read_and_looked_at(folder):
     load_base(str(folder), place=place)
 
 
-def test_a_quantised_tensor_is_refused(folder):
-    edit_tensors(folder, lambda tensors: tensors.update({QUERY: np.zeros((32, 32), np.int8)}))
-    with pytest.raises(UserError, match=f"tensor {QUERY} is stored as I8; the readable types are"):
-        load_base(str(folder))
-
-
-def test_broken_json_is_named(folder):
-    (folder / "config.json").write_text('{"vocab_size": ')
-    with pytest.raises(UserError, match=r"config\.json is not JSON: Expecting value: line 1"):
-        load_base(str(folder))
-    (folder / "config.json").write_text("[]")
-    with pytest.raises(UserError, match=r"config\.json must hold a JSON object, not a list"):
-        load_base(str(folder))
-
-
-def test_a_tokenizer_larger_than_the_embedding_is_refused(folder):
-    save_byte_level(folder)
-    message = r"token 'Ġthe' of its tokenizer has id 260, but the embedding has only 96 rows"
-    with pytest.raises(UserError, match=message):
-        load_base(str(folder))
-
-
 def test_an_added_token_beyond_the_embedding_is_refused_only_where_it_is_used(folder):
     words = {f"w{index}": index for index in range(96)}
     tokenizer = Tokenizer(WordLevel(words, unk_token="w0"))
@@ -256,7 +257,24 @@ def test_an_added_token_beyond_the_embedding_is_refused_only_where_it_is_used(fo
         encode_prompt(Prompt(0, "row 0", "w3 <image>"), read, vocabulary)
 
 
-def test_a_broken_tokenizer_is_named(folder):
-    (folder / "tokenizer.json").write_text("nonsense")
-    with pytest.raises(UserError, match=r"tokenizer\.json is not a readable tokenizer: "):
-        load_base(str(folder))
+TYPES = (np.float16, ml_dtypes.bfloat16, np.float32, np.float64)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("value", [np.nan, -np.nan, np.inf, -np.inf])
+def test_one_bad_value_anywhere_is_found(dtype, value):
+    largest = ml_dtypes.finfo(dtype).max
+    array = np.full((3, 400_000), largest, dtype)  # more than one chunk
+    array[0, :4] = [-largest, 0, -0.0, ml_dtypes.finfo(dtype).smallest_subnormal]
+    assert is_finite(array)
+    for place in [(0, 0), (2, 399_999)]:
+        spoilt = array.copy()
+        spoilt[place] = value
+        assert not is_finite(spoilt)
+        assert not is_finite(spoilt.T)
+
+
+def test_integers_and_nothing_are_finite():
+    assert is_finite(np.full(3, -1, np.int64))
+    assert is_finite(np.ones(3, bool))
+    assert is_finite(np.zeros((0, 4), np.float32))

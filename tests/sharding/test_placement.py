@@ -47,7 +47,7 @@ def test_a_mesh_is_read_from_text(text, expected):
         ("data=0", "'data=0' must be"),
         ("data", "'data' must be"),
         ("", "'' must be one of"),
-        ("data=-1,fsdp=-1", "has two -1; give every axis a number"),
+        ("data=-1,fsdp=-1", "has two -1; set a number for every axis"),
     ],
 )
 def test_what_is_no_mesh_is_said_with_its_values(text, message):

@@ -1,11 +1,15 @@
-"""gpt-oss: experts with biases, attention sinks, every second layer with a window, MXFP4 weights.
+"""Families with experts in the place of the MLP: Mixtral, Qwen3-MoE, gpt-oss.
 
-The published experts are MXFP4: 32 numbers of four bits share a power of two, and two of them one
-byte, the first in its lower half. All of them are numbers of bfloat16 too, as which they are read.
+Mixtral has Mistral's attention, Qwen3-MoE Qwen3's. gpt-oss has biases of experts, attention sinks,
+and a window in every second layer. Its published experts are MXFP4: 32 numbers of four bits share a
+power of two, and two of them one byte, the first in its lower half. All of them are numbers of
+bfloat16 too, and are read as such.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 from collections.abc import Collection
 from pathlib import Path
 from typing import Any
@@ -16,14 +20,39 @@ import numpy as np
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.models.layers import CLAMP, CLAMPED_GAIN
-from clover_jax.pretrained.family import Family
-from clover_jax.pretrained.llama_config import parse_llama_config, read_full_layers, read_window
-from clover_jax.pretrained.moe import leaves_without_mlp, with_experts
+from clover_jax.pretrained.llama_config import (
+    check_count,
+    parse_llama_config,
+    read_full_layers,
+    read_window,
+)
+from clover_jax.pretrained.llama_tensors import Family, base_leaves
 from clover_jax.pretrained.tensor_files import READABLE, TensorFiles
 from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
 
-# Defaults of transformers' config, for absent fields.
-DEFAULTS: dict[str, Any] = {
+# The leaves of a layer's experts, in the order in which `_expert_leaves` takes their names.
+EXPERTS = ("expert_gate", "expert_up", "expert_down")
+# Defaults of transformers' configs for absent fields.
+MIXTRAL_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 1e6,
+    "num_local_experts": 8,
+    "num_experts_per_tok": 2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+QWEN3_MOE_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 32_768,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "sliding_window": 4096,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+GPT_OSS_DEFAULTS: dict[str, Any] = {
     "num_key_value_heads": 8,
     "head_dim": 64,
     "max_position_embeddings": 131_072,
@@ -45,9 +74,85 @@ SCALE_BIAS = 127  # a stored scale e stands for 2^(e - 127)
 BLOCKS, SCALES = "_blocks", "_scales"
 
 
+def parse_mixtral_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Mixtral config into ours: experts in every layer."""
+    values = MIXTRAL_DEFAULTS | values | {"attention_bias": False, "mlp_bias": False}
+    config = parse_llama_config(values, path)
+    window = read_window(values, path)
+    # An expert is as wide as the MLP that it replaces.
+    size = config.intermediate_size
+    return with_experts(config, values, path, "num_local_experts", size, sliding_window=window)
+
+
+def parse_qwen3_moe_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Qwen3-MoE config into ours: some layers may have one plain MLP."""
+    # Published configs and those of transformers name the number of experts differently.
+    name = "num_local_experts" if "num_local_experts" in values else "num_experts"
+    values = QWEN3_MOE_DEFAULTS | {name: 128} | values | {"mlp_bias": False}
+    for count in ("moe_intermediate_size", "decoder_sparse_step"):
+        check_count(values, count, path)
+    config = parse_llama_config(values, path)
+
+    # Every `step`-th layer has experts, unless it is listed.
+    step, plain = values["decoder_sparse_step"], values["mlp_only_layers"] or []
+    dense = (i for i in range(config.num_layers) if i in plain or (i + 1) % step)
+    return with_experts(
+        config,
+        values,
+        path,
+        name,
+        values["moe_intermediate_size"],
+        query_key_norm=True,
+        normed_weights=bool(values.get("norm_topk_prob", False)),
+        dense_layers=tuple(dense),
+        sliding_window=read_window(values, path) if values.get("use_sliding_window") else None,
+    )
+
+
+def with_experts(
+    config: BaseConfig, values: dict[str, Any], path: Path, name: str, size: int, **changes: Any
+) -> BaseConfig:
+    """Return a config with experts of width `size`, as many as the field `name` says."""
+    for count in (name, "num_experts_per_tok"):
+        check_count(values, count, path)
+    # A router cannot choose an expert twice.
+    number, chosen = values[name], values["num_experts_per_tok"]
+    if chosen > number:
+        raise UserError(f"{path}: num_experts_per_tok ({chosen}) is more than {name} ({number})")
+    experts = {"num_experts": number, "experts_per_token": chosen, "expert_size": size}
+    return dataclasses.replace(config, **experts, **changes)
+
+
+def _expert_leaves(config: BaseConfig, module: str, names: tuple[str, str, str]) -> list[Leaf]:
+    """Return the base's leaves; names: of an expert's gate, up and down, within the module."""
+    width, inner, number = config.hidden_size, config.expert_size, config.num_experts
+    # [in, out] of an expert's gate, up and down, as in our leaves.
+    shapes = ((width, inner), (width, inner), (inner, width))
+    sparse = [i for i in range(config.num_layers) if i not in config.dense_layers]
+
+    leaves = leaves_without_mlp(config, sparse)
+    for index in sparse:
+        path, prefix = (f"layers_{index}", "mlp"), f"model.layers.{index}.{module}"
+        leaves.append(transposed((*path, "router"), f"{prefix}.gate.weight", (width, number)))
+        for ours, name, shape in zip(EXPERTS, names, shapes, strict=True):
+            # Each expert is a stored matrix [out, in] of its own; one leaf holds them all.
+            stored = (shape[::-1], shape[::-1], (1, 0))
+            pieces = tuple(
+                Piece(f"{prefix}.experts.{e}.{name}.weight", *stored, (e,)) for e in range(number)
+            )
+            leaves.append(Leaf((*path, ours), (number, *shape), pieces))
+    return leaves
+
+
+def leaves_without_mlp(config: BaseConfig, layers: Collection[int]) -> list[Leaf]:
+    """Return Llama's leaves, less the plain MLPs of these layers, which give way to experts."""
+    mlps = {(f"layers_{index}", "mlp") for index in layers}
+    return [leaf for leaf in base_leaves(config) if leaf.path[:2] not in mlps]
+
+
 def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the fields of a gpt-oss config into ours; of quantized weights MXFP4 is read."""
-    values = DEFAULTS | values | {"mlp_bias": False}
+    """Turn the fields of a gpt-oss config into ours; MXFP4 is the only readable quantization."""
+    values = GPT_OSS_DEFAULTS | values | {"mlp_bias": False}
     if values.get("rope_scaling") is None and values.get("rope_parameters") is None:
         values["rope_parameters"] = YARN | YARN_LENGTH
     # To the decoder these weights are plain: `Mxfp4Files` widens them as they are read.
@@ -79,7 +184,7 @@ def parse_gpt_oss_config(values: dict[str, Any], path: Path) -> BaseConfig:
 
 
 def gpt_oss_leaves(config: BaseConfig) -> list[Leaf]:
-    """Return Llama's leaves, with experts that are stored together, gate and up in turns."""
+    """Return Llama's leaves, with experts that are stored together, gate and up alternating."""
     number, width, inner = config.num_experts, config.hidden_size, config.expert_size
     leaves = leaves_without_mlp(config, range(config.num_layers))
     for index in range(config.num_layers):
@@ -140,7 +245,7 @@ class Mxfp4Files(TensorFiles):
 
 
 def widen_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
-    """Return what [X, O, I / 32, 16] bytes and [X, O, I / 32] exponents stand for, [X, I, O].
+    """Widen [X, O, I / 32, 16] bytes and [X, O, I / 32] exponents to numbers, [X, I, O].
 
     Source: the OCP Microscaling formats, version 1.0; transformers' reader of gpt-oss.
     """
@@ -156,4 +261,13 @@ def widen_mxfp4(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     return wide
 
 
+# In Mixtral's names w1 is gate, w3 is up and w2 is down.
+MIXTRAL = Family(
+    parse_mixtral_config,
+    functools.partial(_expert_leaves, module="block_sparse_moe", names=("w1", "w3", "w2")),
+)
+QWEN3_MOE = Family(
+    parse_qwen3_moe_config,
+    functools.partial(_expert_leaves, module="mlp", names=("gate_proj", "up_proj", "down_proj")),
+)
 GPT_OSS = Family(parse_gpt_oss_config, gpt_oss_leaves, files=Mxfp4Files)
