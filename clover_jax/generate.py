@@ -3,9 +3,8 @@
 With --draft the tokens of several steps come at once: the draft head proposes, the base verifies,
 and the text is the base's own. Without one the same engine decodes plainly. Without --prompt and
 --prompts it continues the first prompt that came with the base. A command that was stopped goes on
-where it was when it is repeated with the same --output. Jobs that do not talk share a file of
-prompts by --shard=0/4 to 3/4, and --join makes one file of theirs. Several processes decode as one
-where the environment says so (launch/local_processes); one of them reads prompts and writes rows.
+where it was when it is repeated with the same --output. Several processes decode as one if the
+environment says so (launch/local_processes); one of them reads prompts and writes rows.
 """
 
 import sys

@@ -43,7 +43,7 @@ def main(flags: absl_flags.FlagValues) -> int:
 
     with joined_processes(), primary_speaks():
         report = execute(flags)
-        # A part has no samples yet; of several processes one has them.
+        # Of several processes only the primary has written samples.
         if not flags.preview and "samples" in report:
             print(_summary(report))
         cli.report(report)

@@ -61,7 +61,7 @@ class Evaluation:
             for batch_size, at_size in itertools.groupby(self.todo, lambda key: key.batch_size):
                 keys = list(at_size)
                 self._warm_up(batch_size)
-                with self._bar(batch_size, keys, compiling) as bar:
+                with self._bar(batch_size, keys) as bar:
                     for task, of_task in itertools.groupby(keys, lambda key: key.task):
                         for key in of_task:
                             self._run_pass(key, compiling, bar)
@@ -74,13 +74,13 @@ class Evaluation:
             with passing_note(note), memory_advice(batch_size):
                 warm_up(method, self.engines[batch_size][method.name], self.plan.longest)
 
-    def _bar(self, batch_size: int, keys: Sequence[PassKey], compiling: CompileClock) -> Progress:
+    def _bar(self, batch_size: int, keys: Sequence[PassKey]) -> Progress:
         """Return a bar over the rows of all passes of a batch size; `keys` are still to do."""
         # Done rows count as well, or the bar of a resumed run would start at 0.
         total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
         done = total - self.num_rows(keys)
         desc = f"batch size {batch_size}"
-        return progress_bar(total, desc, "row", initial=done, compiling=compiling)
+        return progress_bar(total, desc, "row", initial=done)
 
     def _run_pass(self, key: PassKey, compiling: CompileClock, bar: Progress) -> None:
         """Decode a task once: its rows go to the method's file, its time to the journal."""

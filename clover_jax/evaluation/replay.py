@@ -30,7 +30,6 @@ from clover_jax.evaluation.tally import Tally
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.heads import TREES
 from clover_jax.pretrained.loading import describe_base
-from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import process_count
 from clover_jax.runtime.progress import passing_note, progress_bar
 from clover_jax.runtime.provenance import git_revision, versions
@@ -150,10 +149,7 @@ def _measure(name: str, answers: list[Written], config: StepConfig) -> dict[str,
     overall = Tally(depth)
 
     # Rows come in an order of their own, so each brings its kind.
-    with (
-        CompileClock() as compiling,
-        progress_bar(len(answers), name, "answer", compiling=compiling) as bar,
-    ):
+    with progress_bar(len(answers), name, "answer", first_compiles=True) as bar:
         for row in replay_rows(answers, config, bar):
             tallies[row["kind"]].add(row)
             overall.add(row)

@@ -11,9 +11,10 @@ from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.evaluation.tally import Tally
-from clover_jax.generation.output import RowSink, open_rows
+from clover_jax.generation.output import open_rows
 from clover_jax.loading.identity import identity_of
 from clover_jax.runtime.distributed import from_primary
+from clover_jax.storage.row_writer import RowSink
 
 
 class RowFile:

@@ -58,10 +58,6 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
     if options.preview:
         return _preview(records, reading, options)
     options.directory.mkdir(parents=True, exist_ok=True)
-    # Jobs of parts share the folder; each locks the file of its own rows.
-    if options.shard is not None:
-        answered = answer(records.train, options)
-        return {"output": str(options.directory), "regenerated": answered}
     # Of several processes of one run the primary locks and writes.
     alone = only_process_in(options.directory, "is preparing", "--output")
     with alone if is_primary() else contextlib.nullcontext():

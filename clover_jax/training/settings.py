@@ -8,6 +8,7 @@ from pathlib import Path
 
 from clover_jax.errors import UserError
 from clover_jax.field_types import (
+    COMMON,
     ChatSettings,
     CommonSettings,
     check_settings,
@@ -115,6 +116,13 @@ class TrainSettings(ChatSettings, CommonSettings):
         None,
         "the token tree to decode with; recorded in the draft [paper25, or clover4 where the head "
         "is too shallow for it]",
+    )
+
+    overwrite: bool = setting(
+        False,
+        "delete the run that is in the workdir and start again [resume it]",
+        group=COMMON,
+        may_change=True,
     )
 
     def __post_init__(self):

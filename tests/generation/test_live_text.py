@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.decoding.requests import Generation, RowUpdate
-from clover_jax.generation.live_text import LiveText
+from clover_jax.generation.output import LiveText
 from clover_jax.generation.row_state import RowState, forward_groups
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.settings import GenerationSettings

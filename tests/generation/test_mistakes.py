@@ -134,9 +134,7 @@ def test_rows_go_into_files_only(command, prompts_file, tmp_path):
     given = (f"--prompts={prompts_file({'prompt': 'a'})}", "--max_new_tokens=2")
     for path in ("/dev/null", tmp_path / "pipe"):
         status, _, error = command(*given, f"--output={path}")
-        said = (
-            f"--output={path} is no file that rows can be kept in: a run that was stopped goes on"
-        )
+        said = f"--output={path} is not a regular file, which a stopped run needs to resume"
         assert (status, said in error) == (2, True)
 
 

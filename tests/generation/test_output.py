@@ -5,12 +5,13 @@ import io
 import jax.monitoring
 import pytest
 
-from clover_jax.generation.output import RowPrinter, decode_with_bar
+from clover_jax.generation.output import decode_with_bar
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.runtime import compile_clock
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import progress_bar
+from clover_jax.storage.row_writer import RowSink
 
 ROW = {"index": 0, "output_ids": [1] * 20, "accepted": [1] * 10, "finish_reason": "length"}
 
@@ -25,7 +26,7 @@ def test_neither_the_rate_nor_the_clock_counts_compilation(monkeypatch, compiled
         jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile", compiled)
         yield RowEvent(None, row=ROW)
 
-    sink = RowPrinter(quiet=True)
+    sink = RowSink()
     with CompileClock() as compiling, progress_bar(1, "generate", "row", file=shown) as bar:
         decode_with_bar(stream(), sink, RowTotals(), bar, compiling)
     assert compiling.now() == 102.0

@@ -30,6 +30,10 @@ def without_times(row):
     return {key: value for key, value in row.items() if key != "seconds"}
 
 
+def rows_of(path):
+    return [without_times(json.loads(line)) for line in path.read_text().splitlines()]
+
+
 def test_a_prompt_is_continued_on_stdout_and_the_last_line_is_json(command, draft):
     status, lines, error = command("--prompt=the cat", f"--draft={draft}", "--max_new_tokens=9")
     assert status == 0
