@@ -1,12 +1,12 @@
-"""Measure a decoding step against what the hardware can do, here or for hardware that is not here.
+"""Time a decoding step against the limits of the hardware, here or for hardware you do not have.
 
     python -m clover_jax.bench --base=shape:llama-100m --force_accept=2
     python -m clover_jax.bench --base=shape:llama3-8b --target=tpu-v6e:2x2 --dtype=bfloat16
 
-Without --target every part of a step is timed on this machine, beside its floor: its bytes at the
-measured bandwidth, or its products at the measured matrix rate. Random weights will do (shape:NAME,
-random:KIND, random:dflash2:num_layers=2). --sweep times batch sizes and trees of several sizes: at
-which accepted length does speculation break even?
+Without --target every part of a step is timed on this machine and compared with its floor: bytes at
+the measured bandwidth, or products at the measured matrix rate. Random weights are enough
+(shape:NAME, random:KIND, random:dflash2:num_layers=2). --sweep times several batch sizes and trees,
+to find the accepted length at which speculation breaks even.
 
 With --target the step is compiled for hardware that is not here, and the compiled program is read:
 memory, bytes moved against the floor, copies of caches and weights, collectives.
@@ -25,13 +25,13 @@ from clover_jax.loading.spec import ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class BenchSettings:
-    """The flags of `bench` beside those that it shares with other commands."""
+    """The flags of `bench`, without the ones it shares with other commands."""
 
     batch_size: int = setting(1, "rows decoded at once", least=1)
     context: int | None = setting(
         None, "positions already committed in every row [1024, or what fits]", least=1
     )
-    rounds: int = setting(15, "turns of which the median is taken", least=3)
+    rounds: int = setting(15, "repetitions; the median is reported", least=3)
     force_accept: int | None = setting(
         None, "accept exactly this many drafted tokens; for timing only"
     )
@@ -61,7 +61,7 @@ def main(flags) -> int:
 
 
 def _refuse_idle_flags(flags) -> None:
-    """Raise UserError for a flag that would do nothing beside the others."""
+    """Raise UserError for a flag that has no effect with the others."""
     if flags.target is not None:
         idle = ["sweep", "batch_sizes", "nodes", "output", "force_accept", "rounds"]
         why = "to measure, not for --target"
@@ -71,12 +71,11 @@ def _refuse_idle_flags(flags) -> None:
         idle = ["program", "output", "batch_sizes", "nodes"]
         why = "for --target (program) and --sweep (the others)"
 
-    # A flag that is given at its default changes nothing.
     for name in idle:
         if flags[name].value != flags[name].default:
             raise UserError(f"--{name} is {why}")
 
-    # Values that no form of the command can use.
+    # Values that no mode of the command can use.
     if flags.tree == "auto":
         raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
     if flags.draft == "none" and flags.tree not in (None, "none"):
@@ -92,7 +91,7 @@ def _measure(flags) -> dict:
     from clover_jax import benchmark
     from clover_jax.runtime.device_memory import advise_on_memory
 
-    # Random weights are of a base that no head was trained for.
+    # No head was trained for random weights.
     is_random = flags.base.startswith("shape:")
     spec = settings_from(flags, ModelSpec, allow_base_mismatch=is_random, tokenizer=False)
     shared = {"context": flags.context, "rounds": flags.rounds}

@@ -1,20 +1,20 @@
-"""Convert a draft head between our draft directories and the layouts of other programs.
+"""Convert a draft head between draft directories of this program and third-party layouts.
 
 The input is a draft directory, a training workdir, a hub id or a folder in an official layout,
-which is recognised; --to says what is written:
+which is recognized; --to names the layout to write:
 
   orbax         a draft directory of this program
   clover2       the official Clover-2 layout
   eagle         the official EAGLE-1 and -2 layout
   eagle_vllm    the same for vLLM's method "eagle", whose fc has no bias
-  eagle_sglang  the same for SGLang, which has another name for it
-  eagle3        the official EAGLE-3 layout, which SGLang reads as well
+  eagle_sglang  the same for SGLang, which names the architecture differently
+  eagle3        the official EAGLE-3 layout, which SGLang reads too
   dflash2       a DFlash 2 or DFlash head as vLLM, SGLang and llama.cpp read it
   medusa        the original Medusa layout; medusa_vllm is vLLM's
-  speculators   an EAGLE-3 head as vLLM's speculators describe it; an EAGLE-1 head as they once did
+  speculators   an EAGLE-3 head in the layout of vLLM's speculators, an EAGLE-1 head in an older one
 
-Every tensor is accounted for, values are kept bit for bit, and nothing is written unless all of it
-can be.
+Every tensor is accounted for, values are kept bit for bit, and a head is written as a whole or not
+at all.
 """
 
 import sys
@@ -36,11 +36,10 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     report = execute(flags)
-    # The verdict goes to stderr: stdout has the line of JSON alone.
+    # On stderr: stdout has only the line of JSON.
     if flags.verify:
         say(_verdict(report))
     cli.report(report)
-    # Without --verify the report has no `differing`, and the status is 0.
     return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
 
 

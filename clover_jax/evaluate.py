@@ -1,20 +1,20 @@
-"""Measure drafts against plain decoding: same prompts, same process, in turns.
+"""Measure drafts against plain decoding: same prompts, same process, alternately.
 
     python -m clover_jax.evaluate --drafts=a=runs/a,b=runs/b --prompts=spec_bench.jsonl --output=out
 
-Plain decoding (`vanilla` in file names and report.json), every draft, and every baseline, which
-drafts without training (--baselines), decode every task of the prompts in turns, --repeats times;
-another method begins each time. The output folder then holds report.md and report.json (tau, hit
-rates, accuracies, speed-up with its spread, equality with plain decoding, a manifest), plots/, and
-rows/NAME.jsonl. The same command goes on where it was stopped.
+Plain decoding (`vanilla` in file names and report.json), every draft and every training-free
+baseline (--baselines) decode every task of the prompts alternately, --repeats times, each time in
+another order. The output folder then holds report.md and report.json (tau, hit rates, accuracies,
+speed-up with its spread, equality with plain decoding, a manifest), plots/, and rows/NAME.jsonl.
+The same command resumes a stopped run.
 
 --compare=A,B sets two such folders (or their report.json) side by side instead. --replay=FILE tells
 what copying would give on answers that are written already, by the base's tokenizer alone.
 
-Several processes measure as one where the environment says so (launch/local_processes); one of them
+Several processes measure as one if the environment says so (launch/local_processes); one of them
 reads prompts and writes the folder.
 
-Status 1: rows failed, or a draft's text is not that of plain decoding although it should be.
+Status 1: rows failed, or the text of a draft differs from plain decoding although it should not.
 """
 
 import sys
@@ -31,7 +31,7 @@ _SPEC = ("copy", "copy_from", "int8", "chat_template", "draft_rope_theta", "allo
 def define_flags(flags):
     """Define this command's flags."""
     define_settings(flags, Options)
-    define_settings(flags, ModelSpec, *_SPEC)  # the drafts and their trees are told by `Options`
+    define_settings(flags, ModelSpec, *_SPEC)  # `Options` has the drafts and their trees
     define_settings(flags, GenerationSettings)
     cli.define_common_flags(flags)
 

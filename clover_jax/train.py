@@ -7,12 +7,12 @@ prompt and response, messages, text, or the prompt_ids and output_ids that `gene
 writes; a folder that `prepare` made; builtin:python is the Python standard library of this machine.
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
-best/ (the best by measured tau, since the prompts, tree or tokens to measure with last changed).
-The same command goes on where it was stopped; a finished workdir says so. SIGTERM or Ctrl-C saves a
-checkpoint after the current step; the status is then 0 and the result says "finished": false; a
-second Ctrl-C stops at once. Several processes work as one where the environment says so
-(launch/local_processes); the mesh is then over the devices of all. Status 2: a mistake in what was
-given, or a loss that is not finite; 3: another process of the run has gone away.
+best/ (the head with the highest measured tau, since the prompts, tree or tokens of the measurement
+last changed). The same command resumes a stopped run; --overwrite starts again. SIGTERM or Ctrl-C
+saves a checkpoint after the current step and ends with status 0 and "finished": false; a second
+Ctrl-C stops at once. Several processes work as one if the environment says so
+(launch/local_processes); the mesh then covers the devices of all. Status 2: usage error, or a loss
+that is not finite; 3: another process of the run has ended.
 """
 
 import dataclasses
@@ -30,12 +30,12 @@ from clover_jax.training.settings import TrainSettings
 
 @dataclasses.dataclass(frozen=True)
 class DryRunSettings:
-    """Whether to print what a run would take, and for which hardware."""
+    """Whether to estimate the cost of a run instead, and for which hardware."""
 
     dry_run: bool = setting(
         False,
-        "print what the run would take (params, memory of a device, FLOPs, time) and end; --mesh "
-        "may then have more devices than there are",
+        "print the cost of the run (params, memory of a device, FLOPs, time) and end; --mesh may "
+        "then have more devices than this machine",
         group="dry run",
     )
     target: str | None = setting(
@@ -77,7 +77,6 @@ def main(flags: absl_flags.FlagValues) -> int:
 
     workdir = cli.workdir_of(flags, "train")
     with joined_processes(), cli.stop_signals_as_event() as stop:
-        # By the library's function, so that a program trains the same.
         report = api.train(workdir, stop=stop, mesh=flags.mesh, **vars(settings))
         if is_primary():
             print(_summary(report))
@@ -86,7 +85,7 @@ def main(flags: absl_flags.FlagValues) -> int:
 
 
 def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -> int:
-    """Print what a run would take; raises UserError where it cannot fit."""
+    """Print the cost of a run; raises UserError if it cannot fit."""
     from clover_jax.xla.targets import parse_target, prepare_environment
 
     target = parse_target(asked.target) if asked.target else None
@@ -97,7 +96,7 @@ def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -
     estimate = dry_run(settings, mesh, target)
     print("\n".join(estimate.lines()), flush=True)
 
-    # The compiler's account is exact, so the estimate refuses only where there is none.
+    # The compiler's figures are exact, so the estimate decides only without them.
     compiled = dry_run_compiled(settings, estimate, target, asked.program) if target else None
     if compiled is None:
         estimate.check_memory()
@@ -112,14 +111,17 @@ def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -
 def _summary(report: dict) -> str:
     where = report["workdir"]
     if report.get("already_finished"):
-        return f"{where} has finished its {report['steps']} steps; the draft is {report['draft']}"
+        return (
+            f"{where} has finished its {report['steps']} steps; the draft is {report['draft']} "
+            "(--overwrite starts again)"
+        )
     if not report["finished"]:
-        return f"stopped at step {report['steps']}; the same command goes on from there"
+        return f"stopped at step {report['steps']}; the same command resumes it"
     measured, heads = "", f"the draft is {report['draft']}"
     if "tau" in report:
         equal = f"{report['equal']} of {report['prompts']} outputs equal to plain decoding"
         measured = f", tau {report['tau']:.2f} at best, {equal}"
-        # tau is that of the best head, which need not be the last one.
+        # tau belongs to the best head, which may not be the last one.
         if report["best_step"] != report["steps"]:
             heads = f"the best head, of step {report['best_step']}, is {report['best']}, the last "
             heads += report["draft"]

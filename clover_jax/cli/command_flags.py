@@ -32,22 +32,16 @@ def parse_flags(
 ) -> absl_flags.FlagValues:
     """Return the flag values of `argv`; `flags.flagfile` lists the flagfiles that it names.
 
-    Raises UserError for an argument that is not a flag, absl.flags.Error for an unknown flag or a
-    bad value, OSError for an unreadable flagfile.
+    Raises UserError for an argument that is not a flag and for a flagfile that cannot be read,
+    absl.flags.Error for an unknown flag or a bad value.
     """
     flagfiles = _flagfile_names(argv)
-    # absl would only warn about a flagfile that includes itself.
-    for name in flagfiles:
-        _check_flagfile(name, ())
     values = defined(define_flags)
     values.set_gnu_getopt(True)  # so that flags after a stray argument are still checked
     try:
         stray = values(["clover_jax", *argv])[1:]
-    except absl_flags.CantOpenFlagFileError as error:  # one that a flagfile includes
-        raise UserError(
-            f"{str(error).removeprefix('ERROR:: ')}; an included flagfile's name is relative to "
-            f"the working directory, here {Path.cwd()}: start where it is found"
-        ) from error
+    except absl_flags.CantOpenFlagFileError as error:
+        raise UserError(f"{str(error).removeprefix('ERROR:: ')}; from {Path.cwd()}") from error
     if stray:
         raise UserError(f"unexpected argument {stray[0]!r}: flags are written --name=value")
     # absl replaces --flagfile with the file's lines; the default workdir needs the names.
@@ -188,21 +182,6 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
     define_flags(values)
     define_settings(values, _Flagfiles)
     return values
-
-
-def _check_flagfile(name: str, including: tuple[str, ...]) -> None:
-    """Raise OSError for a flagfile that cannot be read, UserError for one that includes itself.
-
-    including: the flagfiles that led to this one, outermost first.
-    """
-    if name in including:
-        chain = " -> ".join([*including, name])
-        raise UserError(f"flagfile {name} includes itself ({chain}); remove one --flagfile line")
-    lines = Path(name).expanduser().read_text().splitlines()
-    for nested in _flagfile_names([line.strip() for line in lines]):
-        # absl's own message for a missing file lists where it looked.
-        if Path(nested).expanduser().is_file():
-            _check_flagfile(nested, (*including, name))
 
 
 def _flagfile_names(argv: Sequence[str]) -> list[str]:

@@ -37,7 +37,7 @@ class TrainSettings(ChatSettings, CommonSettings):
     divided, or where the schedule ends, and nothing about what was learnt so far.
     """
 
-    drafter: str = _head("clover2", "the kind of draft head")
+    drafter: str = _head("clover2", "the kind of draft head, or FILE.py:CLASS for one of your own")
     data: str = _data("builtin:python", "training data: paths or globs, comma-separated")
     teacher: str = _data(
         "online",

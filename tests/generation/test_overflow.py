@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from clover_jax.errors import UserError
-from clover_jax.generation.overflow import Skipped, fit_context
+from clover_jax.generation.row_state import Skipped, fit_context
 from clover_jax.generation.settings import GenerationSettings
 from tests.tiny_models import TINY
 
