@@ -184,7 +184,7 @@ def parse_options(given: str, text: str, kind: str) -> dict[str, Any]:
 
 def _without_none(hint: Any) -> Any:
     """Return int for `int | None`, and everything else as it is."""
-    # Only a single type beside None can be read from a string.
+    # Only a single type, or None, can be read from a string.
     arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     return arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
 

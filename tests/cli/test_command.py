@@ -202,7 +202,7 @@ def test_help_leaves_rare_groups_to_help_all(capsys):
     assert {"data", "optimiser", "loss", "measuring", "memory", "common flags"} <= {*groups}
     assert "--[no]remat" in whole
     assert "--[no]remat" not in short
-    assert "more flags, seldom needed: --help=all" in short
+    assert "more flags, rarely needed: --help=all" in short
 
 
 @pytest.fixture(params=["heard"])

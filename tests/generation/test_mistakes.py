@@ -62,7 +62,7 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
         (["--prompt=a", "--tree=paper25"], "'paper25' has 25 nodes and there is no draft to fill"),
         (["--prompt=a", "--draft=/nowhere"], "--draft=/nowhere: '/nowhere' is neither a folder"),
         (["--base=/nowhere", "--draft=/no/draft"], "--draft=/no/draft: '/no/draft' is neither"),
-        (["--prompts=a", "--output=/dev/stdout"], "leave --output out to have them on stdout"),
+        (["--prompts=a", "--output=/dev/stdout"], "leave --output out to print the rows on stdout"),
         (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
         (
             ["--prompt=a", "--temperature=1", "--verify=typical", "--draft_sampling=sampled"],
