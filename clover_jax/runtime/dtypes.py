@@ -26,7 +26,7 @@ def resolve_dtype(name: str) -> jnp.dtype:
 @contextlib.contextmanager
 def exact_matmuls(dtype: str) -> Iterator[None]:
     """Return a context in which float32 means float32, on accelerators and under x64 too."""
-    # By default accelerators multiply float32 with fewer bits, and with jax_enable_x64 plain numbers
+    # By default accelerators multiply float32 with fewer bits. With jax_enable_x64 plain numbers
     # and indices would have 64 bits.
     highest = jax.default_matmul_precision("highest")
     with jax.enable_x64(False), highest if dtype == "float32" else contextlib.nullcontext():
