@@ -230,16 +230,6 @@ def test_a_resume_from_before_the_draft_leaves_the_draft_of_its_step(data, tmp_p
     assert read_card(tmp_path / "draft").provenance["steps"] == report["steps"] == 3
 
 
-def test_what_a_kill_left_of_the_best_head_is_put_right(whole_run, data, tmp_path):
-    workdir = shutil.copytree(whole_run[0], tmp_path / "w")
-    (workdir / "best").rename(workdir / ".best.replaced")  # killed between two renames
-    (workdir / ".best.unfinished").mkdir()
-    report = run_training(settings(data, eval_every=3, steps=7), workdir, StopAfter(0))
-    assert report["best_step"] == whole_run[1]["best_step"]
-    assert (workdir / "best" / "draft.json").exists()
-    assert not list(workdir.glob(".*"))
-
-
 @pytest.mark.parametrize("name", ["chat_template", "tokenizer"])
 def test_what_turns_records_into_samples_must_be_what_it_was(data, tmp_path, name):
     chosen = settings(data)
