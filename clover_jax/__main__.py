@@ -16,7 +16,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     given = sys.argv[1:] if argv is None else argv
     name, *rest = given or ["--help"]
-    # Only the command that was named is imported: the list of them answers at once.
     if name in COMMANDS:
         command = importlib.import_module(f"clover_jax.{name}")
         return cli.run(command.main, command.define_flags, rest)
@@ -24,23 +23,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"clover-jax {__version__}")
         return cli.STATUS_OK
     if name in cli.HELP:
-        print(_listing())
+        lines = ["usage: clover-jax COMMAND [--flag=value ...]", "", "commands:"]
+        # Importing them all is quick: JAX is imported in their `main` only.
+        for name in COMMANDS:
+            described = importlib.import_module(f"clover_jax.{name}").__doc__ or ""
+            lines.append(f"  {name:<10}{described.splitlines()[0]}")
+        print("\n".join([*lines, "", "clover-jax COMMAND --help lists the flags of a command."]))
         return cli.STATUS_OK
     print(
-        f"clover-jax: {name!r} is no command; use one of {', '.join(COMMANDS)}",
+        f"clover-jax: {name!r} is not a command; use one of {', '.join(COMMANDS)}",
         file=sys.stderr,
     )
     return cli.STATUS_USER_ERROR
-
-
-def _listing() -> str:
-    """Return a line for each command: the first sentence of its docstring."""
-    lines = ["usage: clover-jax COMMAND [--flag=value ...]", "", "commands:"]
-    # Importing them all is quick: JAX comes with their `main` only.
-    for name in COMMANDS:
-        first_line = (importlib.import_module(f"clover_jax.{name}").__doc__ or "").split("\n")[0]
-        lines.append(f"  {name:<10}{first_line}")
-    return "\n".join([*lines, "", "clover-jax COMMAND --help lists the flags of a command."])
 
 
 if __name__ == "__main__":

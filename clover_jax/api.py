@@ -7,15 +7,17 @@
         print(piece.text, end="")
     print(f"\\n{piece.tokens} tokens, {piece.finish_reason}")
 
-With a draft the same text comes in fewer forwards, `piece.tau` tokens at each:
+A draft gives the same text in fewer forward passes of the base. Each piece reports how many tokens
+were drafted for it, and how many of them the base accepted:
 
     api.train("runs/clover2", steps=1000, data="builtin:python")
     models = api.load_draft(models, "runs/clover2")
+    for piece in api.generate(models, "def area(", max_new_tokens=16):
+        print(f"{piece.text!r}: {piece.accepted} of {piece.drafted} drafted tokens accepted")
+    print(f"{piece.tokens} tokens in {piece.forwards} forwards, tau {piece.tau:.2f}")
 
-`generate_rows` decodes many prompts at once, into the rows of the command's files. The command
-`train` calls `train` here; `generate` loads and decodes by the functions that these are made of, so
-texts and figures are the same, and adds files, resuming and a bar. What a user can get wrong raises
-`UserError`.
+`generate_rows` decodes many prompts at once, into the same rows as the command. The commands call
+the same functions and add files, resuming and progress. A user's mistake raises `UserError`.
 """
 
 from __future__ import annotations
@@ -27,15 +29,13 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
 
-from absl import flags as absl_flags
-
 from clover_jax import convert as convert_command
 from clover_jax import evaluate as evaluate_command
 from clover_jax import prepare as prepare_command
-from clover_jax.cli import command_flags
+from clover_jax.cli.command_flags import flags_of
 from clover_jax.data.prompts import BadPrompt, Prompt, parse_prompt
 from clover_jax.errors import UserError
-from clover_jax.field_types import check_settings, check_types
+from clover_jax.field_types import check_settings
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.loading.models import Models, load
@@ -67,14 +67,14 @@ PromptLike = str | Sequence[int] | Sequence[Mapping[str, str]]
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Some more of a text, and figures of all of it so far.
+    """A new piece of a text, and the figures of the whole text so far.
 
-    text: what is new; "" while nothing is settled, or without a tokenizer.
-    ids: the new tokens. Earlier pieces may have given some of a stop string that ends the text.
-    tokens: tokens so far; in the last piece, those that are kept. forwards: the base's forwards
-        after the prompt's own.
-    tau: tokens per forward, the first token left out; None before the first forward.
+    text: the new text; "" while it may still change, or without a tokenizer.
+    ids: the new tokens. A stop string may remove tokens of earlier pieces.
+    tokens: tokens so far. forwards: forward passes of the base after the prompt's own.
+    tau: tokens per forward pass, without the first token; None before the first pass.
     finish_reason: "eos", "stop" or "length" in the last piece, else None.
+    drafted, accepted: tokens drafted in the forward passes of this piece, and accepted ones.
     """
 
     text: str
@@ -83,6 +83,8 @@ class Piece:
     forwards: int
     tau: float | None
     finish_reason: str | None = None
+    drafted: int = 0
+    accepted: int = 0
 
 
 def load_base(
@@ -97,14 +99,14 @@ def load_base(
     source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
         or "shape:NAME" for random weights.
     dtype: "float32", "bfloat16" or "auto", which is float32 on CPU and bfloat16 elsewhere.
-    mesh: the devices to decode on, such as "tensor=4"; None: one.
-    int8: whose matrices to quantize to 8 bits: "draft", which leaves the text as it is, "base".
-    chat_template: a Jinja file, or "vicuna" or "baichuan2"; None: the base's own.
+    mesh: the devices to decode on, such as "tensor=4"; None is one device.
+    int8: the models to quantize to 8 bits: "draft", which does not change the text, or "base".
+    chat_template: a Jinja file, or "vicuna" or "baichuan2"; None is the base's own.
     """
     parts = parse_parts(int8 or ())
     template = None if chat_template is None else str(chat_template)
     spec = ModelSpec(str(source), dtype=str(dtype), mesh=mesh, int8=parts, chat_template=template)
-    check_types(spec)
+    check_settings(spec)
     return load(spec)
 
 
@@ -122,11 +124,11 @@ def load_draft(
 
     source: a draft directory, a training workdir, a folder or hub id in an official layout, or
         "lookup" or "recycle", which draft from the text and need no file.
-    tree: as `generate --tree` takes it, "auto" excepted; by default the draft's own, else paper25.
-    copy: nodes for copies beside the tree's own.
+    tree: as for `generate --tree`, except "auto"; by default the draft's own, else paper25.
+    copy: nodes for copies, in addition to the tree's own nodes.
     copy_from: a text file that copies may come from too.
     """
-    # What is shared with the base is not loaded again.
+    # The base is not loaded again.
     spec = ModelSpec(
         draft=str(source),
         tree=tree,
@@ -142,26 +144,32 @@ def load_draft(
 def generate(
     models: Models, prompt: PromptLike, *, seed: int = 0, **settings: Any
 ) -> Iterator[Piece]:
-    """Decode one prompt and yield its text as it comes.
+    """Decode one prompt and yield its text piece by piece.
 
     prompt: text, token ids, or messages ({"role", "content"}) for the chat template.
     settings: fields of `GenerationSettings`: max_new_tokens, temperature, top_k, top_p, stop, ...
     A second call with the same models and kind of settings compiles nothing.
     """
-    # One row, watched: every forward that settles text is an event.
     row = as_prompt(prompt)
     chosen = _chosen(GenerationSettings, settings)
     stream = open_stream(models, [row], chosen, seed=_plain(seed), strict=True, is_watched=True)
+    before = 0  # forward passes of the turn that earlier pieces have reported
     for event in stream:
         if event.progress is None:
-            assert event.row is not None  # of a prompt that was skipped
-            raise UserError(event.row["skipped"])
+            raise UserError((event.row or {})["skipped"])
         turn, new = event.progress.turn, event.progress.pieces
-        # A chunk of steps may hold several forwards; a caller wants their text at once.
-        text = "".join(piece.text for piece in new)
-        ids = [id_ for piece in new for id_ in piece.ids]
-        figures = (len(turn.output_ids), turn.target_forwards, turn.tau, turn.finish_reason)
-        yield Piece(text, ids, *figures)
+        yield Piece(
+            # An event may bring several forward passes.
+            text="".join(piece.text for piece in new),
+            ids=[id_ for piece in new for id_ in piece.ids],
+            tokens=len(turn.output_ids),
+            forwards=turn.target_forwards,
+            tau=turn.tau,
+            finish_reason=turn.finish_reason,
+            drafted=sum(event.progress.generation.proposed[before : turn.target_forwards]),
+            accepted=sum(turn.accepted[before:]),
+        )
+        before = 0 if event.progress.ended else turn.target_forwards
 
 
 def generate_rows(
@@ -173,21 +181,21 @@ def generate_rows(
     strict: bool = True,
     **settings: Any,
 ) -> Iterator[dict[str, Any]]:
-    """Decode many prompts, `batch_size` at once, and yield each one's output row when it ends.
+    """Decode many prompts, `batch_size` at once, and yield the output row of each when it ends.
 
-    prompts: as `generate` takes them, or rows as in the command's files ({"turns": [...]}, ...).
+    prompts: as for `generate`, or rows as in the command's files ({"turns": [...]}, ...).
     strict: raise the UserError of a prompt that cannot be decoded; else yield it as a row,
         {"index": 4, "error": "..."}, as the command does.
-    Yields what `generate --output` writes: index (of the prompt), output_ids, text, tau, ...
+    Yields the rows of `generate --output`: index (of the prompt), output_ids, text, tau, ...
     """
-    # A text is iterable too: it would be decoded letter by letter.
+    # A text is iterable too and would be decoded letter by letter.
     if isinstance(prompts, str | bytes | Mapping):
         raise UserError(f"prompts must be several, not {prompts!r}; give [{prompts!r}] for one")
     rows = [_row(prompt, index, strict) for index, prompt in enumerate(prompts)]
     chosen = _chosen(GenerationSettings, settings)
     batch_size, seed = _plain(batch_size), _plain(seed)
     stream = open_stream(models, rows, chosen, batch_size=batch_size, seed=seed, strict=strict)
-    # Events without a row report progress of rows that still run.
+    # Events without a row report the progress of unfinished rows.
     yield from (event.row for event in stream if event.row is not None)
 
 
@@ -198,14 +206,13 @@ def train(
     mesh: str | None = None,
     **settings: Any,
 ) -> dict[str, Any]:
-    """Train a draft head in `workdir`, or go on where an earlier call stopped; return the report.
+    """Train a draft head in `workdir`, or resume an earlier call; return the report.
 
     stop: when set, the run saves a checkpoint after its current step and returns.
-    mesh: the devices to train on, such as "data=2,fsdp=-1"; None: one.
+    mesh: the devices to train on, such as "data=2,fsdp=-1"; None is one device.
     settings: fields of `TrainSettings`, which are the flags of `python -m clover_jax.train`.
     """
     chosen = _chosen(TrainSettings, settings)
-    # A run looks at the event between steps; without a caller's it is never set.
     stop = stop or threading.Event()
     return run_training(chosen, Path(workdir).expanduser(), stop, mesh_for(mesh))
 
@@ -215,13 +222,12 @@ def evaluate(
 ) -> dict[str, Any]:
     """Measure drafts against plain decoding and return the key figures of the report in `output`.
 
-    drafts: name in the report -> draft, as `load_draft` takes it; None measures plain decoding and
+    drafts: name in the report -> draft, as for `load_draft`; None measures plain decoding and
         the baselines.
     settings: the flags of `python -m clover_jax.evaluate`: base, prompts, repeats, ...
     """
-    # The command's own parser checks these, so both refuse the same.
     named = ",".join(f"{name}={source}" for name, source in (drafts or {}).items())
-    return _execute(evaluate_command, output=output, drafts=named or None, **settings)
+    return _execute(evaluate_command, settings, output=output, drafts=named or None)
 
 
 def prepare(output: str | Path, **settings: Any) -> dict[str, Any]:
@@ -229,7 +235,7 @@ def prepare(output: str | Path, **settings: Any) -> dict[str, Any]:
 
     settings: the flags of `python -m clover_jax.prepare`: data, base, seq_len, features, ...
     """
-    return _execute(prepare_command, output=output, **settings)
+    return _execute(prepare_command, settings, output=output)
 
 
 def convert(input: str | Path, output: str | Path, **settings: Any) -> dict[str, Any]:
@@ -237,24 +243,23 @@ def convert(input: str | Path, output: str | Path, **settings: Any) -> dict[str,
 
     settings: the flags of `python -m clover_jax.convert`: base, to, verify, ...
     """
-    return _execute(convert_command, input=input, output=output, **settings)
+    return _execute(convert_command, settings, input=input, output=output)
 
 
 def _row(prompt: PromptLike | Mapping[str, Any], index: int, strict: bool) -> Prompt | BadPrompt:
     try:
         return as_prompt(prompt, index)
     except UserError as error:
-        # A row keeps its place in the output, so that later indices stay right.
+        # A row in its place keeps the indices of later rows right.
         if strict:
             raise
         return BadPrompt(index, f"prompt {index}", str(error))
 
 
 def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
-    """Return the prompt row that stands for text, token ids or messages, or that is given."""
-    # Ids and a row's values may come from numpy or jax, or be tuples.
+    """Return the prompt row of text, token ids, messages or a row."""
     prompt = _plain(prompt)
-    # Mappings and text come first, since they can be iterated too.
+    # Mappings and text first, since they are iterable too.
     if isinstance(prompt, Mapping):
         row = prompt
     elif isinstance(prompt, str):
@@ -271,10 +276,7 @@ def as_prompt(prompt: PromptLike | Mapping[str, Any], index: int = 0) -> Prompt:
 
 
 def _plain(value: Any) -> Any:
-    """Return numpy's and jax's numbers and arrays, tuples and mappings as JSON would have them.
-
-    NaN stays, for what reads the value to refuse.
-    """
+    """Return numpy's and jax's values, tuples and mappings as lists, dicts and plain numbers."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
@@ -283,37 +285,17 @@ def _plain(value: Any) -> Any:
 
 
 def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
-    """Return settings of a kind; raises UserError listing its fields where one is unknown."""
-    # Python would name only the first argument that is too many, not those that exist.
+    """Return settings of a kind; raises UserError with a list of its fields for an unknown name."""
     known = [field.name for field in dataclasses.fields(kind)]
     unknown = [name for name in given if name not in known]
     if unknown:
-        raise UserError(f"{unknown[0]!r} is no setting; the settings are {', '.join(known)}")
+        raise UserError(f"{unknown[0]!r} is not a setting; the settings are {', '.join(known)}")
     # A number may come from numpy or jax.
     plain = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in given.items()}
     return kind(**plain)
 
 
-def _execute(command: ModuleType, **given: Any) -> dict[str, Any]:
-    """Run a command with these flags, checked as on the command line; None is unset."""
-    # Values go through the flags' own text form, which has one checker.
-    defined = command_flags.defined(command.define_flags)
-    argv = []
-    for name, value in given.items():
-        if name not in defined or name == "flagfile":
-            known = ", ".join(sorted(set(defined) - {"flagfile"}))
-            raise UserError(f"{name!r} is no setting; the settings are {known}")
-        # None leaves the flag out, so that its default holds.
-        values: Sequence[Any] = [] if value is None else [value]
-        if isinstance(value, list | tuple):
-            # A list is one flag with commas, but for a flag that is written again for each value.
-            is_repeated = isinstance(defined[name], absl_flags.MultiFlag)
-            values = value if is_repeated else [",".join(map(str, value))]
-        argv += [f"--{name}={one}" for one in values]
-
-    # The command turns these into one line; a caller of the library gets the same line.
-    try:
-        flags = command_flags.parse_flags(command.define_flags, argv)
-    except absl_flags.Error as error:
-        raise UserError(str(error)) from error
-    return command.execute(flags)
+def _execute(command: ModuleType, settings: dict[str, Any], **named: Any) -> dict[str, Any]:
+    """Run a command with these settings, named as its flags."""
+    given = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in settings.items()}
+    return command.execute(flags_of(command.define_flags, named | given))

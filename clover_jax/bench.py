@@ -68,12 +68,11 @@ def _refuse_idle_flags(flags) -> None:
     else:
         idle, why = ["batch_sizes", "nodes"], "for --sweep"
 
-    # A flag that is given at its default changes nothing.
     for name in idle:
         if flags[name].value != flags[name].default:
             raise UserError(f"--{name} is {why}")
 
-    # Values that no form of the command can use.
+    # Values that no mode of the command can use.
     if flags.tree == "auto":
         raise UserError("--tree=auto is for generate; bench takes a tree, as dynamic:25")
     if flags.draft == "none" and flags.tree not in (None, "none"):

@@ -36,11 +36,15 @@ def define_flags(flags):
 def main(flags) -> int:
     """Run the command."""
     report = execute(flags)
-    # The verdict goes to stderr: stdout has the line of JSON alone.
+    # On stderr: stdout has only the line of JSON.
     if flags.verify:
-        say(_verdict(report))
+        taus = f"tau {report['tau_source']:.3f} before and {report['tau_result']:.3f} after"
+        differing, prompts = len(report["differing"]), report["prompts"]
+        if differing:
+            say(f"{taus}: {differing} of {prompts} prompts differ, so nothing was written")
+        else:
+            say(f"{taus}: the same accepted lengths on all {prompts} prompts")
     cli.report(report)
-    # Without --verify the report has no `differing`, and the status is 0.
     return cli.STATUS_SOME_FAILED if report.get("differing") else cli.STATUS_OK
 
 
@@ -50,14 +54,6 @@ def execute(flags) -> dict:
 
     spec = settings_from(flags, ModelSpec, mesh=None)  # it is verified on one device
     return convert(settings_from(flags, ConvertOptions, spec=spec))
-
-
-def _verdict(report: dict) -> str:
-    taus = f"tau {report['tau_source']:.3f} before and {report['tau_result']:.3f} after"
-    count = len(report["differing"])
-    if not count:
-        return f"{taus}: the same accepted lengths on all {report['prompts']} prompts"
-    return f"{taus}: {count} of {report['prompts']} prompts differ, so nothing was written"
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings, each declared once: a field of a dataclass says its type, default, help and bounds.
+"""Settings, each declared once: a dataclass field with its type, default, help and bounds.
 
     @dataclasses.dataclass(frozen=True)
     class RunSettings(CommonSettings):
@@ -9,9 +9,9 @@
 
 `cli.command_flags.define_settings(flags, RunSettings)` defines a flag for every such field, and
 `settings_from(flags, RunSettings)` reads them back; a field without `setting` has no flag.
-`check_settings` holds the values of a caller, which come unchecked, to what the flags accept.
+`check_values` applies the bounds of the flags to values that a program passes.
 
-Nothing here imports JAX, so that `--help` answers at once.
+Nothing here imports JAX, so `--help` answers at once.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ import functools
 import math
 import types
 import typing
+from collections.abc import Mapping
 from typing import Any
 
 from clover_jax.config import JsonConfig
@@ -39,12 +40,12 @@ _WORDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Setting:
-    """What a field says of its setting, beside its type and its default.
+    """The declaration of a setting, in addition to the field's type and default.
 
     group: the heading under which `--help` lists it.
-    least, most: of a number; `least` does not concern None.
-    choices: of a text; () allows any.
-    repeated: several texts come from a repeated flag, not from one with commas.
+    least, most: the bounds of a number.
+    choices: the values that a text may have; () allows any.
+    repeated: the flag is repeated for several texts, instead of separating them with commas.
     may_change: a resumed run may have another value.
     """
 
@@ -63,14 +64,14 @@ def setting(default: Any, help: str, **details: Any) -> Any:
 
 
 def declared_settings(kind: type) -> dict[str, Setting]:
-    """Return field name -> declaration of every field of a dataclass made by `setting`."""
-    fields = {field.name: field.metadata.get("setting") for field in dataclasses.fields(kind)}
-    return {name: declared for name, declared in fields.items() if declared is not None}
+    """Return field name -> declaration of every field of a dataclass made with `setting`."""
+    declared = {field.name: field.metadata.get("setting") for field in dataclasses.fields(kind)}
+    return {name: found for name, found in declared.items() if found is not None}
 
 
 @dataclasses.dataclass(frozen=True)
 class BaseSettings(JsonConfig):
-    """The base, and how it computes."""
+    """The base model and its dtype."""
 
     base: str = setting(
         "builtin:tiny",
@@ -93,7 +94,7 @@ class CommonSettings(BaseSettings):
         0,
         "the seed of everything random",
         group=COMMON,
-        most=2**32 - 1,  # JAX would drop what lies above
+        most=2**32 - 1,  # JAX would drop higher bits
     )
 
 
@@ -107,11 +108,16 @@ class ChatSettings(JsonConfig):
 
 
 def check_settings(settings: Any) -> None:
-    """Raise UserError naming the first setting whose type, choice or bound is not as declared."""
+    """Raise UserError for the first field whose type, choice or bound is not as declared."""
+    check_values(type(settings), vars(settings))
+
+
+def check_values(kind: type, values: Mapping[str, Any]) -> None:
+    """Raise UserError for the first of these values that a field of `kind` does not accept."""
     # Types first, since bounds compare numbers.
-    check_types(settings)
-    for name, declared in declared_settings(type(settings)).items():
-        value = getattr(settings, name)
+    _check_types(kind, values)
+    for name, declared in declared_settings(kind).items():
+        value = values.get(name)
         # None is unset, and a bool, which Python counts as a number, has no bounds.
         if value is None or isinstance(value, bool):
             continue
@@ -125,14 +131,18 @@ def check_settings(settings: Any) -> None:
 
 
 def check_types(settings: object) -> None:
-    """Raise UserError naming the first field of a dataclass that is not what its annotation says.
+    """Raise UserError for the first field of a dataclass that its annotation does not allow."""
+    _check_types(type(settings), vars(settings))
 
-    A whole number is a number too, True is none.
-    """
-    # mypy takes the __hash__ of a class's instances for that of the class.
-    for name, kinds in field_kinds(type(settings)).items():  # type: ignore[arg-type]
-        value = getattr(settings, name)
-        if not any(_is_a(kind, value) for kind in kinds):
+
+def _check_types(kind: type, values: Mapping[str, Any]) -> None:
+    for name, kinds in field_kinds(kind).items():
+        if name not in values:
+            continue
+        # To isinstance True is an int too; here a bool passes as a bool only. An int is a float.
+        value = values[name]
+        allowed = (*kinds, int) if float in kinds else kinds
+        if not isinstance(value, allowed) or (isinstance(value, bool) and bool not in kinds):
             wanted = " or ".join(_WORDS.get(kind, "None") for kind in kinds)
             raise UserError(f"{name} must be {wanted}, not {value!r}")
 
@@ -140,27 +150,20 @@ def check_types(settings: object) -> None:
 @functools.cache
 def field_kinds(settings: type) -> dict[str, tuple[type, ...]]:
     """Return field name -> the types of its annotation: (int, NoneType) for `int | None`."""
-    return {name: _kinds(hint) for name, hint in typing.get_type_hints(settings).items()}
-
-
-def _kinds(hint: Any) -> tuple[type, ...]:
-    # isinstance cannot check tuple[int, ...], only its class, tuple.
-    hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
-    return tuple(typing.get_origin(hint) or hint for hint in hints)
-
-
-def _is_a(kind: type, value: Any) -> bool:
-    # To isinstance True is an int too; here a bool passes as a bool only.
-    if kind is bool or not isinstance(value, bool):
-        return isinstance(value, (int, float) if kind is float else kind)
-    return False
+    kinds = {}
+    for name, hint in typing.get_type_hints(settings).items():
+        # isinstance cannot check tuple[int, ...], only its class, tuple.
+        hints = typing.get_args(hint) if isinstance(hint, types.UnionType) else (hint,)
+        kinds[name] = tuple(typing.get_origin(one) or one for one in hints)
+    return kinds
 
 
 def parse_values(given: str, text: str, known: dict[str, type], unknown: str) -> dict[str, Any]:
-    """Return what "name=value,..." says, each of its type.
+    """Return the values that "name=value,..." sets, each converted to its type.
 
-    given: what stood before the text, as "--loss="; unknown: begins what is said of other names.
-    Raises UserError that lists what is known where a name is unknown or has a bad value.
+    given: the words before the text in an error, such as "--loss=". unknown: the beginning of the
+        message about an unknown name.
+    Raises UserError, with a list of the known names, for an unknown name or a bad value.
     """
     options: dict[str, Any] = {}
     # Empty items, from a comma too many, are skipped.

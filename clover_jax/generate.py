@@ -1,11 +1,10 @@
-"""Decode: continue one prompt as you watch, or a file of prompts into a file of rows.
+"""Decode: continue one prompt on the terminal, or decode a file of prompts into a file of rows.
 
-With --draft the tokens of several steps come at once: the draft head proposes, the base verifies,
-and the text is the base's own. Without one the same engine decodes plainly. Without --prompt and
---prompts it continues the first prompt that came with the base. A command that was stopped goes on
-where it was when it is repeated with the same --output. Jobs that do not talk share a file of
-prompts by --shard=0/4 to 3/4, and --join makes one file of theirs. Several processes decode as one
-where the environment says so (launch/local_processes); one of them reads prompts and writes rows.
+With --draft several tokens are emitted at once: the draft head proposes, the base verifies, and the
+text is the base's own. Without it the same engine decodes plainly. Without --prompt and --prompts
+it continues the first prompt in the base's folder. Repeat a stopped command with the same --output
+to resume it. Several processes decode as one if the environment says so (launch/local_processes);
+one of them reads prompts and writes rows.
 """
 
 import sys
@@ -32,7 +31,7 @@ def main(flags) -> int:
 
     settings, spec = settings_from(flags, GenerationSettings), settings_from(flags, ModelSpec)
     options = settings_from(flags, GenerateOptions, spec=spec, seed=flags.seed)
-    # All processes decode; only the primary one prints.
+    # All processes decode; only the primary prints.
     with joined_processes(), primary_speaks():
         result = run(options, settings)
         cli.report(result)

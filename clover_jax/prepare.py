@@ -1,4 +1,4 @@
-"""Prepare training data: tokenised and masked, with answers of the base, or with its activations.
+"""Prepare training data: tokenized and masked, with answers of the base, or with its activations.
 
     python -m clover_jax.prepare --data=chats.jsonl --base=DIR --preview
     python -m clover_jax.prepare --data=chats.jsonl --base=DIR --output=runs/data
@@ -6,13 +6,13 @@
 
 Data (--data): paths or globs, comma-separated, of text files, .jsonl (also .gz, .xz) or .json lists
 with rows of conversations (ShareGPT), messages, prompt and response, text, or the prompt_ids and
-output_ids that `generate --output` writes. The base is imitated on the assistant's tokens, or on
-all of a text; one record in twenty, chosen by a hash of its content, is held out.
+output_ids that `generate --output` writes. The loss covers the assistant's tokens, or all tokens of
+a plain text; one record in twenty, chosen by a hash of its content, is held out.
 
 The folder holds ArrayRecord shards and manifests: train.json, heldout.json and, with --features,
-hidden.json. The same command goes on where it was stopped. Training on the folder gives the very
-batches that the raw files would give; `train --teacher=cached` then reads the activations there.
-Several processes regenerate answers and read activations as one where the environment says so
+hidden.json. The same command resumes a stopped run. Training on the folder uses the same batches as
+training on the raw files; `train --teacher=cached` also reads the activations. Several processes
+regenerate answers and compute activations as one if the environment says so
 (launch/local_processes); one of them writes the folder, which all must see for --features.
 """
 
@@ -43,7 +43,7 @@ def main(flags: absl_flags.FlagValues) -> int:
 
     with joined_processes(), primary_speaks():
         report = execute(flags)
-        # A part has no samples yet; of several processes one has them.
+        # Of several processes only the primary has written samples.
         if not flags.preview and "samples" in report:
             print(_summary(report))
         cli.report(report)
@@ -74,7 +74,7 @@ def _summary(report: dict) -> str:
     size = (report["bytes"] + report.get("feature_bytes", 0)) / 1e9
     return (
         f"{report['samples']} samples ({report['refused']} left out), {report['tokens']} tokens, "
-        f"{report['counted']} to learn, {report['heldout']} held-out records, {size:.2f} GB; "
+        f"{report['counted']} in the loss, {report['heldout']} held-out records, {size:.2f} GB; "
         f"train with --data={report['output']}"
     )
 

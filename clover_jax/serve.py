@@ -1,8 +1,8 @@
 """Serve OpenAI's API over HTTP: completions and chat, streamed or whole, for many clients at once.
 
-Requests share one engine and join it while others decode. Without flags it serves the package's own
-small model and drafts by copying from the text. It answers 503 until the model is ready; SIGTERM
-and Ctrl-C let it answer what it has taken, and end it. Several processes serve as one where the
+Requests share one engine and join it while others decode. Without flags it serves the package's
+small model and drafts by copying from the text. It answers 503 until the model is ready. SIGTERM
+and Ctrl-C finish the running requests and stop it. Several processes serve as one if the
 environment says so (launch/local_processes); the first one listens.
 """
 
@@ -27,12 +27,12 @@ def define_flags(flags):
 
 def main(flags) -> None:
     """Run the command."""
-    # All that is missing at once; an import would tell of the first one.
+    # All missing packages at once; an import would name only the first.
     missing = [name for name in _PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
-            f"serve needs {', '.join(missing)}; install what it needs by "
-            "pip install 'clover-jax[serve]', or in a checkout by pip install -e '.[serve]'"
+            f"serve needs {', '.join(missing)}; run pip install 'clover-jax[serve]', or in a "
+            "checkout pip install -e '.[serve]'"
         )
     from clover_jax.runtime.distributed import joined_processes, primary_speaks
     from clover_jax.serving.run import run

@@ -7,12 +7,13 @@ prompt and response, messages, text, or the prompt_ids and output_ids that `gene
 writes; a folder that `prepare` made; builtin:python is the Python standard library of this machine.
 
 The workdir holds metrics.jsonl, eval.jsonl, tensorboard/, checkpoints/, draft/ (the last step) and
-best/ (the best by measured tau, since the prompts, tree or tokens to measure with last changed).
+best/ (the highest measured tau, since the prompts, tree or tokens to measure with last changed).
 --draft=WORKDIR of other commands uses best/, or draft/ if nothing was measured. Repeat the command
-to resume a stopped run. SIGTERM or Ctrl-C saves a checkpoint after the current step; the status is
-then 0 and the result has "finished": false; a second Ctrl-C stops at once. Several processes work
-as one if the environment sets them up (launch/local_processes); the mesh then spans all their
-devices. Status 2: a usage error, or a loss that is not finite; 3: another process of the run died.
+to resume a stopped run; --overwrite starts again. SIGTERM or Ctrl-C saves a checkpoint after the
+current step; the status is then 0 and the result has "finished": false; a second Ctrl-C stops at
+once. Several processes work as one if the environment sets them up (launch/local_processes); the
+mesh then spans all their devices. Status 2: a usage error, or a loss that is not finite; 3: another
+process of the run died.
 """
 
 import dataclasses
@@ -30,12 +31,12 @@ from clover_jax.training.settings import TrainSettings
 
 @dataclasses.dataclass(frozen=True)
 class DryRunSettings:
-    """Whether to print what a run would take, and for which hardware."""
+    """Whether to estimate the cost of a run instead, and for which hardware."""
 
     dry_run: bool = setting(
         False,
-        "print what the run would take (params, memory of a device, FLOPs, time) and end; --mesh "
-        "may then have more devices than there are",
+        "print the cost of the run (params, memory of a device, FLOPs, time) and end; --mesh may "
+        "then have more devices than this machine",
         group="dry run",
     )
     target: str | None = setting(
@@ -70,7 +71,6 @@ def main(flags: absl_flags.FlagValues) -> int:
 
     workdir = cli.workdir_of(flags, "train")
     with joined_processes(), cli.stop_signals_as_event() as stop:
-        # By the library's function, so that a program trains the same.
         report = api.train(workdir, stop=stop, mesh=flags.mesh, **vars(settings))
         if is_primary():
             print(_summary(report))
@@ -103,7 +103,8 @@ def _summary(report: dict) -> str:
         return f"stopped at step {report['steps']}; repeat the command to resume"
     done = f"trained {report['steps']} steps"
     if report.get("already_finished"):
-        done = f"{report['workdir']} has finished its {report['steps']} steps"
+        finished = f"{report['workdir']} has finished its {report['steps']} steps"
+        done = f"{finished} (--overwrite starts again)"
     if "tau" not in report:
         return f"{done}\nhead: {report['draft']}, tau not measured"
 

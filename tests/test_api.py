@@ -32,7 +32,7 @@ def models(folder):
 def test_the_example_of_the_docstring_runs(capsys, tmp_path, monkeypatch):
     lines = api.__doc__.splitlines()
     program = "\n".join(line[4:] for line in lines if line.startswith("    "))
-    assert program.count("api.") == 4
+    assert program.count("api.") == 5
     monkeypatch.chdir(tmp_path)
     scope = {}
     text = "for word in words: count[word] += 1  # and so on " * 20
@@ -42,7 +42,10 @@ def test_the_example_of_the_docstring_runs(capsys, tmp_path, monkeypatch):
     # The same call for seconds in place of minutes.
     program = program.replace("steps=1000", "steps=2, seq_len=32, batch_size=2")
     exec(program.replace("builtin:python", "some.jsonl"), scope)
-    assert capsys.readouterr().out.splitlines()[-1] == "16 tokens, length"
+    *_, last = shown = capsys.readouterr().out.splitlines()
+    assert "16 tokens, length" in shown
+    assert any("drafted tokens accepted" in line for line in shown)
+    assert last.startswith("16 tokens in ")
     assert scope["models"].draft.provenance["steps"] == 2
 
 
@@ -158,6 +161,9 @@ def test_a_draft_gives_the_same_text_in_fewer_forwards(models, folder):
     assert all_ids(drafted) == all_ids(plain)
     assert drafted[-1].forwards < plain[-1].forwards
     assert drafted[-1].tau == 23 / drafted[-1].forwards
+    assert sum(piece.accepted for piece in drafted) >= 23 - drafted[-1].forwards
+    assert all(piece.accepted <= piece.drafted for piece in drafted)
+    assert {(piece.drafted, piece.accepted) for piece in plain} == {(0, 0)}
 
 
 def test_models_show_in_a_notebook_what_they_are_not_all_they_hold(models, folder):
@@ -221,15 +227,15 @@ def test_mistakes_are_user_errors(models):
         list(api.generate(models, np.array(3)))
     with pytest.raises(UserError, match=r"batch_size must be a whole number, not 2\.5"):
         list(api.generate_rows(models, ["a"], batch_size=2.5))
-    with pytest.raises(UserError, match="'max_tokens' is no setting; the settings are .*max_new"):
+    with pytest.raises(UserError, match="'max_tokens' is not a setting; the settings are .*max_n"):
         list(api.generate(models, "a", max_tokens=5))
     with pytest.raises(UserError, match="the prompt has 5000 tokens"):
         list(api.generate(models, [5] * 5000, context_overflow="skip"))
     with pytest.raises(UserError, match=r"batch_size \(0\) must be at least 1"):
         list(api.generate_rows(models, ["a"], batch_size=0))
-    with pytest.raises(UserError, match="'step' is no setting; the settings are base, "):
+    with pytest.raises(UserError, match="'step' is not a setting; the settings are base, "):
         api.train("nowhere", step=5)
-    with pytest.raises(UserError, match="dtype 'int8' is unknown; use auto, float32 or bfloat16"):
+    with pytest.raises(UserError, match="dtype 'int8' is not one of auto, float32, bfloat16"):
         api.load_base(dtype="int8")
     with pytest.raises(UserError, match="the folder no such/folder/here does not exist"):
         api.load_draft(models, "no such/folder/here")
@@ -289,10 +295,16 @@ def test_the_library_measures_prepares_and_converts(folder, tmp_path):
 
 
 def test_a_wrong_setting_of_a_command_is_a_user_error(tmp_path):
-    with pytest.raises(UserError, match="'bases' is no setting; the settings are allow_base_mis"):
+    with pytest.raises(UserError, match="'bases' is not a setting; the settings are allow_base"):
         api.convert("a", "b", bases="c")
-    with pytest.raises(UserError, match="repeats"):
-        api.evaluate(tmp_path / "out", repeats=0)
+    for settings, message in (
+        ({"repeats": 0}, r"repeats \(0\) must be at least 1"),
+        ({"repeats": "2"}, "repeats must be a whole number, not '2'"),
+        ({"dtype": "int8"}, "dtype 'int8' is not one of auto, float32, bfloat16"),
+        ({"temperature": float("nan")}, r"temperature \(nan\) must be at least 0"),
+    ):
+        with pytest.raises(UserError, match=message):
+            api.evaluate(tmp_path / "out", **settings)
 
 
 def test_the_names_of_its_signatures_are_there():
@@ -301,4 +313,4 @@ def test_the_names_of_its_signatures_are_there():
 
 
 def test_importing_the_package_loads_nothing(run_python):
-    run_python("import clover_jax, sys; assert 'jax' not in sys.modules; clover_jax.api.generate")
+    run_python("import clover_jax, sys; assert 'jax' not in sys.modules")

@@ -29,4 +29,4 @@ def test_a_command_s_flags_reach_it(capsys):
 
 def test_an_unknown_command_is_one_line_and_status_2(capsys):
     assert __main__.main(["chat"]) == 2
-    assert "clover-jax: 'chat' is no command; use one of train" in capsys.readouterr().err
+    assert "clover-jax: 'chat' is not a command; use one of train" in capsys.readouterr().err

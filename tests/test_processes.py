@@ -218,9 +218,9 @@ def test_a_mistake_whose_text_speaks_of_connections_is_no_lost_process():
     [
         (
             {"JAX_COORDINATOR_ADDRESS": "127.0.0.1:1", "JAX_NUM_PROCESSES": "2"},
-            "needs JAX_PROCESS_ID, a whole number, beside it, found ''",
+            "also needs JAX_PROCESS_ID, a whole number, not ''",
         ),
-        ({"JAX_COORDINATOR_ADDRESS": "auto"}, "nothing here says which cluster this is"),
+        ({"JAX_COORDINATOR_ADDRESS": "auto"}, "no cluster was recognized"),
     ],
     ids=["incomplete", "no cluster"],
 )

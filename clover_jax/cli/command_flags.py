@@ -1,12 +1,12 @@
-"""A command's flags: parsed from arguments and flagfiles, the common ones defined once.
+"""The flags of a command: defined from settings, parsed from arguments and flagfiles.
 
-Flag values belong to one run, never to absl's global ones: importing a command defines nothing, and
-one process can run several commands.
+Flag values belong to one run and are never absl's global ones: importing a command defines nothing,
+and one process can run several commands.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -17,6 +17,7 @@ from clover_jax.field_types import (
     COMMON,
     CommonSettings,
     Setting,
+    check_values,
     declared_settings,
     field_kinds,
     setting,
@@ -29,41 +30,34 @@ S = TypeVar("S")
 def parse_flags(
     define_flags: Callable[[absl_flags.FlagValues], None], argv: Sequence[str]
 ) -> absl_flags.FlagValues:
-    """Return the flag values of `argv`; `flags.flagfile` lists the flagfiles it named.
+    """Return the flag values of `argv`; `flags.flagfile` lists the flagfiles that it names.
 
-    Raises UserError for an argument that is no flag, absl.flags.Error for an unknown flag or a bad
-    value, OSError for an unreadable flagfile.
+    Raises UserError for an argument that is not a flag and for a flagfile that cannot be read,
+    absl.flags.Error for an unknown flag or a bad value.
     """
     flagfiles = _flagfile_names(argv)
-    # absl would only warn of a flagfile that includes itself, and read on.
-    for name in flagfiles:
-        _check_flagfile(name, ())
     values = defined(define_flags)
     values.set_gnu_getopt(True)  # so that flags after a stray argument are still checked
     try:
         stray = values(["clover_jax", *argv])[1:]
-    except absl_flags.CantOpenFlagFileError as error:  # one that a flagfile names
-        raise UserError(
-            f"{str(error).removeprefix('ERROR:: ')}; a flagfile's name in a flagfile is relative "
-            f"to the working directory, here {Path.cwd()}: start where it is found"
-        ) from error
+    except absl_flags.CantOpenFlagFileError as error:
+        raise UserError(f"{str(error).removeprefix('ERROR:: ')}; from {Path.cwd()}") from error
     if stray:
         raise UserError(f"unexpected argument {stray[0]!r}: flags are written --name=value")
-    # absl replaces --flagfile by the file's lines; the names are wanted for the default workdir.
+    # absl replaces --flagfile with the file's lines; the default workdir needs the names.
     values.flagfile = flagfiles  # type: ignore[assignment]  # absl's stub takes no value at all
-    # Libraries below (grain, orbax) look at absl's global flags and insist that they were parsed.
+    # grain and orbax read absl's global flags and insist that they were parsed.
     if not absl_flags.FLAGS.is_parsed():
         absl_flags.FLAGS.mark_as_parsed()
     return values
 
 
 def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> None:
-    """Define a flag for every field, or for those named, that `field_types.setting` made.
+    """Define a flag for every field made with `field_types.setting`, or for the named ones.
 
-    Its type is the annotation's, its default, help, bounds and choices the field's; `--help` lists
-    it under the field's group. A flag that is there already stays as it is.
+    The flag has the type of the annotation, and the default, help, bounds and choices of the field;
+    `--help` lists it under the field's group. A flag that is already defined stays as it is.
     """
-    # The annotation is the flag's type, so neither can say something else.
     kinds = field_kinds(kind)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
     for name, declared in declared_settings(kind).items():
@@ -101,15 +95,46 @@ def _define(
 
 
 def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) -> S:
-    """Return the settings that the flags of `define_settings(flags, kind)` ask for.
+    """Return the settings of the flags that `define_settings(flags, kind)` defined.
 
-    others: values of fields that are no flags, or that the command changes. A setting whose flag
-    the command lacks has its default.
+    others: values of fields without a flag, or instead of the flag's. A setting whose flag the
+        command lacks has its default.
+    Raises UserError for a value that the settings do not accept.
     """
-    # absl gives lists; frozen settings hold tuples.
+    # absl has lists; frozen settings hold tuples.
     given = {name: flags[name].value for name in declared_settings(kind) if name in flags}
-    plain = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
-    return kind(**(plain | others))
+    given = {name: tuple(v) if isinstance(v, list) else v for name, v in given.items()}
+    # A program's values come without the parser's checks: `flags_of`.
+    check_values(kind, given)
+    return kind(**(given | others))
+
+
+def flags_of(
+    define_flags: Callable[[absl_flags.FlagValues], None], given: Mapping[str, Any]
+) -> absl_flags.FlagValues:
+    """Return a command's flags with these values, as a program passes them; None is unset.
+
+    Raises UserError for an unknown name. `settings_from` checks the values.
+    """
+    flags = defined(define_flags)
+    for name, value in given.items():
+        if name not in flags or name == "flagfile":
+            known = ", ".join(sorted(set(flags) - {"flagfile"}))
+            raise UserError(f"{name!r} is not a setting; the settings are {known}")
+        if value is None:
+            continue
+        flag = flags[name]
+        if isinstance(flag.default, list):
+            # One text may stand for a list of one, or have commas.
+            is_repeated = isinstance(flag, absl_flags.MultiFlag)
+            texts = [value] if is_repeated else str(value).split(",")
+            value = list(map(str, value)) if isinstance(value, list | tuple) else texts
+        elif flag.flag_type().startswith("string"):
+            # A path, or several values that the command separates with commas.
+            value = ",".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
+        flag.value = value
+    flags.mark_as_parsed()
+    return flags
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,7 +155,7 @@ class _Flagfiles:
 
 
 def define_common_flags(flags: absl_flags.FlagValues) -> None:
-    """Define the flags that mean the same in every command."""
+    """Define the flags of every command."""
     define_settings(flags, _CommonFlags)
     define_settings(flags, ModelSpec, "mesh")
 
@@ -147,32 +172,16 @@ def workdir_of(flags: absl_flags.FlagValues, command: str) -> Path:
 
 def flag_settings(flags: absl_flags.FlagValues, *leave_out: str) -> dict[str, Any]:
     """Return the value of every flag not in `leave_out`, for manifests and provenance."""
-    # What flagfiles set is among the values already.
     skipped = {"flagfile", *leave_out}
     return {name: flags[name].value for name in sorted(flags) if name not in skipped}
 
 
 def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags.FlagValues:
-    """Return flag values, not yet parsed, on which `define_flags` has defined its flags."""
+    """Return flag values, not yet parsed, with the flags that `define_flags` defines."""
     values = absl_flags.FlagValues()
     define_flags(values)
     define_settings(values, _Flagfiles)
     return values
-
-
-def _check_flagfile(name: str, including: tuple[str, ...]) -> None:
-    """Raise OSError for a flagfile that cannot be read, UserError for one that includes itself.
-
-    including: the flagfiles that led to this one, outermost first.
-    """
-    if name in including:
-        chain = " -> ".join([*including, name])
-        raise UserError(f"flagfile {name} includes itself ({chain}); take one --flagfile line out")
-    lines = Path(name).expanduser().read_text().splitlines()
-    for nested in _flagfile_names([line.strip() for line in lines]):
-        # absl says best where it looked for a nested file that is missing.
-        if Path(nested).expanduser().is_file():
-            _check_flagfile(nested, (*including, name))
 
 
 def _flagfile_names(argv: Sequence[str]) -> list[str]:

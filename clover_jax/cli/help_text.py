@@ -11,8 +11,7 @@ from clover_jax.field_types import COMMON
 _PLACEHOLDER = {"string": "TEXT", "int": "N", "float": "X"}
 _INDENT = " " * 4
 
-
-# Groups that few need: `--help` counts their flags, `--help=all` lists them too.
+# Rarely needed groups: `--help` counts their flags, `--help=all` lists them.
 RARE = ("memory", "dry run", "third-party drafts")
 
 
@@ -21,14 +20,13 @@ def help_text(
 ) -> str:
     """Return the help of `command`, whose flags are `flags`, folded to the terminal's width.
 
-    everything: list the groups of RARE as well.
+    everything: list the groups of RARE too.
     """
-    # Lines longer than a page are hard to read on a wide terminal.
     width = min(shutil.get_terminal_size().columns, 100)
     groups: dict[str, list[absl_flags.Flag]] = {}
     for name in flags:
         groups.setdefault(getattr(flags[name], "group", "flags"), []).append(flags[name])
-    # Those of every command come last, however early they were defined.
+    # The flags of every command come last.
     groups[COMMON] = groups.pop(COMMON, [])
 
     parts = [f"usage: python -m {command} [--flag=value ...]", textwrap.dedent(description).strip()]
@@ -39,26 +37,21 @@ def help_text(
         elif group:
             parts.append("\n".join([f"{title}:", *(_flag_help(flag, width) for flag in group)]))
     if left_out:
-        parts.append(f"{left_out} more flags, seldom needed: --help=all")
+        parts.append(f"{left_out} more flags, rarely needed: --help=all")
     return "\n\n".join(parts)
 
 
 def _flag_help(flag: absl_flags.Flag, width: int) -> str:
-    # absl wraps and repeats itself for its own layout; here the text is folded anew.
+    # absl wraps the text, and repeats what the usage line shows.
     meaning = " ".join((flag.help or "").split())
-    # absl adds what is said by the usage line.
     meaning = meaning.removesuffix("; repeat this option to specify a list of values")
     meaning = re.sub(r"^<[^>]*>: ", "", meaning)
     if flag.default not in (None, "", []):
         meaning += f" [{(flag.default_as_str or '').strip(chr(39))}]"
     folded = textwrap.fill(meaning, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
-    return f"  {_flag_usage(flag)}\n{folded}"
 
-
-def _flag_usage(flag: absl_flags.Flag) -> str:
     if flag.boolean:
-        return f"--[no]{flag.name}"
-    # Choices say more than the word TEXT.
+        return f"  --[no]{flag.name}\n{folded}"
     choices = getattr(flag.parser, "enum_values", None)
     value = "|".join(choices) if choices else _PLACEHOLDER.get(flag.parser.flag_type(), "VALUE")
-    return f"--{flag.name}={value}"
+    return f"  --{flag.name}={value}\n{folded}"

@@ -1,12 +1,20 @@
-"""Names of the drafters and the file that holds each; imported only when used."""
+"""The drafters by name, and drafters in a user's own file; imported only when used.
+
+A drafter in a file is named FILE.py:CLASS. Its draft records that name, with an absolute path.
+"""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib
+import importlib.util
 import inspect
+import os
+import sys
 import types
 import typing
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -30,11 +38,13 @@ DRAFTERS = {
     "eagle3": ("eagle3", "Eagle3Config", "Eagle3"),
     "dflash2": ("dflash2", "DFlash2Config", "DFlash2"),
 }
-# The same for what drafts without weights; --draft takes these names.
+# The same for drafters without weights; --draft takes these names.
 TRAINING_FREE = {
     "lookup": ("lookup", "LookupConfig", "Lookup"),
     "recycle": ("recycle", "RecycleConfig", "Recycle"),
 }
+# Files of drafters that a stored draft may name, separated as in PATH: importing one runs its code.
+TRUSTED_VARIABLE = "CLOVER_JAX_DRAFTER_FILES"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,12 +59,12 @@ class DraftHead:
         return self.module.apply({"params": params}, *arguments, method=method)
 
     def rescored(self, params: Params, hidden: Array, logits: Array) -> Array:
-        """Return the scores by which the head proposes: those of `rescore`, or its logits."""
+        """Return the scores that the head proposes with: of `rescore`, or its logits."""
         return self.apply(params, "rescore", hidden, logits) if self.module.rescores else logits
 
 
 class _Kind(NamedTuple):
-    """The file of a kind, imported, and the classes of its config and its module."""
+    """The imported file of a kind, and the classes of its config and its module."""
 
     file: Any
     config: type[DrafterConfig]
@@ -63,15 +73,49 @@ class _Kind(NamedTuple):
 
 def _load(kind: str) -> _Kind:
     known = DRAFTERS | TRAINING_FREE
+    path, colon, name = kind.rpartition(":")
+    if colon and path.endswith(".py"):
+        return _load_file(str(Path(path).expanduser().resolve()), name)
     if kind not in known:
-        raise UserError(f"drafter {kind!r} is unknown; the drafters are {', '.join(DRAFTERS)}")
+        raise UserError(
+            f"drafter {kind!r} is unknown; the drafters are {', '.join(DRAFTERS)}, or FILE.py:CLASS"
+        )
     name, config, module = known[kind]
     file = importlib.import_module(f"clover_jax.drafters.{name}")
     return _Kind(file, getattr(file, config), getattr(file, module))
 
 
+@functools.cache
+def _load_file(path: str, name: str) -> _Kind:
+    """Import a drafter from a user's file; raises UserError where the file has none by that name.
+
+    The config's class is the annotation of the module's field `config`.
+    """
+    spec = importlib.util.spec_from_file_location(f"drafter_file_{Path(path).stem}", path)
+    if spec is None or spec.loader is None or not Path(path).is_file():
+        raise UserError(f"drafter {path}:{name}: there is no such file")
+    file = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = file  # annotations are looked up there
+    spec.loader.exec_module(file)
+
+    module = getattr(file, name, None)
+    if not (isinstance(module, type) and issubclass(module, Drafter)):
+        raise UserError(f"{path} has no class {name!r} that extends Drafter")
+    config = typing.get_type_hints(module).get("config")
+    if not (isinstance(config, type) and issubclass(config, DrafterConfig)):
+        raise UserError(f"{path}: {name} needs a field 'config: CONFIG', a DrafterConfig")
+    missing = [each for each in ("make_config", "init_from_base") if not hasattr(file, each)]
+    if missing:
+        raise UserError(f"{path} has no function {missing[0]}; see drafters/README.md")
+    _FILES.add(path)
+    return _Kind(file, config, module)
+
+
+_FILES: set[str] = set()  # imported in this process, so trusted by its user
+
+
 def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfig:
-    """Return the config of a head of this kind for a base; options are the kind's own.
+    """Return the config of a head of this kind for a base, with options of the kind.
 
     Raises UserError for an option that the kind does not have, ValueError for a bad value.
     """
@@ -80,13 +124,19 @@ def config_for_base(kind: str, base: BaseConfig, **options: Any) -> DrafterConfi
     for name in options:
         if name not in known:
             raise UserError(f"a {kind} head has no option {name}; its options: {', '.join(known)}")
-    return of_base(_load(kind).file.make_config(base, **options), base)
+    config = of_base(_load(kind).file.make_config(base, **options), base)
+    path, _, name = kind.rpartition(":")
+    if path:
+        # The draft is read from other folders too.
+        kind = f"{Path(path).expanduser().resolve()}:{name}"
+        config = dataclasses.replace(config, kind=kind)
+    return config
 
 
 def _options(kind: str) -> dict[str, Any]:
     """Return name -> type of a kind's options: the parameters of its `make_config`.
 
-    `**options` stands for fields of its config: those that no other kind has, and num_positions.
+    `**options` stands for the fields of its config that no other kind has, and num_positions.
     """
     file, config, _ = _load(kind)
     # These files have annotations as strings; eval_str turns them into types.
@@ -101,8 +151,8 @@ def _options(kind: str) -> dict[str, Any]:
 
 
 def of_base(config: DrafterConfig, base: BaseConfig) -> DrafterConfig:
-    """Return a head's config with what it must know of its base beside the shapes."""
-    # Where some layers rotate otherwise, or have no experts, the deepest one of the head's kind.
+    """Return a head's config with the properties of its base that are not shapes."""
+    # Layers may differ in rotation and experts: the deepest one like the head's layers.
     layers = [base.layer_at(i) for i in range(base.num_layers)]
     kind = (base.rope, base.num_experts)
     alike = [i for i, layer in enumerate(layers) if (layer.rope, layer.num_experts) == kind]
@@ -124,25 +174,36 @@ def plain_options(kind: str) -> dict[str, type]:
 def parse_options(given: str, text: str, kind: str) -> dict[str, Any]:
     """Return the options that "name=value,..." sets, each of the type that the kind declares.
 
-    given: what stood before the text, as "--drafter_options=".
+    given: the words before the text in an error, such as "--drafter_options=".
     Example: "order=block_first,output_projector=false" for clover2 gives
     {"order": "block_first", "output_projector": False}.
-    Raises UserError that lists the kind's options where one is unknown or has a bad value.
+    Raises UserError, with a list of the kind's options, for an unknown one or a bad value.
     """
     return parse_values(given, text, plain_options(kind), f"a {kind} head has no option")
 
 
 def _without_none(hint: Any) -> Any:
     """Return int for `int | None`, and everything else as it is."""
-    # Only a single type beside None can be read from a string.
+    # Only a single type, or None, can be read from a string.
     arms = [arm for arm in typing.get_args(hint) if arm is not types.NoneType]
     return arms[0] if isinstance(hint, types.UnionType) and len(arms) == 1 else hint
 
 
 def config_from_dict(values: dict[str, Any]) -> DrafterConfig:
-    """Rebuild a config written by `DrafterConfig.to_dict`."""
-    # An unknown kind is named by the error.
-    return _load(values.get("kind", "missing")).config.from_dict(values)
+    """Rebuild a config written by `DrafterConfig.to_dict`.
+
+    Raises UserError for an unknown kind, and for a file that the user has not named: a draft from
+    elsewhere must not run code.
+    """
+    kind = str(values.get("kind", "missing"))
+    path, _, name = kind.rpartition(":")
+    trusted = os.environ.get(TRUSTED_VARIABLE, "").split(os.pathsep)
+    if path and path not in _FILES | {str(Path(one).resolve()) for one in trusted if one}:
+        raise UserError(
+            f"this draft runs the code of {path} (class {name}); if you trust that file, set "
+            f"{TRUSTED_VARIABLE}={path}"
+        )
+    return _load(kind).config.from_dict(values)
 
 
 def head(config: DrafterConfig) -> DraftHead:
@@ -158,15 +219,15 @@ def init_shapes(draft: DraftHead, base_params: Params) -> Params:
 
 
 def init_params(draft: DraftHead, base_params: Params, rng: Array) -> Params:
-    """Return float32 params with the method's initialisation from the base."""
+    """Return float32 params, initialized from the base as the method defines."""
     if draft.config.kind in TRAINING_FREE:
         return {}
-    # Random params first; those that the method takes from the base then replace them.
+    # Random params first, then the ones that the method takes from the base.
     fresh, noise = jax.random.split(rng)
     params = _random_params(draft, base_params, fresh)
     file = _load(draft.config.kind).file
     begun = file.init_from_base(draft.config, params, base_params, noise)
-    # In the head's own dtype, whatever the base's is.
+    # In the dtype of the head, not of the base.
     return jax.tree.map(lambda old, x: jnp.array(x, old.dtype), params, {**params, **begun})
 
 

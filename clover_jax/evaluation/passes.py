@@ -71,7 +71,7 @@ class Evaluation:
                 total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
                 done = total - self.num_rows(keys)
                 desc = f"batch size {batch_size}"
-                with progress_bar(total, desc, "row", initial=done, compiling=compiling) as bar:
+                with progress_bar(total, desc, "row", initial=done) as bar:
                     for task, of_task in itertools.groupby(keys, lambda key: key.task):
                         for key in of_task:
                             self._run_pass(key, compiling, bar)

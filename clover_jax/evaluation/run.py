@@ -36,7 +36,6 @@ from clover_jax.evaluation.report import (
 from clover_jax.evaluation.rows import open_row_files, turns_of
 from clover_jax.generation.settings import GenerationSettings, sampling_for
 from clover_jax.loading.models import Models
-from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
@@ -159,10 +158,7 @@ def _measure(evaluation: Evaluation) -> Measured:
     plain = files[vanilla.name].rows
     comparisons, divergences, hits = {}, {}, {}
     total = len(drafts) * len(plan.prompts)
-    with (
-        CompileClock() as compiling,
-        progress_bar(total, "accuracy", "row", compiling=compiling) as bar,
-    ):
+    with progress_bar(total, "accuracy", "row", first_compiles=True) as bar:
         for method in drafts:
             name = method.name
             # All texts of a row: the first, and different ones of later passes.

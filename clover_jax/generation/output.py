@@ -1,92 +1,58 @@
-"""Where decoded rows go, and the two ways to watch them: a bar over many, or the text of one."""
+"""Output of decoded rows: a file or stdout, a progress bar, or the text of one row as it comes."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager
+import os
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from clover_jax.data.prompts import BadPrompt, Failures, Prompt, prompts_hash
-from clover_jax.generation.live_text import LiveText
-from clover_jax.generation.row_stream import RowStream
+from clover_jax.generation.row_state import Turn
+from clover_jax.generation.row_stream import RowEvent, RowStream
 from clover_jax.generation.row_totals import RowTotals
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary
-from clover_jax.runtime.progress import Progress, say
+from clover_jax.runtime.progress import Progress
 from clover_jax.storage.jsonl import to_json
-from clover_jax.storage.row_shards import Shard
-from clover_jax.storage.row_writer import RowWriter
+from clover_jax.storage.row_writer import RowSink, RowWriter
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RESET, _PROMPT = "\033[0m", "\033[2m"
+# The tokens of one forward pass of the base have one shade; the shades alternate.
+_FORWARDS = ("\033[32m", "\033[96m")
 
 
-class RowPrinter(AbstractContextManager):
-    """Prints rows on stdout, in input order; or nothing where only the figures are printed."""
+class RowPrinter(RowSink):
+    """Prints rows on stdout, in input order."""
 
-    def __init__(self, quiet: bool = False, finished: int = 0):
-        """Start with row 0, or resume after the rows that another process has."""
-        self.finished, self.earlier_seconds = finished, 0.0
-        self._quiet = quiet
-        # Index -> row that waits until all rows before it are there.
-        self._waiting: dict[int, dict[str, Any]] = {}
-
-    def kept(self) -> Iterable[dict[str, Any]]:
-        """Return none: printed rows are not kept."""
-        return ()
-
-    def append(self, row: dict[str, Any]) -> None:
-        """Print `row` once all before it are printed."""
-        if self._quiet:
-            return
-        self._waiting[row["index"]] = row
-        while self.finished in self._waiting:
-            # Flushed, so that a reader of the pipe has each row at once.
-            print(to_json(self._waiting.pop(self.finished)), flush=True)
-            self.finished += 1
-
-    def note_seconds(self, seconds: float) -> None:
-        """Do nothing: printed rows cannot be resumed."""
-
-    def __exit__(self, *exception: object) -> None:
-        return None
-
-
-# Takes output rows in any order and keeps them in input order.
-RowSink = RowWriter | RowPrinter
+    def _write(self, row: dict[str, Any]) -> None:
+        # Flushed, so that a reader of the pipe gets each row at once.
+        print(to_json(row), flush=True)
 
 
 def open_rows(
-    path: Path,
-    prompts: Sequence[Prompt | BadPrompt],
-    settings: dict[str, Any],
-    overwrite: bool,
-    part: Shard | None = None,
+    path: Path, prompts: Sequence[Prompt | BadPrompt], settings: dict[str, Any], overwrite: bool
 ) -> RowSink:
     """Return a RowWriter in the primary process, and in the others a sink that drops rows.
 
-    All processes call it, and all resume after the rows that are there.
+    All processes call it, and all resume after the rows that are in the file.
 
-    prompts: all of them, also where `path` has the rows of a part only; None is the whole.
-    settings: what the rows depend on, as JSON values.
+    settings: everything that the rows depend on, as JSON values.
     """
-    part = part or Shard()
-    # Filled in the primary alone: the others never see the file.
+    # Filled in the primary process alone: the others never open the file.
     writers: list[RowWriter] = []
 
     def open_writer() -> int:
-        # Rows of a part keep the numbers that they have in the whole.
-        writer = RowWriter(
-            path,
-            settings=settings,
-            prompts_hash=prompts_hash(prompts),
-            overwrite=overwrite,
-            first=part.rows(len(prompts)).start,
-            shard=part.entry(len(prompts)),
-        )
+        hashed = prompts_hash(prompts)
+        writer = RowWriter(path, settings=settings, prompts_hash=hashed, overwrite=overwrite)
         writers.append(writer)
         return writer.finished
 
     finished = from_primary(open_writer)
-    return writers[0] if writers else RowPrinter(quiet=True, finished=finished)
+    return writers[0] if writers else RowSink(finished)
 
 
 def decode_with_bar(
@@ -97,7 +63,7 @@ def decode_with_bar(
     for event in stream:
         if event.row is None:
             continue
-        # Rows first: what is shown may be wrong for a moment, what is kept may not.
+        # The row is kept first, then counted and shown.
         sink.append(event.row)
         seconds = compiling.now() - started
         sink.note_seconds(seconds)
@@ -114,13 +80,56 @@ def decode_with_bar(
         bar.write(line)
 
 
-def decode_live(stream: RowStream, sink: RowSink, totals: RowTotals, screen: LiveText) -> None:
-    """Decode, with the text on the screen as it comes."""
-    for event in stream:
-        screen.take(event)
-        if event.row is not None:
-            sink.append(event.row)
-            totals.add(event.row)
-            # A failure raises, since a live stream is strict; a row left out must be told here.
-            if "skipped" in event.row:
-                say(event.row["skipped"])
+class LiveText:
+    """Writes the prompt and the answer of one row at a time, as events of watched rows arrive.
+
+    Without a terminal, or with NO_COLOR set, the text has no colors. Without a tokenizer token ids
+    are written.
+    """
+
+    def __init__(self, file: TextIO, tokenizer: PreTrainedTokenizerBase | None):
+        self._file, self._tokenizer = file, tokenizer
+        self._in_color = wants_color(file)
+        self._turn_number = 0  # within its row
+        self._is_begun = False
+
+    def take(self, event: RowEvent) -> None:
+        """Write the new text of an event."""
+        # Failed and skipped rows, which have no progress, are reported elsewhere.
+        progress = event.progress
+        if progress is None or isinstance(event.prompt, BadPrompt):
+            return
+        if not self._is_begun:
+            self._write(self._prompt_text(event.prompt, progress.turn), _PROMPT)
+        for piece in progress.pieces:
+            text = piece.text if self._tokenizer else "".join(f"{id_} " for id_ in piece.ids)
+            self._write(text, _FORWARDS[piece.forward % len(_FORWARDS)])
+
+        self._is_begun = not progress.ended
+        if progress.ended:
+            self._write("\n", "")
+            self._turn_number = 0 if event.row else self._turn_number + 1
+        self._file.flush()
+
+    def _prompt_text(self, prompt: Prompt, turn: Turn) -> str:
+        """Return the text of a prompt; for a conversation only the user's newest turn."""
+        # The template's text around a question is noise to a reader.
+        if prompt.turns is not None:
+            return f"{prompt.turns[self._turn_number]}\n"
+        if prompt.messages is not None:
+            return f"{prompt.messages[-1]['content']}\n"
+        if prompt.text is not None:
+            return prompt.text
+        if self._tokenizer is not None:
+            return str(self._tokenizer.decode(turn.prompt_ids))
+        return " ".join(map(str, turn.prompt_ids)) + " "
+
+    def _write(self, text: str, style: str) -> None:
+        if text:
+            self._file.write(f"{style}{text}{_RESET}" if style and self._in_color else text)
+
+
+def wants_color(file: TextIO) -> bool:
+    """Return whether `file` is a terminal with colors and the user has not turned them off."""
+    is_plain = os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb"
+    return file.isatty() and not is_plain

@@ -1,4 +1,4 @@
-"""What decoded rows add up to."""
+"""Sums over decoded rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from clover_jax.decoding.accepted_lengths import AcceptedLengths
 
 
 class RowTotals:
-    """Sums over output rows, those of an earlier run among them."""
+    """Sums over output rows, of an earlier run too."""
 
     def __init__(self, rows: Iterable[dict[str, Any]] = ()):
         self.rows = self.failed = self.skipped = 0
@@ -27,12 +27,12 @@ class RowTotals:
 
     @property
     def tokens(self) -> int:
-        """Emitted tokens, EOS and prefill's own included."""
+        """Emitted tokens, with EOS and the token of prefill."""
         return self._lengths.tokens
 
     @property
     def tau(self) -> float | None:
-        """Emitted tokens per target forward, prefill's own token and forward excluded."""
+        """Emitted tokens per target forward pass, without prefill."""
         return self._lengths.tau
 
     def to_dict(self) -> dict[str, Any]:
@@ -53,25 +53,23 @@ class RowTotals:
         speed = "" if tokens_per_second is None else f", {tokens_per_second:.0f} tokens/s"
         forwards = self._lengths.forwards
         counts = self._lengths.histogram()
-        # Copies may accept 25 tokens at once, and mostly do not: what never happened is left out.
-        shares = [f"{k}: {_percent(count, forwards)}" for k, count in enumerate(counts) if count]
+        # Lengths that never happened are left out, since copies may accept 25 tokens at once.
+        shares = []
+        for accepted, count in enumerate(counts):
+            share = 100 * count / max(forwards, 1)
+            if count:
+                shares.append(f"{accepted}: {f'{share:.0f}' if share >= 0.5 else 'below 1'} %")
         drafted = f"; drafted tokens accepted a forward: {', '.join(shares)}" if counts[1:] else ""
         return f"tau {tau}, {self.tokens} tokens in {forwards} forwards{speed}{drafted}"
 
 
-def _percent(count: int, total: int) -> str:
-    share = 100 * count / total
-    return f"{share:.0f} %" if share >= 0.5 else "below 1 %"
-
-
 def turn_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
-    """Yield these columns of every turn of an output row; nothing where no text was decoded."""
-    # A row that failed or was skipped has no lengths to count.
+    """Yield these columns of every turn of an output row; none of a failed or skipped row."""
     if "output_ids" not in row:
         return
     columns = [row[name] for name in names]
     if isinstance(row["finish_reason"], list):
-        # Several turns: each column is a list with one entry for each turn.
+        # Several turns: each column is a list with one entry per turn.
         yield from zip(*columns, strict=True)
     else:
         yield tuple(columns)

@@ -1,4 +1,4 @@
-"""How rows are decoded: settings of the command, and those of a single row."""
+"""How rows are decoded: the settings of the command, and of a single row."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _ROW_OPTIONS = (
     "stop",
 )
 
-# The units in which text is streamed: `RowState`.
+# The units of streamed text: see `RowState`.
 Grain = Literal["chunk", "forward", "copy"]
 
 _text = functools.partial(setting, group="text")
@@ -33,23 +33,23 @@ _sampling = functools.partial(setting, group="sampling")
 
 @dataclasses.dataclass(frozen=True)
 class GenerationSettings(Warping):
-    """What holds for a row.
+    """The settings of a row.
 
-    seed: of a row's own randomness; None derives it from the run's seed and the row's index.
-    stop: a single string may be given as such, and None for none.
-    min_new_tokens: tokens to emit before an end-of-sequence token may come; stop strings may.
-    logit_bias: (token id, what is added to the base's logit of it) of some tokens; a mapping or a
-        list of these may be given too.
+    seed: None derives it from the run's seed and the row's index.
+    stop: may be a single string, or None.
+    min_new_tokens: tokens before an end-of-sequence token is allowed; stop strings still end the
+        text.
+    logit_bias: pairs of a token id and a number to add to its logit; may be a mapping too.
     """
 
-    max_new_tokens: int = _text(128, "tokens to emit at most, a turn", least=1)
+    max_new_tokens: int = _text(128, "maximum number of tokens of a turn", least=1)
     stop: str | tuple[str, ...] | None = _text(
-        (), "end the text before this; may be given again", repeated=True
+        (), "end the text before this string; may be repeated", repeated=True
     )
-    ignore_eos: bool = _text(False, "go on after an end-of-sequence token")
+    ignore_eos: bool = _text(False, "continue after an end-of-sequence token")
     context_overflow: str = _text(
         "error",
-        "what becomes of a prompt that is longer than the base's context",
+        "what to do with prompts longer than the context",
         choices=("error", "truncate_left", "skip"),
     )
     verify: str | None = _sampling(
@@ -68,14 +68,13 @@ class GenerationSettings(Warping):
     logit_bias: tuple[tuple[int, float], ...] = ()
 
     def __post_init__(self):
-        # Callers of the library give one text, several or none.
         stop = [self.stop] if isinstance(self.stop, str) else self.stop
         stop = [] if stop is None else stop
         # The class is frozen; this is how it sets its own fields.
         object.__setattr__(self, "stop", tuple(stop) if isinstance(stop, list) else stop)
         object.__setattr__(self, "logit_bias", _pairs(self.logit_bias))
 
-        # Types first: what follows compares values. Then what a distribution needs, in its words.
+        # Types first, since the other checks compare values.
         check_types(self)
         check_warping(self.temperature, self.top_k, self.top_p)
         check_settings(self)
@@ -107,7 +106,7 @@ class GenerationSettings(Warping):
 
         Raises UserError, naming the row, for invalid ones.
         """
-        # None in a row means that the command's own value holds.
+        # None in a row leaves the command's value.
         own = {name: getattr(prompt, name) for name in _ROW_OPTIONS}
         given = {name: value for name, value in own.items() if value is not None}
         try:
@@ -117,39 +116,40 @@ class GenerationSettings(Warping):
 
 
 def _pairs(biases: Any) -> tuple[tuple[int, float], ...]:
-    """Return biases as pairs; raises UserError for what is neither a mapping nor pairs."""
+    """Return biases as pairs; raises UserError for other values."""
     given = biases.items() if isinstance(biases, Mapping) else biases
     if not isinstance(given, str) and isinstance(given, Iterable):
         pairs = [tuple(pair) if isinstance(pair, list) else pair for pair in given]
-        if all(map(_is_pair, pairs)):
+        if all(
+            isinstance(pair, tuple)
+            and len(pair) == 2
+            and isinstance(pair[0], numbers.Integral)
+            and isinstance(pair[1], numbers.Real)
+            for pair in pairs
+        ):
             return tuple(pairs)
     raise UserError(
         f"logit_bias must be {{token id: number, ...}}, or pairs of these, not {biases!r}"
     )
 
 
-def _is_pair(pair: Any) -> bool:
-    kinds = (numbers.Integral, numbers.Real)
-    return isinstance(pair, tuple) and len(pair) == 2 and all(map(isinstance, pair, kinds))
-
-
 def sampling_for(
     settings: GenerationSettings, prompts: Iterable[Prompt | BadPrompt]
 ) -> SamplingConfig:
-    """Return the cheapest sampling rules that all of these rows can be decoded by.
+    """Return the cheapest sampling rules that can decode all of these rows.
 
     An engine whose rows are all greedy reduces logits to their argmax; top-k and top-p cost a sort.
     Raises UserError for rules that exclude each other.
     """
-    # The command's own settings always count: a tree is searched for by them alone.
+    # The command's settings always count: the search for a tree uses them alone.
     rows = [settings]
     for prompt in prompts:
         try:
             rows.append(settings.for_row(prompt) if isinstance(prompt, Prompt) else settings)
         except UserError:
-            continue  # the row fails by itself when its turn comes
+            continue  # the row fails when its turn comes
 
-    # Greedy verification reads no distribution, so one row that draws decides for all.
+    # Greedy verification reads no distribution, so one row that samples decides for all.
     draws = settings.draft_sampling == "sampled" or any(row.temperature > 0 for row in rows)
     return SamplingConfig(
         verify=settings.verify or ("lossless" if draws else "greedy"),

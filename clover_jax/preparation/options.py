@@ -9,7 +9,6 @@ from clover_jax.decoding.sampling_config import Warping
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import NO_DRAFT, ModelSpec
-from clover_jax.storage.row_shards import Shard
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,24 +45,14 @@ class PrepareOptions:
     regenerate: bool = setting(
         False, "replace the answers by those that the base itself gives; --draft makes it faster"
     )
-    shard: str | None = setting(
-        None,
-        "I/N: regenerate the I-th of N parts, counted from 0, and write nothing else; then "
-        "generate --join --output=OUTPUT/regenerated.jsonl, and the command without --shard",
-    )
     max_new_tokens: int = setting(512, "tokens of an answer at most", least=1)
 
     def __post_init__(self):
-        _ = self.part  # a mistake is raised before anything is loaded
         # A flag that would do nothing is a misunderstanding.
         if self.preview and self.runs_base:
             raise UserError("--preview cannot be combined with --regenerate or --features")
-        # Only --regenerate decodes with a draft and its tree, and only its answers are sharded.
-        given = {
-            "draft": self.spec.draft != NO_DRAFT,
-            "tree": self.spec.tree is not None,
-            "shard": self.shard is not None,
-        }
+        # Only --regenerate decodes with a draft and its tree.
+        given = {"draft": self.spec.draft != NO_DRAFT, "tree": self.spec.tree is not None}
         for name, is_given in given.items():
             if is_given and not self.regenerate:
                 raise UserError(f"--{name} is for --regenerate, which is missing")
@@ -75,11 +64,6 @@ class PrepareOptions:
     def runs_base(self) -> bool:
         """Whether the base is run, and not only its tokenizer."""
         return self.regenerate or self.features != "none"
-
-    @property
-    def part(self) -> Shard:
-        """The part of the conversations that is answered anew."""
-        return Shard.parse(self.shard)
 
     @property
     def directory(self) -> Path:

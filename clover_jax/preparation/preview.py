@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from clover_jax.data.chat import Encoded
 from clover_jax.data.samples import RecordSamples
-from clover_jax.generation.live_text import wants_colour
+from clover_jax.generation.output import wants_color
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -21,7 +21,7 @@ def show_samples(
     samples: RecordSamples, count: int, tokenizer: PreTrainedTokenizerBase | None, file: TextIO
 ) -> None:
     """Write some samples, spread evenly: what counts in green, or in brackets on no terminal."""
-    in_colour = wants_colour(file)
+    in_colour = wants_color(file)
     marks = "in green" if in_colour else f"between {_OPEN} and {_CLOSE}"
     # Rounded up, so that no more are shown than were asked for.
     for index in range(0, len(samples), max(1, -(-len(samples) // count))):

@@ -25,10 +25,10 @@ from clover_jax.storage.jsonl import read_rows
 
 
 def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]:
-    """Answer a part of the conversations, answer by answer, and return the figures.
+    """Answer the conversations, answer by answer, and return the figures.
 
-    The rows are kept in OUTPUT/regenerated.jsonl, or the file of the part, as `generate` writes
-    them; goes on where an earlier run stopped. Several processes do it together, as they do there.
+    The rows are kept in OUTPUT/regenerated.jsonl, as `generate` writes them, and a stopped run is
+    resumed. Several processes do it together, as for `generate`.
     Raises UserError for text, which has no answers.
     """
     # Before the models: a text among the records is a mistake that needs no base to be found.
@@ -41,24 +41,25 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
         **vars(options.warping), max_new_tokens=options.max_new_tokens, context_overflow="skip"
     )
 
-    path = options.part.path(options.directory / REGENERATED)
-    part = options.part.rows(len(prompts))
+    path = options.directory / REGENERATED
     depends_on = {"run_seed": options.seed, **settings.to_dict(), **identity_of(models)}
-    with open_rows(path, prompts, depends_on, options.overwrite, options.part) as rows:
+    with open_rows(path, prompts, depends_on, options.overwrite) as rows:
         figures, done = RowTotals(rows.kept()), rows.finished
         # Where nothing is left, an engine would be compiled for nothing.
-        if done < len(part):
+        if done < len(prompts):
             stream = open_stream(
                 models,
                 prompts,
                 settings,
                 batch_size=options.batch_size,
                 seed=options.seed,
-                part=slice(part.start + done, part.stop),
+                part=slice(done, None),
             )
             with (
                 CompileClock() as clock,
-                progress_bar(len(part), "regenerate", "row", initial=done, compiling=clock) as bar,
+                progress_bar(
+                    len(prompts), "regenerate", "row", initial=done, first_compiles=True
+                ) as bar,
                 memory_advice(options.batch_size),
             ):
                 decode_with_bar(stream, rows, figures, bar, clock)

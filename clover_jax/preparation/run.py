@@ -87,10 +87,6 @@ def run_prepare(options: PrepareOptions) -> dict[str, Any]:
         counts.judge(samples, options.max_truncated)
         return {"looked_at": counts.to_dict(), "samples": len(samples)}
     options.directory.mkdir(parents=True, exist_ok=True)
-    # Jobs of parts share the folder; each locks the file of its own rows.
-    if options.shard is not None:
-        answered = answer(records.train, options)
-        return {"output": str(options.directory), "regenerated": answered}
     # Of several processes of one run the primary locks and writes.
     alone = only_process_in(options.directory, "is preparing", "--output")
     with alone if is_primary() else contextlib.nullcontext():

@@ -100,14 +100,9 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     # Gemma names the activation's field differently, and its MLP never has biases.
     llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
     config = parse_llama_config(llama, path)
-    # Null: no cap.
-    caps = {
-        ours: None if values[name] is None else float(positive(values, name, 0.0, path))
-        for ours, name in (
-            ("score_cap", "attn_logit_softcapping"),
-            ("logit_cap", "final_logit_softcapping"),
-        )
-    }
+
+    def cap(name: str) -> float | None:
+        return None if values[name] is None else float(positive(values, name, 0.0, path))
 
     # Published configs state the period of the layers that see everything, or list the types.
     full = range(every - 1, config.num_layers, every)
@@ -115,7 +110,8 @@ def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
         config,
         embedding_scale=config.hidden_size**0.5,
         score_scale=positive(values, "query_pre_attn_scalar", 256, path) ** -0.5,
-        **caps,
+        score_cap=cap("attn_logit_softcapping"),
+        logit_cap=cap("final_logit_softcapping"),
         post_norms=True,
         sliding_window=read_window(values, path),
         full_attention_layers=read_full_layers(values, full, path),

@@ -27,12 +27,12 @@ from clover_jax.array_types import Array, PyTree
 from clover_jax.errors import UserError, reason_of
 
 COORDINATOR, COUNT, NUMBER = "JAX_COORDINATOR_ADDRESS", "JAX_NUM_PROCESSES", "JAX_PROCESS_ID"
-STATUS_LOST = 3  # another process is lost: start all again
-# Seconds: of silence, after which a process counts as gone; that one that is done waits for the
-# others, as the primary may have more to do; that one that fails waits for them.
+STATUS_LOST = 3  # another process has ended: start all again
+# Seconds of silence after which a process counts as lost; that a finished process waits for the
+# others, since the primary may have more to do; that a failed process waits for them.
 _SILENCE, _PATIENCE, _FAREWELL = 30, 7 * 24 * 3600, 20
-_EVERY = 8  # steps between two questions whether a process is asked to stop
-# Messages of the backends when another process is lost.
+_EVERY = 8  # steps between two exchanges about a request to stop
+# Words in the backends' messages about a lost process.
 _LOST = ("gloo", "connection closed", "connection reset", "coordination service", "heartbeat")
 
 T = TypeVar("T")
@@ -40,12 +40,11 @@ T = TypeVar("T")
 
 @contextlib.contextmanager
 def joined_processes() -> Iterator[None]:
-    """Join the other processes that the environment names; alone where it names none.
+    """Join the processes that the environment names, if it names any.
 
     When another process is lost, this one reports it and ends with STATUS_LOST. When this one alone
     fails, it ends soon, so that the others notice. Raises UserError for an incomplete environment.
     """
-    # Without it this is one process, whatever else the environment says.
     coordinator = os.environ.get(COORDINATOR)
     if coordinator is None:
         yield
@@ -61,8 +60,8 @@ def joined_processes() -> Iterator[None]:
             join()
         except ValueError as error:
             raise UserError(
-                f"{COORDINATOR}=auto, but nothing here says which cluster this is ({error}); give "
-                f"HOST:PORT, {COUNT} and {NUMBER}, or unset it to run alone"
+                f"{COORDINATOR}=auto, but no cluster was recognized ({error}); give HOST:PORT, "
+                f"{COUNT} and {NUMBER}, or unset it to run one process"
             ) from error
     else:
         count, number = _whole_number(COUNT), _whole_number(NUMBER)
@@ -74,59 +73,53 @@ def joined_processes() -> Iterator[None]:
     try:
         yield
     except BaseException as error:
-        if _tells_of_a_loss(error):
+        # A UserError may quote such words, but is never about a lost process.
+        of_backend = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
+        is_mistake = isinstance(error, UserError)
+        if of_backend and not is_mistake and any(word in str(error).lower() for word in _LOST):
             print(
                 f"process {jax.process_index()}: another process of this run has ended, so this "
-                f"one cannot go on ({reason_of(error)[:200]}); start all of them again, they go on "
-                "where they were",
+                f"one cannot continue ({reason_of(error)[:200]}); start all again to resume",
                 file=sys.stderr,
                 flush=True,
             )
-            # JAX's own end would wait for the process that is gone.
+            # JAX's shutdown would wait for the lost process.
             os._exit(STATUS_LOST)
 
-        # JAX's own end waits for the others, which wait for this one in the next step. A mistake
-        # that all have found brings them there in time.
+        # JAX's shutdown waits for the others, which wait for this one in the next step. If all have
+        # found the same mistake, they shut down in time.
         leaving = threading.Timer(_FAREWELL, os._exit, [1])
         leaving.daemon = True
         leaving.start()
         raise
 
 
-def _tells_of_a_loss(error: BaseException) -> bool:
-    # Whatever a UserError quotes, no process is gone.
-    of_backend = isinstance(error, jax.errors.JaxRuntimeError | ValueError)
-    is_mistake = isinstance(error, UserError)
-    return of_backend and not is_mistake and any(word in str(error).lower() for word in _LOST)
-
-
 def _whole_number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal():
         raise UserError(
-            f"{COORDINATOR}={os.environ[COORDINATOR]} needs {name}, a whole number, beside it, "
-            f"found {text!r}; launch/local_processes sets all three"
+            f"{COORDINATOR}={os.environ[COORDINATOR]} also needs {name}, a whole number, not "
+            f"{text!r}; launch/local_processes sets all three"
         )
     return int(text)
 
 
 def process_count() -> int:
-    """Return how many processes work as one; touches no device where this is one alone."""
+    """Return how many processes work as one; a single process touches no device for it."""
     return jax.process_count() if jax.distributed.is_initialized() else 1
 
 
 def is_primary() -> bool:
-    """Return whether this process writes files and output; touches no device where it is alone."""
+    """Return whether this process writes files and output; a single one touches no device."""
     return process_count() == 1 or jax.process_index() == 0
 
 
 def from_primary(make: Callable[[], T]) -> T:
     """Return the primary's result of `make` in every process; all of them call this.
 
-    For results that depend on a clock, a terminal, or a file that the others may not see. A user's
-    mistake there (UserError, OSError) is raised in every process.
+    For results that depend on a clock, a terminal, or a file that the others may not see. UserError
+    and OSError are raised in every process.
     """
-    # A single process sends nothing, so that results need not be picklable.
     if process_count() == 1:
         return make()
     sent = b""
@@ -136,7 +129,7 @@ def from_primary(make: Callable[[], T]) -> T:
         except (UserError, OSError) as error:
             sent = pickle.dumps((None, error))
 
-    # The others learn the size first: all must bring arrays of one shape.
+    # The size first, since all processes must pass arrays of one shape.
     size = int(multihost_utils.broadcast_one_to_all(np.int32(len(sent))))
     mine = np.frombuffer(sent.ljust(size, b"\0"), np.uint8)
     result, mistake = pickle.loads(multihost_utils.broadcast_one_to_all(mine).tobytes())
@@ -160,18 +153,17 @@ def primary_speaks() -> Iterator[None]:
 
 
 def wait_for_all(name: str) -> None:
-    """Return when every process has come to this point."""
+    """Return when every process has reached this point."""
     if jax.process_count() > 1:
         multihost_utils.sync_global_devices(name)
 
 
 def to_host(values: PyTree) -> PyTree:
-    """Bring arrays to the host, whole; every process calls it, and each gets all of them."""
+    """Return whole arrays on the host, the same in every process; all processes call this."""
 
     def bring(array: Array) -> np.ndarray:
         if not isinstance(array, jax.Array) or array.is_fully_addressable:
             return np.asarray(array)
-        # Each process has a whole copy: nothing needs to be sent.
         if array.is_fully_replicated:
             return np.asarray(array.addressable_data(0))
         return multihost_utils.process_allgather(array, tiled=True)
@@ -180,28 +172,28 @@ def to_host(values: PyTree) -> PyTree:
 
 
 class AgreedEvent(threading.Event):
-    """An event that is set in all processes at the same step, once it is set in one.
+    """An event that is set in all processes at the same step after it is set in one.
 
-    To ask the others means to wait for the device, so only every `_EVERY`-th `is_set` asks.
+    An exchange waits for the device, so only every `_EVERY`-th `is_set` makes one.
     """
 
     def __init__(self, event: threading.Event):
-        """Watch this process's event; every process must ask equally often."""
+        """Watch this process's event; every process must call `is_set` equally often."""
         super().__init__()
         self._event, self._asked = event, 0
 
     def is_set(self) -> bool:
         """Return whether the processes have agreed that it is set."""
-        # All have asked equally often, so all of them join in this exchange.
+        # All processes have asked equally often, so all of them take part.
         if not super().is_set() and self._asked % _EVERY == 0:
             asked_to_stop = multihost_utils.process_allgather(np.array(self._event.is_set()))
             if asked_to_stop.any():
                 self.set()
         self._asked += 1
-        # Not this process's own event: the others may not know of it yet.
+        # Not the event of this process: the others may not know it yet.
         return super().is_set()
 
 
 def agreed(event: threading.Event) -> threading.Event:
-    """Return an event that all processes see at the same step; alone, the event itself."""
+    """Return an event that all processes see at the same step."""
     return AgreedEvent(event) if jax.process_count() > 1 else event

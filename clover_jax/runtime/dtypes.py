@@ -14,10 +14,10 @@ def resolve_dtype(name: str) -> jnp.dtype:
 
     Raises UserError for another name.
     """
-    # Callers of the library come here too, without the flag's check of choices.
+    # Not every caller's settings have been checked.
     if name not in ("auto", "float32", "bfloat16"):
         raise UserError(f"dtype {name!r} is unknown; use auto, float32 or bfloat16")
-    # On most CPUs bfloat16 gains nothing.
+    # bfloat16 is not faster on most CPUs.
     if name == "auto":
         name = "float32" if jax.default_backend() == "cpu" else "bfloat16"
     return jnp.dtype(name)
@@ -26,8 +26,8 @@ def resolve_dtype(name: str) -> jnp.dtype:
 @contextlib.contextmanager
 def exact_matmuls(dtype: str) -> Iterator[None]:
     """Return a context in which float32 means float32, on accelerators and under x64 too."""
-    # By default accelerators multiply float32 in fewer bits. With jax_enable_x64 plain numbers and
-    # indices would have 64, beside arrays of 32.
+    # By default accelerators multiply float32 with fewer bits. With jax_enable_x64 plain numbers
+    # and indices would have 64 bits.
     highest = jax.default_matmul_precision("highest")
     with jax.enable_x64(False), highest if dtype == "float32" else contextlib.nullcontext():
         yield

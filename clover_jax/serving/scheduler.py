@@ -26,8 +26,7 @@ from clover_jax.decoding.requests import (
 )
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.slots import Slots
-from clover_jax.generation.overflow import ContextOverflow
-from clover_jax.generation.row_state import RowState, TurnProgress
+from clover_jax.generation.row_state import ContextOverflow, RowState, TurnProgress
 from clover_jax.loading.models import Models
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock

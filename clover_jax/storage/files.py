@@ -1,7 +1,6 @@
-"""Atomic files and folders: written under another name, synced, then renamed."""
+"""Atomic files and folders: written under a temporary name, synced, then renamed."""
 
 import contextlib
-import ctypes
 import errno
 import fcntl
 import hashlib
@@ -14,13 +13,10 @@ from typing import IO, Any
 
 from clover_jax.errors import UserError
 
-_AT_FDCWD = -100  # Linux: paths are relative to the working directory
-_RENAME_EXCHANGE = 2
-
 
 @contextlib.contextmanager
 def naming(path: str | os.PathLike) -> Iterator[None]:
-    """Give a system error that names no file this path: a write that fails names none."""
+    """Add this path to a system error without a file name, as a failing write raises it."""
     try:
         yield
     except OSError as error:
@@ -31,13 +27,14 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary path beside `path`; on success it becomes `path`, else it is removed.
+    """Yield a temporary path next to `path`; on success it is renamed to `path`, else deleted.
 
-    A reader sees the old file or the new one, never a part. Missing parents are made.
+    A reader sees the old file or the new one, never a part. Missing parents are created.
     """
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = _unfinished(path, f"{os.getpid()}.")  # several processes may write the same cache
+    # Several processes may write the same cache file.
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}.unfinished")
     try:
         with naming(path):
             yield unfinished
@@ -51,45 +48,26 @@ def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
 
 @contextlib.contextmanager
 def atomic_directory(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield an empty temporary folder beside `path`; on success it takes the place of `path`.
+    """Yield an empty temporary folder next to `path`; on success it replaces `path`.
 
-    The old content of `path` is deleted afterwards. One process at a time may write one `path`: the
-    temporary name is fixed, so that the next run clears the rest of a killed one.
+    One process at a time may write to `path`: the temporary name is fixed, so the next run removes
+    what a killed one left.
     """
     path = Path(path)
-    # A killed run may have left its temporary folder, which would be in the way.
-    recover_directory(path)
-    unfinished = _unfinished(path)
-    unfinished.mkdir(parents=True)
-    try:
-        with naming(path):
-            yield unfinished
-            # Renamed only when all is on disk: a crash must not leave half a folder by that name.
-            for folder, _, names in os.walk(unfinished):
-                for name in names:
-                    _sync(Path(folder, name))
-                _sync(Path(folder))
-            put_in_place(unfinished, path)
-    finally:
-        _remove(unfinished)
-
-
-def recover_directory(path: str | os.PathLike) -> None:
-    """Clean up after a process that was killed while it wrote the folder `path`.
-
-    A folder that it had moved away is restored, and its temporary folders are deleted.
-    """
-    path = Path(path)
-    if not os.path.lexists(path) and os.path.lexists(_replaced(path)):
-        os.rename(_replaced(path), path)  # killed between two renames
-    _remove(_replaced(path))
-    _remove(_unfinished(path))
+    with scratch_directory(path) as unfinished, naming(path):
+        yield unfinished
+        # Everything is on disk before the rename: a crash must not leave half a folder there.
+        for folder, _, names in os.walk(unfinished):
+            for name in names:
+                _sync(Path(folder, name))
+            _sync(Path(folder))
+        put_in_place(unfinished, path)
 
 
 @contextlib.contextmanager
 def scratch_directory(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield an empty folder beside `path`, on the same disk; it is deleted afterwards."""
-    folder = _unfinished(Path(path), "scratch.")
+    """Yield an empty folder next to `path`, on the same disk; it is deleted afterwards."""
+    folder = Path(path).with_name(f".{Path(path).name}.unfinished")
     _remove(folder)
     folder.mkdir(parents=True)
     try:
@@ -99,24 +77,16 @@ def scratch_directory(path: str | os.PathLike) -> Iterator[Path]:
 
 
 def put_in_place(new: Path, path: Path) -> None:
-    """Move a whole file or folder to `path`, in one step where the system can; delete the old."""
-    replaced = _replaced(path)
-    if not os.path.lexists(path):
-        os.rename(new, path)
-    elif not _exchange(new, path):
-        # No atomic exchange on this system: for an instant nothing is at `path`.
-        _remove(replaced)
-        os.rename(path, replaced)
-        try:
-            os.rename(new, path)
-        except OSError:
-            os.rename(replaced, path)
-            raise
-
-    # What was there before lies under one of two names now: the second after an exchange.
+    """Move a complete file or folder to `path`, then delete what was there before."""
+    replaced = path.with_name(f".{path.name}.replaced")
     _remove(replaced)
+    # A folder cannot be renamed over another one. The old one moves away first, so that a failure
+    # between the two renames loses nothing.
+    if os.path.lexists(path):
+        os.rename(path, replaced)
+    os.rename(new, path)
     _sync(path.parent)
-    _remove(new)
+    _remove(replaced)
 
 
 def place_for(path: str | os.PathLike, flag: str) -> Path:
@@ -124,7 +94,7 @@ def place_for(path: str | os.PathLike, flag: str) -> Path:
 
     Raises UserError, naming the flag, where no file can be written.
     """
-    # Found out before the work: afterwards the result would be lost.
+    # Checked before the work, since afterwards the result would be lost.
     place = Path(path).expanduser()
     if place.is_dir() or not place.parent.is_dir():
         raise UserError(f"{flag}={path} must be a file in a folder that exists")
@@ -156,12 +126,11 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None]:
-    """Lock `folder` against a second process of the same work; make it where it is missing.
+    """Lock `folder`, which is created if missing, against a second process of the same work.
 
-    A folder that was made here and is still empty at the end is removed.
     Raises UserError, "another run `what_it_does` in FOLDER; ... give another `flag`".
     """
-    # From the innermost folder out: they are removed in this order.
+    # Innermost first, the order in which they are removed if nothing is written.
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     place = folder / "lock"
@@ -173,10 +142,10 @@ def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None
         try:
             yield
         finally:
-            # A mistake found right away should leave no empty folders behind.
+            # A mistake that is found at once should leave no empty folders behind.
             if made and os.listdir(folder) == [place.name]:
                 place.unlink()
-                # Another process may have written there meanwhile: such a folder is not empty.
+                # Another process may have written into one of them meanwhile.
                 with contextlib.suppress(OSError):
                     for path in made:
                         path.rmdir()
@@ -185,7 +154,7 @@ def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None
 def lock(file: IO) -> bool:
     """Lock an open file until it is closed; return False where another process holds the lock.
 
-    A file system without locks always grants them, so two writers are not detected there.
+    On a file system without locks this always returns True: a second writer is not detected.
     """
     try:
         # The system releases the lock when the process ends, however it ends.
@@ -201,30 +170,29 @@ def lock(file: IO) -> bool:
 def check_replaceable(
     path: Path, overwrite: bool, what: str, is_one: Callable[[Path], bool]
 ) -> None:
-    """Raise UserError where an output folder is there already and must not be deleted.
+    """Raise UserError if an output folder exists and must not be deleted.
 
-    what, is_one: what this command writes, and whether a folder is one; with `overwrite`, such a
-        folder or an empty one may go.
+    what: the name of what this command writes. is_one: whether a folder holds that; with
+        `overwrite`, such a folder or an empty one may be deleted.
     """
     if not os.path.lexists(path):
         return
     if not overwrite:
-        raise UserError(f"{path} is there already; give another --output, or --overwrite")
-    # A mistyped path may be any folder of the user's.
+        raise UserError(f"{path} exists already; give another --output, or --overwrite")
+    # A mistyped path may be any folder of the user.
     if not path.is_dir() or (any(path.iterdir()) and not is_one(path)):
         raise UserError(
-            f"{path} is no {what}, so it is none of this command's folders and stays; give another "
-            "--output"
+            f"{path} is not a {what}, so --overwrite does not delete it; give another --output"
         )
 
 
 def check_renames(folder: Path) -> None:
-    """Raise UserError where `folder` cannot rename a folder with others in it.
+    """Raise UserError if the file system of `folder` cannot rename a folder that is not empty.
 
-    Checkpoints and drafts get their names that way. A bucket mounted by Cloud Storage FUSE can do
-    so only with a hierarchical namespace.
+    Checkpoints and drafts are put in place that way. A bucket mounted with Cloud Storage FUSE
+    supports it only with a hierarchical namespace.
     """
-    # Tried out, because nothing else tells what a mounted file system can do.
+    # Only a trial shows what a mounted file system supports.
     with scratch_directory(folder / "renames") as scratch:
         (scratch / "a" / "deep").mkdir(parents=True)
         (scratch / "a" / "deep" / "file").touch()
@@ -232,26 +200,9 @@ def check_renames(folder: Path) -> None:
             os.rename(scratch / "a", scratch / "b")
         except OSError as error:
             raise UserError(
-                f"{folder} lies on a file system that cannot rename folders ({error.strerror}), as "
-                "checkpoints need it; use another disk, or a bucket with a hierarchical namespace"
+                f"{folder} is on a file system that cannot rename folders ({error.strerror}), as "
+                "checkpoints need; use another disk, or a bucket with a hierarchical namespace"
             ) from error
-
-
-def _unfinished(path: Path, infix: str = "") -> Path:
-    return path.with_name(f".{path.name}.{infix}unfinished")
-
-
-def _replaced(path: Path) -> Path:
-    return path.with_name(f".{path.name}.replaced")
-
-
-def _exchange(a: Path, b: Path) -> bool:
-    """Swap two paths in one step where the system can (Linux, most file systems)."""
-    # Python has no call for this exchange.
-    rename = getattr(ctypes.CDLL(None), "renameat2", None)
-    if rename is None:
-        return False
-    return rename(_AT_FDCWD, os.fsencode(a), _AT_FDCWD, os.fsencode(b), _RENAME_EXCHANGE) == 0
 
 
 def _remove(path: Path) -> None:
@@ -266,7 +217,7 @@ def _sync(path: Path) -> None:
     try:
         os.fsync(descriptor)
     except OSError as error:
-        # Some file systems (FUSE, network drives) sync files but know no sync of a folder.
+        # Some file systems (FUSE, network drives) cannot sync a folder.
         if not path.is_dir() or error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
             raise
     finally:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import shutil
 import sys
 import threading
 from pathlib import Path
@@ -18,16 +19,17 @@ from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
-from clover_jax.runtime.distributed import agreed, is_primary
+from clover_jax.runtime.distributed import agreed, is_primary, wait_for_all
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.sharding.placement import param_shardings, rows_of_process, with_shardings
 from clover_jax.storage.checkpoint import Checkpoints
-from clover_jax.storage.files import check_renames, only_process_in, recover_directory, write_json
+from clover_jax.storage.files import check_renames, only_process_in, write_json
 from clover_jax.storage.json_files import read_json_object
-from clover_jax.training.metrics import METRICS, MetricsLog
+from clover_jax.training.metrics import EVAL, METRICS, TENSORBOARD, MetricsLog
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import BEST, DRAFT, DraftWriter, Measurement, best_measured
 from clover_jax.training.settings import (
+    SETTINGS,
     TrainSettings,
     check_resumable,
     record_settings,
@@ -50,6 +52,8 @@ def run_training(
     mesh: the devices to train on, None for one; a run may resume on another mesh.
     Raises UserError for settings that cannot work, before anything is trained.
     """
+    # A run that replaced another is resumed like any other.
+    overwrite, settings = settings.overwrite, dataclasses.replace(settings, overwrite=False)
     # Two runs would write their rows and checkpoints into each other's.
     alone = only_process_in(workdir, "is training", "--workdir")
     # A caller's jax_enable_x64 would give indices and numbers 64 bits, next to arrays of 32.
@@ -57,7 +61,7 @@ def run_training(
         if is_primary():
             check_renames(workdir)
         # The same command again costs a finished run no loading.
-        finished = _finished_report(workdir, settings)
+        finished = None if overwrite else _finished_report(workdir, settings)
         if finished is not None:
             # Fewer steps change nothing of it: its rates are those of a schedule that ended there.
             settings = dataclasses.replace(settings, steps=finished["steps"])
@@ -70,6 +74,11 @@ def run_training(
             "more devices by --mesh; --dry_run says what a run takes",
         ):
             inputs = load_inputs(settings, mesh)
+            if overwrite:
+                # Only now, so that a mistake in the flags deletes nothing.
+                if is_primary():
+                    _delete_run(workdir)
+                wait_for_all("overwrite")
             # What the run depends on is known only now: the hashes of what was loaded.
             if is_primary():
                 check_resumable(workdir, settings, inputs.identity, _has_learnt(workdir))
@@ -79,6 +88,20 @@ def run_training(
             if is_primary():
                 record_settings(workdir, settings, inputs.identity)
             return finished
+
+
+def _delete_run(workdir: Path) -> None:
+    """Delete the files of an earlier run, and nothing else that is in the workdir."""
+    # Without recorded settings there is no run; --workdir may be mistyped.
+    if not (workdir / SETTINGS).exists():
+        return
+    # The settings last, so that an interrupted deletion can be repeated.
+    for name in (RESULT, METRICS, EVAL, TENSORBOARD, CHECKPOINTS, DRAFT, BEST, SETTINGS):
+        path = workdir / name
+        if path.is_dir():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
 
 
 def _has_learnt(workdir: Path) -> bool:
@@ -117,15 +140,13 @@ def _train(
             record_settings(workdir, settings, inputs.identity)
             # It is the result of a run that had finished; this one has more to do.
             (workdir / RESULT).unlink(missing_ok=True)
-            for name in (DRAFT, BEST):
-                recover_directory(workdir / name)
 
         log = stack.enter_context(contextlib.closing(MetricsLog(workdir, done)))
         # One bar, however many processes there are.
         shown = sys.stderr if is_primary() else io.StringIO()
         compiling = stack.enter_context(CompileClock())
         progress = stack.enter_context(
-            progress_bar(settings.steps, "train", initial=done, file=shown, compiling=compiling)
+            progress_bar(settings.steps, "train", initial=done, file=shown, first_compiles=True)
         )
         if done:
             progress.write(f"resuming {workdir} from step {done}")

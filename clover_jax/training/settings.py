@@ -9,6 +9,7 @@ from typing import Any
 
 from clover_jax.errors import UserError
 from clover_jax.field_types import (
+    COMMON,
     ChatSettings,
     CommonSettings,
     check_settings,
@@ -45,7 +46,7 @@ class TrainSettings(ChatSettings, CommonSettings):
     schedule ends, but nothing that was learned so far.
     """
 
-    drafter: str = _head("clover2", "kind of draft head")
+    drafter: str = _head("clover2", "the kind of draft head, or FILE.py:CLASS for one of your own")
     data: str = _data("builtin:python", "training data: paths or globs, comma-separated")
     teacher: str = _data(
         "online",
@@ -111,6 +112,13 @@ class TrainSettings(ChatSettings, CommonSettings):
         None,
         "token tree to evaluate with, which the draft records [paper25, or clover4 if the head is "
         "too shallow for it]",
+    )
+
+    overwrite: bool = setting(
+        False,
+        "delete the run that is in the workdir and start again [resume it]",
+        group=COMMON,
+        may_change=True,
     )
 
     def __post_init__(self):

@@ -57,7 +57,8 @@ class Trainer:
             if self._measured_at(done):
                 self.measurement(done, state)  # unless it was before the run was stopped
 
-        watch, clock = FiniteWatch(self.checkpoints), Clock(self.compiling)
+        watch, clock = FiniteWatch(self.checkpoints, done), Clock(self.compiling)
+        shown = done
         # Read once a step: a stop between two reads would end an unsaved run.
         is_stopping = self.stop.is_set()
         while done < steps and not is_stopping:
@@ -71,7 +72,6 @@ class Trainer:
             done += 1
             watch.take(done, metrics)
             clock.count(batch.tokens.size)
-            self.progress.update()
 
             # Nothing is logged, saved or measured of a step that is not known to be finite.
             if self._due(self.settings.log_every, done):
@@ -91,6 +91,9 @@ class Trainer:
             if is_stopping and not is_saved:
                 watch.settle()
                 self.save(done, state)
+            # The step just dispatched may still run: progress counts finished steps only.
+            self.progress.update(watch.finished - shown)
+            shown = watch.finished
         return done
 
     def save(self, done: int, state: TrainState) -> None:
@@ -133,11 +136,14 @@ class Trainer:
 
 
 class FiniteWatch:
-    """Looks at every step's loss and gradient, one step late so that the device never waits."""
+    """Looks at every step's loss and gradient, one step late so that the device never waits.
 
-    def __init__(self, checkpoints: Checkpoints):
+    finished: the last step whose values are known.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, finished: int = 0):
         """Take the checkpoints, to say which one is left."""
-        self._checkpoints = checkpoints
+        self._checkpoints, self.finished = checkpoints, finished
         self._pending: tuple[int, StepMetrics] | None = None
 
     def take(self, step: int, metrics: StepMetrics) -> None:
@@ -159,6 +165,7 @@ class FiniteWatch:
                     f"the {name} is {float(value)} at step {step}; lower --learning_rate and "
                     f"start in another --workdir (last checkpoint before it: {rest})"
                 )
+        self.finished = step
         return metrics
 
 

@@ -1,12 +1,10 @@
 """The command wrapper: statuses, one-line mistakes, flagfiles, help without devices."""
 
-import gc
 import json
 import re
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import numpy as np
@@ -62,16 +60,6 @@ def test_flags_reach_main_with_their_defaults():
     assert run(main, "--prompt=a b", "--temperature", "0.5", "--ignore_eos") == 0
 
 
-def test_a_flagfile_that_includes_itself_is_refused(tmp_path, capsys):
-    first, second = tmp_path / "first.flags", tmp_path / "second.flags"
-    first.write_text(f"--seed=1\n--flagfile={second}\n")
-    second.write_text(f"--flagfile={first}\n")
-    assert run(ignore, f"--flagfile={first}") == 2
-    assert f"flagfile {first} includes itself ({first} -> {second} -> {first})" in (
-        capsys.readouterr().err
-    )
-
-
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
@@ -81,7 +69,7 @@ def test_a_flagfile_that_includes_itself_is_refused(tmp_path, capsys):
         (["--dtype=int8"], "auto|float32|bfloat16"),
         (["--prompt"], "Missing value for flag --prompt"),
         (["hello", "--seed=1"], "unexpected argument 'hello'"),
-        (["--flagfile=/nowhere.flags"], "/nowhere.flags: No such file"),
+        (["--flagfile=/nowhere.flags"], "Unable to open flagfile: [Errno 2] No such file"),
         (["--flagfile"], "no argument"),
     ],
 )
@@ -140,14 +128,6 @@ def print_much() -> int:
             print("y" * 80)
 
     return run(main)
-
-
-def test_a_flagfile_within_one_is_looked_for_from_the_working_directory(tmp_path, capsys):
-    (tmp_path / "outer.flags").write_text("--flagfile=no/inner.flags\n")
-    assert run(ignore, f"--flagfile={tmp_path}/outer.flags") == 2
-    (line,) = capsys.readouterr().err.splitlines()
-    assert "no/inner.flags" in line
-    assert f"is relative to the working directory, here {Path.cwd()}: start where" in line
 
 
 def test_flagfiles_are_read_and_later_flags_win(tmp_path):
@@ -222,7 +202,7 @@ def test_help_leaves_rare_groups_to_help_all(capsys):
     assert {"data", "optimiser", "loss", "measuring", "memory", "common flags"} <= {*groups}
     assert "--[no]remat" in whole
     assert "--[no]remat" not in short
-    assert "more flags, seldom needed: --help=all" in short
+    assert "more flags, rarely needed: --help=all" in short
 
 
 @pytest.fixture(params=["heard"])
@@ -252,26 +232,6 @@ def test_a_second_ctrl_c_interrupts(capfd):
         assert requested.is_set()
         assert capfd.readouterr().err == "\nstopping after this step; Ctrl-C again stops at once\n"
         signal.raise_signal(signal.SIGINT)
-
-
-@pytest.mark.usefixtures("ctrl_c")
-def test_a_ctrl_c_that_python_drops_in_a_callback_comes_again(capsys):
-    dropped, never = threading.Event(), threading.Event()
-
-    def callback(phase, info):
-        gc.callbacks.remove(callback)
-        dropped.set()
-        signal.raise_signal(signal.SIGINT)
-
-    def main(flags):
-        gc.callbacks.append(callback)
-        gc.collect()
-        assert dropped.is_set()
-        while True:
-            never.wait(0.01)  # Python looks for signals in between
-
-    assert run(main) == cli.STATUS_INTERRUPTED
-    assert capsys.readouterr().err.endswith("interrupted\n")
 
 
 @pytest.mark.usefixtures("ctrl_c")

@@ -1,5 +1,6 @@
-"""The head of drafters/README.md, saved and registered as the page says, trains and decodes."""
+"""The head of drafters/README.md, registered or in a file of its own, trains and decodes."""
 
+import json
 import re
 import sys
 import types
@@ -9,13 +10,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax import api
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
+from clover_jax.errors import UserError
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.conftest import REPOSITORY
+from tests.tiny_folders import save_tiny_base
 from tests.tiny_models import TINY, decode_all, init_head, random_base, random_prompts
 from tests.training.training_data import random_batch
 
@@ -78,3 +82,48 @@ def test_its_text_is_plain_decoding_s(head):
     plain = Engine(TINY, None, parse_tree("none"), batch_size=2)
     expected = decode_all(plain, random_base(), None, prompts, 12)
     assert [row.output_ids for row in drafted] == [row.output_ids for row in expected]
+
+
+def test_it_is_trained_and_read_again_from_a_file_of_its_own(tmp_path, monkeypatch):
+    path = tmp_path / "my_head.py"
+    path.write_text(re.search(r"```python\n(.*?)```", PAGE.read_text(), re.DOTALL)[1])
+    monkeypatch.chdir(tmp_path)
+    base = save_tiny_base(tmp_path / "base")
+    (tmp_path / "some.jsonl").write_text((json.dumps({"text": "some text " * 20}) + "\n") * 40)
+    settings = {"data": "some.jsonl", "base": str(base), "seq_len": 32, "batch_size": 2}
+    report = api.train(
+        "w", drafter="my_head.py:Bigram", drafter_options="gain=2", steps=2, **settings
+    )
+    models = api.load_base(base)
+    loaded = api.load_draft(models, report["draft"])
+    assert (loaded.draft.head.config.kind, loaded.draft.head.config.gain) == (f"{path}:Bigram", 2)
+    pieces = [list(api.generate(one, "ab", max_new_tokens=8)) for one in (models, loaded)]
+    assert "".join(p.text for p in pieces[0]) == "".join(p.text for p in pieces[1])
+    assert (
+        api.train("w", drafter="my_head.py:Bigram", drafter_options="gain=2", steps=3, **settings)[
+            "steps"
+        ]
+        == 3
+    )
+
+    # A process whose user has not named the file refuses to run it.
+    monkeypatch.setattr(registry, "_FILES", set())
+    with pytest.raises(UserError, match=f"if you trust that file, set .*={path}"):
+        api.load_draft(models, report["draft"])
+    monkeypatch.setenv(registry.TRUSTED_VARIABLE, str(path))
+    api.load_draft(models, report["draft"])
+
+
+@pytest.mark.parametrize(
+    "name, message",
+    [
+        ("nothing.py:Bigram", "there is no such file"),
+        ("my_head.py:Trigram", "has no class 'Trigram' that extends Drafter"),
+        ("my_head:Bigram", "or FILE.py:CLASS"),
+    ],
+)
+def test_a_file_without_the_head_is_named(tmp_path, monkeypatch, name, message):
+    (tmp_path / "my_head.py").write_text("class Bigram:\n    pass\n")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match=message):
+        registry.config_for_base(name, TINY)

@@ -152,7 +152,7 @@ def test_a_folder_of_the_users_is_not_replaced(sources, tmp_path, capsys):
     flags = (*flags_for(sources, tmp_path / "run"), f"--output={tmp_path / 'out'}")
     status, _, error = run_pretrain(capsys, *flags)
     assert status == 2
-    assert "out is there already; give another --output, or --overwrite" in error
+    assert "out exists already; give another --output, or --overwrite" in error
     assert (tmp_path / "out" / "thesis.txt").exists()
 
 
@@ -164,7 +164,7 @@ def test_a_base_of_somebody_else_is_not_replaced(sources, tmp_path, capsys, work
     flags += [given.format(tmp_path)] if given else []
     status, _, error = run_pretrain(capsys, *flags)
     assert status == 2
-    assert "base is no base made by pretrain, so it is none of this command's folders" in error
+    assert "base is not a base made by pretrain, so --overwrite does not delete it" in error
     assert load_base(str(tmp_path / "base")).config.vocab_size == 100
 
 

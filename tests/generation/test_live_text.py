@@ -9,8 +9,8 @@ import pytest
 
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.decoding.requests import Generation, RowUpdate
-from clover_jax.generation.live_text import LiveText
-from clover_jax.generation.row_state import RowState, forward_groups
+from clover_jax.generation.output import LiveText
+from clover_jax.generation.row_state import RowState
 from clover_jax.generation.row_stream import RowEvent
 from clover_jax.generation.settings import GenerationSettings
 from clover_jax.tokenizers.tokenizer import load_tokenizer
@@ -38,34 +38,27 @@ def tokenizer(tmp_path_factory):
 
 
 def show(file, tokenizer, row, ids, accepted, stop=(), at_once=False):
-    """Let an answer of `ids` come forward by forward, or all of it at once, and show every turn."""
+    """Let every turn answer `ids`, forward by forward or all at once; return the shown text."""
     prompt = parse_prompt(row, 0, "p:1")
     base = SimpleNamespace(config=CONFIG)
     models = SimpleNamespace(base=base, tokenizer=tokenizer, copies=False)
     state = RowState(prompt, GenerationSettings(stop=tuple(stop)), models, watched_by="forward")
-    screen, turn = LiveText(file, tokenizer), None
+    screen = LiveText(file, tokenizer)
     ends = [1]
     for count in accepted:
         ends.append(min(ends[-1] + count + 1, len(ids)))
-    for number, end in enumerate(ends):
-        if at_once and number < len(accepted):
-            continue
-        if turn is None:
-            turn = Generation(0, list(state.next_request().prompt_ids))
-        turn.output_ids, turn.accepted = ids[:end], accepted[:number]
-        progress = state.take(RowUpdate(turn, [], done=number == len(accepted)))
-        row = state.output_row() if state.is_finished else None
-        screen.take(RowEvent(prompt, progress, row))
-        if progress.ended:
-            break
+    while not state.is_finished:
+        turn = Generation(0, list(state.next_request().prompt_ids))
+        for number, end in enumerate(ends):
+            if at_once and number < len(accepted):
+                continue
+            turn.output_ids, turn.accepted = ids[:end], accepted[:number]
+            progress = state.take(RowUpdate(turn, [], done=number == len(accepted)))
+            row = state.output_row() if state.is_finished else None
+            screen.take(RowEvent(prompt, progress, row))
+            if progress.ended:
+                break
     return file.getvalue()
-
-
-def test_groups_are_as_in_their_example():
-    turn = Generation(0, [1], output_ids=[5, 6, 7, 8, 9], accepted=[2, 4])
-    assert list(forward_groups(turn, 0)) == [(0, [5]), (1, [6, 7, 8]), (2, [9])]
-    assert list(forward_groups(turn, 2)) == [(1, [7, 8]), (2, [9])]
-    assert list(forward_groups(turn, 5)) == []
 
 
 def test_a_terminal_shows_the_prompt_dim_and_each_step_in_its_shade(tokenizer):
@@ -119,20 +112,9 @@ def test_a_conversation_shows_what_is_said(tokenizer):
 
 
 def test_every_turn_shows_its_question(tokenizer):
-    turns = {"turns": ["one", "two"]}
     ids = tokenizer("yes").input_ids
-    file = io.StringIO()
-    base = SimpleNamespace(config=CONFIG)
-    models = SimpleNamespace(base=base, tokenizer=tokenizer, copies=False)
-    prompt = parse_prompt(turns, 0, "p:1")
-    state = RowState(prompt, GenerationSettings(), models, watched_by="forward")
-    screen = LiveText(file, tokenizer)
-    while not state.is_finished:
-        turn = Generation(0, list(state.next_request().prompt_ids), ids, [1])
-        progress = state.take(RowUpdate(turn, [], done=True))
-        row = state.output_row() if state.is_finished else None
-        screen.take(RowEvent(prompt, progress, row))
-    assert file.getvalue() == "one\nyes\ntwo\nyes\n"
+    shown = show(io.StringIO(), tokenizer, {"turns": ["one", "two"]}, ids, [1])
+    assert shown == "one\nyes\ntwo\nyes\n"
 
 
 def test_ids_are_shown_for_a_prompt_of_ids_or_without_a_tokenizer(tokenizer):

@@ -68,7 +68,7 @@ def test_strict_makes_a_bad_row_fatal(command, prompts_file, bad):
             ["--base=/nowhere", "--draft=/no/draft"],
             "--draft=/no/draft: the folder /no/draft does not",
         ),
-        (["--prompts=a", "--output=/dev/stdout"], "leave --output out to have them on stdout"),
+        (["--prompts=a", "--output=/dev/stdout"], "leave --output out to print the rows on stdout"),
         (["--prompt=a", "--temperature=0.5", "--verify=greedy"], "asks for sampling"),
         (
             ["--prompt=a", "--temperature=1", "--verify=typical", "--draft_sampling=sampled"],
@@ -139,9 +139,7 @@ def test_rows_go_into_files_only(command, prompts_file, tmp_path):
     given = (f"--prompts={prompts_file({'prompt': 'a'})}", "--max_new_tokens=2")
     for path in ("/dev/null", tmp_path / "pipe"):
         status, _, error = command(*given, f"--output={path}")
-        said = (
-            f"--output={path} is no file that rows can be kept in: a run that was stopped goes on"
-        )
+        said = f"--output={path} is not a regular file, which a stopped run needs to resume"
         assert (status, said in error) == (2, True)
 
 

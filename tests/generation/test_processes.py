@@ -9,8 +9,7 @@ import sys
 import pytest
 
 from tests.conftest import REPOSITORY, WARNINGS
-from tests.generation.test_rows import ragged_rows
-from tests.generation.test_shards import rows_of
+from tests.generation.test_rows import ragged_rows, rows_of
 from tests.killed_processes import LAUNCH, lines_in, run_through_kills, start
 
 

@@ -15,7 +15,6 @@ from clover_jax import generate
 from clover_jax.storage.row_writer import RowWriter
 from clover_jax.tokenizers.detokenization import decode_text
 from tests.tiny_checkpoints import copy_of
-from tests.tiny_folders import SPEAKING
 
 REPOSITORY = Path(generate.__file__).parents[1]
 
@@ -28,6 +27,10 @@ def ragged_rows(count=7):
 
 def without_times(row):
     return {key: value for key, value in row.items() if key != "seconds"}
+
+
+def rows_of(path):
+    return [without_times(json.loads(line)) for line in path.read_text().splitlines()]
 
 
 def test_a_prompt_is_continued_on_stdout_and_the_last_line_is_json(command, draft):
@@ -43,32 +46,20 @@ def test_a_prompt_is_continued_on_stdout_and_the_last_line_is_json(command, draf
     assert f"9 tokens in {result['target_forwards']} forwards" in error
 
 
-def test_a_rounded_head_writes_the_same_rows_and_a_file_says_what_was_rounded(
+SAME = ("index", "prompt_ids", "output_ids", "text", "finish_reason")
+
+
+def test_drafted_rows_equal_plain_rows_whatever_the_batch_and_rounding(
     decode, draft, command, tmp_path
 ):
-    rows = [*ragged_rows(3), {"prompt": "the hat"}]
-    _, plain = decode(rows)
-    status, drafted = decode(rows, f"--draft={draft}", "--int8=draft")
-    assert status == 0
-    same = ("index", "prompt_ids", "output_ids", "text", "finish_reason")
-    assert [[row[key] for key in same] for row in drafted] == [
-        [row[key] for key in same] for row in plain
-    ]
-    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
-    status, _, error = command(f"--prompts={prompts}", f"--output={output}", f"--draft={draft}")
-    assert status == 2
-    assert "out.jsonl was written with" in error, "by a head that was rounded"
-
-
-def test_drafted_rows_equal_plain_rows_whatever_the_batch(decode, draft):
     rows = [*ragged_rows(), {"prompt": "the hat"}]
     _, plain = decode(rows, "--batch_size=1")
-    status, drafted = decode(rows, f"--draft={draft}")
-    assert status == 0
-    same = ("index", "prompt_ids", "output_ids", "text", "finish_reason")
-    assert [[row[key] for key in same] for row in drafted] == [
-        [row[key] for key in same] for row in plain
-    ]
+    for flags in ([], ["--int8=draft"]):
+        status, drafted = decode(rows, f"--draft={draft}", *flags)
+        assert status == 0
+        assert [[row[key] for key in SAME] for row in drafted] == [
+            [row[key] for key in SAME] for row in plain
+        ]
     assert [row["index"] for row in drafted] == list(range(8))
     assert all(row["tau"] == 1 for row in plain)
     assert any(accepted > 0 for row in drafted for accepted in row["accepted"])
@@ -76,6 +67,10 @@ def test_drafted_rows_equal_plain_rows_whatever_the_batch(decode, draft):
         *("index", "prompt_ids", "output_ids", "text", "accepted", "target_forwards"),
         *("tau", "seconds", "finish_reason"),
     ]
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    status, _, error = command(f"--prompts={prompts}", f"--output={output}", f"--draft={draft}")
+    assert status == 2
+    assert "out.jsonl was written with" in error, "by a rounded head"
 
 
 def test_rows_go_to_stdout_in_input_order_without_an_output(command, prompts_file):
@@ -257,7 +252,3 @@ def test_a_real_process_streams_into_a_pipe_and_ends_when_its_reader_leaves(base
         process.stdout.close()
         assert process.stderr.read() == b""
         assert process.wait() == 141
-
-
-def test_the_context_of_the_tiny_base_is_what_these_tests_assume():
-    assert (SPEAKING.max_position_embeddings, SPEAKING.vocab_size) == (128, 261)

@@ -19,10 +19,6 @@ def test_a_row_s_own_settings_win():
     assert (own.max_new_tokens, own.stop, own.ignore_eos) == (9, ("y",), True)
 
 
-def test_a_single_stop_string_may_be_given_as_such():
-    assert GenerationSettings(stop="xy").stop == ("xy",)
-
-
 def test_a_row_that_wants_what_cannot_be_is_named():
     with pytest.raises(UserError, match=r"p\.jsonl:1: temperature 0\.7 asks for sampling"):
         GenerationSettings(verify="greedy").for_row(row(temperature=0.7))

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from clover_jax import cli, generate, prepare
+from clover_jax import cli, prepare
 from clover_jax.data.prepared import PreparedSamples
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
@@ -84,23 +84,6 @@ def test_a_stopped_run_goes_on_after_the_rows_that_are_there(folders, plain, tmp
     assert [row["output_ids"] for row in again] == [row["output_ids"] for row in rows_of(plain)]
     assert run(folders, tmp_path, temperature=0.5) == 2
     assert "temperature 0.0, not 0.5" in capsys.readouterr().err
-
-
-def test_jobs_that_share_conversations_give_the_answers_of_one(folders, plain, tmp_path, capsys):
-    for index in range(2):
-        assert run(folders, tmp_path, shard=f"{index}/2") == 0
-    assert sorted(path.name for path in tmp_path.glob("*.jsonl")) == [
-        "regenerated.0-of-2.jsonl",
-        "regenerated.1-of-2.jsonl",
-    ]
-    joined = ["--join", f"--output={tmp_path / 'regenerated.jsonl'}"]
-    assert cli.run(generate.main, generate.define_flags, joined) == 0
-    # All rows are there, so nothing is decoded.
-    assert run(folders, tmp_path) == 0
-    ours, theirs = PreparedSamples(tmp_path), PreparedSamples(plain)
-    assert (ours.counts, ours.made_from) == (theirs.counts, theirs.made_from)
-    assert run(folders, tmp_path, shard="0/2", regenerate="false") == 2
-    assert "--shard is for --regenerate, which is missing" in capsys.readouterr().err
 
 
 @pytest.mark.slow

@@ -4,8 +4,9 @@ import io
 
 import pytest
 
+from clover_jax.errors import UserError
 from clover_jax.runtime import progress
-from clover_jax.runtime.progress import format_duration, format_progress, passing_note, progress_bar
+from clover_jax.runtime.progress import passing_note, progress_bar
 
 
 class Terminal(io.StringIO):
@@ -17,7 +18,9 @@ class Terminal(io.StringIO):
 def clock(monkeypatch):
     """A clock in a list, so that no test depends on how fast the machine is."""
     now = [0.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: now[0])
+    for name in ("clover_jax.runtime.progress.time.monotonic", "tqdm.std.time"):
+        monkeypatch.setattr(name, lambda: now[0])
+    monkeypatch.setattr(progress.time, "time", lambda: now[0])
     return now
 
 
@@ -29,7 +32,7 @@ def test_elsewhere_a_line_is_printed_every_ten_seconds_and_at_the_end(clock):
             bar.show(f"loss {step}")
             bar.update()
     assert file.getvalue().splitlines() == [
-        "train: 2/4 steps (50%), 0.17 steps/s, 0:12 left, loss 1",
+        "train: 2/4 steps (50%), 0.17 steps/s, 00:12 left, loss 1",
         "train: 4/4 steps (100%), 0.17 steps/s, loss 3",
     ]
 
@@ -40,40 +43,23 @@ def test_what_an_earlier_run_did_counts_for_the_position_not_for_the_rate(clock)
         clock[0] += 1
         bar.update()
         bar.write("saved")
-    assert file.getvalue() == "saved\ntrain: 9/10 steps (90%), 1.00 steps/s, 0:01 left\n"
+    assert file.getvalue() == "saved\ntrain: 9/10 steps (90%), 1.00 steps/s, 00:01 left\n"
 
 
-class Compiled:
-    """A clock of compilation that is set by hand."""
-
-    seconds = 0.0
-
-
-def test_compilation_counts_neither_for_the_rate_nor_for_the_time_left(clock):
-    file, compiling = io.StringIO(), Compiled()
-    compiling.seconds = 100.0  # before the bar began
-    with progress_bar(4, "evaluate", "row", file=file, compiling=compiling) as bar:
-        compiling.seconds += 30
-        clock[0] += 32
-        bar.update()
-        clock[0] += 2
-        bar.update()
-    assert file.getvalue().splitlines() == [
-        "evaluate: 1/4 rows (25%), 0.50 rows/s, 0:06 left",
-        "evaluate: 2/4 rows (50%), 0.50 rows/s, 0:04 left",
-    ]
-
-
-def test_compilation_is_left_out_of_the_bar_too(monkeypatch):
-    now, compiling, file = [0.0], Compiled(), Terminal()
-    monkeypatch.setattr("tqdm.std.time", lambda: now[0])
-    with progress_bar(4, "evaluate", "row", file=file, compiling=compiling) as bar:
-        compiling.seconds += 30
-        now[0] += 32
-        bar.update()
+@pytest.mark.parametrize("file", [io.StringIO(), Terminal()])
+def test_a_first_unit_that_compiles_counts_neither_for_the_rate_nor_for_the_time_left(clock, file):
+    with progress_bar(6, "train", file=file, first_compiles=True) as bar:
+        bar.update(0)
+        for seconds in (90, 2, 2):
+            clock[0] += seconds
+            bar.update()
     shown = file.getvalue()
-    assert "00:02<00:06" in shown
-    assert "2.00s/ row" in shown
+    if file.isatty():
+        assert "00:04<00:06,  2.00s/ step" in shown
+    else:
+        first, *_, last = shown.splitlines()
+        assert first == "train: 1/6 steps (16%)"
+        assert last == "train: 3/6 steps (50%), 0.50 steps/s, 00:06 left"
 
 
 def test_on_a_terminal_there_is_a_bar():
@@ -90,22 +76,14 @@ def test_on_a_terminal_there_is_a_bar():
     assert shown.endswith("\n")
 
 
-def test_the_example_of_the_plain_line():
-    line = format_progress("train", "step", 120, 400, 20, 50.0)
-    assert line == "train: 120/400 steps (30%), 2.00 steps/s, 2:20 left"
-
-
-def test_a_line_without_a_rate():
-    assert format_progress("read", "row", 0, 9, 0, 0.0) == "read: 0/9 rows (0%)"
-
-
-def test_durations():
-    assert [format_duration(seconds) for seconds in (0.2, 140.2, 3599.6, 7325)] == [
-        "0:00",
-        "2:20",
-        "1:00:00",
-        "2:02:05",
-    ]
+def test_a_mistake_gets_no_line_of_progress_and_nothing_done_no_rate():
+    file = io.StringIO()
+    with pytest.raises(UserError), progress_bar(9, "read", "row", file=file):
+        raise UserError("a mistake")
+    assert file.getvalue() == ""
+    with progress_bar(9, "read", "row", file=file), progress_bar(0, "load", "row", file=file):
+        pass
+    assert file.getvalue() == "load: 0/0 rows\nread: 0/9 rows (0%)\n"
 
 
 def test_a_passing_note_is_for_terminals_and_goes_away_even_after_an_error():

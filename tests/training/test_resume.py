@@ -44,6 +44,25 @@ def test_a_stopped_run_goes_on_bit_for_bit(whole_run, data, tmp_path, stop_after
         assert without_times(tmp_path / "w" / name) == without_times(whole / name)
 
 
+def test_overwrite_starts_again_and_keeps_foreign_files(whole_run, data, tmp_path):
+    chosen = settings(data, eval_every=3)
+    first = dataclasses.replace(chosen, learning_rate=1e-2, steps=2)
+    run_training(first, tmp_path / "w", threading.Event())
+    (tmp_path / "w" / "notes.txt").write_text("mine")
+    with pytest.raises(UserError):
+        broken = dataclasses.replace(chosen, overwrite=True, data=str(tmp_path / "nothing"))
+        run_training(broken, tmp_path / "w", threading.Event())
+    assert (tmp_path / "w" / "draft").is_dir(), "a mistake deletes nothing"
+    again = dataclasses.replace(chosen, overwrite=True)
+    assert run_training(again, tmp_path / "w", threading.Event())["steps"] == 6
+    whole, _ = whole_run
+    assert_same_params(params_of(tmp_path / "w"), params_of(whole))
+    assert without_times(tmp_path / "w" / "metrics.jsonl") == without_times(whole / "metrics.jsonl")
+    assert (tmp_path / "w" / "notes.txt").read_text() == "mine"
+    # Without the flag the same run is finished.
+    assert run_training(chosen, tmp_path / "w", threading.Event())["already_finished"]
+
+
 @pytest.mark.parametrize("checkpoint_every", [0, 3])
 def test_a_stop_after_a_measurement_keeps_the_measured_draft(
     data, tmp_path, monkeypatch, checkpoint_every
@@ -209,16 +228,6 @@ def test_a_resume_from_before_the_draft_leaves_the_draft_of_its_step(data, tmp_p
     report = run_training(settings(data, steps=3), tmp_path, threading.Event())
     assert report["finished"]
     assert read_card(tmp_path / "draft").provenance["steps"] == report["steps"] == 3
-
-
-def test_what_a_kill_left_of_the_best_head_is_put_right(whole_run, data, tmp_path):
-    workdir = shutil.copytree(whole_run[0], tmp_path / "w")
-    (workdir / "best").rename(workdir / ".best.replaced")  # killed between two renames
-    (workdir / ".best.unfinished").mkdir()
-    report = run_training(settings(data, eval_every=3, steps=7), workdir, StopAfter(0))
-    assert report["best_step"] == whole_run[1]["best_step"]
-    assert (workdir / "best" / "draft.json").exists()
-    assert not list(workdir.glob(".*"))
 
 
 @pytest.mark.parametrize("name", ["chat_template", "tokenizer"])
