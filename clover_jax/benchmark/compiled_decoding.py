@@ -9,8 +9,7 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.decoding.compiler_options import options_for
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.programs import Placement, options_for
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots, speculate_and_verify
 from clover_jax.errors import UserError

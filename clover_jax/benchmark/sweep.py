@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.benchmark.measured import describe_run
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.tree import CopyTree
+from clover_jax.decoding.tree_config import AdaptiveTree, CopyTree
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import fitting_context
 from clover_jax.loading.models import Models, load

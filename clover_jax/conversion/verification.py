@@ -12,7 +12,7 @@ from clover_jax.data.prepared import heldout_rows, is_prepared
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
 from clover_jax.data.readers import read_records
 from clover_jax.data.records import Record
-from clover_jax.decoding.tree import default_tree, parse_tree
+from clover_jax.decoding.tree_config import default_tree, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals

@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from clover_jax.decoding.tree import portable_name
+from clover_jax.decoding.tree_config import portable_name
 from clover_jax.evaluation.methods import Method
 from clover_jax.loading.identity import identity_of
 from clover_jax.runtime.provenance import versions

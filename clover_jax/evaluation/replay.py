@@ -19,7 +19,7 @@ from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, data_hash, parse_row
 from clover_jax.data.rows import open_rows, parse_line
 from clover_jax.decoding.step import StepConfig
-from clover_jax.decoding.tree import CopyTree, parse_tree
+from clover_jax.decoding.tree_config import CopyTree, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.evaluation.markdown import number, share, table

@@ -20,12 +20,18 @@ import numpy as np
 
 from clover_jax.array_types import FLOAT32, Array, Int
 from clover_jax.decoding.accept import accept_path
-from clover_jax.decoding.chunk import recorded_steps
-from clover_jax.decoding.commit import StepRecord, commit
-from clover_jax.decoding.copies import count_copies
 from clover_jax.decoding.prefill import absorb_prompt
+from clover_jax.decoding.programs import recorded_steps
 from clover_jax.decoding.state import LENGTH, RUNNING, DecodeState, bucket, empty_state
-from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots
+from clover_jax.decoding.step import (
+    StepConfig,
+    StepRecord,
+    Weights,
+    absorb_and_draft,
+    commit,
+    roots,
+)
+from clover_jax.decoding.tree import TreeWithCopies, count_copies
 from clover_jax.runtime.progress import Progress
 
 _POSITIONS_AT_ONCE = 16384  # rows of a batch x their length
@@ -172,8 +178,8 @@ def _step(
     features = jnp.zeros((*tree.tokens.shape, 0))
     state, record = commit(state, tree, accept_path(tree, choices), (), features)
     # Trees with copies learn from their own success, as in `speculate_and_verify`.
-    if drafted.copy is not None and state.copies is not None:
-        counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
+    if isinstance(drafted, TreeWithCopies) and state.copies is not None:
+        counted = count_copies(state.copies, drafted.best, state.next_tokens, state.count)
         state = state.replace(copies=counted)
     return state, record
 

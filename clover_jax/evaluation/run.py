@@ -16,8 +16,8 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     shipped_prompts,
 )
-from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.decoding.requests import Request
+from clover_jax.decoding.tree_config import AUTO
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, near_ties, stage_times
 from clover_jax.evaluation.equality import compare_passes

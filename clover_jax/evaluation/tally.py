@@ -10,7 +10,7 @@ import collections
 from collections.abc import Sequence
 from typing import Any
 
-from clover_jax.decoding.accepted_lengths import AcceptedLengths
+from clover_jax.decoding.requests import AcceptedLengths
 from clover_jax.evaluation.rows import TurnRow, turns_of
 from clover_jax.generation.row_totals import RowTotals
 

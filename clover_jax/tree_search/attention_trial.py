@@ -7,13 +7,13 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clover_jax.decoding.cache_reading import reading
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.cache_reading import cache_reader
+from clover_jax.decoding.programs import Placement
 from clover_jax.errors import reason_of
 from clover_jax.loading.decode_states import cache_size, fitting_context
 from clover_jax.loading.models import Models
 from clover_jax.models.attention import attend
-from clover_jax.models.cache import KeyValue
+from clover_jax.models.cache import KeyValue, read_with
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.timing.parts import Bench, step_part
 from clover_jax.timing.turns import time_in_turns
@@ -83,9 +83,9 @@ def _disagreement(models: Models, batch: int, context: int, kernel: str) -> floa
     length = jnp.linspace(context, 0, batch).astype(jnp.int32)
 
     def mixed(attention: str) -> jax.Array:
-        with reading(attention), Placement(models.mesh).in_use():
-            # A new function for each, as jit keeps what it has traced.
-            return jax.jit(lambda *arrays: attend(*arrays))(query, fresh, mask, cache, length)
+        committed = read_with(cache_reader(attention), cache)
+        with Placement(models.mesh).in_use():
+            return jax.jit(attend)(query, fresh, mask, committed, length)
 
     apart = mixed("xla").astype(jnp.float32) - mixed(kernel).astype(jnp.float32)
     return float(jnp.abs(apart).max())

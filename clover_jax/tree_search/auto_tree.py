@@ -11,9 +11,8 @@ import numpy as np
 from clover_jax.config import DrafterConfig
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts, text_prompt
-from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH
-from clover_jax.decoding.sampling_config import SamplingConfig, Warping
-from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig, parse_tree
+from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
+from clover_jax.decoding.tree_config import DEFAULT_DEPTH, CopyTree, Tree, TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.loading.identity import identity_of
 from clover_jax.loading.models import Models
@@ -66,7 +65,7 @@ def check_one_process() -> None:
 def with_auto_tree(
     models: Models,
     sampling: SamplingConfig,
-    warping: Warping,
+    warping: SamplingParams,
     batch_size: int,
     calibration: str | None,
     rows: Path | None = None,
@@ -179,7 +178,7 @@ def ranked_depth(head: DrafterConfig) -> int:
     return head.max_depth or max(head.num_positions, DEFAULT_DEPTH)
 
 
-def _ranks(models: Models, prompts: list[list[int]], warping: Warping) -> np.ndarray:
+def _ranks(models: Models, prompts: list[list[int]], warping: SamplingParams) -> np.ndarray:
     assert models.head is not None  # ranks are a head's
     depth = ranked_depth(models.head.config)
     # Ranks depend on no tree, so one measurement serves every one.
@@ -203,7 +202,7 @@ def _trials(
     ways: Sequence[Models],
     rounds: Sequence[Prompts],
     sampling: SamplingConfig,
-    warping: Warping,
+    warping: SamplingParams,
     batch_size: int,
 ) -> list[Trial]:
     """Time each round's prompts in every way, alternating, or read the cached result."""

@@ -17,15 +17,14 @@ import numpy as np
 from clover_jax.array_types import Array, Int
 from clover_jax.config import DrafterConfig
 from clover_jax.decoding.accept import Accepted
-from clover_jax.decoding.commit import commit
-from clover_jax.decoding.placement import Placement
 from clover_jax.decoding.prefill import prefill_chunk
-from clover_jax.decoding.repeated import repeated
+from clover_jax.decoding.programs import Placement, repeated
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import SamplingConfig, Warping
+from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
 from clover_jax.decoding.state import DecodeState, bucket, empty_state
-from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, verify_tree
-from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
+from clover_jax.decoding.step import StepConfig, Weights, absorb_pending, commit, verify_tree
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import FewTokens, Proposal, frozen_from_base
 from clover_jax.drafters.tokens import to_draft
 from clover_jax.loading.models import Models
@@ -43,7 +42,7 @@ def measure_ranks(
     prompts: Sequence[Sequence[int]],
     new_tokens: int,
     depth: int,
-    warping: Warping,
+    warping: SamplingParams,
 ) -> np.ndarray:
     """Return [samples, depth] ranks of the base's next tokens; MISSED from MOST_RANKS on.
 

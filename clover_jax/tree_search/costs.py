@@ -9,8 +9,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clover_jax.decoding.placement import Placement
-from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
+from clover_jax.decoding.programs import Placement
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.loading.decode_states import cache_size
 from clover_jax.loading.models import Models
 from clover_jax.timing.loops import draft_loop, step_loop, steps_at_once, verify_loop

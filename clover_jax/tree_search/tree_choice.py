@@ -14,8 +14,14 @@ import dataclasses
 import numpy as np
 
 from clover_jax.config import JsonConfig
-from clover_jax.decoding.adaptive_tree import AUTO, AdaptiveTree, parse_adaptive
-from clover_jax.decoding.tree import Tree, TreeConfig, with_copies
+from clover_jax.decoding.tree_config import (
+    AUTO,
+    AdaptiveTree,
+    Tree,
+    TreeConfig,
+    parse_adaptive,
+    with_copies,
+)
 
 MOST_NODES = 127
 MOST_FINALISTS = 2

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from clover_jax.config import JsonConfig
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import SamplingConfig, Warping
+from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
 from clover_jax.loading.models import Models
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.timing.turns import Spread
@@ -75,7 +75,7 @@ def measure_trials(
     rounds: Sequence[Prompts],
     new_tokens: int,
     sampling: SamplingConfig,
-    warping: Warping,
+    warping: SamplingParams,
     batch_size: int,
 ) -> list[Trial]:
     """Decode each round's prompts in every way, alternating; every row emits `new_tokens`."""

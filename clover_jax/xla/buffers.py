@@ -24,7 +24,7 @@ import jax
 from jax.experimental.compilation_cache import compilation_cache
 from jax.stages import Compiled, Lowered
 
-from clover_jax.decoding.compiler_options import Options
+from clover_jax.decoding.programs import Options
 
 # "allocation 5: size 4096, preallocated-temp:", then a line for each value that lies in it. An
 # allocation with a color is not in main memory. From jax 0.12 on a page stands behind the size.

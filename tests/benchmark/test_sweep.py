@@ -5,7 +5,7 @@ import dataclasses
 import pytest
 
 from clover_jax.benchmark import sweep
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.errors import UserError
 from clover_jax.loading.models import load_shapes
 from clover_jax.loading.spec import ModelSpec

@@ -12,7 +12,7 @@ import dataclasses, functools, json, re, sys
 import jax, jax.numpy as jnp
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.sharding.meshes import make_mesh, parse_mesh
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
@@ -25,12 +25,12 @@ head, params = random_head(base)
 TOKENS = (
     SETUP
     + """
-from clover_jax.decoding import chunk
+from clover_jax.decoding import programs
 
 prompts = random_prompts(6, vocab_size=base.vocab_size)
 for name in sys.argv[1:]:
     shape = name.removesuffix(" by calls")
-    chunk.loops_on_device = lambda: name == shape
+    programs.loops_on_device = lambda: name == shape
     mesh = make_mesh(parse_mesh(shape, 8)) if shape else None
     engine = Engine(base, head, parse_tree("paper25"), batch_size=3, mesh=mesh)
     rows = decode_all(engine, random_base(base), params, prompts, 12)
@@ -125,7 +125,7 @@ MEASURED = (
     SETUP
     + """
 import numpy as np
-from clover_jax.decoding.sampling_config import Warping
+from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.tree_search.calibration import measure_ranks
 from clover_jax.tree_search.costs import measure_costs
 from pathlib import Path
@@ -146,7 +146,7 @@ def models_on(mesh):
 
 alone, split = models_on(None), models_on(make_mesh(parse_mesh("data=2,fsdp=2,tensor=2", 8)))
 prompts = random_prompts(4, vocab_size=base.vocab_size)
-ranks = [measure_ranks(models, prompts, 12, 3, Warping()) for models in (alone, split)]
+ranks = [measure_ranks(models, prompts, 12, 3, SamplingParams()) for models in (alone, split)]
 costs = measure_costs(split, 3, 64, slots=(1, 4), widths=(1, 2), rounds=1)
 print(json.dumps([ranks[0].size, np.array_equal(*ranks), costs.plain > 0]))
 """

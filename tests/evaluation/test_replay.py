@@ -6,7 +6,7 @@ import json
 import pytest
 
 from clover_jax.decoding.step import StepConfig
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.evaluation.replayed import Written, replay_rows
 from clover_jax.evaluation.rows import turns_of

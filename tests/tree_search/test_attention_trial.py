@@ -6,7 +6,7 @@ from pathlib import Path
 import jax
 import pytest
 
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.loading.models import Models
 from clover_jax.models import attention_kernel
 from clover_jax.pretrained.base import BaseModel

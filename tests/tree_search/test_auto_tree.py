@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from clover_jax import cli, evaluate, generate
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.tree_search import auto_tree
 from clover_jax.tree_search.tree_choice import CostTable

@@ -5,8 +5,8 @@ from types import SimpleNamespace
 import jax.numpy as jnp
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.sampling_config import Warping
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.sampling_config import SamplingParams
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters.drafter import FewTokens
 from clover_jax.tree_search.calibration import _rank_of, measure_ranks
 from tests.tiny_models import (
@@ -26,7 +26,7 @@ def test_leading_zeros_are_what_a_chain_accepts(way):
     tree = parse_tree("chain:3")
     subject = random_models(head, params, tree)
     prompts = random_prompts(2, seed=4)
-    ranks = measure_ranks(subject, prompts, NEW_TOKENS, 3, Warping())
+    ranks = measure_ranks(subject, prompts, NEW_TOKENS, 3, SamplingParams())
     samples = ranks.reshape(NEW_TOKENS - 4, 2, 3)
     rows = decode_all(
         Engine(TINY, head, tree, batch_size=2), random_base(), params, prompts, NEW_TOKENS
@@ -47,7 +47,12 @@ def test_a_text_is_drawn_as_it_will_be():
     head, params = random_head()
     subject = random_models(head, params, parse_tree("chain:3"))
     prompts = random_prompts(2, seed=4)
-    ways = [Warping(), Warping(1.0, top_k=1), Warping(1.0), Warping(top_p=0.5)]
+    ways = [
+        SamplingParams(),
+        SamplingParams(1.0, top_k=1),
+        SamplingParams(1.0),
+        SamplingParams(top_p=0.5),
+    ]
     greedy, narrow, wide, ignored = (
         measure_ranks(subject, prompts, NEW_TOKENS, 3, way).tolist() for way in ways
     )

@@ -4,7 +4,7 @@ import dataclasses
 
 import pytest
 
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.loading.decode_states import running_state
 from clover_jax.loading.models import load

@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 import pytest
 
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.tree_search import tree_choice
 from clover_jax.tree_search.tree_choice import (
     CostTable,

@@ -3,8 +3,8 @@
 import jax
 import jax.numpy as jnp
 
-from clover_jax.decoding.draft import draft, top_children
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree import Grower, draft_static, top_children
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters.clover2 import Clover2State
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.xla.work import Work, count_flops, count_work
@@ -71,7 +71,8 @@ def test_every_draft_level_reads_the_vocabulary_matrix_anew():
             state = Clover2State(jnp.zeros((1, 1, 32)), jnp.zeros((1, 1, 32)))
             frozen = frozen_from_base(weights[0])
             tree = parse_tree(f"chain:{count}")
-            return draft(head, weights[1], frozen, root, state, (), tree, top_children)
+            grower = Grower(head, weights[1], frozen, ())
+            return draft_static(grower, root, state, tree, top_children)
 
         return count_work(function, (base, params), jnp.zeros(1, jnp.int32)).weight_bytes
 
