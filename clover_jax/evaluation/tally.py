@@ -1,6 +1,6 @@
 """The figures of a method's rows: tau, hit rates, histograms, copies, acceptance by context length.
 
-`decoding/accepted_lengths.py` has the definitions. The figures of all tasks are sums over all of
+`decoding.requests.AcceptedLengths` has the definitions. The figures of all tasks are sums over all of
 their forwards (a micro-average), so a task with long answers counts more.
 """
 
