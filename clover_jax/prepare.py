@@ -22,7 +22,7 @@ from absl import flags as absl_flags
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
-from clover_jax.decoding.sampling_config import Warping
+from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.loading.spec import ModelSpec
 from clover_jax.preparation.options import PrepareOptions
 from clover_jax.training.settings import TrainSettings
@@ -32,7 +32,7 @@ def define_flags(flags: absl_flags.FlagValues) -> None:
     """Define the flags of `prepare`."""
     define_settings(flags, PrepareOptions)
     define_settings(flags, TrainSettings, "data", "seq_len")
-    define_settings(flags, Warping)
+    define_settings(flags, SamplingParams)
     define_settings(flags, ModelSpec, "chat_template", "draft", "tree", "allow_base_mismatch")
     cli.define_common_flags(flags)
 
@@ -60,7 +60,7 @@ def execute(flags: absl_flags.FlagValues) -> dict:
         flags,
         PrepareOptions,
         spec=settings_from(flags, ModelSpec),
-        warping=settings_from(flags, Warping),
+        warping=settings_from(flags, SamplingParams),
         seed=flags.seed,
         # Declared by `TrainSettings`, so that both commands mean the same.
         data=flags.data,

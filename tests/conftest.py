@@ -112,10 +112,10 @@ def fresh_programs() -> Iterator[None]:
 @pytest.fixture(params=["in a loop", "by calls"])
 def way(request, monkeypatch, fresh_programs) -> str:
     """How a program runs again and again: as on CPU, and as on an accelerator."""
-    from clover_jax.decoding import chunk, repeated
+    from clover_jax.decoding import programs
     from clover_jax.timing import loops
 
-    for module in (repeated, chunk, loops):
+    for module in (programs, loops):
         monkeypatch.setattr(module, "loops_on_device", lambda: request.param == "in a loop")
     return request.param
 

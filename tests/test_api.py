@@ -88,7 +88,7 @@ def test_a_row_may_hold_what_numpy_jax_and_tuples_hold(models):
     rows = [plain, array | {"logit_bias": {6: -5}}, plain | {"prompt_ids": (5, 7, 9)}]
     first, *others = api.generate_rows(models, rows, max_new_tokens=4, batch_size=np.int32(3))
     assert [row["output_ids"] for row in others] == [first["output_ids"]] * 2
-    with pytest.raises(UserError, match="prompt 0: temperature must be a number from 0, not NaN"):
+    with pytest.raises(UserError, match="prompt 0: temperature must be a number, not NaN"):
         list(api.generate_rows(models, [{"prompt": "a", "temperature": float("nan")}]))
 
 

@@ -85,14 +85,14 @@ import json
 from clover_jax.runtime.distributed import is_primary, joined_processes
 
 with joined_processes():
-    from clover_jax.decoding import chunk
+    from clover_jax.decoding import programs
     from clover_jax.decoding.engine import Engine
     from clover_jax.decoding.requests import Request
-    from clover_jax.decoding.tree import parse_tree
+    from clover_jax.decoding.tree_config import parse_tree
     from clover_jax.sharding.meshes import make_mesh, parse_mesh
     from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
-    chunk.loops_on_device = lambda: False
+    programs.loops_on_device = lambda: False
     mesh, (head, params) = make_mesh(parse_mesh("data=2", 2)), random_head()
     engine = Engine(TINY, head, parse_tree("chain:2"), batch_size=2, mesh=mesh)
     requests = [Request(i, p, 5 + 7 * i) for i, p in enumerate(random_prompts(3, seed=6))]

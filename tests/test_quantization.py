@@ -11,7 +11,7 @@ from jax.sharding import PartitionSpec as P
 
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.step import speculate_and_verify
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import state_shapes

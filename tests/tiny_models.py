@@ -14,7 +14,7 @@ import numpy as np
 
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.drafters import registry
 from clover_jax.interchange.directory import Draft
 from clover_jax.loading.models import Models

@@ -19,8 +19,7 @@ from jax.stages import Compiled, Lowered
 
 from clover_jax.array_types import PyTree
 from clover_jax.benchmark.targets import Chip, Target, find_devices
-from clover_jax.decoding.compiler_options import Options, options_for
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.programs import Options, Placement, options_for
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import speculate_and_verify
 from clover_jax.errors import UserError

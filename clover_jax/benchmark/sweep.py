@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.benchmark.measured import describe_run
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.tree import TokenTree
 from clover_jax.errors import UserError
 from clover_jax.loading.decode_states import cache_size, fitting_context

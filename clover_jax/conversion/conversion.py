@@ -10,7 +10,7 @@ from flax.traverse_util import unflatten_dict
 
 from clover_jax.conversion.options import ConvertOptions
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
-from clover_jax.decoding.tree import default_tree, parse_tree
+from clover_jax.decoding.tree_config import default_tree, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.generation.row_stream import open_stream
 from clover_jax.generation.row_totals import RowTotals

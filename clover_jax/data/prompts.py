@@ -5,6 +5,7 @@ from __future__ import annotations
 import codecs
 import collections
 import dataclasses
+import math
 import os
 import re
 import sys
@@ -270,7 +271,7 @@ class RowField(NamedTuple):
 
 
 # JSON's true is an int in Python, and its NaN a float; neither is a number here.
-def _is_whole(value: Any, least: int) -> bool:
+def _is_whole(value: Any, least: float) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
@@ -316,8 +317,8 @@ def _as_messages(value: list) -> tuple[dict[str, str], ...]:
     return tuple({"role": item["role"], "content": item["content"]} for item in value)
 
 
-def _whole(attribute: str, least: int, remark: str = "") -> RowField:
-    wanted = f"a whole number from {least}{remark}"
+def _whole(attribute: str, least: int) -> RowField:
+    wanted = f"a whole number from {least}"
     return RowField(attribute, lambda value: _is_whole(value, least), wanted, int)
 
 
@@ -344,16 +345,10 @@ ROW_FIELDS = {
         tuple,
     ),
     "seed": _whole("seed", 0),
-    "temperature": RowField(
-        "temperature", lambda value: _is_number(value) and value >= 0, "a number from 0", float
-    ),
-    "top_k": _whole("top_k", 0, " (0: all)"),
-    "top_p": RowField(
-        "top_p",
-        lambda value: _is_number(value) and 0 < value <= 1,
-        "a number above 0 and up to 1",
-        float,
-    ),
+    # `decoding.SamplingParams` checks their values.
+    "temperature": RowField("temperature", _is_number, "a number", float),
+    "top_k": RowField("top_k", lambda value: _is_whole(value, -math.inf), "a whole number", int),
+    "top_p": RowField("top_p", _is_number, "a number", float),
     "max_new_tokens": _whole("max_new_tokens", 1),
     "min_new_tokens": _whole("min_new_tokens", 0),
     "logit_bias": RowField(

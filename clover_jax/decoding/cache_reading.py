@@ -1,8 +1,7 @@
-"""Which implementation reads the KV cache: XLA's own, or a kernel for TPU or GPU."""
+"""The implementation that reads the KV cache: XLA's own, or a kernel for TPU or GPU."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from typing import Any
 
@@ -10,23 +9,27 @@ import jax
 
 from clover_jax.array_types import Array
 from clover_jax.errors import UserError
-from clover_jax.models.attention import RunningSoftmax, caches_read_by
+from clover_jax.models.attention import CacheReader, RunningSoftmax
 from clover_jax.models.cache import KeyValue
 from clover_jax.models.score_rules import ScoreRules
 from clover_jax.sharding.placement import over_rows_and_heads
 
 
-def reading(attention: str) -> contextlib.AbstractContextManager:
-    """Return a context; programs traced within it read KV caches by xla, pallas or cudnn."""
-    readers = {"xla": None, "pallas": _read_by_kernel, "cudnn": _read_by_cudnn}
-    return caches_read_by(readers[attention])
+def cache_reader(attention: str) -> CacheReader | None:
+    """Return the kernel of `--attention` for `cache.read_with`; None for xla."""
+    readers: dict[str, CacheReader | None] = {
+        "xla": None,
+        "pallas": _read_with_pallas,
+        "cudnn": _read_with_cudnn,
+    }
+    return readers[attention]
 
 
 def resolve_attention(name: str, platform: str | None = None) -> str:
     """Map `--attention` to "xla", "pallas" or "cudnn".
 
     "auto" is "xla" here; `tree_search/race.py` may change it on a TPU or GPU.
-    platform: that of the programs; None is this process's. Raises UserError for a kernel of another
+    platform: of the programs; None is this process's. Raises UserError for a kernel of another
         platform.
     """
     platform = platform or jax.default_backend()
@@ -37,7 +40,7 @@ def resolve_attention(name: str, platform: str | None = None) -> str:
     return "xla" if name == "auto" else name
 
 
-def _read_by_kernel(
+def _read_with_pallas(
     query: Array, cache: KeyValue, length: Array, rules: ScoreRules | None
 ) -> RunningSoftmax | None:
     if rules is not None and rules.slopes is not None:
@@ -57,11 +60,11 @@ def _read_by_kernel(
     return over_rows_and_heads(read, query, cache, length, *positions)
 
 
-def _read_by_cudnn(
+def _read_with_cudnn(
     query: Array, cache: KeyValue, length: Array, rules: ScoreRules | None
 ) -> RunningSoftmax | None:
-    # What depends on a query's position, and what changes a score beyond its scale, is left to XLA.
-    # Sinks do not matter here: `attention.finish` adds them to what was read.
+    # Rules that depend on a query's position, or change a score beyond its scale, are left to XLA.
+    # Sinks do not matter here: `attention.finish` adds them to the result.
     changed = rules and (rules.slopes is not None or rules.window or rules.cap)
     if changed or query.dtype.itemsize != 2:
         return None

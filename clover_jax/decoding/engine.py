@@ -1,50 +1,114 @@
 """The host's side of decoding: continuous batching of requests over compiled programs.
 
-The engine holds the compiled programs; `Slots` decides which to run and when. A slot is refilled as
-soon as its row has finished. Nothing recompiles unless a request needs longer buffers than any
-before (lengths come in buckets).
+A free slot takes the next request at once. Chunked prefill: the prompt of a row that joins is read
+as a batch of one, chunk by chunk, while the other rows keep their state; then the row is inserted
+into its slot. Prefix caching: a slot keeps the KV caches of its last row, and a prompt that begins
+with the same tokens reuses them, so the next turn of a conversation begins where the last one
+ended. Nothing recompiles unless a request needs longer buffers than any before (lengths come in
+buckets).
 """
 
 from __future__ import annotations
 
+import collections
+import copy
 import dataclasses
+import math
 from collections.abc import Generator, Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.placement import Placement
-from clover_jax.decoding.programs import Programs, compile_programs, compile_state_programs
+from clover_jax.decoding.programs import (
+    Placement,
+    Programs,
+    Records,
+    compile_programs,
+    compile_state_programs,
+    read_records,
+)
 from clover_jax.decoding.requests import (
     Generation,
+    NewTokens,
     Request,
     RowUpdate,
+    TokenScore,
     check_request,
     least_sampling,
 )
-from clover_jax.decoding.sampling import NO_TOKEN
+from clover_jax.decoding.sampling import NO_TOKEN, Scores
 from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, check_seed
-from clover_jax.decoding.scores import Scores
-from clover_jax.decoding.slots import Slots
-from clover_jax.decoding.state import EOS_ROOM, DecodeState, Text, bucket
-from clover_jax.decoding.step import StepConfig, Weights, weights_for
-from clover_jax.decoding.tree import Tree
-from clover_jax.drafters.drafter import PAD_TOKEN
+from clover_jax.decoding.state import EOS, EOS_ROOM, LENGTH, DecodeState, Text, bucket
+from clover_jax.decoding.step import StepConfig, StepRecord, Weights, weights_for
+from clover_jax.decoding.tree_config import Tree
+from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
 
+_FINISH_REASONS = {EOS: "eos", LENGTH: "length"}  # of rows that the device has ended
+
+
+@dataclasses.dataclass
+class _Row:
+    """A request in its slot.
+
+    state: a batch of one while the prompt is read; None before and after.
+    num_read: prompt tokens in the KV cache. num_cached: how many of these came from a slot.
+    num_new: new tokens that `take` has returned.
+    """
+
+    request: Request
+    started: float
+    state: DecodeState | None = None
+    num_read: int = 0
+    num_cached: int = 0
+    num_new: int = 0
+    prompt_scores: list[TokenScore] = dataclasses.field(default_factory=list)
+    first_score: list[TokenScore] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_read(self) -> bool:
+        return self.num_read >= len(self.request.prompt_ids)
+
+
+class _Reads(NamedTuple):
+    """Chunks of prompts that were started; last: an array that is ready when the last one is."""
+
+    started: float
+    number: int
+    last: Array
+
+
+class _Chunk(NamedTuple):
+    """Steps that were started, and copies of their results: the next steps donate the state.
+
+    rows: by slot. started, ended: when the steps began, and when the host saw their end.
+    """
+
+    rows: dict[int, _Row]
+    text: Text
+    records: Records
+    started: float
+    ended: float = 0.0
+
 
 class Engine:
-    """Decodes streams of requests in a fixed number of slots.
+    """Decodes streams of requests in a fixed number of slots. Not safe for several threads.
 
-    One engine has the compiled programs of one base, head and tree, which equal engines share;
-    weights are passed to each call, so that a head can be decoded while it trains.
+    An engine is made for one base, head and tree; equal engines share compiled programs. `stream`
+    decodes requests with the weights that it is passed, so that a head can be decoded while it
+    trains. To drive the slots yourself, `open` an engine for some weights. Then call `add`,
+    `read_prompts` and `advance` alternately. To overlap the host's work with the device's, call
+    `begin`, work, `wait`, `add`, `begin` the next chunk, and `take` the results of the last.
+
+    state: the state before the next step; None before the first row.
+    step_seconds: how long the last step took; None before the first.
     """
 
     def __init__(
@@ -67,9 +131,10 @@ class Engine:
 
         seed: with a request's index, makes the key of a row whose request has no seed.
         prefill_size: prompt tokens read at once; by default 64 on CPU, else 256.
-        source_size: tokens of other text to copy from that a request may bring; more is left out.
-        adapts: run every chunk of steps by the cheapest rules of `sampling` that its rows allow,
-            one program for each set of rules; otherwise all run by `sampling`.
+        source_size: tokens of other text to copy from that a request may bring; the rest is
+            truncated.
+        adapts: run every chunk of steps with the cheapest rules of `sampling` that its rows allow,
+            one program for each set of rules; otherwise all run with `sampling`.
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes;
             their number is rounded up so that all devices have as many.
         attention: implementation that reads the KV cache, as in `StepConfig`.
@@ -95,6 +160,46 @@ class Engine:
         self.states = compile_state_programs(alike, source_size, self.max_eos, self.placement)
         self._programs: dict[SamplingConfig, Programs] = {}
         self._steps_per_chunk, self._adapts = steps_per_chunk, adapts
+        self._reset(Weights({}, {}), CompileClock())
+
+    def _reset(self, weights: Weights, compiling: CompileClock) -> None:
+        """Empty all slots."""
+        self._weights, self._compiling = weights, compiling
+        self.state: DecodeState | None = None
+        self._rows: list[_Row | None] = [None] * self.batch_size
+        self._reading: collections.deque[int] = collections.deque()  # slots, the oldest first
+        # For prefix caching: the tokens whose keys and values a slot holds, the base's and the
+        # head's.
+        self._held = [np.zeros(0, np.int32)] * self.batch_size
+        self._beginnings: list[DraftCache] = [()] * self.batch_size  # for `state.extract`
+        self._last_used = [0] * self.batch_size
+        self._num_joined = 0
+
+        # Work that the device has, and results that `take` has not returned yet.
+        self._reads: _Reads | None = None
+        self._begun: _Chunk | None = None
+        self._done: _Chunk | None = None
+        self.step_seconds: float | None = None
+        self._read_seconds = math.inf  # how long the last chunk of a prompt took
+
+    def open(
+        self,
+        base_params: Params,
+        draft_params: Params | None,
+        compiling: CompileClock,
+        size: int | None = None,
+    ) -> Engine:
+        """Return this engine with weights and with empty slots of its own.
+
+        compiling: its seconds are not counted as time of rows.
+        size: length of the buffers; None lets them grow with the longest request.
+        """
+        weights = self.placement.weights(weights_for(self.config.head, base_params, draft_params))
+        opened = copy.copy(self)  # the compiled programs are shared
+        opened._reset(weights, compiling)
+        if size is not None:
+            opened.state = opened._empty_state(size)
+        return opened
 
     def stream(
         self, base_params: Params, draft_params: Params, requests: Iterable[Request | None]
@@ -103,9 +208,9 @@ class Engine:
 
         requests: the next one is taken whenever a slot is free. None means none for now, as when
             the next turn of a conversation waits for an answer. The stream ends when every row has
-            finished and the source is exhausted or gives None.
+            finished and the source is exhausted or yields None.
         """
-        with CompileClock() as compiling:  # what is compiled meanwhile is no row's time
+        with CompileClock() as compiling:  # compilation is not counted as time of rows
             slots = self.open(base_params, draft_params, compiling)
             rows: dict[int, Generation] = {}
             source = iter(requests)
@@ -129,17 +234,6 @@ class Engine:
                         if not new.is_last:
                             slots.remove(new.slot)
 
-    def open(
-        self,
-        base_params: Params,
-        draft_params: Params | None,
-        compiling: CompileClock,
-        size: int | None = None,
-    ) -> Slots:
-        """Return empty slots for these weights; the other arguments are those of `Slots`."""
-        weights = self.placement.weights(weights_for(self.config.head, base_params, draft_params))
-        return Slots(self, weights, compiling, size)
-
     def prefilled(
         self, base_params: Params, draft_params: Params, requests: Sequence[Request]
     ) -> DecodeState:
@@ -158,7 +252,7 @@ class Engine:
         return bucket(num_positions + depth, self.config.base.max_position_embeddings + depth)
 
     def check(self, request: Request) -> None:
-        """Raise UserError for a request that cannot be decoded by this base."""
+        """Raise UserError for a request that cannot be decoded with this base."""
         check_request(request, self.config.base, self.config.sampling, self.max_eos)
         if request.is_scored and not self._adapts:
             raise UserError("log-probabilities need an engine that adapts to its rows")
@@ -175,103 +269,307 @@ class Engine:
             )
             # Only the states of this engine have room for biases then.
             if self.config.sampling.biased and not sampling.biased:
-                programs = programs.without_bias()
+                programs = programs.for_states_with_bias()
             self._programs[sampling] = programs
         return self._programs[sampling]
 
-    def read_prompt(
-        self, weights: Weights, row: DecodeState, request: Request, start: int
-    ) -> tuple[DecodeState, Scores | None]:
-        """Read a chunk of a request's prompt from position `start` on; consumes the row."""
-        return self.programs([request]).prefill(weights, row, np.int32(start))
+    @property
+    def num_free(self) -> int:
+        """How many more requests may be added."""
+        return self._rows.count(None)
 
-    def room_for(
-        self, state: DecodeState | None, request: Request, weights: Weights
-    ) -> DecodeState:
-        """Return the state with buffers long enough for the request; without one make it."""
-        size = self.buffer_size(self._limit(request))
-        if state is None:
-            return self.empty_state(size, weights)
-        return self.states.grow(state, size) if size > state.tokens.shape[1] else state
+    @property
+    def num_reading(self) -> int:
+        """Rows whose prompts are still to be read."""
+        return len(self._reading)
 
-    def empty_state(self, size: int, weights: Weights) -> DecodeState:
-        """Return empty slots with buffers of `size` positions."""
-        return self.states.empty(self.batch_size, size, weights.base["embedding"].dtype)
+    def add(self, request: Request) -> int:
+        """Put a request into a free slot and return the slot; `read_prompts` reads its prompt.
 
-    def row_state(
-        self, request: Request, batch: DecodeState, begun: DecodeState | None = None
-    ) -> DecodeState:
-        """Return a batch of one for a request, none of its prompt read.
-
-        batch: the state that it will be inserted into. begun: a row whose caches it starts from.
+        Raises UserError for a request that the engine refuses.
         """
-        size = batch.tokens.shape[1]
-        if size < self._limit(request) + self.config.tree.depth:
+        self.check(request)
+        prompt = self._sharable(request)
+
+        # The slot whose text the prompt continues (more than half of it is shared), else the one
+        # whose row joined first: the texts of the others may still serve as prefixes.
+        def order(slot: int) -> tuple[bool, int]:
+            continues = 2 * self._shared(slot, prompt) > len(self._held[slot])
+            return not continues, self._last_used[slot]
+
+        slot = min((slot for slot, row in enumerate(self._rows) if row is None), key=order)
+        self._rows[slot] = _Row(request, self._compiling.now())
+        self._reading.append(slot)
+        self._num_joined += 1
+        self._last_used[slot] = self._num_joined
+        return slot
+
+    def remove(self, slot: int) -> None:
+        """Remove the row from a slot; the slot is free at once."""
+        self._rows[slot] = None
+        if slot in self._reading:
+            self._reading.remove(slot)
+        elif self.state is not None:
+            self.state = self.states.clear(self.state, slot)
+
+    def chunks_within(self, seconds: float) -> int:
+        """Return how many chunks of prompts fit into a time, as the last ones did; at least 1."""
+        return max(1, int(seconds / self._read_seconds))
+
+    def read_prompts(self, num_chunks: int | None = None) -> None:
+        """Start to read the prompts that wait, first come first served.
+
+        num_chunks: read at most this many chunks; None: all.
+        """
+        # All are started at once, so that the device never waits for the host.
+        started, count = self._compiling.now(), 0
+        while self._reading and count != num_chunks:
+            last, count = self._read_chunk(self._reading[0]), count + 1
+            self._reads = _Reads(started, count, last)
+
+    def advance(self, num_steps: int | None = None) -> list[NewTokens]:
+        """Run a chunk of steps for the rows whose prompts are read, and return their new tokens.
+
+        num_steps: at most this many, and no more than the engine's chunk has.
+        """
+        self.begin(num_steps)
+        self.wait()
+        return self.take()
+
+    def begin(self, num_steps: int | None = None) -> None:
+        """Start a chunk of steps as `advance` does; only `take` may be called before `wait`."""
+        rows = {slot: row for slot, row in enumerate(self._rows) if row is not None and row.is_read}
+        if self.state is None or not rows:
+            return
+        filled = np.array([slot in rows for slot in range(len(self._rows))])
+        decode = self.programs([row.request for row in rows.values()]).decode
+        started = self._compiling.now()
+        self.state, records = decode(self._weights, self.state, filled, num_steps)
+        # The host reads copies, since the next steps consume the state.
+        text = self.placement.copies(Text(self.state.tokens, self.state.end, self.state.finish))
+        self._begun = _Chunk(rows, text, records, started)
+
+    def wait(self) -> list[int]:
+        """Wait for the device; return the slots whose rows have ended, which are free now."""
+        # `read_prompts` returns before the chunks are read; their time is taken here.
+        if self._reads is not None:
+            jax.block_until_ready(self._reads.last)
+            now = self._compiling.now()
+            self._read_seconds = (now - self._reads.started) / self._reads.number
+            if self._begun is not None:
+                self._begun = self._begun._replace(started=now)
+            self._reads = None
+        if self._begun is None:
+            return []
+
+        # The slot of an ended row is free for the next request before its last tokens are taken.
+        finish = np.asarray(self._begun.text.finish)
+        self._done, self._begun = self._begun._replace(ended=self._compiling.now()), None
+        ended = [slot for slot in self._done.rows if int(finish[slot]) in _FINISH_REASONS]
+        for slot in ended:
+            self._rows[slot] = None
+        return ended
+
+    def take(self) -> list[NewTokens]:
+        """Return the new tokens of the last chunk that has ended; each chunk's only once."""
+        chunk, self._done = self._done, None
+        if chunk is None:
+            return []
+        text, record = jax.device_get(chunk.text), read_records(chunk.records)
+        news = [
+            _collect(row, slot, text, record, chunk.ended - row.started)
+            for slot, row in chunk.rows.items()
+        ]
+
+        # Note the texts for prefix caching, but not where another row has the slot by now.
+        for slot, row in chunk.rows.items():
+            if self._rows[slot] is None or self._rows[slot] is row:
+                self._held[slot] = self._kept(row.request, text.tokens[slot, : text.end[slot]])
+        if count := max(len(new.accepted) for new in news):
+            self.step_seconds = (chunk.ended - chunk.started) / count
+        return news
+
+    def _read_chunk(self, slot: int) -> Array:
+        """Start to read the next chunk of a slot's prompt; after the last one insert the row.
+
+        Returns an array that is ready when the chunk is read.
+        """
+        row, batch = self._rows[slot], self.state
+        assert row is not None  # as everything in `_reading`
+        request = row.request
+        size = self.buffer_size(self._limit(request))
+        if batch is None:
+            batch = self._empty_state(size)
+        if row.state is None:
+            if size > batch.tokens.shape[1]:
+                batch = self.states.grow(batch, size)
+            # Where a slot holds the beginning of this prompt, its caches are the row's.
+            prompt = self._sharable(request)
+            shared = [self._shared(other, prompt) for other in range(len(self._rows))]
+            row.num_read = row.num_cached = max(shared)
+            nearest = shared.index(row.num_read)
+            row.state = self._new_row(request, batch)
+            if row.num_read:
+                begun = self.states.extract(batch, nearest, self._beginnings[nearest])
+                row.state = row.state.replace(cache=begun.cache, draft_cache=begun.draft_cache)
+
+        prefill = self.programs([request]).prefill
+        row.state, scores = prefill(self._weights, row.state, np.int32(row.num_read))
+        if scores is not None:
+            # Position i scores the token after it, the last one the first new token.
+            left = len(request.prompt_ids) - 1 - row.num_read
+            found = _read_scores(scores, (0,), min(left + 1, self.prefill_size))
+            if left < self.prefill_size:
+                row.first_score = [found.pop()]
+            if request.wants_prompt_scores:
+                row.prompt_scores += found
+
+        row.num_read += self.prefill_size
+        end = row.state.end
+        if row.is_read:
+            self._beginnings[slot] = self.states.draft_beginning(row.state)
+            batch = self.states.insert(batch, slot, row.state)
+            row.state = None
+            self._held[slot] = self._kept(request, np.array(request.prompt_ids))
+            self._reading.popleft()
+        self.state = batch
+        return end
+
+    def _empty_state(self, size: int) -> DecodeState:
+        """Return empty slots with buffers of `size` positions."""
+        return self.states.empty(self.batch_size, size, self._weights.base["embedding"].dtype)
+
+    def _new_row(self, request: Request, batch: DecodeState) -> DecodeState:
+        """Return a batch of one for a request, before any of its prompt is read.
+
+        batch: the state that it will be inserted into.
+        """
+        size, limit, length = batch.tokens.shape[1], self._limit(request), len(request.prompt_ids)
+        if size < limit + self.config.tree.depth:
             # dynamic_update_slice would clamp, and overwrite live positions.
             raise ValueError(f"{size} positions are too few for {request}")
 
         # The prompt and its EOS ids are padded to fixed shapes, so that nothing recompiles.
         prompt = np.zeros((1, size), np.int32)
-        length = len(request.prompt_ids)
         prompt[0, :length] = request.prompt_ids
         eos = np.full((1, self.max_eos), -1, np.int32)
         eos[0, : len(request.eos_ids)] = request.eos_ids
-
-        # Prefill fills its caches chunk by chunk. One program makes all arrays: to make them one by
-        # one took longer than to read the prompt of a small base.
+        source = None
+        if self._source_size:
+            # Each text to copy from begins with a PAD_TOKEN.
+            joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
+            source = np.full((1, self._source_size), PAD_TOKEN, np.int32)
+            source[0, : len(joined)] = joined[: self._source_size]
         fields = {
             "tokens": prompt,
             "end": np.array([length], np.int32),
-            "limit": np.array([self._limit(request)], np.int32),
+            "limit": np.array([limit], np.int32),
             "eos": eos,
-            "source": self._source(request),
+            "source": source,
         }
-        dtype, settings = batch.cache[0].key.dtype, self._row_settings(request)
-        row = self.states.begin(size, dtype, fields, settings, *self._row_key(request))
-        if begun is not None:
-            row = row.replace(cache=begun.cache, draft_cache=begun.draft_cache)
-        return row
 
-    def text(self, state: DecodeState) -> Text:
-        """Return what the host reads of a state, in copies."""
-        return self.placement.copies(Text(state.tokens, state.end, state.finish))
+        # Sampling: the fields of the row's RowSampling, a bias as the fields of its RowBias.
+        params = request.params
+        settings: dict[str, Any] = {
+            "temperature": np.array([params.temperature], np.float32),
+            "top_k": np.array([min(params.top_k, self.config.base.vocab_size)], np.int32),
+            "top_p": np.array([params.top_p], np.float32),
+        }
+        if self.config.sampling.biased:
+            settings = {"bias": _row_bias(request, limit)} | settings
+        # A row without a seed still draws the same text in any batch: its index stands for it. A
+        # later turn may draw at positions of an earlier one.
+        index = request.index if request.seed is None else -1
+        seed = self._seed if request.seed is None else request.seed
+        key = np.uint32(seed), np.array([index, request.turn or -1], np.int32)
+        # One program makes all arrays: one by one they took longer than to read the prompt of a
+        # small base.
+        return self.states.begin(size, batch.cache[0].key.dtype, fields, settings, *key)
 
     def _limit(self, request: Request) -> int:
         context = self.config.base.max_position_embeddings
         return min(len(request.prompt_ids) + request.max_new_tokens, context)
 
-    def _source(self, request: Request) -> np.ndarray | None:
-        """Return what a request brought to copy from, each text begun by a PAD_TOKEN."""
-        if not self._source_size:
-            return None
-        joined = [id_ for ids in request.sources for id_ in (PAD_TOKEN, *ids)]
-        source = np.full((1, self._source_size), PAD_TOKEN, np.int32)
-        source[0, : len(joined)] = joined[: self._source_size]
-        return source
+    def _sharable(self, request: Request) -> np.ndarray:
+        """Return the tokens of a prompt that may come from another row's cache: all or none.
 
-    def _row_settings(self, request: Request) -> dict[str, Any]:
-        """Return the fields of a row's RowSampling but its key."""
-        bias = {"bias": self._row_bias(request)} if self.config.sampling.biased else {}
-        return bias | {
-            "temperature": np.array([request.temperature], np.float32),
-            "top_k": np.array([min(request.top_k, self.config.base.vocab_size)], np.int32),
-            "top_p": np.array([request.top_p], np.float32),
-        }
+        No tokens for a head that learns from the text that it reads (recycle): another row's text
+        would change its accepted lengths. No tokens where the prompt's own scores are wanted.
+        """
+        head = self.config.head
+        learns = head is not None and head.module.observes
+        is_read_whole = learns or request.wants_prompt_scores
+        return np.array([] if is_read_whole else request.prompt_ids, np.int32)
 
-    def _row_key(self, request: Request) -> tuple[np.uint32, np.ndarray]:
-        """Return the arguments of `row_key`."""
-        # A row without a seed still draws the same text in any batch: its index stands for it. A
-        # later turn may draw at positions of an earlier one.
-        index = request.index if request.seed is None else -1
-        seed = self._seed if request.seed is None else request.seed
-        return np.uint32(seed), np.array([index, request.turn or -1], np.int32)
+    def _shared(self, slot: int, prompt: np.ndarray) -> int:
+        """Return how many tokens of a prompt can come from a slot's cache: whole chunks.
 
-    def _row_bias(self, request: Request) -> tuple[np.ndarray, ...]:
-        """Return the fields of a row's RowBias."""
-        ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
-        values = np.zeros((1, MOST_BIASED), np.float32)
-        for index, (id_, value) in enumerate(request.logit_bias):
-            ids[0, index], values[0, index] = id_, value
-        # No token stands beyond the limit.
-        eos_from = min(len(request.prompt_ids) + request.min_new_tokens, self._limit(request))
-        return ids, values, np.array([eos_from], np.int32)
+        So the rest is read in the same chunks as without the cache. A head pairs a position with
+        the token after it, so that token must be the same too.
+        """
+        size = min(len(self._held[slot]), len(prompt))
+        differ = self._held[slot][:size] != prompt[:size]
+        same = int(differ.argmax()) if differ.any() else size
+        return max(same - 1, 0) // self.prefill_size * self.prefill_size
+
+    def _kept(self, request: Request, text: np.ndarray) -> np.ndarray:
+        """Return the part of a text that a slot's caches hold.
+
+        The head absorbs the last step's tokens one step later, so they are left out.
+        """
+        pending, prompt = self.config.tree.depth + 1, len(request.prompt_ids)
+        # A prompt shorter than the pending tokens leaves no beginning that could be restored.
+        size = max(len(text) - pending, prompt) if prompt > pending else 0
+        return text[:size].copy()
+
+
+def _row_bias(request: Request, limit: int) -> tuple[np.ndarray, ...]:
+    """Return the fields of a row's RowBias; limit: where the row ends."""
+    ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
+    values = np.zeros((1, MOST_BIASED), np.float32)
+    for index, (id_, value) in enumerate(request.logit_bias):
+        ids[0, index], values[0, index] = id_, value
+    eos_from = min(len(request.prompt_ids) + request.min_new_tokens, limit)
+    return ids, values, np.array([eos_from], np.int32)
+
+
+def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: float) -> NewTokens:
+    """Return a row's new tokens from a chunk of steps, `seconds` after the row began."""
+    # The text: from the tokens that were returned before to the row's end.
+    first = len(row.request.prompt_ids) + row.num_new
+    ids = text.tokens[slot, first : text.end[slot]].tolist()
+    is_first, row.num_new = row.num_new == 0, row.num_new + len(ids)
+
+    # The figures: only steps that emitted something ran for this row.
+    emitted = np.asarray(record.emitted)[:, slot]
+    steps = np.flatnonzero(emitted > 0)
+    accepted = record.accepted[steps, slot].tolist()
+    ranks = record.ranks[steps, slot].tolist()
+    scores: list[TokenScore] = []
+    if row.request.wants_scores and record.scores is not None:
+        scores = list(row.first_score) if is_first else []
+        for step in steps.tolist():
+            scores += _read_scores(record.scores, (step, slot), emitted[step])
+
+    return NewTokens(
+        slot=slot,
+        ids=ids,
+        accepted=accepted,
+        proposed=record.proposed[steps, slot].tolist(),
+        ranks=[path[:count] for path, count in zip(ranks, accepted, strict=True)],
+        copied=[] if record.copied is None else record.copied[steps, slot].tolist(),
+        seconds=seconds,
+        finish_reason=_FINISH_REASONS.get(int(text.finish[slot])),
+        scores=scores,
+        prompt_scores=row.prompt_scores if is_first else [],
+        num_cached=row.num_cached if is_first else 0,
+    )
+
+
+def _read_scores(scores: Scores, row: tuple[int, ...], count: int) -> list[TokenScore]:
+    """Return the first `count` scores of a row; `row` indexes all axes before the tokens'."""
+    own, ids, top = (
+        np.asarray(leaf)[row][:count].tolist()
+        for leaf in (scores.log_probability, scores.top_ids, scores.top_log_probabilities)
+    )
+    return [TokenScore(*each) for each in zip(own, ids, top, strict=True)]

@@ -8,19 +8,24 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
-from clover_jax.decoding.commit import cut, keep_rows, write_tokens
-from clover_jax.decoding.sampling import add_bias, draw, warp
-from clover_jax.decoding.scores import Scores, score
+from clover_jax.decoding.accept import keep_rows
+from clover_jax.decoding.sampling import Scores, add_bias, draw, score, warp
 from clover_jax.decoding.state import EMPTY, DecodeState, searched
-from clover_jax.decoding.step import StepConfig, Weights, reads_caches, tree_features
-from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
+from clover_jax.decoding.step import (
+    StepConfig,
+    Weights,
+    absorb_positions,
+    cut,
+    tree_features,
+    write_tokens,
+)
+from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
 from clover_jax.sharding.placement import gathered_in_use
 from clover_jax.sharding.top_k import argmax
 
 
-@reads_caches
 def prefill_chunk(
     config: StepConfig, size: int, weights: Weights, state: DecodeState, start: Int[Array, ""]
 ) -> tuple[DecodeState, Scores | None]:
@@ -28,7 +33,7 @@ def prefill_chunk(
 
     state: tokens hold the prompts and `end` their lengths; `length` grows to `end` over the
         chunks. The row whose last prompt token lies in this chunk emits its first token. Rows of
-        other lengths share a chunk: what lies past a row's prompt is garbage, overwritten later.
+        other lengths share a chunk: positions past a row's prompt are garbage, overwritten later.
     Returns the state and, where `config.sampling.scored`, the scores of the tokens after each
     position, [B, size]: of the prompt and of the first token emitted.
     """
@@ -38,8 +43,9 @@ def prefill_chunk(
     positions = starts[:, None] + jnp.arange(size)
 
     # Read this chunk of every row's prompt.
+    committed, mask = config.committed(state.cache), causal_mask(batch, size)
     output: Any = Decoder(config.base).apply(
-        {"params": weights.base}, tokens, positions, causal_mask(batch, size), state.cache, starts
+        {"params": weights.base}, tokens, positions, mask, committed, starts
     )
     features, post_norm = tree_features(config, output.hidden), output.hidden["post_norm"]
     # The write waits for the read, or XLA would keep a copy of the cache.
@@ -60,7 +66,6 @@ def _tokens_after(state: DecodeState, start: Array, size: int) -> Int[Array, "B 
     return jax.lax.dynamic_slice_in_dim(padded, start + 1, size, axis=1)
 
 
-@reads_caches
 def absorb_prompt(
     config: StepConfig, weights: Weights, state: DecodeState, features: Array, start: Array
 ) -> DecodeState:
@@ -68,15 +73,13 @@ def absorb_prompt(
 
     All positions but a prompt's last, whose next token is not known yet.
     """
-    assert config.head is not None  # plain decoding has no draft cache
     size = features.shape[1]
     next_tokens = _tokens_after(state, start, size)
     starts = jnp.broadcast_to(start, state.end.shape)
     count = jnp.clip(state.end - 1 - start, 0, size)
     text = searched(state, starts + count)
     accepted = AcceptedPositions(features, next_tokens, starts, count, text)
-    frozen = frozen_from_base(weights.base)
-    _, draft_cache = config.head.apply(weights.draft, "absorb", frozen, accepted, state.draft_cache)
+    _, draft_cache = absorb_positions(config, weights, accepted, state.draft_cache)
     return state.replace(draft_cache=draft_cache)
 
 
@@ -122,7 +125,7 @@ def _emit_first(
         "next_tokens": jnp.broadcast_to(first, state.next_tokens.shape),
         "count": jnp.ones_like(state.count),
     }
-    # Other rows keep what they have. The caches hold the chunk of all rows already.
+    # Other rows stay as they are; their caches have the chunk already.
     return state.replace(
         **{name: keep_rows(here, new, getattr(state, name)) for name, new in emitted.items()}
     )

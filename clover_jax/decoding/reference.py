@@ -12,7 +12,7 @@ import numpy as np
 
 from clover_jax.array_types import Array, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.drafters.drafter import (
     PAD_TOKEN,
     AcceptedPositions,
@@ -26,7 +26,7 @@ from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.models.decoder import Decoder, DecoderOutput, base_logits, causal_mask
 
 PADDING = 64
-_NONE = (PAD_TOKEN,) * 64  # what a head that knows few tokens proposes beyond them
+_NONE = (PAD_TOKEN,) * 64  # proposals beyond the few tokens of a head
 
 
 def plain_greedy(
@@ -49,7 +49,7 @@ def draft_tokens(
 ) -> dict[tuple[int, ...], int]:
     """Return the token of every node of a static tree, by its path of child ranks.
 
-    text: all tokens so far; the last one is the tree's root. The head reads the whole text anew
+    text: all tokens so far; the last one is the tree's root. The head reads the whole text again
     and then follows one path after another, one branch at a time.
     """
     *context, root = text

@@ -1,8 +1,10 @@
-"""The engine's input and output: requests, new tokens, generations."""
+"""The engine's input and output: requests, new tokens, generations and accepted lengths."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
+import itertools
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -10,9 +12,9 @@ from clover_jax.config import BaseConfig
 from clover_jax.decoding.sampling_config import (
     GREEDY,
     SamplingConfig,
+    SamplingParams,
     check_bias,
     check_seed,
-    check_warping,
 )
 from clover_jax.errors import UserError
 
@@ -21,9 +23,8 @@ from clover_jax.errors import UserError
 class Request:
     """One prompt to decode.
 
-    index: the caller's number for it. max_new_tokens: tokens to emit at most, the one that
-    prefill gives included. eos_ids: tokens that end the text (emitted too).
-    temperature, top_k (0: all), top_p (1: all): used unless verification is greedy.
+    index: the caller's number for it. max_new_tokens: tokens to emit at most, including the one
+    from prefill. eos_ids: tokens that end the text (emitted too).
     seed: of the row's key; None derives it from the engine's seed and `index`.
     turn: number of the answer in its conversation; each has a key of its own, since a later turn
         may draw at positions of an earlier one, whose context was cut or rewritten.
@@ -38,9 +39,7 @@ class Request:
     prompt_ids: Sequence[int]
     max_new_tokens: int
     eos_ids: Sequence[int] = ()
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
+    params: SamplingParams = dataclasses.field(default_factory=SamplingParams)
     seed: int | None = None
     turn: int = 0
     sources: Sequence[Sequence[int]] = ()
@@ -169,17 +168,71 @@ class RowUpdate:
         self.row.finish_reason = self.row.finish_reason or "stop"
 
 
+class AcceptedLengths:
+    """The tally of accepted lengths: tau, hit rates and the histogram of many forwards.
+
+    A forward is each time the base verified a draft; it accepts a number of drafted tokens and
+    emits one more of its own, the bonus. The end of an answer cuts emitted tokens, not accepted
+    ones:
+
+        tau = emitted tokens / forwards, after the cut, without prefill's own token and forward;
+        joint hit rate of position i = forwards that accepted positions 0..i / forwards, before the
+            cut;
+        conditional hit rate of position i = the same among the forwards that accepted 0..i-1.
+
+    tokens: emitted ones, EOS and prefill's own included. forwards: of the base, after prefill.
+    """
+
+    def __init__(self):
+        self.tokens = self.forwards = 0
+        self._tokens_of_forwards = 0
+        self._counts: collections.Counter[int] = collections.Counter()
+
+    def add(self, num_tokens: int, accepted: Sequence[int]) -> None:
+        """Count an answer: its emitted tokens, and the drafted tokens accepted by each forward."""
+        self.tokens += num_tokens
+        self._tokens_of_forwards += max(num_tokens - 1, 0)  # the first is prefill's
+        self.forwards += len(accepted)
+        self._counts.update(accepted)
+
+    @property
+    def tau(self) -> float | None:
+        """Emitted tokens per forward; None before the first forward."""
+        return self._tokens_of_forwards / self.forwards if self.forwards else None
+
+    def histogram(self, depth: int | None = None) -> list[int]:
+        """Return at [k] how many forwards accepted k tokens, up to `depth` or to the longest."""
+        # -1 without any forward, so that the list is empty.
+        longest = max(self._counts, default=-1) if depth is None else depth
+        return [self._counts[k] for k in range(longest + 1)]
+
+    def reaching(self, depth: int) -> list[int]:
+        """Return at [i] how many forwards accepted positions 0..i, for the positions of a tree."""
+        # k accepted tokens stand at positions 0 .. k - 1.
+        return [sum(n for k, n in self._counts.items() if k > i) for i in range(depth)]
+
+    def hit_rate(self, depth: int) -> list[float]:
+        """Return the joint hit rates; none before the first forward."""
+        return [hits / self.forwards for hits in self.reaching(depth) if self.forwards]
+
+    def conditional_hit_rate(self, depth: int) -> list[float | None]:
+        """Return the conditional hit rates; None where no forward came that far."""
+        # Every forward comes as far as position 0; later ones need the position before them.
+        reached = [self.forwards, *self.reaching(depth)]
+        return [hits / before if before else None for before, hits in itertools.pairwise(reached)]
+
+
 def least_sampling(most: SamplingConfig, requests: Iterable[Request]) -> SamplingConfig:
-    """Return the cheapest rules, within `most`, that these requests can be decoded by."""
+    """Return the cheapest rules, within `most`, that decode these requests."""
     requests = list(requests)
     # Scores and biases are rare, so all rows with either share one program.
     biased = any(request.is_biased for request in requests)
     if biased or any(request.is_scored for request in requests):
         return dataclasses.replace(most, scored=True, biased=biased)
     # Greedy verification reduces logits to their argmax; top-k and top-p sort them.
-    if all(request.temperature == 0 for request in requests):
+    if all(request.params.temperature == 0 for request in requests):
         return GREEDY
-    truncate = any(request.top_k > 0 or request.top_p < 1 for request in requests)
+    truncate = any(request.params.cuts for request in requests)
     return dataclasses.replace(most, truncate=truncate, biased=False)
 
 
@@ -190,8 +243,8 @@ def requests_of_every_kind(length: int) -> list[Request]:
     """
     # Two new tokens: prefill gives the first, a step the second.
     plain = Request(0, [0] * length, 2)
-    drawn = dataclasses.replace(plain, temperature=1.0)
-    cut = dataclasses.replace(drawn, top_p=0.5)
+    drawn = dataclasses.replace(plain, params=SamplingParams(temperature=1.0))
+    cut = dataclasses.replace(plain, params=SamplingParams(temperature=1.0, top_p=0.5))
     scored = dataclasses.replace(plain, wants_scores=True)
     biased = dataclasses.replace(plain, min_new_tokens=1)
     return [plain, drawn, cut, scored, biased]
@@ -222,16 +275,16 @@ def check_request(
     if len(request.eos_ids) > max_eos:
         raise UserError(f"{len(request.eos_ids)} EOS tokens; at most {max_eos} fit")
 
-    check_warping(request.temperature, request.top_k, request.top_p)
     if request.seed is not None:
         check_seed(request.seed)
     # The compiled step has one rule: a row cannot ask for more than it does.
-    if request.temperature > 0 and sampling.verify == "greedy":
+    params = request.params
+    if params.temperature > 0 and sampling.verify == "greedy":
         raise UserError(
-            f"temperature {request.temperature} needs --verify=lossless or typical; greedy "
+            f"temperature {params.temperature} needs --verify=lossless or typical; greedy "
             "verification takes the most probable token"
         )
-    if (request.top_k or request.top_p < 1) and not sampling.truncate:
+    if params.cuts and not sampling.truncate:
         raise UserError("top_k and top_p need an engine with SamplingConfig(truncate=True)")
     if request.is_biased and not sampling.biased:
         raise UserError(

@@ -16,6 +16,7 @@ from clover_jax.decoding.sampling_config import MOST_BIASED
 from clover_jax.sharding.top_k import argmax
 
 NO_TOKEN = 2**31 - 1  # beyond every vocabulary
+MOST_ALTERNATIVES = 20  # tokens that are scored in addition to the text's own
 
 # The keys of rows, whatever jax_default_prng_impl says: a seed's text must not depend on that.
 _KEYS = "threefry2x32"
@@ -179,3 +180,29 @@ def _per_position(rows: RowSampling, positions: Array, purpose: int, sample) -> 
         return sample(jax.random.fold_in(jax.random.fold_in(key, position), purpose))
 
     return jax.vmap(jax.vmap(one, in_axes=(None, 0)))(rows.key, positions)
+
+
+class Scores(struct.PyTreeNode):
+    """The base's log-probabilities of the text's tokens, before temperature; N alternatives each.
+
+    log_probability: [B, T] of the tokens themselves.
+    top_ids, top_log_probabilities: [B, T, N] the most probable tokens, best first.
+    """
+
+    log_probability: Float[Array, "B T"]
+    top_ids: Int[Array, "B T N"]
+    top_log_probabilities: Float[Array, "B T N"]
+
+
+def score(logits: Float[Array, "B T V"], tokens: Int[Array, "B T"]) -> Scores:
+    """Return the scores of tokens that follow the positions of these logits."""
+    log_probability = finite_log_softmax(logits)
+    own = jnp.take_along_axis(log_probability, tokens[..., None], axis=-1)[..., 0]
+    # A tiny base may have fewer tokens than MOST_ALTERNATIVES.
+    top, ids = jax.lax.top_k(log_probability, min(MOST_ALTERNATIVES, logits.shape[-1]))
+    return Scores(own, ids, top)
+
+
+def finite_log_softmax(warped: Float[Array, "B T V"]) -> Float[Array, "B T V"]:
+    """Return log probabilities of warped logits, finite where a token was dropped."""
+    return jnp.maximum(jax.nn.log_softmax(warped, axis=-1), -1e30)

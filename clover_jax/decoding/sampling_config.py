@@ -1,6 +1,6 @@
-"""The static side of sampling: rules of a step, sampling parameters of a row, and their checks.
+"""The rules of a step, the sampling parameters of a row, and their checks.
 
-Nothing here imports JAX: the flags of the commands are made from it.
+Nothing here imports JAX: commands define flags from it.
 """
 
 from __future__ import annotations
@@ -20,22 +20,21 @@ DRAFT_SAMPLINGS = ("topk", "sampled")
 MOST_BIASED = 300  # tokens whose logits a row may change, OpenAI's limit
 LARGEST_TEMPERATURE = (2 - 2**-23) * 2.0**127  # the largest finite float32
 
-_warping = functools.partial(setting, group="sampling")
+_parameter = functools.partial(setting, group="sampling")
 
 
 @dataclasses.dataclass(frozen=True)
 class SamplingConfig(JsonConfig):
-    """How drafted tokens are chosen and verified; static.
+    """How drafted tokens are chosen and verified; static in a step.
 
     verify: "greedy" (temperature 0 only; reduces logits to their argmax), "lossless" (the text is
         distributed as plain sampling's) or "typical" (Medusa's rule: not lossless).
     draft_sampling: "topk" children by probability, or children "sampled" without replacement.
     truncate: whether any row uses top-k or top-p, which cost a sort.
     scored: whether steps report the log-probabilities of what they emit (verify "lossless" only).
-    biased: whether any row changes the base's logits: `sampling.RowBias`.
+    biased: whether any row changes the base's logits (`sampling.RowBias`).
     typical_epsilon, typical_delta: Medusa's thresholds.
-    force_accept: for timing greedy steps only: accept exactly this many drafted tokens, whatever
-        they are.
+    force_accept: for timing greedy steps only: accept exactly this many drafted tokens.
     """
 
     verify: str = "greedy"
@@ -55,7 +54,6 @@ class SamplingConfig(JsonConfig):
                 f"draft_sampling {self.draft_sampling!r} is not one of {', '.join(DRAFT_SAMPLINGS)}"
             )
 
-        # What only some rules of verification can do.
         if self.scored and self.verify != "lossless":
             raise UserError(f"scored steps need verify 'lossless', not {self.verify!r}")
         if self.force_accept is not None and not self.needs_choices_only:
@@ -80,28 +78,33 @@ GREEDY = SamplingConfig()
 
 
 @dataclasses.dataclass(frozen=True)
-class Warping(JsonConfig):
-    """Sampling parameters of a row; `check_warping` has the valid values."""
+class SamplingParams(JsonConfig):
+    """The sampling parameters of a row; raises UserError for values without a distribution."""
 
-    temperature: float = _warping(0.0, "0 takes the most probable token")
-    top_k: int = _warping(0, "draw from this many tokens at most; 0: from all")
-    top_p: float = _warping(1.0, "draw from the most probable tokens up to this mass", most=1.0)
+    temperature: float = _parameter(0.0, "0 takes the most probable token")
+    top_k: int = _parameter(0, "draw from this many tokens at most; 0: from all")
+    top_p: float = _parameter(1.0, "draw from the most probable tokens up to this mass", most=1.0)
 
+    def __post_init__(self):
+        if not 0 <= self.temperature < math.inf:
+            raise UserError(f"temperature ({self.temperature}) must be 0 or more")
+        if self.temperature > LARGEST_TEMPERATURE:  # it would become infinite on the device
+            raise UserError(
+                f"temperature ({self.temperature:g}) must be {LARGEST_TEMPERATURE:g} or less"
+            )
+        if self.top_k < 0:
+            raise UserError(f"top_k ({self.top_k}) must be 1 or more, or 0 for all tokens")
+        if not 0 < self.top_p <= 1:
+            raise UserError(f"top_p ({self.top_p}) must lie in (0, 1]")
 
-def check_warping(temperature: float, top_k: int, top_p: float) -> None:
-    """Raise UserError for values that make no distribution."""
-    if not 0 <= temperature < math.inf:
-        raise UserError(f"temperature ({temperature}) must be 0 or more")
-    if temperature > LARGEST_TEMPERATURE:  # it would become infinite on the device
-        raise UserError(f"temperature ({temperature:g}) must be {LARGEST_TEMPERATURE:g} or less")
-    if top_k < 0:
-        raise UserError(f"top_k ({top_k}) must be 1 or more, or 0 for all tokens")
-    if not 0 < top_p <= 1:
-        raise UserError(f"top_p ({top_p}) must lie in (0, 1]")
+    @property
+    def cuts(self) -> bool:
+        """Whether top-k or top-p excludes any tokens, which costs a sort."""
+        return self.top_k > 0 or self.top_p < 1
 
 
 def check_bias(logit_bias: Sequence[tuple[int, float]], vocabulary: int) -> None:
-    """Raise UserError for biases of tokens that are not there, or that are not finite."""
+    """Raise UserError for biases of tokens outside the vocabulary, and for infinite ones."""
     if len(logit_bias) > MOST_BIASED:
         raise UserError(
             f"logit_bias: {len(logit_bias)} tokens; at most {MOST_BIASED} may have a bias"
@@ -115,7 +118,7 @@ def check_bias(logit_bias: Sequence[tuple[int, float]], vocabulary: int) -> None
 
 def check_seed(seed: int) -> None:
     """Raise UserError for a seed of more bits than a key has; JAX would drop them."""
-    # NumPy's integers are whole numbers too; True is none.
+    # NumPy's integers are whole numbers too; True is not one.
     if not isinstance(seed, numbers.Integral) or isinstance(seed, bool):
         raise UserError(f"seed must be a whole number, not {seed!r}")
     if not 0 <= seed < 2**32:

@@ -10,9 +10,9 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.copies import CopyCounts, no_counts
 from clover_jax.decoding.sampling import RowSampling, empty_sampling
-from clover_jax.decoding.tree import CopyTree, Tree
+from clover_jax.decoding.tree import CopyCounts, no_counts
+from clover_jax.decoding.tree_config import CopyTree, Tree
 from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.text_matches import known_text
@@ -40,8 +40,9 @@ class DecodeState(struct.PyTreeNode):
     next_tokens: [B, A] the token that follows each of them.
     count:    [B] how many of them are valid.
     sampling: each row's key, temperature, top-k, top-p and bias.
-    source: [B, r] other text to copy from, PAD_TOKEN where there is none; None without room for it.
-    copies: for a tree with copies, how often they were right.
+    source: [B, r] other text to copy from, PAD_TOKEN where there is none; None without room for
+        it.
+    copies: how often copies were right; None for trees without copies.
     """
 
     tokens: Int[Array, "B S"]
@@ -61,7 +62,7 @@ class DecodeState(struct.PyTreeNode):
 
 
 class Text(NamedTuple):
-    """What the host reads of a DecodeState: fields of it."""
+    """The fields of a DecodeState that the host reads."""
 
     tokens: Array
     end: Array
@@ -111,12 +112,12 @@ def empty_state(
 
 
 def searched(state: DecodeState, end: Int[Array, " B"]) -> Int[Array, "B S"]:
-    """Return the text that copies may come from, where each row's last token lies at `end`."""
+    """Return the text that copies may come from; each row's last token lies at `end`."""
     return known_text(state.tokens, end, state.source)
 
 
 def insert(state: DecodeState, slot: Int[Array, ""], row: DecodeState) -> DecodeState:
-    """Replace one slot by the single row of another state of the same sizes."""
+    """Replace one slot with the single row of another state of the same sizes."""
     return jax.tree.map(
         lambda old, new: jax.lax.dynamic_update_slice_in_dim(old, new, slot, axis=0), state, row
     )
@@ -138,7 +139,7 @@ def extract(state: DecodeState, slot: Int[Array, ""], beginning: DraftCache) -> 
 
 
 def draft_beginning(row: DecodeState) -> DraftCache:
-    """Return what `extract` puts back: as many positions as a step writes."""
+    """Return the positions that `extract` restores: as many as a step writes."""
     size = row.features.shape[1]
     return map_key_values(lambda x: x[:, :, :size], row.draft_cache)
 
@@ -158,7 +159,7 @@ def grow(state: DecodeState, size: int) -> DecodeState:
     def longer(cache: DraftCache) -> DraftCache:
         return map_key_values(lambda x: pad(x, 2), cache)
 
-    # Only what has an axis of positions grows.
+    # Only these have an axis of positions.
     return state.replace(
         tokens=pad(state.tokens, 1),
         cache=longer(state.cache),
@@ -177,7 +178,7 @@ def bucket(size: int, longest: int | None = None) -> int:
     length = CACHE_CHUNK
     while length < size:
         length *= 2
-    quarter = length // 8  # of what the power of two below leaves to it
+    quarter = length // 8  # a quarter of the distance from the power of two below
     if longest is None or longest > length or quarter % CACHE_CHUNK:
         return length
     return -(-longest // quarter) * quarter

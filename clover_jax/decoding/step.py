@@ -1,48 +1,54 @@
 """The one step: absorb accepted tokens, draft a tree, verify it, accept a path, commit it.
 
-Nothing leaves the device within a step; `chunk.py` has what the host reads between steps.
+`speculate_and_verify` calls the five stages, and this file has them in that order. `tree.py` has
+the trees that `draft` grows, `accept.py` the rules that `accept` applies. Nothing leaves the device
+within a step; `programs.py` says when the host reads results.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar
+import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import struct
 
-from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.array_types import Array, Float, Int, Params, typed
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.accept import (
     Accepted,
+    accept_drawn,
     accept_forced,
     accept_path,
+    accept_sampled,
     accept_typical,
-    finite_log_softmax,
+    keep_rows,
 )
-from clover_jax.decoding.adaptive_tree import AdaptiveTree
-from clover_jax.decoding.cache_reading import reading
-from clover_jax.decoding.commit import StepRecord, commit
-from clover_jax.decoding.copies import add_copies, count_copies, guessed_scores
-from clover_jax.decoding.draft import (
+from clover_jax.decoding.cache_reading import cache_reader
+from clover_jax.decoding.sampling import Scores, add_bias, finite_log_softmax, score, warp
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
+from clover_jax.decoding.state import EOS, LENGTH, RUNNING, DecodeState, searched
+from clover_jax.decoding.tree import (
     SUPPORT,
     ChooseChildren,
     Drafted,
-    draft,
+    DrawnTree,
+    Grower,
+    TokenTree,
+    TreeWithCopies,
+    add_copies,
+    count_copies,
+    draft_adaptive,
+    draft_static,
+    guessed_scores,
+    node_depth,
     sample_children,
     top_children,
 )
-from clover_jax.decoding.draft_adaptive import draft_adaptive
-from clover_jax.decoding.lossless import accept_drawn, accept_sampled
-from clover_jax.decoding.sampling import add_bias, warp
-from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
-from clover_jax.decoding.scores import score
-from clover_jax.decoding.state import RUNNING, DecodeState, searched
-from clover_jax.decoding.tree import CopyTree, TokenTree, Tree, TreeConfig
-from clover_jax.decoding.verify import tree_choices, verify
+from clover_jax.decoding.tree_config import AdaptiveTree, CopyTree, Tree, TreeConfig
 from clover_jax.drafters.drafter import (
     PAD_TOKEN,
     AcceptedPositions,
@@ -53,17 +59,18 @@ from clover_jax.drafters.drafter import (
 )
 from clover_jax.drafters.registry import TRAINING_FREE, DraftHead
 from clover_jax.errors import UserError
-from clover_jax.models.cache import Cache
-from clover_jax.models.decoder import base_logits
-from clover_jax.sharding.placement import by_rows, gathered_in_use
+from clover_jax.models.cache import Cache, gather_rows, ordered_after, read_with, write_rows
+from clover_jax.models.decoder import Decoder, DecoderOutput, base_logits, project
+from clover_jax.models.int8 import Int8Matrix, Matrix
+from clover_jax.sharding.placement import by_rows, gathered_in_use, over_rows_and_heads
 from clover_jax.sharding.top_k import argmax
 
-Result = TypeVar("Result")
+MOST_LOGITS = 2**23  # logits that a GPU holds at a time: 32 MiB, which its cache can keep
 
 
 @dataclasses.dataclass(frozen=True)
 class StepConfig:
-    """All that is fixed when a step is compiled: equal configs share one program.
+    """Everything that is fixed when a step is compiled; equal configs share one program.
 
     head: None for plain decoding, with the tree that has no nodes.
     attention: implementation that reads the KV cache, "xla", "pallas" or "cudnn".
@@ -112,6 +119,17 @@ class StepConfig:
             )
 
     @property
+    def drafter(self) -> DraftHead:
+        """The draft head; for the stages that plain decoding does not have."""
+        if self.head is None:
+            raise ValueError("plain decoding has no draft head")
+        return self.head
+
+    def committed(self, cache: DraftCache) -> DraftCache:
+        """Return a cache that attention reads with the kernel of this config."""
+        return read_with(cache_reader(self.attention), cache)
+
+    @property
     def features(self) -> tuple[str, ...]:
         """The base activations that the head reads."""
         return self.head.config.features if self.head else ()
@@ -121,9 +139,9 @@ def check_tree(head: DraftHead, tree: Tree) -> None:
     """Raise UserError for a tree that the head cannot draft: too deep, or too wide."""
     config = head.config
     if isinstance(tree, CopyTree):
-        tree = tree.drafted  # copies go as deep as they like
+        tree = tree.drafted  # the head does not limit copies
 
-    # `clover4` cuts its depth to the head's; its width is checked below all the same.
+    # `clover4` cuts its depth to the head's, so only its width can be too large.
     depth = tree.levels_within(config.max_depth)
     if config.max_depth is not None and depth > config.max_depth:
         raise UserError(
@@ -148,18 +166,37 @@ class Weights(struct.PyTreeNode):
 
 
 class Verified(struct.PyTreeNode):
-    """What one base forward gives for every slot.
+    """The result of one base forward, for every slot of the tree.
 
-    choices: [B, T] the most probable token after each slot; None where the rule needs logits.
-    logits: [B, T, V] of the token after each slot; None where `choices` are enough.
+    predicted: of the token after each slot: [B, T] the most probable one where the rule reads
+        nothing else (`SamplingConfig.needs_choices_only`), [B, T, V] logits for the other rules.
     fresh: keys and values of the slots.
-    features: [B, T, F] what the head will read of them.
+    features: [B, T, F] the activations that the head will read.
     """
 
-    choices: Int[Array, "B T"] | None
-    logits: Float[Array, "B T V"] | None
+    predicted: Int[Array, "B T"] | Float[Array, "B T V"]
     fresh: Cache
     features: Float[Array, "B T F"]
+
+
+class StepRecord(struct.PyTreeNode):
+    """What one step did, per row; a row that had finished before emits 0.
+
+    accepted: [B] drafted tokens that the verifier accepted, before EOS or the limit cut them.
+    emitted:  [B] tokens added to the text.
+    proposed: [B] drafted tokens that were verified.
+    ranks:    [B, A - 1] of each accepted token, how many of its siblings come before it; the first
+        accepted[b] are valid.
+    copied:   [B] accepted tokens that were copied from the text; None for trees without copies.
+    scores:   of the emitted tokens; None where they are not requested.
+    """
+
+    accepted: Int[Array, " B"]
+    emitted: Int[Array, " B"]
+    proposed: Int[Array, " B"]
+    ranks: Int[Array, "B d"]
+    copied: Int[Array, " B"] | None = None
+    scores: Scores | None = None
 
 
 def weights_for(
@@ -172,30 +209,18 @@ def weights_for(
     return Weights(base_params, draft_params if draft_params is not None else {})
 
 
-def reads_caches(stage: Callable[..., Result]) -> Callable[..., Result]:
-    """Trace a stage so that it reads KV caches by the `attention` of its config."""
-
-    @functools.wraps(stage)
-    def run(config: StepConfig, *arguments: Any) -> Result:
-        # A context variable that attention looks up, so that no layer has to pass it on.
-        with reading(config.attention):
-            return stage(config, *arguments)
-
-    return run
-
-
 def speculate_and_verify(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[DecodeState, StepRecord]:
     """Advance every running row by its accepted path and one bonus token."""
-    # The head first reads what the last step accepted; plain decoding has no head.
+    # The head first reads the tokens that the last step accepted; plain decoding has no head.
     root = roots(state)
     if config.head is None:
         drafted = Drafted(TokenTree.root_only(root))
     else:
         state, drafted = absorb_and_draft(config, weights, state, root)
 
-    # One base forward judges the whole tree, and its keys and values wait beside the cache.
+    # One base forward judges the whole tree; its keys and values stay outside the cache.
     with jax.named_scope("verify"):
         verified = verify_tree(config, weights, state, drafted.tree)
     with jax.named_scope("accept"):
@@ -208,12 +233,11 @@ def speculate_and_verify(
         state, record = commit(state, *slots, by_kernel=config.attention == "pallas")
         if config.sampling.scored:
             # The tokens after the path's slots are the accepted ones and the bonus.
-            assert verified.logits is not None  # `needs_choices_only` is False for scored steps
-            on_path = jnp.take_along_axis(verified.logits, accepted.path[..., None], axis=1)
+            on_path = jnp.take_along_axis(verified.predicted, accepted.path[..., None], axis=1)
             record = record.replace(scores=score(on_path, state.next_tokens))
-        if drafted.copy is not None and state.copies is not None:
+        if isinstance(drafted, TreeWithCopies) and state.copies is not None:
             # The best copy is counted in every step, whether it got slots or not.
-            counted = count_copies(state.copies, drafted.copy, state.next_tokens, state.count)
+            counted = count_copies(state.copies, drafted.best, state.next_tokens, state.count)
             state = state.replace(copies=counted)
         return state, record
 
@@ -226,7 +250,7 @@ def roots(state: DecodeState) -> Int[Array, " B"]:
 def absorb_and_draft(
     config: StepConfig, weights: Weights, state: DecodeState, root: Int[Array, " B"]
 ) -> tuple[DecodeState, Drafted]:
-    """Update the draft cache with what the last step accepted, and draft a tree under `root`."""
+    """Update the draft cache with the tokens accepted last, and draft a tree under `root`."""
     weights = gathered_in_use(weights)
     with jax.named_scope("absorb"):
         head_state, cache = absorb_pending(config, weights, state)
@@ -235,24 +259,29 @@ def absorb_and_draft(
         return state, draft_tree(config, weights, state, root, head_state)
 
 
-@reads_caches
 def absorb_pending(
     config: StepConfig, weights: Weights, state: DecodeState
 ) -> tuple[Any, DraftCache]:
     """Return the head's root state and the draft cache after the positions accepted last."""
-    assert config.head is not None  # plain decoding drafts nothing
     # Attention reads as far as the longest row of the batch: an ended row counts as empty, as in
-    # `verify_tree`. What it absorbs then lands on the first positions of its draft cache;
+    # `verify_tree`. The positions that it absorbs then overwrite the first ones of its draft cache;
     # `state.extract` restores them.
     start = jnp.where(state.finish == RUNNING, state.length - state.count, 0)
     accepted = AcceptedPositions(
         state.features, state.next_tokens, start, state.count, searched(state, state.length)
     )
-    frozen = frozen_from_base(weights.base)
-    return config.head.apply(weights.draft, "absorb", frozen, accepted, state.draft_cache)
+    return absorb_positions(config, weights, accepted, state.draft_cache)
 
 
-@reads_caches
+def absorb_positions(
+    config: StepConfig, weights: Weights, accepted: AcceptedPositions, cache: DraftCache
+) -> tuple[Any, DraftCache]:
+    """Let the head read accepted positions, of a step or of a prompt."""
+    frozen, committed = frozen_from_base(weights.base), config.committed(cache)
+    head_state, cache = config.drafter.apply(weights.draft, "absorb", frozen, accepted, committed)
+    return head_state, read_with(None, cache)
+
+
 def draft_tree(
     config: StepConfig,
     weights: Weights,
@@ -261,24 +290,26 @@ def draft_tree(
     head_state: Any,
 ) -> Drafted:
     """Grow the tree from the head's state at the root; `state` has its draft cache updated."""
-    assert config.head is not None  # plain decoding drafts nothing
-    frozen, head_tree = frozen_from_base(weights.base), config.tree
-    if isinstance(head_tree, CopyTree):
-        head_tree = head_tree.candidates
-
-    # What the head drafts itself, with the log of each node's probability to be accepted.
-    head = (config.head, weights.draft, frozen, root, head_state, state.draft_cache)
-    if isinstance(head_tree, AdaptiveTree):
-        tree, node_scores = draft_adaptive(*head, head_tree)
-        drafted = Drafted(tree)
+    head, frozen = config.drafter, frozen_from_base(weights.base)
+    grower = Grower(head, weights.draft, frozen, config.committed(state.draft_cache))
+    # The tree that the head drafts itself, with the log of each node's probability of acceptance.
+    own = config.tree.candidates if isinstance(config.tree, CopyTree) else config.tree
+    if isinstance(own, AdaptiveTree):
+        drafted, node_scores = draft_adaptive(grower, root, head_state, own)
     else:
-        drafted = draft(*head, head_tree, _children(config, head_tree, state))
-        node_scores = guessed_scores(head_tree)
-    if not isinstance(config.tree, CopyTree):
+        choose: ChooseChildren = top_children
+        if config.sampling.draft_sampling == "sampled":
+            # q has room for at least the children that the tree wants.
+            support = min(max(SUPPORT, own.num_ranks), head.config.draft_vocab_size)
+            # The root stands at `length`, the nodes of level d = 1, 2, .. at length + d.
+            positions = state.length[:, None] + 1 + jnp.arange(own.depth)
+            choose = sample_children(state.sampling, positions, config.sampling.truncate, support)
+        drafted = draft_static(grower, root, head_state, own, choose)
+        node_scores = guessed_scores(own)
+    if state.copies is None:  # as in every state of a tree without copies
         return drafted
 
-    assert state.copies is not None  # as for every tree with copies
-    copied, best = add_copies(
+    return add_copies(
         drafted.tree,
         jnp.broadcast_to(node_scores, drafted.tree.tokens.shape),
         searched(state, state.length),
@@ -286,90 +317,39 @@ def draft_tree(
         state.copies,
         nodes=config.tree.num_nodes,
         depth=config.tree.depth,
-        keep_drafted=isinstance(head_tree, TreeConfig),
+        keep_drafted=isinstance(own, TreeConfig),
     )
-    return Drafted(copied, copy=best)
 
 
-def _children(config: StepConfig, tree: TreeConfig, state: DecodeState) -> ChooseChildren:
-    """Return the choice of children that the config names: by probability, or drawn."""
-    assert config.head is not None  # as in `draft_tree`
-    if config.sampling.draft_sampling != "sampled":
-        return top_children
-    # q has room for at least the children that the tree wants.
-    support = min(max(SUPPORT, tree.num_ranks), config.head.config.draft_vocab_size)
-    # The root stands at `length`, the nodes of level d = 1, 2, .. at length + d.
-    positions = state.length[:, None] + 1 + jnp.arange(tree.depth)
-    return sample_children(state.sampling, positions, config.sampling.truncate, support)
-
-
-@reads_caches
 def verify_tree(
     config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
 ) -> Verified:
-    """Run the base over every slot of the tree."""
+    """Run the base over every slot of the tree; each slot sees the text and its ancestors."""
     weights = gathered_in_use(weights)
     # Attention reads as far as the longest row of the batch: an ended row counts as empty.
     length = jnp.where(state.finish == RUNNING, state.length, 0)
-    output = verify(config.base, weights.base, tree, state.cache, length)
+    # A slot's position is length + its level. Siblings share a position: the mask alone keeps
+    # branches apart.
+    mask = tree.mask()
+    positions = length[:, None] + node_depth(mask)
+    output: Any = Decoder(config.base).apply(
+        {"params": weights.base},
+        tree.tokens,
+        positions,
+        mask,
+        config.committed(state.cache),
+        length,
+    )
+    # Without the barrier XLA keeps each layer's whole product with qkv until the commit.
+    hold = jax.lax.optimization_barrier
+    fresh = jax.lax.platform_dependent(output.fresh, cpu=lambda x: x, default=hold)
+
     features = tree_features(config, output.hidden)
     if config.sampling.needs_choices_only:
         # Only choices leave this stage, so that a device need not store the logits.
-        return Verified(tree_choices(weights.base, output), None, output.fresh, features)
+        return Verified(tree_choices(weights.base, output), fresh, features)
     logits = base_logits(config.base, weights.base, output.hidden["post_norm"])
-    return Verified(None, logits, output.fresh, features)
-
-
-def observe_verified(
-    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree, verified: Verified
-) -> DecodeState:
-    """Give the base's choices after the slots of running rows to a head that has `observe`."""
-    if config.head is None or not config.head.module.observes:
-        return state
-    choices = verified.choices
-    # Where the rule reads all logits, `verify_tree` has left the choices out.
-    if choices is None:
-        assert verified.logits is not None  # one of the two is there
-        choices = argmax(verified.logits)
-    # An ended row is verified with the others, but its tokens are not part of a text.
-    valid = (tree.tokens != PAD_TOKEN) & (state.finish == RUNNING)[:, None]
-    cache = config.head.apply(
-        weights.draft, "observe", state.draft_cache, tree.tokens, choices, valid
-    )
-    return state.replace(draft_cache=cache)
-
-
-def accept(
-    config: StepConfig, state: DecodeState, drafted: Drafted, verified: Verified
-) -> Accepted:
-    """Apply the verification rule that the config names."""
-    sampling, tree = config.sampling, drafted.tree
-    # Rules that read the most probable tokens alone come first: there are no logits then.
-    if sampling.force_accept is not None:
-        return accept_forced(tree, verified.choices, sampling.force_accept)
-    if sampling.needs_choices_only:
-        return accept_path(tree, verified.choices)
-    logits = verified.logits
-    assert logits is not None  # `verify_tree` gives them to all further rules
-    if sampling.biased:
-        # A slot's logits predict the token at the next position.
-        positions = state.length[:, None] + 1 + tree.level()
-        logits = add_bias(logits, state.sampling, state.eos, positions)
-    if sampling.verify == "greedy":
-        # Greedy with biases: the largest logit after they were added.
-        return accept_path(tree, argmax(logits))
-    # Typical acceptance judges drafted tokens; plain decoding has none and draws as usual.
-    if sampling.verify == "typical" and config.head is not None:
-        log_probability = finite_log_softmax(warp(logits, state.sampling, sampling.truncate))
-        return accept_typical(
-            tree, log_probability, sampling.typical_epsilon, sampling.typical_delta
-        )
-    # Lossless: children chosen by rank are verified by one draw, sampled ones by their q.
-    rows, truncate, length = state.sampling, sampling.truncate, state.length
-    if drafted.drafts is None:
-        return accept_drawn(tree, logits, rows, length, truncate)
-    assert isinstance(config.tree, TreeConfig)  # StepConfig refuses draws of others
-    return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
+    return Verified(logits, fresh, features)
 
 
 def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
@@ -378,3 +358,236 @@ def tree_features(config: StepConfig, hidden: dict[str, Array]) -> Array:
         # No head, or one that reads no features: the state keeps the leaf, with width 0.
         return hidden["post_norm"][..., :0]
     return by_rows(select_features(hidden, config.features))
+
+
+def tree_choices(params: Params, output: DecoderOutput) -> Int[Array, "B T"]:
+    """Return the base's most probable token after every slot, the lowest id among equals.
+
+    A soft cap keeps the order of logits, so it is left out here.
+    """
+    matrix, hidden = frozen_from_base(params).lm_head, output.hidden["post_norm"]
+    # On a mesh each device has a part already; a GPU would widen every part of int8 in memory.
+    if jax.sharding.get_abstract_mesh().size > 1 or isinstance(matrix, Int8Matrix):
+        return largest(matrix, hidden)
+    return jax.lax.platform_dependent(
+        matrix, hidden, cuda=largest_in_parts, rocm=largest_in_parts, default=largest
+    )
+
+
+def largest(matrix: Matrix, hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+    """Return the id of the largest logit; on TPU the logits are reduced where they are made."""
+    return argmax(project(matrix, hidden))
+
+
+def largest_in_parts(matrix: Float[Array, "V D"], hidden: Float[Array, "*b D"]) -> Int[Array, "*b"]:
+    """Return the same as `largest`, computed for one part of the vocabulary at a time.
+
+    A GPU writes logits to memory before it compares them: for 16 rows of 26 slots and a vocabulary
+    of 128k they are 203 MiB. Slices with constant bounds are read in place, those of a loop copied.
+    """
+    # Keep the best of the parts seen so far.
+    shape, vocabulary = hidden.shape[:-1], matrix.shape[0]
+    # Parts are about equal: a small last part would be merged with another one, and their matrices
+    # copied side by side for that.
+    count = math.ceil(hidden.size // hidden.shape[-1] * vocabulary / MOST_LOGITS)
+    size = 1024 * math.ceil(vocabulary / (1024 * count))
+    best, ids = jnp.full(shape, -jnp.inf), jnp.zeros(shape, jnp.int32)
+    for start in range(0, vocabulary, size):
+        logits = project(matrix[start : start + size], hidden)
+        peak = logits.max(axis=-1)
+        ids = jnp.where(peak > best, argmax(logits) + start, ids)  # an equal one later does not win
+        best = jnp.maximum(best, peak)
+    return ids
+
+
+def accept(
+    config: StepConfig, state: DecodeState, drafted: Drafted, verified: Verified
+) -> Accepted:
+    """Apply the verification rule that the config names."""
+    sampling, tree, predicted = config.sampling, drafted.tree, verified.predicted
+    # Rules that read the most probable tokens alone.
+    if sampling.force_accept is not None:
+        return accept_forced(tree, predicted, sampling.force_accept)
+    if sampling.needs_choices_only:
+        return accept_path(tree, predicted)
+
+    # All further rules read logits, with the rows' biases. A slot's logits predict the token at the
+    # next position.
+    logits = predicted
+    if sampling.biased:
+        positions = state.length[:, None] + 1 + tree.level()
+        logits = add_bias(logits, state.sampling, state.eos, positions)
+    if sampling.verify == "greedy":
+        return accept_path(tree, argmax(logits))
+    # Typical acceptance judges drafted tokens; plain decoding has none and draws as usual.
+    if sampling.verify == "typical" and config.head is not None:
+        log_probability = finite_log_softmax(warp(logits, state.sampling, sampling.truncate))
+        return accept_typical(
+            tree, log_probability, sampling.typical_epsilon, sampling.typical_delta
+        )
+
+    # Lossless: sampled children are verified with their q, all others by one draw a node.
+    rows, truncate, length = state.sampling, sampling.truncate, state.length
+    if isinstance(drafted, DrawnTree) and isinstance(config.tree, TreeConfig):
+        return accept_sampled(config.tree, tree, drafted.drafts, logits, rows, length, truncate)
+    return accept_drawn(tree, logits, rows, length, truncate)
+
+
+def observe_verified(
+    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree, verified: Verified
+) -> DecodeState:
+    """Show the base's choices after the slots of running rows to a head that has `observe`."""
+    if config.head is None or not config.head.module.observes:
+        return state
+    choices = verified.predicted
+    if not config.sampling.needs_choices_only:
+        choices = argmax(choices)
+    # An ended row is verified with the others, but its tokens are not part of a text.
+    valid = (tree.tokens != PAD_TOKEN) & (state.finish == RUNNING)[:, None]
+    cache = config.head.apply(
+        weights.draft, "observe", state.draft_cache, tree.tokens, choices, valid
+    )
+    return state.replace(draft_cache=cache)
+
+
+def commit(
+    state: DecodeState,
+    tree: TokenTree,
+    accepted: Accepted,
+    fresh: Cache,
+    features: Float[Array, "B T F"],
+    by_kernel: bool = False,
+) -> tuple[DecodeState, StepRecord]:
+    """Append each running row's accepted path and bonus token; finished rows keep their text.
+
+    fresh: keys and values of the tree's slots. features: what the head will read of them.
+    by_kernel: as `write_rows` has it.
+    Committed positions follow the emitted tokens: length = end - 1 always, so at most
+    limit - 1 + A positions of the buffers are ever written.
+    """
+    # All rows run the same code; an ended row emits 0 tokens.
+    running = state.finish == RUNNING
+    path_tokens = jnp.take_along_axis(tree.tokens, accepted.path, axis=1)
+    # Slot 0 of a path is the root, which the text has already.
+    candidates = append_bonus(path_tokens[:, 1:], accepted.count, accepted.bonus)
+    emission = cut(candidates, accepted.count + 1, state.limit - state.end, state.eos)
+    emitted = jnp.where(running, emission.count, 0)
+    # The write must wait for the read. In plain decoding the path is constant, the bonus is not.
+    write_at = ordered_after(state.length, accepted.bonus)
+    write = functools.partial(write_rows, by_kernel=by_kernel)
+
+    new = state.replace(
+        # Beyond the emitted tokens this leaves garbage, which later steps overwrite.
+        tokens=write_tokens(state.tokens, candidates, state.length + 1),
+        length=state.length + emitted,
+        end=state.end + emitted,
+        finish=jnp.where(running, emission.finish, state.finish),
+        cache=over_rows_and_heads(write, state.cache, gather_rows(fresh, accepted.path), write_at),
+        features=jnp.take_along_axis(features, accepted.path[..., None], axis=1).astype(
+            state.features.dtype
+        ),
+        # The head absorbs these positions at the start of the next step, `count` of them.
+        next_tokens=candidates,
+        count=emitted,
+    )
+    new = new.replace(tokens=keep_rows(running, new.tokens, state.tokens))
+    copied = None
+    if tree.copied is not None:
+        # Beyond the accepted path lies slot 0, the root, which is no copy.
+        on_path = jnp.take_along_axis(tree.copied, accepted.path, axis=1)
+        copied = jnp.where(running, on_path.sum(axis=-1), 0)
+    return new, StepRecord(
+        accepted=jnp.where(running, accepted.count, 0),
+        emitted=emitted,
+        proposed=jnp.where(running, (tree.tokens[:, 1:] != PAD_TOKEN).sum(axis=-1), 0),
+        ranks=sibling_ranks(tree.parent, accepted.path[:, 1:]),
+        copied=copied,
+    )
+
+
+class Emission(struct.PyTreeNode):
+    """The tokens of one step that reach the text.
+
+    count:  [B] how many of the candidates.
+    finish: [B] RUNNING, EOS or LENGTH.
+    """
+
+    count: Int[Array, " B"]
+    finish: Int[Array, " B"]
+
+
+@typed
+def cut(
+    candidates: Int[Array, "B A"],
+    count: Int[Array, " B"],
+    room: Int[Array, " B"],
+    eos: Int[Array, "B E"],
+) -> Emission:
+    """Cut `count` candidate tokens after the first EOS and at the room that is left.
+
+    Example: candidates [[4, 2, 9]], count [3], room [8], eos [[2]] emit 2 tokens, finish EOS.
+    """
+    # An EOS token is emitted, what follows it is not; room counts what may still be emitted.
+    slots = jnp.arange(candidates.shape[1])
+    ends = (candidates[..., None] == eos[:, None, :]).any(axis=-1) & (slots < count[:, None])
+    # Tokens up to and with the first EOS; without an EOS, more than there are candidates.
+    first_end = jnp.where(ends, slots, candidates.shape[1]).min(axis=-1) + 1
+    emitted = jnp.minimum(jnp.minimum(count, first_end), room)
+    # Where an EOS takes the last free place, the reason is EOS, not LENGTH.
+    finish = jnp.where(emitted == room, LENGTH, RUNNING)
+    finish = jnp.where(first_end <= emitted, EOS, finish)
+    return Emission(count=emitted, finish=finish)
+
+
+@typed
+def write_tokens(
+    tokens: Int[Array, "B S"], new: Int[Array, "B A"], start: Int[Array, " B"]
+) -> Int[Array, "B S"]:
+    """Write new tokens at positions start[b] .. start[b] + A - 1 of each row.
+
+    For TPU by comparing positions: a slice that is written becomes a loop over the rows there, 7 us
+    for each row of a step (the compiler's estimate for a v6e).
+
+    Example: tokens [[5, 6, 0, 0]], new [[7, 8]] and start [1] give [[5, 7, 8, 0]].
+    """
+    return jax.lax.platform_dependent(tokens, new, start, tpu=_by_position, default=_by_slice)
+
+
+def _by_position(tokens: Array, new: Array, start: Array) -> Array:
+    place = jnp.arange(tokens.shape[1]) - start[:, None]
+    # `new` has few tokens: each costs one comparison with all positions.
+    for index in range(new.shape[1]):
+        tokens = jnp.where(place == index, new[:, index, None], tokens)
+    return tokens
+
+
+def _by_slice(tokens: Array, new: Array, start: Array) -> Array:
+    write = jax.vmap(lambda row, part, at: jax.lax.dynamic_update_slice(row, part, (at,)))
+    return write(tokens, new, start)
+
+
+@typed
+def sibling_ranks(parent: Int[Array, "r T"], slots: Int[Array, "B d"]) -> Int[Array, "B d"]:
+    """Return how many siblings of each slot come before it in the tree; r is B or 1.
+
+    Example: parent [[-1, 0, 0, 1, 0]] and slots [[4, 3, 2]] give [[2, 0, 1]].
+    """
+    parent = jnp.broadcast_to(parent, (slots.shape[0], parent.shape[1]))
+    mine = jnp.take_along_axis(parent, slots, axis=1)
+    # Siblings of a slot have its parent; slots lie in the order of ranks.
+    before = jnp.arange(parent.shape[1]) < slots[..., None]
+    return ((parent[:, None] == mine[..., None]) & before).sum(axis=-1)
+
+
+@typed
+def append_bonus(
+    drafted: Int[Array, "B d"], count: Int[Array, " B"], bonus: Int[Array, " B"]
+) -> Int[Array, "B A"]:
+    """Put the bonus token right after the first `count` drafted tokens; the rest is garbage.
+
+    Example: drafted [[7, 8, 0]], count [2], bonus [4] gives [[7, 8, 4, 4]].
+    """
+    slots = jnp.arange(drafted.shape[1] + 1)
+    # Room for a bonus behind a path of full depth.
+    padded = jnp.pad(drafted, ((0, 0), (0, 1)))
+    return jnp.where(slots < count[:, None], padded, bonus[:, None])

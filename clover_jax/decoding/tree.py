@@ -1,138 +1,38 @@
-"""Token trees: which nodes a draft proposes, as data.
+"""Trees of drafted tokens: their masks, how a head grows them, and where copies of the text go.
 
-Slot 0 of a tree is the root, the last emitted token, which is not in the KV cache yet. The other
-slots are drafted nodes, parents before children, levels one after another. A static tree is given
-by paths of child ranks: (0, 1) is the second most probable child of the root's most probable one.
+Slot 0 of a tree is the root: the token that was emitted last, which is not in the KV cache yet. The
+other slots are drafted nodes, parents before children. `tree_config.py` has the static side, from
+`TreeConfig` (paths of child ranks) to `CopyTree` (room for copies). In the order of this file:
+
+    masks      which slots a slot may attend to: itself and its ancestors
+    children   the candidates of a node: the most probable tokens, or draws from the draft
+    static     every node is its parent's child of a fixed rank
+    adaptive   the draft's own probabilities choose the nodes: EAGLE-2's rule and Clover's
+    copies     nodes from what followed the last tokens earlier in the text
 """
 
 from __future__ import annotations
 
-import dataclasses
-import json
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import struct
 
-from clover_jax.array_types import Array, Bool, Int, typed
-from clover_jax.config import JsonConfig
-from clover_jax.decoding.adaptive_tree import AdaptiveTree, parse_adaptive
-from clover_jax.errors import UserError
+from clover_jax.array_types import Array, Bool, Float, Int, Params, typed
+from clover_jax.decoding.sampling import CHILDREN, RowSampling, gumbel, warp
+from clover_jax.decoding.tree_config import AdaptiveTree, TreeConfig
+from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache, FewTokens, Frozen, Proposal
+from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
+from clover_jax.drafters.registry import DraftHead
+from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
+from clover_jax.sharding.placement import over_rows
+from clover_jax.sharding.top_k import TopK, top_k
 
-# The release's tree of 25 nodes, by child ranks.
-PAPER25 = (
-    "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"
-)
-
-
-class Level(NamedTuple):
-    """One level of a static tree; W counts its expanded nodes, those with children.
-
-    parent:   [n] index of each node's parent among the expanded nodes of the level above.
-    rank:     [n] which child of its parent each node is, by probability.
-    expanded: [W] index, within this level, of the nodes that have children.
-    """
-
-    parent: np.ndarray
-    rank: np.ndarray
-    expanded: np.ndarray
-
-
-@dataclasses.dataclass(frozen=True)
-class TreeConfig(JsonConfig):
-    """A static tree; fixes the shapes of the compiled step.
-
-    name: what the user wrote ("paper25", "chain:4", ...); trees of other names may be equal.
-    paths: child ranks of every node, any order; every prefix of a path is a path.
-    """
-
-    name: str = dataclasses.field(compare=False)
-    paths: tuple[tuple[int, ...], ...] = ()
-
-    def __post_init__(self):
-        nodes = set(self.paths)
-        if len(nodes) != len(self.paths):
-            raise ValueError(f"tree {self.name!r} lists a path twice")
-        for path in self.paths:
-            # The empty path would be the root, which is not listed.
-            if not path or min(path) < 0:
-                raise ValueError(
-                    f"tree {self.name!r}: path {list(path)} must hold one or more ranks from 0 on"
-                )
-            if len(path) > 1 and path[:-1] not in nodes:
-                raise ValueError(
-                    f"tree {self.name!r}: path {list(path)} needs its parent {list(path[:-1])}"
-                )
-        # In the order of slots: level by level, so that parents come before their children.
-        object.__setattr__(self, "paths", tuple(sorted(nodes, key=lambda p: (len(p), p))))
-
-    @classmethod
-    def root_only(cls) -> TreeConfig:
-        """Return the tree without drafted nodes: plain decoding."""
-        return cls("none")
-
-    @property
-    def num_nodes(self) -> int:
-        """Drafted nodes, the root not counted."""
-        return len(self.paths)
-
-    @property
-    def num_slots(self) -> int:
-        """T: drafted nodes and the root."""
-        return len(self.paths) + 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Children of one node that are looked at: the largest rank and those before it."""
-        # Plain decoding looks at no child.
-        return max((max(path) for path in self.paths), default=-1) + 1
-
-    @property
-    def has_rank_gaps(self) -> bool:
-        """Whether some node lacks the sibling of the rank before its own."""
-        nodes = set(self.paths)
-        return any(path[-1] and (*path[:-1], path[-1] - 1) not in nodes for path in self.paths)
-
-    @property
-    def depth(self) -> int:
-        """Drafted tokens on the longest path; an accepted path has A = depth + 1 slots."""
-        return max(map(len, self.paths), default=0)
-
-    def levels_within(self, max_depth: int | None) -> int:
-        """Return how many levels a head drafts; a static tree is drafted as a whole."""
-        return self.depth
-
-    def levels(self) -> list[Level]:
-        """Return the levels below the root, nearest first."""
-        # Nodes stay in slot order; `parent` is an index into the expanded nodes of the level above.
-        # Only nodes with children cost a recurrent step, so levels index those.
-        levels: list[Level] = []
-        expanded_above: list[tuple[int, ...]] = [()]
-        parents = {path[:-1] for path in self.paths}
-
-        for depth in range(1, self.depth + 1):
-            nodes = [path for path in self.paths if len(path) == depth]
-            expanded = [i for i, path in enumerate(nodes) if path in parents]
-            levels.append(
-                Level(
-                    parent=np.array([expanded_above.index(path[:-1]) for path in nodes]),
-                    rank=np.array([path[-1] for path in nodes]),
-                    expanded=np.array(expanded, np.int64),
-                )
-            )
-            expanded_above = [nodes[i] for i in expanded]
-        return levels
-
-    def parents(self) -> np.ndarray:
-        """Return [T] the slot of each slot's parent, -1 at the root.
-
-        Example: chain:2 gives [-1, 0, 1].
-        """
-        # The root is slot 0, and path i slot i + 1.
-        slot = {(): 0} | {path: i + 1 for i, path in enumerate(self.paths)}
-        return np.array([-1, *(slot[path[:-1]] for path in self.paths)], np.int32)
+SUPPORT = 16  # tokens to which a sampled draft gives mass: its most probable ones
+MASS, SHARE = 0.8, 0.25  # Clover: children up to this mass, and this share of the best sibling
+USUAL_WEIGHT = 4.0  # REPEATS count as much as this many tries of each length
 
 
 class TokenTree(struct.PyTreeNode):
@@ -164,162 +64,6 @@ class TokenTree(struct.PyTreeNode):
         return node_depth(self.mask())
 
 
-@dataclasses.dataclass(frozen=True)
-class CopyTree(JsonConfig):
-    """A tree with room for copies of the text: see copies.py.
-
-    drafted: what the head drafts; the root alone where everything is copied.
-    copies: nodes beside those. A static tree keeps its own; an adaptive one and the copies compete
-        for the nodes of both.
-    """
-
-    name: str = dataclasses.field(compare=False)
-    drafted: TreeConfig | AdaptiveTree
-    copies: int
-
-    def __post_init__(self):
-        # Without copies it is the drafted tree itself, by another name.
-        if self.copies < 1:
-            raise ValueError(f"tree {self.name!r}: copies ({self.copies}) must be at least 1")
-
-    @property
-    def candidates(self) -> TreeConfig | AdaptiveTree:
-        """The tree to draft before copies are added; an adaptive one fills all slots."""
-        own = self.drafted
-        if isinstance(own, TreeConfig):
-            return own
-        # Where the text has no match, drafted nodes take the slots of copies.
-        return dataclasses.replace(own, nodes=min(self.num_nodes, own.pool_size))
-
-    @property
-    def num_nodes(self) -> int:
-        """Drafted and copied nodes, the root not counted."""
-        return self.drafted.num_nodes + self.copies
-
-    @property
-    def num_slots(self) -> int:
-        """T: drafted and copied nodes and the root."""
-        return self.num_nodes + 1
-
-    @property
-    def num_ranks(self) -> int:
-        """Children of one drafted node that are looked at."""
-        return self.drafted.num_ranks
-
-    @property
-    def depth(self) -> int:
-        """Tokens on the longest path at most: all copies may be one chain."""
-        return max(self.drafted.depth, self.copies)
-
-    def levels_within(self, max_depth: int | None) -> int:
-        """Return how many levels a head drafts: copies may go deeper."""
-        return self.drafted.levels_within(max_depth)
-
-
-Tree = TreeConfig | AdaptiveTree | CopyTree
-
-
-def with_copies(tree: Tree, copies: int) -> CopyTree:
-    """Return the tree with room for `copies` copied nodes beside the drafted ones."""
-    # A tree that has copies gets another number of them, not copies twice.
-    drafted = tree.drafted if isinstance(tree, CopyTree) else tree
-    name = f"{drafted.name}+copy:{copies}" if drafted.num_nodes else f"copy:{copies}"
-    return CopyTree(name, drafted, copies)
-
-
-def parse_tree(name: str) -> Tree:
-    """Return the tree that a name stands for.
-
-    paper25, chain:P, file:PATH, paths:PATHS and none are static; dynamic:NODES[:DEPTH[:WIDTH]] and
-    clover4 follow the draft's probabilities.
-
-    A tree with +copy:NODES behind it, or copy:NODES alone, has room for copies of the text.
-
-    A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]], which are
-    paths:0/1/0.0 as well.
-    Raises UserError for an unknown name, unusable paths or an unusable file.
-    """
-    # Copies beside another tree, or alone.
-    drafted, _, copies = name.rpartition("copy:")
-    if copies.isdecimal() and int(copies) > 0 and (not drafted or drafted.endswith("+")):
-        own = parse_tree(drafted[:-1]) if drafted else TreeConfig.root_only()
-        # A second +copy: is no tree, and ends in the error below.
-        if not isinstance(own, CopyTree):
-            return with_copies(own, int(copies))
-
-    kind, _, argument = name.partition(":")
-    # Trees with a fixed name.
-    if name == "none":
-        return TreeConfig.root_only()
-    if name == "paper25":
-        return TreeConfig(name, tuple(tuple(map(int, path)) for path in PAPER25.split()))
-
-    # Trees that are spelt out.
-    if kind == "chain" and argument.isdecimal() and int(argument) > 0:
-        return TreeConfig(name, tuple((0,) * d for d in range(1, int(argument) + 1)))
-    if kind == "file" and argument:
-        return _read_tree(name, Path(argument))
-    if kind == "paths":
-        return _spelt_tree(name, argument)
-
-    # Rules that choose a tree at each step.
-    if kind in ("dynamic", "clover4"):
-        return parse_adaptive(name)
-    raise UserError(
-        f"tree {name!r} is unknown; use paper25, chain:P with P >= 1, dynamic:NODES, clover4, "
-        "file:PATH, paths:PATHS, copy:NODES, one of these +copy:NODES, or none"
-    )
-
-
-def portable_name(tree: Tree) -> str:
-    """Return a name by which `parse_tree` finds the same tree on any machine.
-
-    Example: "file:a.json" with [[0], [0, 2]] in it gives "paths:0/0.2".
-    """
-    if isinstance(tree, CopyTree):
-        own = f"{portable_name(tree.drafted)}+" if tree.drafted.num_nodes else ""
-        return f"{own}copy:{tree.copies}"
-    # The file may be on one machine only.
-    if not tree.name.startswith("file:") or isinstance(tree, AdaptiveTree):
-        return tree.name
-    return "paths:" + "/".join(".".join(map(str, path)) for path in tree.paths)
-
-
-def default_tree(max_depth: int | None) -> str:
-    """Return the tree for a head that drafts at most `max_depth` tokens (None: any number).
-
-    paper25 where it fits, else clover4, which goes no deeper than the head.
-    """
-    # paper25 is 5 levels deep.
-    return "paper25" if max_depth is None or max_depth >= 5 else "clover4"
-
-
-def _read_tree(name: str, path: Path) -> TreeConfig:
-    try:
-        paths = json.loads(path.read_text())
-        if not (isinstance(paths, list) and paths and all(map(_is_path, paths))):
-            raise ValueError(f"found {str(paths)[:60]}")
-        return TreeConfig(name, tuple(map(tuple, paths)))
-    except OSError as error:
-        raise UserError(f"tree file {path} cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise UserError(
-            f"tree file {path} must hold a JSON list of rank paths like [[0], [1], [0, 0]]: {error}"
-        ) from error
-
-
-def _spelt_tree(name: str, paths: str) -> TreeConfig:
-    try:
-        return TreeConfig(name, tuple(tuple(map(int, p.split("."))) for p in paths.split("/")))
-    except ValueError as error:
-        raise UserError(f"tree {name!r} must be rank paths like paths:0/1/0.0: {error}") from error
-
-
-def _is_path(value: Any) -> bool:
-    # Not isinstance: JSON's true is an int, too.
-    return isinstance(value, list) and bool(value) and all(type(rank) is int for rank in value)
-
-
 @typed
 def ancestor_mask(parent: Int[Array, "B T"], depth: int) -> Bool[Array, "B T T"]:
     """Return [b, t, s] True where s is t or an ancestor of t; `depth` bounds the tree's height.
@@ -342,3 +86,562 @@ def node_depth(mask: Bool[Array, "B T T"]) -> Int[Array, "B T"]:
     """Return the depth of each slot, 0 at the root, from its ancestor mask."""
     # A slot sees itself and one ancestor for each level above.
     return mask.sum(axis=-1, dtype=jnp.int32) - 1
+
+
+class DraftDistributions(struct.PyTreeNode):
+    """q of expanded nodes, on the few tokens to which the draft assigns mass.
+
+    ids:         [B, n, q] target ids.
+    probability: [B, n, q] sums to 1 over q; n numbers the expanded nodes, level by level.
+    """
+
+    ids: Int[Array, "B n q"]
+    probability: Float[Array, "B n q"]
+
+
+class Children(struct.PyTreeNode):
+    """Candidates of one level's expanded nodes, as ids of the base.
+
+    ids: [B, W, k] in the order in which they are verified.
+    drafts: q of these nodes when the children were sampled from it, else None (a point mass).
+    """
+
+    ids: Int[Array, "B W k"]
+    drafts: DraftDistributions | None = None
+
+
+# (head, its proposal, number of children k, level) -> Children
+ChooseChildren = Callable[[DraftHead, Proposal, int, int], Children]
+
+
+class BestCopy(struct.PyTreeNode):
+    """The root's best copy of a step: it is counted, whether it got slots or not.
+
+    tokens: [B, d] the copied chain, PAD_TOKEN where there is none. length: [B] of the match.
+    """
+
+    tokens: Int[Array, "B d"]
+    length: Int[Array, " B"]
+
+
+class Drafted(struct.PyTreeNode):
+    """A drafted tree whose children are the draft's most probable tokens."""
+
+    tree: TokenTree
+
+
+class DrawnTree(Drafted):
+    """A tree of sampled children, with the distributions that they were drawn from."""
+
+    drafts: DraftDistributions
+
+
+class TreeWithCopies(Drafted):
+    """A tree with room for copies, and the best copy of the step."""
+
+    best: BestCopy
+
+
+def target_ids(head: DraftHead, ids: Int[Array, "*b"]) -> Int[Array, "*b"]:
+    """Map ids of a reduced draft vocabulary to the base's; PAD_TOKEN stays."""
+    table = head.config.draft_to_target
+    return ids if table is None else jnp.where(ids < 0, ids, jnp.asarray(table)[ids])
+
+
+def top_children(head: DraftHead, proposal: Proposal, k: int, depth: int) -> Children:
+    """Choose the k most probable tokens, in that order."""
+    return Children(target_ids(head, best_tokens(proposal, k).ids))
+
+
+def best_tokens(proposal: Proposal, k: int) -> TopK:
+    """Return the k largest logits, or log probabilities; PAD_TOKEN where a head has fewer."""
+    if not isinstance(proposal, FewTokens):
+        return top_k(proposal, k)
+    # Few tokens are sorted already.
+    ids, values = proposal.ids[..., :k], proposal.log_probability[..., :k]
+    missing = ((0, 0), (0, 0), (0, k - ids.shape[-1]))
+    return TopK(
+        jnp.pad(values, missing, constant_values=-jnp.inf),
+        jnp.pad(ids, missing, constant_values=PAD_TOKEN),
+    )
+
+
+def sample_children(
+    rows: RowSampling, positions: Int[Array, "B d"], truncate: bool, support: int
+) -> ChooseChildren:
+    """Return a function that draws children without replacement from the warped draft distribution.
+
+    positions: of the nodes of each level. support: q is restricted to this many of the draft's most
+    probable tokens and renormalized, so that no [B, nodes, V] exists. Verification is exact with
+    any q. Greedy rows take the most probable children.
+    """
+    # Greedy rows divide by 1 and draw without noise: their children are the best ones.
+    hot = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
+    # Nodes of one level share their noise: a text visits only one of them.
+    noise = gumbel(rows, positions, CHILDREN, support)
+    noise = jnp.where((rows.temperature > 0)[:, None, None], noise, 0.0)
+
+    def choose(head: DraftHead, proposal: Proposal, k: int, depth: int) -> Children:
+        # A head that knows few tokens has no mass elsewhere.
+        known = proposal.ids.shape[-1] if isinstance(proposal, FewTokens) else support
+        size = min(known, support)
+        values, ids = best_tokens(proposal, size)
+        warped = warp(values, rows.replace(temperature=hot), truncate)
+        drafts = DraftDistributions(target_ids(head, ids), jax.nn.softmax(warped, axis=-1))
+
+        # Adding Gumbel noise and taking the k largest draws k tokens without replacement.
+        noisy = warped + noise[:, depth, None, :size]
+        chosen = jnp.take_along_axis(ids, top_k(noisy, min(k, size)).ids, axis=-1)
+        missing = ((0, 0), (0, 0), (0, k - chosen.shape[-1]))
+        chosen = target_ids(head, jnp.pad(chosen, missing, constant_values=PAD_TOKEN))
+        return Children(chosen, drafts)
+
+    return choose
+
+
+class Grower(NamedTuple):
+    """A head with its weights and draft cache; it grows a tree level by level."""
+
+    head: DraftHead
+    params: Params
+    frozen: Frozen
+    cache: DraftCache
+
+    def propose(self, state: Any, depth: int) -> Proposal:
+        """Propose the children of each node of level `depth`."""
+        return self.head.apply(self.params, "propose", self.frozen, state, depth)
+
+    def advance(
+        self, state: Any, parent: Int[Array, "B W"], token: Int[Array, "B W"], depth: int
+    ) -> Any:
+        """Return the state after these tokens; parent: index into the nodes of the level above."""
+        arguments = (self.frozen, state, self.cache, parent, token, depth)
+        return self.head.apply(self.params, "advance", *arguments)
+
+
+def draft_static(
+    grower: Grower,
+    root: Int[Array, " B"],
+    state: Any,
+    tree: TreeConfig,
+    choose: ChooseChildren,
+) -> Drafted:
+    """Draft a static tree: each node is its parent's child of the node's rank.
+
+    root: the token in slot 0. state: the head's root state. Only nodes that have children are
+    advanced, so level d costs W_d recurrent steps, not one per node.
+    """
+    # In a tree like copy:25 all nodes are copies of the text, and no head is asked.
+    if not tree.num_nodes:
+        return Drafted(TokenTree.root_only(root))
+
+    batch, width = root.shape[0], 1
+    tokens, drafts = [root[:, None]], []
+    for depth, level in enumerate(tree.levels()):
+        children = choose(
+            grower.head, grower.propose(state, depth), int(level.rank.max()) + 1, depth
+        )
+        # A head whose proposal is the same for every branch returns a single one.
+        children = jax.tree.map(
+            lambda x, width=width: jnp.broadcast_to(x, (batch, width, *x.shape[2:])), children
+        )
+        # Every node is its parent's child of the node's rank.
+        tokens.append(children.ids[:, level.parent, level.rank])
+        if children.drafts is not None:
+            drafts.append(children.drafts)
+
+        # Go down from the nodes that have children; leaves need no state.
+        width = level.expanded.size
+        if width:
+            parent = jnp.broadcast_to(level.parent[level.expanded], (batch, width))
+            state = grower.advance(state, parent, tokens[-1][:, level.expanded], depth + 1)
+
+    # Slots are numbered level by level, as in `TreeConfig.parents`. All rows share one row of
+    # parents, so masks made from it are constants of the program.
+    slots = jnp.concatenate(tokens, axis=1)
+    drafted = TokenTree(slots, jnp.asarray(tree.parents())[None], tree.depth)
+    if not drafts:
+        return Drafted(drafted)
+    return DrawnTree(
+        drafted, jax.tree.map(lambda *levels: jnp.concatenate(levels, axis=1), *drafts)
+    )
+
+
+class Candidates(NamedTuple):
+    """The children of one level's expanded nodes, flattened over (node, rank).
+
+    token: [B, W * k]  parent: [B, W * k] index of the expanded node.
+    score: [B, W * k] log of the joint probability of the path.
+    share: [B, W, k] probability given the parent, descending over k.
+    """
+
+    token: Array
+    parent: Array
+    score: Array
+    share: Array
+
+
+class _Nodes(NamedTuple):
+    """The drafted nodes of an adaptive tree, without the root: n of every row."""
+
+    tokens: Int[Array, "B n"]
+    parent: Int[Array, "B n"]
+    scores: Float[Array, "B n"]
+
+
+def draft_adaptive(
+    grower: Grower, root: Int[Array, " B"], state: Any, tree: AdaptiveTree
+) -> tuple[Drafted, Float[Array, "B T"]]:
+    """Draft the tree that the rule chooses; children are deterministic, so q is a point mass.
+
+    Also returns the log of the joint probability of each node, -inf in unused slots.
+    """
+    rule = {"dynamic": draft_dynamic, "clover4": draft_clover4}[tree.rule]
+    tokens, parent, scores = rule(grower, root, state, tree)
+
+    # The root comes first, in slot 0; it is certain, so its score is 0.
+    before = ((0, 0), (1, 0))
+    tokens = jnp.concatenate([root[:, None], tokens], axis=1)
+    parent = jnp.pad(parent, before, constant_values=-1)
+    return Drafted(TokenTree(tokens, parent, tree.depth)), jnp.pad(scores, before)
+
+
+def draft_dynamic(grower: Grower, root: Array, state: Any, tree: AdaptiveTree) -> _Nodes:
+    """Expand the best by joint probability, level by level; keep the best of all candidates.
+
+    Source: EAGLE-2. A child never scores above its parent and comes later, so the best nodes
+    always include their ancestors.
+    """
+    score = jnp.zeros((root.shape[0], 1))
+    expanded = jnp.full((root.shape[0], 1), -1)  # index in the pool, -1 for the root
+    tokens, scores, parents, offset = [], [], [], 0
+    for depth in range(tree.depth):
+        # Add the children of all expanded nodes to the pool.
+        candidates = _candidates(grower, state, score, tree.width, depth)
+        tokens.append(candidates.token)
+        scores.append(candidates.score)
+        parents.append(jnp.take_along_axis(expanded, candidates.parent, axis=1))
+        # Expand the best of this level next.
+        if depth + 1 < tree.depth:
+            best = top_k(candidates.score, tree.width)
+            state = _advance_to(grower, state, candidates, best.ids, depth + 1)
+            score, expanded = best.values, offset + best.ids
+        offset += candidates.token.shape[1]
+
+    # Rerank: of the whole pool keep the best nodes.
+    pool_tokens, pool_scores, pool_parents = (
+        jnp.concatenate(x, 1) for x in (tokens, scores, parents)
+    )
+    kept = jnp.sort(top_k(pool_scores, tree.nodes).ids, axis=1)  # parents before children
+    parent = jnp.take_along_axis(pool_parents, kept, axis=1)
+    # Slot of a pool index: its place among the kept ones, after the root.
+    slot = jnp.argmax(parent[:, :, None] == kept[:, None, :], axis=-1) + 1
+    kept_tokens, kept_scores = (
+        jnp.take_along_axis(x, kept, axis=1) for x in (pool_tokens, pool_scores)
+    )
+    return _Nodes(kept_tokens, jnp.where(parent < 0, 0, slot), kept_scores)
+
+
+def draft_clover4(grower: Grower, root: Array, state: Any, tree: AdaptiveTree) -> _Nodes:
+    """Spend a budget of nodes level by level, the most probable first.
+
+    Source: Clover. Children of a node: by descending probability while the mass before them is
+    below 0.8 and they have at least a quarter of the best one's; of a level the best `remaining`
+    by joint probability are kept.
+    """
+    batch = root.shape[0]
+    tokens = jnp.full((batch, tree.nodes), PAD_TOKEN)
+    parents = jnp.zeros((batch, tree.nodes), jnp.int32)
+    scores = jnp.full((batch, tree.nodes), -jnp.inf)
+    score, slots = jnp.zeros((batch, 1)), jnp.zeros((batch, 1), jnp.int32)
+    used = jnp.zeros((batch, 1), jnp.int32)
+    num_levels = tree.levels_within(grower.head.config.max_depth)
+    for depth in range(num_levels):
+        candidates = _candidates(grower, state, score, tree.width, depth)
+        # Which children are worth a node, by the rule above.
+        before = jnp.cumsum(candidates.share, axis=-1) - candidates.share
+        wanted = (before < MASS) & (candidates.share >= SHARE * candidates.share[..., :1])
+        best = top_k(jnp.where(wanted.reshape(batch, -1), candidates.score, -jnp.inf), tree.width)
+
+        # The best of them take the next free slots, as long as there are any.
+        place = used + jnp.arange(tree.width)
+        kept = jnp.isfinite(best.values) & (place < tree.nodes)
+        place = jnp.where(kept, place, tree.nodes)  # out of range: dropped
+        parent = jnp.take_along_axis(candidates.parent, best.ids, axis=1)
+        token = jnp.take_along_axis(candidates.token, best.ids, axis=1)
+        tokens = over_rows(_write, tokens, place, token)
+        above = jnp.take_along_axis(slots, parent, axis=1)
+        parents = over_rows(_write, parents, place, above)
+        scores = over_rows(_write, scores, place, best.values)
+
+        # Nodes that were not kept have a score of -inf, so they get no children.
+        if depth + 1 < num_levels:
+            state = _advance_to(grower, state, candidates, best.ids, depth + 1)
+        score = jnp.where(kept, best.values, -jnp.inf)
+        slots = place + 1
+        used += kept.sum(axis=1, keepdims=True)
+    return _Nodes(tokens, parents, scores)
+
+
+def _write(nodes: Array, place: Int[Array, "B W"], new: Array) -> Array:
+    """Write to places of each row; a place that is out of range is dropped."""
+    return nodes.at[jnp.arange(len(nodes))[:, None], place].set(new, mode="drop")
+
+
+def _candidates(
+    grower: Grower, state: Any, score: Float[Array, "B W"], num_children: int, depth: int
+) -> Candidates:
+    """Return the most probable children of every expanded node."""
+    # A child's score is its parent's plus its own log probability.
+    proposal = grower.propose(state, depth)
+    best = best_tokens(proposal, num_children)
+    log_share = best.values
+    if not isinstance(proposal, FewTokens):
+        log_share -= jax.nn.logsumexp(proposal, axis=-1, keepdims=True)
+    log_share = jnp.minimum(log_share, 0.0)  # rounding must not lift a child over its parent
+
+    # A head whose proposal is the same for every branch returns a single one.
+    of_nodes, flat = (*score.shape, best.ids.shape[-1]), (score.shape[0], -1)
+    ids, log_share = (jnp.broadcast_to(x, of_nodes) for x in (best.ids, log_share))
+    node = jnp.broadcast_to(jnp.arange(score.shape[1])[:, None], of_nodes)
+    return Candidates(
+        token=target_ids(grower.head, ids).reshape(flat),
+        parent=node.reshape(flat),
+        score=(score[..., None] + log_share).reshape(flat),
+        share=jnp.exp(log_share),
+    )
+
+
+def _advance_to(
+    grower: Grower, state: Any, candidates: Candidates, chosen: Int[Array, "B W"], depth: int
+) -> Any:
+    """Go one level down to the chosen children."""
+    parent = jnp.take_along_axis(candidates.parent, chosen, axis=1)
+    token = jnp.take_along_axis(candidates.token, chosen, axis=1)
+    return grower.advance(state, parent, token, depth)
+
+
+# Copies. A chain of copies begins at the root, and at every drafted node after which the text has a
+# match. Chains with the same tokens, or tokens that the head has drafted already, share nodes. Each
+# node has a score, the log of the probability that it is accepted, and the best get the slots.
+#
+#     score of the i-th copied node of a chain = score of its slot + sum_{i' <= i} log r(m + i')
+#
+# with m the length of the match and r how often a match of that length is right: the counts of the
+# row so far, averaged with usual ones. Scores fall along a chain, so the best nodes always include
+# their ancestors.
+
+
+class CopyCounts(struct.PyTreeNode):
+    """How often the root's best copy was right in a row, by the length of the match.
+
+    tried, right: [B, m] for lengths 0 .. MOST_MATCHED.
+    """
+
+    tried: Float[Array, "B m"]
+    right: Float[Array, "B m"]
+
+
+class _Ways(NamedTuple):
+    """n ways down from the root: one through each slot and on with copies, and the root's others.
+
+    tokens:  [B, n, d] the tokens on the way, PAD_TOKEN beyond its end.
+    is_copy: [B, n, d] whether a token was copied; else it was drafted, or there is none.
+    score:   [B, n, d] log of the probability that a copy is accepted, -inf elsewhere.
+    best:    the root's first way.
+    """
+
+    tokens: Int[Array, "B n d"]
+    is_copy: Bool[Array, "B n d"]
+    score: Float[Array, "B n d"]
+    best: BestCopy
+
+
+def no_counts(batch: int) -> CopyCounts:
+    """Return the counts of rows without a tried copy."""
+    return CopyCounts(*(jnp.zeros((batch, MOST_MATCHED + 1)) for _ in range(2)))
+
+
+def count_copies(
+    counts: CopyCounts, best: BestCopy, emitted: Int[Array, "B A"], number: Int[Array, " B"]
+) -> CopyCounts:
+    """Count how far a step's best copy went with the text; the first number[b] tokens are valid."""
+    depth = best.tokens.shape[1]
+    follows = jnp.cumprod(best.tokens == emitted[:, :depth], axis=1).astype(bool)
+    # A copied token is tried if all before it were right and the text came this far.
+    is_tried = jnp.pad(follows[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+    is_tried &= (best.tokens != PAD_TOKEN) & (jnp.arange(depth) < number[:, None])
+    # Each token of the copy makes the match longer.
+    length = jnp.minimum(best.length[:, None] + jnp.arange(depth), MOST_MATCHED)
+    of_length = jax.nn.one_hot(length, MOST_MATCHED + 1) * is_tried[..., None]
+    right = (of_length * follows[..., None]).sum(axis=1)
+    return CopyCounts(counts.tried + of_length.sum(axis=1), counts.right + right)
+
+
+def _repeats(counts: CopyCounts) -> Float[Array, "B m"]:
+    """Return how often a match of each length is right in each row."""
+    usual = USUAL_WEIGHT * jnp.asarray(REPEATS)
+    return (usual + counts.right) / (USUAL_WEIGHT + counts.tried)
+
+
+def add_copies(
+    drafted: TokenTree,
+    score: Float[Array, "B T"],
+    text: Int[Array, "B S"],
+    end: Int[Array, " B"],
+    counts: CopyCounts,
+    nodes: int,
+    depth: int,
+    *,
+    keep_drafted: bool,
+) -> TreeWithCopies:
+    """Return a tree of `nodes` nodes: the best of the drafted nodes and the copies.
+
+    score: log of the probability that each drafted node is accepted, 0 at the root; -inf drops it.
+    text: tokens that may be copied, PAD_TOKEN elsewhere. end: position of the root, the last token.
+    counts: of the row's copies so far.
+    depth: bound of the tree's height.
+    keep_drafted: whether drafted nodes keep their slots, however good the copies are.
+    """
+    num_slots = drafted.tokens.shape[1]
+    # Copies differ, so each row has a tree of its own shape from here on.
+    parent = jnp.broadcast_to(drafted.parent, drafted.tokens.shape)
+    drafted = drafted.replace(parent=parent)
+    mask = drafted.mask()
+    level = node_depth(mask)
+    ways = _ways(drafted, mask, level, score, text, end, _repeats(counts), depth)
+
+    # same[n, m, d]: the ways n and m are one down to depth d + 1. at_slot[n, t, d]: slot t is the
+    # node of way n there.
+    same = jnp.cumprod(ways.tokens[:, :, None] == ways.tokens[:, None], axis=-1).astype(bool)
+    same &= (ways.tokens != PAD_TOKEN)[:, :, None]
+    at_slot = same[:, :, :num_slots] & (level[:, None, :, None] == jnp.arange(1, depth + 1))
+
+    # A node on several ways belongs to the first of them and has the best score of all.
+    copies = same & ways.is_copy[:, None]
+    first = jnp.argmax(copies, axis=2)
+    is_own = ways.is_copy & ~at_slot.any(axis=2) & (first == jnp.arange(first.shape[1])[:, None])
+    worth = jnp.where(copies, ways.score[:, None], -jnp.inf).max(axis=2)
+    own_depth = jnp.maximum(level - 1, 0)[..., None]
+    of_slots = jnp.take_along_axis(worth[:, :num_slots], own_depth, axis=-1)[..., 0]
+    of_slots = jnp.full_like(score, jnp.inf) if keep_drafted else jnp.maximum(score, of_slots)
+
+    # All nodes in the order of slots: the drafted ones, then the copies, level by level.
+    pool = _joined(of_slots, jnp.where(is_own, worth, -jnp.inf))
+    tokens, above = _joined(drafted.tokens, ways.tokens), _parents(parent, at_slot, first)
+    # The best keep that order. No node is worth more than its parent, so parents are kept.
+    best = top_k(pool, nodes)
+    kept = jnp.sort(jnp.where(best.values > -jnp.inf, best.ids, pool.shape[1]), axis=1)
+    # Places that got no node sort last: their index is beyond the pool.
+    is_node, index = kept < pool.shape[1], jnp.minimum(kept, pool.shape[1] - 1)
+    parents = jnp.take_along_axis(above, index, axis=1)
+    slot = jnp.argmax(parents[..., None] == kept[:, None], axis=-1) + 1
+    before = ((0, 0), (1, 0))  # the root comes first
+    chosen = jnp.where(is_node, jnp.take_along_axis(tokens, index, axis=1), PAD_TOKEN)
+    tree = TokenTree(
+        tokens=jnp.concatenate([drafted.tokens[:, :1], chosen], axis=1),
+        parent=jnp.pad(jnp.where(is_node & (parents >= 0), slot, 0), before, constant_values=-1),
+        depth=depth,
+        copied=jnp.pad(is_node & (kept >= num_slots - 1), before),
+    )
+    return TreeWithCopies(tree, ways.best)
+
+
+def guessed_scores(tree: TreeConfig) -> Float[Array, "1 T"]:
+    """Return guessed scores of a static tree's slots, by their ranks alone."""
+    # The k-th child is right about half as often as the one before it.
+    of_paths = [sum(-1.0 - 0.7 * rank for rank in path) for path in tree.paths]
+    return jnp.array([[0.0, *of_paths]])
+
+
+def _joined(of_slots: Array, of_ways: Array) -> Array:
+    """Join the values of all nodes but the root, [B, T] of slots and [B, n, d] of ways: [B, p]."""
+    by_level = of_ways.swapaxes(1, 2).reshape(len(of_ways), -1)
+    return jnp.concatenate([of_slots[:, 1:], by_level], axis=1)
+
+
+def _parents(
+    parent: Int[Array, "B T"], at_slot: Bool[Array, "B n T d"], first: Int[Array, "B n d"]
+) -> Int[Array, "B p"]:
+    """Return each pool node's parent: its index in the pool, -1 for the root."""
+    _, num_ways, num_slots, depth = at_slot.shape
+    # The node above, on the same way: a slot, or a copy of the first way that has it.
+    copy = num_slots - 1 + jnp.arange(depth) * num_ways + first
+    node = jnp.where(at_slot.any(axis=2), jnp.argmax(at_slot, axis=2) - 1, copy)
+    above = jnp.pad(node[..., :-1], ((0, 0), (0, 0), (1, 0)), constant_values=-1)
+    return _joined(parent - 1, above)
+
+
+def _ways(
+    tree: TokenTree,
+    mask: Bool[Array, "B T T"],
+    level: Int[Array, "B T"],
+    score: Float[Array, "B T"],
+    text: Int[Array, "B S"],
+    end: Int[Array, " B"],
+    repeats: Float[Array, "B m"],
+    depth: int,
+) -> _Ways:
+    """Return the way through every slot, continued with copies, and the root's other ways."""
+    # After every slot the best match; after the root several, with different continuations.
+    suffix = _suffixes(tree, text, end)
+    at_root = find_matches(text, end, suffix[:, :1], CONTINUATIONS)
+    matches = jax.tree.map(
+        lambda slots, root: jnp.concatenate([slots[..., 0], root[:, 0, 1:]], axis=1),
+        find_matches(text, end, suffix, 1),
+        at_root,
+    )
+    place, length = matches.place, matches.length
+    more = ((0, 0), (0, CONTINUATIONS - 1))  # the root's other ways have no drafted part
+    begin = jnp.pad(level, more)
+
+    # The drafted part of a way: the ancestor at each depth.
+    on_way = mask[:, :, None] & (level[:, None, None] == jnp.arange(1, depth + 1)[:, None])
+    drafted = jnp.sum(jnp.where(on_way, tree.tokens[:, None, None], 0), axis=-1)
+    drafted = jnp.pad(drafted, (*more, (0, 0)))
+
+    # The copied part: the text after the match up to its end, then the drafted part, then again
+    # from the match on, as a text that loops would continue. A source text just ends.
+    own, size = end[:, None] + 1, text.shape[1]
+    is_own = place < own
+    known = jnp.where(is_own, own, size) - place
+    turn = jnp.where(is_own, known + begin, size)[..., None]
+    ahead = jnp.arange(depth) - begin[..., None]
+    step = jnp.maximum(ahead, 0) % jnp.maximum(turn, 1)
+    index = jnp.minimum(place[..., None] + step, size - 1)
+    of_text = jnp.take_along_axis(text, index.reshape(len(text), -1), axis=1).reshape(index.shape)
+    beyond = step - known[..., None]
+    of_draft = jnp.take_along_axis(drafted, jnp.clip(beyond, 0, depth - 1), axis=-1)
+    copied = jnp.where(beyond < 0, of_text, jnp.where(is_own[..., None], of_draft, PAD_TOKEN))
+    ends = jnp.cumsum((copied == PAD_TOKEN) & (ahead >= 0), axis=-1) > 0
+    is_copy = (length[..., None] > 0) & (ahead >= 0) & ~ends
+    copied = jnp.where(is_copy, copied, PAD_TOKEN)
+
+    # A longer match is more often right, and a copied token makes the match longer.
+    longer = jnp.minimum(length[..., None] + jnp.maximum(ahead, 0), MOST_MATCHED)
+    right = jnp.take_along_axis(repeats[:, None], longer, axis=-1)
+    steps = jnp.cumsum(jnp.where(is_copy, jnp.log(right), 0.0), axis=-1)
+    # The root's k-th way is right only where the ways before it are wrong.
+    of_root = jnp.take_along_axis(repeats, at_root.length[:, 0], axis=-1)
+    wrong = jnp.cumprod(1 - of_root, axis=-1)[:, :-1]
+    of_begin = jnp.concatenate([score, jnp.log(wrong)], axis=1)
+    return _Ways(
+        tokens=jnp.where(ahead < 0, drafted, copied),
+        is_copy=is_copy,
+        score=jnp.where(is_copy, of_begin[..., None] + steps, -jnp.inf),
+        best=BestCopy(copied[:, 0], length[:, 0]),
+    )
+
+
+def _suffixes(tree: TokenTree, text: Int[Array, "B S"], end: Array) -> Int[Array, "B T l"]:
+    """Return the last tokens at each slot, newest first: of its ancestors, then of the text."""
+    before = last_tokens(text, end)  # the root is the first of them
+    # Climb one node at a time; beyond the root come the text's tokens, backwards.
+    at = jnp.broadcast_to(jnp.arange(tree.tokens.shape[1]), tree.tokens.shape)
+    suffix, back = [], jnp.zeros_like(at)
+    for _ in range(MOST_MATCHED):
+        below = jnp.take_along_axis(tree.tokens, at, axis=1)
+        suffix.append(jnp.where(at > 0, below, jnp.take_along_axis(before, back, axis=1)))
+        back += at == 0
+        at = jnp.where(at > 0, jnp.maximum(jnp.take_along_axis(tree.parent, at, axis=1), 0), 0)
+    return jnp.stack(suffix, axis=-1)

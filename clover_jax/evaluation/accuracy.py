@@ -18,10 +18,10 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Int, Params
 from clover_jax.config import BaseConfig
-from clover_jax.decoding.draft import target_ids
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.state import bucket
 from clover_jax.decoding.step import weights_for
+from clover_jax.decoding.tree import target_ids
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.evaluation.methods import Method

@@ -19,9 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import Array, Float, Int, Params
-from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.repeated import repeated
+from clover_jax.decoding.programs import options_here, repeated
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, gumbel, warp
 from clover_jax.decoding.state import DecodeState, bucket

@@ -13,10 +13,10 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     shipped_prompts,
 )
-from clover_jax.decoding.adaptive_tree import AUTO
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.requests import Request
+from clover_jax.decoding.tree_config import AUTO
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import VANILLA, DraftChoice, Options

@@ -6,7 +6,7 @@ import dataclasses
 import re
 from pathlib import Path
 
-from clover_jax.decoding.adaptive_tree import AUTO
+from clover_jax.decoding.tree_config import AUTO
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import ModelSpec

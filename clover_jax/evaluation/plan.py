@@ -75,8 +75,9 @@ class Plan:
         prompt = next(prompt for prompt in self.prompts if prompt.index == index)
         assert isinstance(prompt, Prompt)  # a row that cannot be read has no turn
         own = self.settings.for_row(prompt)
-        options = own.warping.to_dict() | {"seed": own.seed, "turn": turn}
-        return Request(index, prompt_ids, own.max_new_tokens, **options)
+        return Request(
+            index, prompt_ids, own.max_new_tokens, params=own.warping, seed=own.seed, turn=turn
+        )
 
     def passes(self, methods: Iterable[str]) -> Iterator[PassKey]:
         """Yield the keys of all timed passes of the methods, in the order in which they run.

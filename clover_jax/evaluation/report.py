@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from clover_jax.decoding.tree import portable_name
+from clover_jax.decoding.tree_config import portable_name
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
 from clover_jax.evaluation.methods import Method

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clover_jax.data.prompts import Prompt
-from clover_jax.decoding.accepted_lengths import AcceptedLengths
+from clover_jax.decoding.requests import AcceptedLengths
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.plan import Plan
@@ -91,7 +91,7 @@ def _empty_columns() -> dict[str, list]:
 class Tally(RowTotals):
     """Sums over output rows of one method: the figures of `generate`, and many more.
 
-    `decoding/accepted_lengths.py` has the definitions. Overall figures are sums over the forwards
+    `decoding/requests.py` has the definitions. Overall figures are sums over the forwards
     of all tasks (a micro-average), so a task with long answers counts more.
     """
 

@@ -17,7 +17,7 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     shipped_prompts,
 )
-from clover_jax.decoding.adaptive_tree import AUTO
+from clover_jax.decoding.tree_config import AUTO
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, stage_times
 from clover_jax.evaluation.equality import compare_passes, judge

@@ -16,8 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array
-from clover_jax.decoding.compiler_options import options_here
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.programs import options_here
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots, weights_for

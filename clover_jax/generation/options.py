@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from clover_jax.decoding.adaptive_tree import AUTO
+from clover_jax.decoding.tree_config import AUTO
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import NO_DRAFT, ModelSpec

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from clover_jax.decoding.accepted_lengths import AcceptedLengths
+from clover_jax.decoding.requests import AcceptedLengths
 
 
 class RowTotals:

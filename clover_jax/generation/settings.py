@@ -13,8 +13,7 @@ from clover_jax.decoding.sampling_config import (
     DRAFT_SAMPLINGS,
     VERIFICATIONS,
     SamplingConfig,
-    Warping,
-    check_warping,
+    SamplingParams,
 )
 from clover_jax.errors import UserError
 from clover_jax.field_types import check_settings, check_types, setting
@@ -32,7 +31,7 @@ _sampling = functools.partial(setting, group="sampling")
 
 
 @dataclasses.dataclass(frozen=True)
-class GenerationSettings(Warping):
+class GenerationSettings(SamplingParams):
     """The settings of a row.
 
     seed: None derives it from the run's seed and the row's index.
@@ -76,7 +75,7 @@ class GenerationSettings(Warping):
 
         # Types first, since the other checks compare values.
         check_types(self)
-        check_warping(self.temperature, self.top_k, self.top_p)
+        super().__post_init__()
         check_settings(self)
         if self.temperature > 0 and self.verify == "greedy":
             raise UserError(
@@ -97,9 +96,9 @@ class GenerationSettings(Warping):
             raise UserError("a stop string is empty; give at least one character")
 
     @property
-    def warping(self) -> Warping:
+    def warping(self) -> SamplingParams:
         """How these settings warp a distribution."""
-        return Warping(self.temperature, self.top_k, self.top_p)
+        return SamplingParams(self.temperature, self.top_k, self.top_p)
 
     def for_row(self, prompt: Prompt) -> GenerationSettings:
         """Return the settings, the row's own taking precedence.
@@ -154,6 +153,6 @@ def sampling_for(
     return SamplingConfig(
         verify=settings.verify or ("lossless" if draws else "greedy"),
         draft_sampling=settings.draft_sampling,
-        truncate=any(row.top_k > 0 or row.top_p < 1 for row in rows),
+        truncate=any(row.cuts for row in rows),
         biased=any(row.min_new_tokens > 0 or row.logit_bias for row in rows),
     )

@@ -11,7 +11,7 @@ import numpy as np
 
 from clover_jax.array_types import Params
 from clover_jax.data.rows import json_hash
-from clover_jax.decoding.tree import portable_name
+from clover_jax.decoding.tree_config import portable_name
 from clover_jax.loading.models import Models
 from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
 from clover_jax.runtime.distributed import to_host

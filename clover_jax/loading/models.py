@@ -17,7 +17,7 @@ from clover_jax.decoding.cache_reading import resolve_attention
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
-from clover_jax.decoding.tree import (
+from clover_jax.decoding.tree_config import (
     CopyTree,
     Tree,
     TreeConfig,

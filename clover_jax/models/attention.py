@@ -7,12 +7,10 @@ keys and values stay outside the cache until they are accepted.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -97,19 +95,9 @@ class RunningSoftmax(NamedTuple):
     mixed: Array
 
 
-# (query, cache, length, rules) -> the sums over the cache; None where it cannot take the rules
+# A kernel (`KeyValue.reader`): (query, cache, length, rules) -> the sums over the cache, or None
+# where it does not support the rules
 CacheReader = Callable[[Array, KeyValue, Array, ScoreRules | None], RunningSoftmax | None]
-_reader: ContextVar[CacheReader | None] = ContextVar("cache_reader", default=None)
-
-
-@contextlib.contextmanager
-def caches_read_by(reader: CacheReader | None) -> Iterator[None]:
-    """Let programs traced meanwhile read every cache by a kernel; None reads as ever."""
-    token = _reader.set(reader)
-    try:
-        yield
-    finally:
-        _reader.reset(token)
 
 
 def attend(
@@ -136,11 +124,10 @@ def attend(
         mask = jnp.tile(fresh_mask, (1, groups, 1))
         return attend(flat, fresh, mask, cache, length).reshape(query.shape)
 
-    # Where a kernel reads the cache, what it gives is merged with the fresh rows.
-    reader = _reader.get()
-    if cache is not None and rules is None and reader is not None:
+    # Where a kernel reads the cache, its result is merged with the fresh rows.
+    if cache is not None and rules is None and cache.reader is not None:
         assert length is not None  # a cache and its lengths come together
-        seen = reader(query, cache, length, None)
+        seen = cache.reader(query, cache, length, None)
         if seen is not None:
             return _attend_after(seen, query, fresh, fresh_mask)
 
@@ -235,9 +222,8 @@ def absorb_cache(
     softmax: RunningSoftmax,
     rules: ScoreRules | None = None,
 ) -> RunningSoftmax:
-    """Go on over the first length[b] rows of a committed cache: by a kernel, or in chunks."""
-    reader = _reader.get()
-    read_at_once = reader and reader(query, cache, length, rules)
+    """Go on over the first length[b] rows of a committed cache: with its kernel, or in chunks."""
+    read_at_once = cache.reader and cache.reader(query, cache, length, rules)
     if read_at_once is not None:
         return _merge(softmax, read_at_once)
 

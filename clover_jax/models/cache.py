@@ -27,10 +27,12 @@ class KeyValue(struct.PyTreeNode):
 
     key:   [B, K, S, H] rotated keys.
     value: [B, K, S, H]
+    reader: the kernel that reads them (`attention.CacheReader`); None leaves that to XLA.
     """
 
     key: Float[Array, "B K S H"]
     value: Float[Array, "B K S H"]
+    reader: Callable | None = struct.field(pytree_node=False, default=None)
 
 
 Cache = tuple[KeyValue, ...]
@@ -69,6 +71,15 @@ def key_values(cache: PyTree) -> list[KeyValue]:
     """Return the keys and values in a cache, or what stands for them in a tree of its structure."""
     nodes = jax.tree.leaves(cache, is_leaf=_is_key_value)
     return [node for node in nodes if _is_key_value(node)]
+
+
+def read_with(reader: Callable | None, cache: PyTree) -> PyTree:
+    """Return a cache whose keys and values are read with a kernel; None leaves that to XLA."""
+
+    def apply(node: Any) -> Any:
+        return node.replace(reader=reader) if _is_key_value(node) else node
+
+    return jax.tree.map(apply, cache, is_leaf=_is_key_value)
 
 
 def gather_rows(fresh: Cache, index: Int[Array, "B A"]) -> Cache:
@@ -123,7 +134,11 @@ def write_rows(
         write_each = functools.partial(_write_one_by_one, flat=by_kernel and new.shape[2] == 1)
         return jax.lax.platform_dependent(*arguments, tpu=write_each, default=_write_at_once)
 
-    return jax.tree.map(write, cache, rows)
+    # Field by field, because the rows do not know the cache's reader.
+    return tuple(
+        old.replace(key=write(old.key, new.key), value=write(old.value, new.value))
+        for old, new in zip(cache, rows, strict=True)
+    )
 
 
 def _write_at_once(buffer: Array, new: Array, start: Array) -> Array:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from clover_jax.decoding.sampling_config import Warping
+from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
 from clover_jax.loading.spec import NO_DRAFT, ModelSpec
@@ -13,14 +13,14 @@ from clover_jax.loading.spec import NO_DRAFT, ModelSpec
 
 @dataclasses.dataclass(frozen=True)
 class PrepareOptions:
-    """The flags of `prepare` beside those of `ModelSpec` and `Warping`.
+    """The flags of `prepare` beside those of `ModelSpec` and `SamplingParams`.
 
     data, seq_len: as in `TrainSettings`.
     workdir: where the data go without `output`.
     """
 
     spec: ModelSpec
-    warping: Warping
+    warping: SamplingParams
     seed: int
     workdir: Path
     data: str

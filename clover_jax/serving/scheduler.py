@@ -17,6 +17,7 @@ import threading
 import traceback
 from typing import NamedTuple
 
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import (
     Generation,
     NewTokens,
@@ -25,7 +26,6 @@ from clover_jax.decoding.requests import (
     requests_of_every_kind,
 )
 from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.decoding.slots import Slots
 from clover_jax.generation.row_state import ContextOverflow, RowState, TurnProgress
 from clover_jax.loading.models import Models
 from clover_jax.models.attention import CACHE_CHUNK
@@ -221,14 +221,14 @@ class Scheduler:
         self._engine.check(request)
         return _Job(ask, row, request, loop, Generation(prompt.index, list(request.prompt_ids)))
 
-    def _open(self) -> Slots:
+    def _open(self) -> Engine:
         models = self._models
         size = self._engine.buffer_size(self.context)
         # Programs were compiled before: there is nothing to take off a row's time.
         return self._engine.open(models.base.params, models.draft_params, CompileClock(), size)
 
     @functools.cached_property
-    def _slots(self) -> Slots:
+    def _slots(self) -> Engine:
         """The slots; their caches are made when the first row comes."""
         return self._open()
 

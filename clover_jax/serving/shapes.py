@@ -162,8 +162,8 @@ class CommonRequest(_Shape):
     model: Text | None = None
     n: int | None = Field(None, ge=1, le=MOST_CHOICES)
     best_of: int | None = None
-    temperature: float | None = Field(None, ge=0)
-    top_p: float | None = Field(None, gt=0, le=1)
+    temperature: float | None = None  # `decoding.SamplingParams` checks these values
+    top_p: float | None = None
     top_k: int | None = Field(None, ge=-1)
     seed: int | None = Field(None, ge=-(2**63), lt=2**63)
     min_tokens: int | None = Field(None, ge=0)

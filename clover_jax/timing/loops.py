@@ -15,8 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from clover_jax.array_types import Array, Int
-from clover_jax.decoding.chunk import decode_chunk
-from clover_jax.decoding.repeated import loops_on_device
+from clover_jax.decoding.programs import decode_chunk, loops_on_device
 from clover_jax.decoding.sampling_config import GREEDY
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
@@ -87,9 +86,7 @@ def verify_loop(
     config = dataclasses.replace(config, sampling=GREEDY)
 
     def body(tokens: Array) -> Array:
-        choices = verify_tree(config, weights, state, tree.replace(tokens=tokens)).choices
-        assert choices is not None  # GREEDY needs nothing else
-        return choices
+        return verify_tree(config, weights, state, tree.replace(tokens=tokens)).predicted
 
     return _repeat(body, tree.tokens)
 

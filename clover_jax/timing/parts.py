@@ -14,9 +14,7 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.decoding.commit import commit
-from clover_jax.decoding.compiler_options import options_here
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.programs import Placement, options_here
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
@@ -24,12 +22,13 @@ from clover_jax.decoding.step import (
     Weights,
     absorb_pending,
     accept,
+    commit,
     draft_tree,
     roots,
     speculate_and_verify,
     verify_tree,
 )
-from clover_jax.decoding.tree import CopyTree, Tree, TreeConfig
+from clover_jax.decoding.tree_config import CopyTree, Tree, TreeConfig
 from clover_jax.loading.decode_states import running_state
 from clover_jax.loading.models import Models
 from clover_jax.models.cache import key_values

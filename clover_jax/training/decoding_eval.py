@@ -19,10 +19,9 @@ from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
 from clover_jax.data.records import Record
 from clover_jax.data.rows import json_hash
 from clover_jax.data.samples import RecordSamples
-from clover_jax.decoding.accepted_lengths import AcceptedLengths
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.requests import Generation, Request
-from clover_jax.decoding.tree import Tree, TreeConfig, portable_name
+from clover_jax.decoding.requests import AcceptedLengths, Generation, Request
+from clover_jax.decoding.tree_config import Tree, TreeConfig, portable_name
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel

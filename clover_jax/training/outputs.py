@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.array_types import Params
-from clover_jax.decoding.tree import portable_name
+from clover_jax.decoding.tree_config import portable_name
 from clover_jax.interchange.card import read_card
 from clover_jax.interchange.directory import save_draft
 from clover_jax.runtime.distributed import is_primary, to_host

@@ -11,7 +11,7 @@ from clover_jax.data.prepared import PreparedSamples
 from clover_jax.data.samples import RecordSamples
 from clover_jax.data.training_data import TrainingData, load_training_data
 from clover_jax.decoding.step import check_tree
-from clover_jax.decoding.tree import Tree, default_tree, parse_tree
+from clover_jax.decoding.tree_config import Tree, default_tree, parse_tree
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel

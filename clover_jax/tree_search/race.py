@@ -23,18 +23,18 @@ import jax.numpy as jnp
 import clover_jax
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.decoding.cache_reading import reading
-from clover_jax.decoding.placement import Placement
+from clover_jax.decoding.cache_reading import cache_reader
+from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, Warping
-from clover_jax.decoding.tree import parse_tree, portable_name
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
+from clover_jax.decoding.tree_config import parse_tree, portable_name
 from clover_jax.errors import UserError, reason_of
 from clover_jax.interchange.card import native_directory
 from clover_jax.loading.decode_states import cache_size, fitting_context
 from clover_jax.loading.heads import needs_no_file
 from clover_jax.loading.models import Models
 from clover_jax.models.attention import attend
-from clover_jax.models.cache import KeyValue
+from clover_jax.models.cache import KeyValue, read_with
 from clover_jax.pretrained.fingerprint import checksum, lm_head_hash
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import process_count
@@ -46,7 +46,7 @@ from clover_jax.storage.row_writer import manifest_path
 from clover_jax.timing.turns import time_in_turns
 
 PLAIN = "plain"
-COLD = Warping(temperature=0.0)
+COLD = SamplingParams(temperature=0.0)
 FILE = "trees.json"  # next to draft.json
 TURNS = 5
 FEWEST_TOKENS, MOST_TOKENS = 16, 64  # that a row of a turn emits
@@ -98,7 +98,7 @@ def with_fastest_tree(
     rows: Sequence[Prompt | BadPrompt],
     batch_size: int,
     sampling: SamplingConfig,
-    warping: Warping,
+    warping: SamplingParams,
     resumed: Path | None = None,
 ) -> Models:
     """Return the models with the tree of `fastest_tree`, or without the draft; print the choice.
@@ -136,7 +136,7 @@ def fastest_tree(
     prompts: Sequence[Sequence[int]],
     batch_size: int,
     sampling: SamplingConfig = GREEDY,
-    warping: Warping = COLD,
+    warping: SamplingParams = COLD,
 ) -> Choice:
     """Return the tree that decodes these prompts fastest, measured now or remembered.
 
@@ -197,7 +197,7 @@ def _passes(
     prompts: Sequence[Sequence[int]],
     batch_size: int,
     sampling: SamplingConfig,
-    warping: Warping,
+    warping: SamplingParams,
     clock: Callable[[], float],
 ) -> dict[str, Callable[[int], int]]:
     """Return a function for each way that decodes a turn's prompts and returns new tokens."""
@@ -208,7 +208,7 @@ def _passes(
         # Each turn continues after the last prompt of the turn before; no slot stays empty.
         numbers = range(turn * batch_size, (turn + 1) * batch_size)
         rows = [list(prompts[i % len(prompts)])[-longest:] for i in numbers]
-        requests = [Request(i, row, new_tokens, **warping.to_dict()) for i, row in enumerate(rows)]
+        requests = [Request(i, row, new_tokens, params=warping) for i, row in enumerate(rows)]
         engine = models.engine(batch_size, sampling)
         updates = engine.stream(models.base.params, models.draft_params, requests)
         return sum(len(update.new_ids) for update in updates)
@@ -265,7 +265,7 @@ def winner(rates: Mapping[str, Sequence[float]]) -> str:
 
 
 def _key(
-    models: Models, batch_size: int, sampling: SamplingConfig, warping: Warping
+    models: Models, batch_size: int, sampling: SamplingConfig, warping: SamplingParams
 ) -> dict[str, Any]:
     """Return JSON values that differ where another tree may be the fastest."""
     device = jax.devices()[0]
@@ -372,10 +372,7 @@ def _attention_runs(models: Models, batch: int, kernel: str) -> dict[str, Callab
     length = jnp.linspace(context, 0, batch).astype(jnp.int32)
 
     def run(attention: str) -> Callable[[], jax.Array]:
-        def read(*arrays: Any) -> jax.Array:
-            with reading(attention):  # while the program is traced
-                return attend(*arrays)
-
-        return functools.partial(jax.jit(read), query, fresh, mask, cache, length)
+        committed = read_with(cache_reader(attention), cache)
+        return functools.partial(jax.jit(attend), query, fresh, mask, committed, length)
 
     return {name: run(name) for name in ("xla", kernel)}

@@ -9,7 +9,7 @@ from typing import Any
 from clover_jax.array_types import PyTree
 from clover_jax.benchmark.compiled import bytes_of, lower_step
 from clover_jax.benchmark.targets import Chip, Target
-from clover_jax.decoding.compiler_options import options_for
+from clover_jax.decoding.programs import options_for
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots
 from clover_jax.loading.decode_states import fitting_context

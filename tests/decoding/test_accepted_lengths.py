@@ -2,7 +2,7 @@
 
 import pytest
 
-from clover_jax.decoding.accepted_lengths import AcceptedLengths
+from clover_jax.decoding.requests import AcceptedLengths
 
 
 def tally(*answers):

@@ -8,8 +8,8 @@ from clover_jax.decoding import programs
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.reference import _logits
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, SamplingParams
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
 
@@ -65,7 +65,7 @@ def test_greedy_text_is_the_argmax_of_biased_logits(rules):
 )
 def test_drawn_text_is_plain_decoding_s(tree):
     sampling = SamplingConfig("lossless", truncate=True, biased=True)
-    asked = requests(temperature=1.0, top_p=0.9)
+    asked = requests(params=SamplingParams(temperature=1.0, top_p=0.9))
     plain = Engine(TINY, None, TreeConfig.root_only(), sampling, batch_size=5)
     engine = Engine(TINY, random_head()[0], parse_tree(tree), sampling, batch_size=2)
     texts = [row.output_ids for row in decode(engine, asked)]

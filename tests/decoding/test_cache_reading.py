@@ -11,7 +11,7 @@ from clover_jax.decoding.cache_reading import resolve_attention
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
 

@@ -6,18 +6,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from clover_jax.decoding.accept import Accepted
-from clover_jax.decoding.commit import (
+from clover_jax.decoding.state import EOS, LENGTH, RUNNING, empty_state
+from clover_jax.decoding.step import (
+    StepConfig,
+    Weights,
     _by_position,
     _by_slice,
     append_bonus,
     commit,
     cut,
     sibling_ranks,
+    verify_tree,
     write_tokens,
 )
-from clover_jax.decoding.state import EOS, LENGTH, RUNNING, empty_state
-from clover_jax.decoding.tree import TokenTree, TreeConfig, ancestor_mask, node_depth
-from clover_jax.decoding.verify import verify
+from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.models.cache import write_rows
 from clover_jax.models.decoder import Decoder, causal_mask
 from tests.tiny_models import TINY, random_base
@@ -113,14 +116,12 @@ def test_the_cache_after_commit_is_that_of_a_plain_prefill(case):
     tokens = rng.integers(0, TINY.vocab_size, (2, SLOTS))
     tokens[:, 0] = text[np.arange(2), lengths]
     tree = TokenTree(jnp.asarray(tokens), jnp.array(parents), depth)
-    output = _verify(params, tree, state.cache, length)
+    verified = _verify(params, state, tree)
     padded = jnp.array([path + [0] * (SLOTS - len(path)) for path in paths])
     count = jnp.array([len(path) - 1 for path in paths])
     accepted = Accepted(padded, count, jnp.array([3, 4]))
 
-    new, record = jax.jit(commit)(
-        state, tree, accepted, output.fresh, output.hidden["post_norm"][..., :0]
-    )
+    new, record = jax.jit(commit)(state, tree, accepted, verified.fresh, verified.features)
 
     assert record.emitted.tolist() == [len(path) for path in paths]
     assert record.proposed.tolist() == [SLOTS - 1] * 2
@@ -148,9 +149,9 @@ def test_a_finished_row_does_not_change():
         tokens=jnp.arange(64)[None], length=jnp.array([5]), end=jnp.array([6]), limit=jnp.array([6])
     ).replace(finish=jnp.array([LENGTH]), features=jnp.zeros((1, 2, 0)))
     tree = TokenTree(jnp.array([[5, 7]]), jnp.array([[-1, 0]]), depth=1)
-    output = _verify(random_base(), tree, state.cache, state.length)
+    verified = _verify(random_base(), state, tree)
     accepted = Accepted(jnp.array([[0, 1]]), jnp.array([1]), jnp.array([3]))
-    new, record = jax.jit(commit)(state, tree, accepted, output.fresh, jnp.zeros((1, 2, 0)))
+    new, record = jax.jit(commit)(state, tree, accepted, verified.fresh, verified.features)
     for name in ("tokens", "length", "end", "limit", "finish"):
         np.testing.assert_array_equal(getattr(new, name), getattr(state, name), err_msg=name)
     for layer, old in zip(new.cache, state.cache, strict=True):
@@ -170,9 +171,10 @@ def _prefill(params, tokens):
     return Decoder(TINY).apply({"params": params}, tokens, positions, causal_mask(*tokens.shape))
 
 
-def _verify(params, tree, cache, length):
-    return _jit_verify(TINY, params, tree, cache, length)
+@jax.jit
+def _verify(params, state, tree):
+    plain = StepConfig(TINY, None, TreeConfig.root_only())
+    return verify_tree(plain, Weights(params, {}), state, tree)
 
 
-_jit_verify = jax.jit(verify, static_argnums=0)
 _empty_state = jax.jit(empty_state, static_argnums=tuple(range(7)))

@@ -5,15 +5,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.copies import (
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.tree import (
     BestCopy,
+    TokenTree,
     add_copies,
     count_copies,
     guessed_scores,
     no_counts,
 )
-from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree import CopyTree, TokenTree, TreeConfig, parse_tree, portable_name
+from clover_jax.decoding.tree_config import CopyTree, TreeConfig, parse_tree, portable_name
 from clover_jax.drafters.drafter import PAD_TOKEN
 from clover_jax.drafters.text_matches import known_text
 from clover_jax.errors import UserError
@@ -33,7 +34,7 @@ def copied(text, nodes, drafted=NONE, tokens=(), source=None):
     buffer = jnp.array([[*text, *beyond]])
     padded = known_text(buffer, end, None if source is None else jnp.array([[PAD_TOKEN, *source]]))
     sizes = (drafted.num_nodes + nodes, max(nodes, drafted.depth))
-    found, best = with_copies(
+    with_best = with_copies(
         tree,
         guessed_scores(drafted),
         padded,
@@ -42,6 +43,7 @@ def copied(text, nodes, drafted=NONE, tokens=(), source=None):
         *sizes,
         keep_drafted=True,
     )
+    found, best = with_best.tree, with_best.best
     paths = {0: ()}
     for slot in range(1, sizes[0] + 1):
         if found.tokens[0, slot] != PAD_TOKEN:
@@ -75,7 +77,7 @@ def test_two_matches_share_what_they_have_in_common():
     assert {(3,), (8,)} <= set(paths)
 
 
-def test_a_drafted_node_is_not_copied_again_and_a_match_goes_on_after_it():
+def test_a_found_node_is_not_copied_again_and_a_match_goes_on_after_it():
     drafted = TreeConfig("two", ((0,), (1,), (0, 0)))
     text = [1, 2, 3, 4, 5, 6, 7, 1, 2]
     # The head drafts 3, which the text has as well, 6, after which the text goes on, and 3 9.
@@ -99,15 +101,15 @@ def test_copies_of_another_text_end_with_it():
     assert copied([7, 8], 4, source=[1, 2])[0] == []
 
 
-def test_a_copy_that_was_often_wrong_is_worth_less_than_a_drafted_node():
+def test_a_copy_that_was_often_wrong_is_worth_less_than_a_found_node():
     text = [1, 2, 3, 4, 5, 1, 2]
     arguments = (jnp.array([[*text, PAD_TOKEN]]), jnp.array([6]))
     drafted = TokenTree(jnp.array([[2, 8, 9]]), jnp.array([[-1, 0, 1]]), depth=2)
     score = jnp.log(jnp.array([[1.0, 0.3, 0.2]]))
 
     def tokens(counts):
-        tree, _ = with_copies(drafted, score, *arguments, counts, 2, 2, keep_drafted=False)
-        return sorted(tree.tokens[0, 1:].tolist())
+        found = with_copies(drafted, score, *arguments, counts, 2, 2, keep_drafted=False)
+        return sorted(found.tree.tokens[0, 1:].tolist())
 
     always = jnp.full((1, MOST + 1), 50.0)
     assert tokens(no_counts(1).replace(tried=always, right=always)) == [3, 4]
@@ -143,9 +145,8 @@ def test_every_tree_of_random_texts_is_a_tree():
     text = known_text(text, end, None)
     scores = jnp.log(jnp.array([1.0, 0.5, 0.3, 0.2, 0.1])) + jnp.zeros((batch, 1))
     for keeps in (True, False):
-        found, _ = with_copies(
-            tree, scores, text, end, no_counts(batch), nodes, nodes, keep_drafted=keeps
-        )
+        arguments = (tree, scores, text, end, no_counts(batch), nodes, nodes)
+        found = with_copies(*arguments, keep_drafted=keeps).tree
         assert found.copied.any()
         for row in range(batch):
             slots = np.flatnonzero(found.tokens[row] != PAD_TOKEN)[1:]

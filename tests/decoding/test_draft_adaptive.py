@@ -7,12 +7,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.adaptive_tree import DEFAULT_DEPTH, DEFAULT_WIDTH, AdaptiveTree
-from clover_jax.decoding.draft_adaptive import draft_adaptive
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.step import StepConfig
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree import Grower, draft_adaptive
+from clover_jax.decoding.tree_config import (
+    DEFAULT_DEPTH,
+    DEFAULT_WIDTH,
+    AdaptiveTree,
+    TreeConfig,
+    parse_tree,
+)
 from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
@@ -58,11 +63,10 @@ class SlowHead:
         return p / p.sum()
 
     def draft(self, tree):
-        arguments = (self.head, self.params, self.frozen, jnp.array([self.root]))
-        drafted, _ = jax.jit(lambda state: draft_adaptive(*arguments, state, self.cache, tree))(
-            self.state
-        )
-        return drafted.tokens[0].tolist(), drafted.parent[0].tolist()
+        grower = Grower(self.head, self.params, self.frozen, self.cache)
+        root = jnp.array([self.root])
+        drafted, _ = jax.jit(lambda state: draft_adaptive(grower, root, state, tree))(self.state)
+        return drafted.tree.tokens[0].tolist(), drafted.tree.parent[0].tolist()
 
 
 def paths_of(tokens, parents):

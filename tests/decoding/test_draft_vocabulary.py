@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.chunk import decode_chunk
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.programs import decode_chunk
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base, output_matrix, with_draft_rows
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, train_step

@@ -8,7 +8,7 @@ import pytest
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import bucket
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts

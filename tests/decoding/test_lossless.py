@@ -15,13 +15,13 @@ import pytest
 from scipy import stats
 
 from clover_jax.config import BaseConfig
-from clover_jax.decoding import lossless, step
+from clover_jax.decoding import accept, step
 from clover_jax.decoding.prefill import prefill_chunk
 from clover_jax.decoding.sampling import RowBias, RowSampling
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree import CopyTree, parse_tree
+from clover_jax.decoding.tree_config import CopyTree, parse_tree
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
 from tests.layer_heads import KINDS, lively_head
@@ -249,8 +249,8 @@ def test_heads_that_feed_on_their_output_and_reduced_vocabularies(kind, draft_sa
 )
 def test_a_broken_verifier_is_seen(monkeypatch, drafter, fault):
     if fault == "q_kept":  # q is not renormalised after a rejection
-        monkeypatch.setattr(lossless, "_without_token", lambda q, taken: jnp.where(taken, 0, q))
+        monkeypatch.setattr(accept, "_without_token", lambda q, taken: jnp.where(taken, 0, q))
     else:  # the rejected token's surplus is not taken out of p
-        monkeypatch.setattr(lossless, "_without_q", lambda left, q: left)
+        monkeypatch.setattr(accept._Residual, "without", lambda left, q: left)
     texts = sample(SMALL_TREE, "sampled", 1.0, 1.0, drafter)
     assert p_value(texts, exact(1.0, 1.0)) < 1e-6

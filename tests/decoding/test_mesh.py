@@ -12,7 +12,7 @@ import dataclasses, functools, json, re, sys
 import jax, jax.numpy as jnp
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.sharding.meshes import make_mesh, parse_mesh
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
@@ -25,12 +25,12 @@ head, params = random_head(base)
 TOKENS = (
     SETUP
     + """
-from clover_jax.decoding import chunk
+from clover_jax.decoding import programs
 
 prompts = random_prompts(6, vocab_size=base.vocab_size)
 for name in sys.argv[1:]:
     shape = name.removesuffix(" by calls")
-    chunk.loops_on_device = lambda: name == shape
+    programs.loops_on_device = lambda: name == shape
     mesh = make_mesh(parse_mesh(shape, 8)) if shape else None
     engine = Engine(base, head, parse_tree("paper25"), batch_size=3, mesh=mesh)
     rows = decode_all(engine, random_base(base), params, prompts, 12)

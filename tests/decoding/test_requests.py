@@ -1,15 +1,15 @@
-"""The rules of sampling that requests lead to."""
+"""Requests: the rules of sampling that they lead to; the tally of their results."""
 
 import itertools
 
 from clover_jax.decoding.requests import Request, least_sampling, requests_of_every_kind
-from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
 
 MOST = SamplingConfig("lossless", truncate=True, biased=True)  # as a server has it
 CHANGES = (
-    {"temperature": 1.0},
-    {"top_k": 5},
-    {"top_p": 0.5},
+    *({"params": SamplingParams(**params)} for params in ({"temperature": 1.0}, {"top_k": 5})),
+    {"params": SamplingParams(temperature=1.0, top_k=5)},
+    {"params": SamplingParams(temperature=1.0, top_p=0.5)},
     {"wants_scores": True},
     {"wants_prompt_scores": True},
     {"min_new_tokens": 1},

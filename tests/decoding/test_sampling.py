@@ -5,13 +5,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.accept import accept_typical, finite_log_softmax
+from clover_jax.decoding.accept import accept_typical
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling import TOKEN, RowSampling, draw, gumbel, warp
-from clover_jax.decoding.sampling_config import SamplingConfig
+from clover_jax.decoding.sampling import TOKEN, RowSampling, draw, finite_log_softmax, gumbel, warp
+from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
 from clover_jax.decoding.step import StepConfig
-from clover_jax.decoding.tree import TokenTree, TreeConfig, parse_tree
+from clover_jax.decoding.tree import TokenTree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import project
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
@@ -120,7 +121,7 @@ def sampled_texts(tree, sampling, head, batch_size):
     """Decode six prompts, greedy and hot rows mixed in one batch."""
     engine = Engine(TINY, head and head[0], tree, sampling, batch_size=batch_size)
     requests = [
-        Request(i, prompt, 20, temperature=0.7 * (i % 2), top_k=30 * (i % 3), seed=100 + i)
+        Request(i, prompt, 20, params=SamplingParams(0.7 * (i % 2), 30 * (i % 3)), seed=100 + i)
         for i, prompt in enumerate(random_prompts(6, seed=2))
     ]
     stream = engine.stream(random_base(), head and head[1], requests)
@@ -182,21 +183,30 @@ def test_typical_acceptance_follows_medusas_rule():
 @pytest.mark.parametrize(
     ("request_", "sampling", "message"),
     [
-        (Request(0, [1], 5, temperature=0.5), SamplingConfig(), "needs --verify=lossless"),
-        (Request(0, [1], 5, temperature=-1.0), LOSSLESS, r"temperature \(-1.0\) must be 0 or more"),
-        (Request(0, [1], 5, top_p=0.0), TRUNCATED, r"top_p \(0.0\) must lie in"),
-        (
-            Request(0, [1], 5, seed=2**32),
-            LOSSLESS,
-            r"seed \(4294967296\) must lie in 0 .. 4294967295",
-        ),
-        (Request(0, [1], 5, top_k=-2), TRUNCATED, r"top_k \(-2\) must be 1 or more"),
+        ({"params": SamplingParams(temperature=0.5)}, SamplingConfig(), "needs --verify=lossless"),
+        ({"params": SamplingParams(top_k=5)}, LOSSLESS, r"need an engine with .*truncate=True"),
+        ({"seed": 2**32}, LOSSLESS, r"seed \(4294967296\) must lie in 0 .. 4294967295"),
     ],
 )
-def test_impossible_settings_say_what_is_wrong(request_, sampling, message):
+def test_a_request_that_the_rules_do_not_allow_is_refused(request_, sampling, message):
     engine = Engine(TINY, None, TreeConfig.root_only(), sampling)
     with pytest.raises(UserError, match=message):
-        engine.check(request_)
+        engine.check(Request(0, [1], 5, **request_))
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"temperature": -1.0}, r"temperature \(-1.0\) must be 0 or more"),
+        ({"temperature": float("nan")}, r"temperature \(nan\) must be 0 or more"),
+        ({"temperature": 1e39}, r"temperature \(1e\+39\) must be 3.40282e\+38 or less"),
+        ({"top_p": 0.0}, r"top_p \(0.0\) must lie in"),
+        ({"top_k": -2}, r"top_k \(-2\) must be 1 or more"),
+    ],
+)
+def test_params_without_a_distribution_are_refused(params, message):
+    with pytest.raises(UserError, match=message):
+        SamplingParams(**params)
 
 
 def test_a_seed_that_jax_would_cut_is_refused():

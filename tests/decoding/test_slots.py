@@ -7,8 +7,8 @@ import pytest
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.reference import _logits
 from clover_jax.decoding.requests import Generation, Request
-from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.runtime.compile_clock import CompileClock
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
@@ -94,13 +94,19 @@ def test_tokens_taken_while_the_next_steps_run_are_the_same(engine):
 
 
 def test_a_conversation_goes_on_from_what_its_slot_holds(engine, monkeypatch):
-    slots, starts, read = opened(engine), [], engine.read_prompt
+    slots, starts = opened(engine), []
+    programs = slots.programs
 
-    def noted(weights, row, request, start):
-        starts.append(start)
-        return read(weights, row, request, start)
+    def noted(requests):
+        real = programs(requests)
 
-    monkeypatch.setattr(engine, "read_prompt", noted)
+        def prefill(weights, row, start):
+            starts.append(int(start))
+            return real.prefill(weights, row, start)
+
+        return real._replace(prefill=prefill)
+
+    monkeypatch.setattr(slots, "programs", noted)
     first = np.random.default_rng(0).integers(0, 96, 70).tolist()
     answer = finish(slots, slots.add(Request(0, first, 60))).output_ids
     # Another row decodes meanwhile; what it leaves of an ended row's caches must be right.
@@ -144,5 +150,5 @@ def test_scores_are_the_log_probabilities_of_the_text(engine):
 
 def test_rows_without_a_temperature_run_the_cheaper_program(engine):
     assert engine.programs([Request(0, [1], 1)]) is not engine.programs(
-        [Request(0, [1], 1, temperature=1.0)]
+        [Request(0, [1], 1, params=SamplingParams(temperature=1.0))]
     )

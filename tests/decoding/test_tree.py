@@ -6,13 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.decoding.tree import (
-    TreeConfig,
-    ancestor_mask,
-    node_depth,
-    parse_tree,
-    portable_name,
-)
+from clover_jax.decoding.tree import ancestor_mask, node_depth
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree, portable_name
 from clover_jax.errors import UserError
 
 

@@ -3,12 +3,12 @@
 import jax
 import jax.numpy as jnp
 
-from clover_jax.decoding import verify
-from clover_jax.decoding.verify import largest, largest_in_parts
+from clover_jax.decoding import step
+from clover_jax.decoding.step import largest, largest_in_parts
 
 
 def test_parts_of_the_vocabulary_give_the_same_choices(monkeypatch):
-    monkeypatch.setattr(verify, "MOST_LOGITS", 1024)
+    monkeypatch.setattr(step, "MOST_LOGITS", 1024)
     matrix = jax.random.normal(jax.random.key(0), (2500, 16))  # the last part is a shorter one
     hidden = jax.random.normal(jax.random.key(1), (3, 40, 16))
     found = largest_in_parts(matrix, hidden)
@@ -18,7 +18,7 @@ def test_parts_of_the_vocabulary_give_the_same_choices(monkeypatch):
 
 
 def test_the_lowest_of_equal_tokens_is_chosen_over_parts(monkeypatch):
-    monkeypatch.setattr(verify, "MOST_LOGITS", 1024)
+    monkeypatch.setattr(step, "MOST_LOGITS", 1024)
     matrix = jnp.zeros((3000, 4)).at[jnp.array([7, 1030, 2900]), 0].set(1.0)
     hidden = jnp.zeros((5, 4)).at[:, 0].set(1.0)
     assert largest_in_parts(matrix, hidden).tolist() == [7] * 5

@@ -11,7 +11,7 @@ import pytest
 from clover_jax.config import LossSpec
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.decoding.tree import default_tree, parse_tree
+from clover_jax.decoding.tree_config import default_tree, parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import (
     AcceptedPositions,

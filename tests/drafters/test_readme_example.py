@@ -12,7 +12,7 @@ import pytest
 
 from clover_jax import api
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError

@@ -12,7 +12,7 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import EOS, empty_state, grow
 from clover_jax.decoding.step import Weights, speculate_and_verify
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions
 from clover_jax.drafters.recycle import REPEATS, SUCCESSORS, remember

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.accuracy import TOP

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.evaluation import equality
 from clover_jax.evaluation.equality import (
     MISMATCH,
@@ -90,7 +90,7 @@ def test_another_token_of_the_same_score_is_a_near_tie_and_any_other_a_mismatch(
 
 def test_a_sampled_token_was_the_best_of_its_noisy_scores(twins):
     # With noise of their own the twins differ, so only the very token has no gap.
-    request = Request(0, random_prompts(1, seed=2)[0], 8, temperature=1.0, seed=4)
+    request = Request(0, random_prompts(1, seed=2)[0], 8, params=SamplingParams(1.0), seed=4)
     sampling = SamplingConfig("lossless")
     same = classified(twins, sampling, request, lambda token: token)
     assert same.gap == 0
@@ -106,7 +106,7 @@ def test_a_row_at_temperature_0_is_judged_by_its_logits_in_a_sampled_run_too(twi
 
 def test_infinite_margins_move_no_threshold(twins):
     engine = twins.models.engine(2, SamplingConfig("lossless"))
-    request = Request(0, [3, 1, 4], 8, temperature=1e-38)
+    request = Request(0, [3, 1, 4], 8, params=SamplingParams(1e-38))
     case = equality.Case(request, [1, 5, 9], Divergence(0, 0, 2, 9, 2))
     (found,) = equality.classify([case], twins.models.base.params, engine, engine)
     assert found.threshold == 0

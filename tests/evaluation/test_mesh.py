@@ -13,7 +13,7 @@ from clover_jax.benchmark.targets import find_devices, parse_target
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.evaluation import equality
 from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.sharding.meshes import MeshShape, make_mesh
@@ -31,7 +31,7 @@ import dataclasses, json, sys
 from pathlib import Path
 import jax, numpy as np
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.interchange.directory import Draft
 from clover_jax.evaluation import accuracy, equality
 from clover_jax.evaluation.equality import read_again

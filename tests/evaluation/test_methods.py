@@ -6,7 +6,7 @@ import json
 import pytest
 
 from clover_jax.data.prompts import BadPrompt
-from clover_jax.decoding.tree import TreeConfig, parse_tree
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
 from clover_jax.evaluation.methods import choose_baselines, load_methods, sizes_on

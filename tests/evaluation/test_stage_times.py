@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from clover_jax.decoding.requests import Request
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.evaluation import stage_times
 from clover_jax.evaluation.methods import Method
 from clover_jax.interchange.directory import Draft

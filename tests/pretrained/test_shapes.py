@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.errors import UserError
 from clover_jax.pretrained.loading import load_base
 from clover_jax.pretrained.shapes import (

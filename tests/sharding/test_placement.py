@@ -9,7 +9,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 
 from clover_jax.decoding.state import empty_state
-from clover_jax.decoding.tree import parse_tree
+from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.pretrained.shapes import base_shapes, shape_config

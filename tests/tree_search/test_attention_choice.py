@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.decoding.tree import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.loading.models import Models
 from clover_jax.models import attention_kernel
 from clover_jax.pretrained.base import BaseModel

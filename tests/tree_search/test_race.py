@@ -8,7 +8,7 @@ import pytest
 
 from clover_jax import cli, evaluate, generate
 from clover_jax.data.prompts import BadPrompt
-from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, Warping
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
 from clover_jax.errors import UserError
 from clover_jax.loading.models import load, load_shapes
 from clover_jax.loading.spec import ModelSpec
@@ -180,11 +180,11 @@ def test_a_choice_is_remembered_next_to_the_head_for_runs_that_are_alike(base, d
     # Another batch size, temperature, set of rules or program may have another fastest tree.
     drawn = SamplingConfig("lossless")
     fastest_tree(models, PROMPTS, 3)
-    fastest_tree(models, PROMPTS, 2, drawn, Warping(0.7))
-    fastest_tree(models, PROMPTS, 2, SAMPLED, Warping(0.7))
+    fastest_tree(models, PROMPTS, 2, drawn, SamplingParams(0.7))
+    fastest_tree(models, PROMPTS, 2, SAMPLED, SamplingParams(0.7))
     fastest_tree(dataclasses.replace(models, attention="pallas"), PROMPTS, 2)
     assert len(raced) == 5
-    fastest_tree(models, PROMPTS, 2, drawn, Warping(1.0))
+    fastest_tree(models, PROMPTS, 2, drawn, SamplingParams(1.0))
     assert fastest_tree(models, PROMPTS, 2) == choice
     assert len(raced) == 5
 
@@ -223,7 +223,7 @@ def test_where_no_tree_pays_the_draft_is_left_out(base, draft, rates):
 
 def test_where_no_prompt_can_be_read_the_draft_keeps_its_tree(base, draft):
     models = open_models(base, draft)
-    assert with_fastest_tree(models, [BadPrompt(0, "a:1", "bad")], 1, GREEDY, Warping()) is models
+    assert with_fastest_tree(models, [BadPrompt(0, "a:1", "bad")], 1, GREEDY, SamplingParams()) is models
 
 
 def decode(base, tmp_path, name, *argv):
