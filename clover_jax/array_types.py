@@ -15,6 +15,7 @@ number of whatever the array holds, k of the best ones; *b are any axes in front
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,9 @@ from jaxtyping import Bool, Float, Int, PyTree, jaxtyped
 
 Array = jax.Array
 Params = PyTree[Any]
+LeafPath = tuple[str, ...]  # the names that lead to a leaf of params
+# Places a leaf by its path; the leaf is a StoredLeaf, or an array on the host or a device.
+Place = Callable[[LeafPath, Any], Array]
 FLOAT32 = jnp.dtype("float32")  # jnp.float32 itself is a scalar type
 
 # Modules import jaxtyping's names from here as well.
@@ -33,7 +37,9 @@ __all__ = [
     "Bool",
     "Float",
     "Int",
+    "LeafPath",
     "Params",
+    "Place",
     "PyTree",
     "typed",
 ]

@@ -20,14 +20,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import LeafPath, Params, Place
 from clover_jax.drafters.drafter import DRAFT_ROWS, frozen_from_base
 from clover_jax.errors import UserError
 from clover_jax.models.int8 import Int8Matrix, Matrix, quantize
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.fingerprint import lm_head_hash
 from clover_jax.pretrained.loading import load_base, place_as
-from clover_jax.pretrained.tensor_map import Path, Place
 
 PARTS = ("base", "draft")
 
@@ -88,7 +87,7 @@ def load_quantized_base(
     whole = place or place_as(dtype)
 
     # Wrapped, so that it sees one matrix at a time.
-    def place_quantized(path: Path, array: np.ndarray) -> Any:  # a Matrix, in place of an array
+    def place_quantized(path: LeafPath, array: np.ndarray) -> Any:  # a Matrix, in place of an array
         # lm_head waits: its hash is taken before it is rounded.
         placed = whole(path, array)
         return placed if path[-1] == "lm_head" else _quantize_leaf(path[-1], placed)

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import orbax.checkpoint as ocp
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import LeafPath, Params
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.pretrained.fingerprint import BaseFingerprint
 from clover_jax.pretrained.orbax_leaves import by_path, stored_leaves
-from clover_jax.pretrained.tensor_map import Path as LeafPath
 from clover_jax.storage.files import atomic_directory, hash_files
 from clover_jax.storage.json_files import read_json_object
 

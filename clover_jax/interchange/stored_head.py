@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import FLOAT32
+from clover_jax.array_types import FLOAT32, LeafPath
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError, reason_of
@@ -30,7 +30,6 @@ from clover_jax.pretrained.fingerprint import described_differences, fingerprint
 from clover_jax.pretrained.orbax_leaves import read_leaf
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles, check_finite
-from clover_jax.pretrained.tensor_map import Path as LeafPath
 from clover_jax.pretrained.tensor_map import fuse, stored_shapes
 from clover_jax.storage.json_files import read_json_object
 

@@ -15,9 +15,10 @@ from typing import Any
 
 import numpy as np
 
+from clover_jax.array_types import LeafPath
 from clover_jax.config import BaseConfig, LayerConfig
 from clover_jax.pretrained.tensor_files import TensorFiles
-from clover_jax.pretrained.tensor_map import Leaf, Path, Piece, transposed, whole
+from clover_jax.pretrained.tensor_map import Leaf, Piece, transposed, whole
 
 # Norms around the MLP, ours -> stored, by `post_norms`: "post_attention" means it literally then.
 _NORMS_AROUND_MLP = {
@@ -75,7 +76,7 @@ def packed_leaves(config: BaseConfig, names: Mapping[str, str]) -> list[Leaf]:
 
 def layer_leaves(
     config: LayerConfig,
-    path: Path,
+    path: LeafPath,
     prefix: str,
     input_norm: bool = True,
     read_width: int | None = None,
@@ -151,7 +152,7 @@ def layer_leaves(
     return leaves
 
 
-def norm_leaf(path: Path, name: str, width: int) -> Leaf:
+def norm_leaf(path: LeafPath, name: str, width: int) -> Leaf:
     """Return the scale of an RMSNorm."""
     return whole((*path, "scale"), f"{name}.weight", (width,))
 

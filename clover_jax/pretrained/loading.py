@@ -16,14 +16,14 @@ import numpy as np
 from flax.traverse_util import unflatten_dict
 from tokenizers import Tokenizer
 
-from clover_jax.array_types import FLOAT32, Array
+from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.errors import UserError
 from clover_jax.pretrained.base import BaseModel
 from clover_jax.pretrained.families import Checkpoint, read_base_config, read_checkpoint
 from clover_jax.pretrained.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.pretrained.sources import find_directory
 from clover_jax.pretrained.tensor_files import TensorFiles
-from clover_jax.pretrained.tensor_map import Leaf, Place, StoredLeaf, stored_shapes
+from clover_jax.pretrained.tensor_map import Leaf, StoredLeaf, stored_shapes
 from clover_jax.runtime.distributed import is_primary
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.tokenizers.tokenizer import load_tokenizer

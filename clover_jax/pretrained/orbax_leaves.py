@@ -10,9 +10,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 from flax.traverse_util import unflatten_dict
 
-from clover_jax.array_types import Params
+from clover_jax.array_types import LeafPath, Params
 from clover_jax.errors import UserError
-from clover_jax.pretrained.tensor_map import Path as LeafPath
 
 
 def stored_leaves(folder: Path) -> dict[LeafPath, Any]:

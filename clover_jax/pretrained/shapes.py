@@ -16,12 +16,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import FLOAT32, Array, Params
+from clover_jax.array_types import FLOAT32, Array, Params, Place
 from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.tensor_map import Place
 
 PREFIX = "shape:"
 _SPREAD = 0.02  # of random weights, as models of this family are initialized

@@ -10,14 +10,11 @@ from __future__ import annotations
 import dataclasses
 import types
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
 
-import jax
 import numpy as np
 
-Path = tuple[str, ...]
-# Places a leaf by its path; the leaf is a StoredLeaf, or an array on the host or a device.
-Place = Callable[[Path, Any], jax.Array]
+from clover_jax.array_types import LeafPath
+
 Box = tuple[slice, ...]  # a part of an array: a slice for each of its axes
 Check = Callable[[Iterable[str], np.ndarray], None]  # of a part of these tensors
 _TOGETHER = 8  # stored rows that are transposed together: both sides stay in the processor's cache
@@ -81,22 +78,22 @@ class Leaf:
     pieces: the stored tensors that make it up.
     """
 
-    path: Path
+    path: LeafPath
     shape: tuple[int, ...]
     pieces: tuple[Piece, ...]
 
 
-def whole(path: Path, name: str, shape: tuple[int, ...]) -> Leaf:
+def whole(path: LeafPath, name: str, shape: tuple[int, ...]) -> Leaf:
     """Return the leaf that is stored as it is."""
     return Leaf(path, shape, (Piece(name, shape, shape, tuple(range(len(shape)))),))
 
 
-def transposed(path: Path, name: str, shape: tuple[int, int]) -> Leaf:
+def transposed(path: LeafPath, name: str, shape: tuple[int, int]) -> Leaf:
     """Return the [in, out] leaf whose stored tensor is [out, in]."""
     return Leaf(path, shape, (Piece(name, shape[::-1], shape[::-1], (1, 0)),))
 
 
-def over_states(path: Path, name: str, count: int, width: int) -> Leaf:
+def over_states(path: LeafPath, name: str, count: int, width: int) -> Leaf:
     """Return the [n, D, D] leaf stored as [D, n D], over n states side by side."""
     piece = Piece(name, (width, count * width), (width, count, width), (1, 2, 0))
     return Leaf(path, (count, width, width), (piece,))

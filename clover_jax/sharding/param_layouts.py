@@ -14,9 +14,9 @@ import re
 import jax
 from jax.sharding import PartitionSpec
 
+from clover_jax.array_types import LeafPath
 from clover_jax.errors import UserError
 from clover_jax.models.int8 import Int8Matrix
-from clover_jax.pretrained.tensor_map import Path
 from clover_jax.sharding.meshes import AnyMesh
 
 # The mesh axis of each letter; "-" is never split. E is D where a matrix puts it out, so that a
@@ -103,7 +103,7 @@ LAYOUTS: dict[str, str] = {
 _FIELDS = frozenset(field.name for field in dataclasses.fields(Int8Matrix))
 
 
-def param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
+def param_spec(path: LeafPath, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSpec:
     """Return over which axes a leaf's dimensions are split.
 
     Raises UserError naming a leaf without a rule, or a dimension that its axis does not divide.
@@ -125,7 +125,7 @@ def param_spec(path: Path, shape: tuple[int, ...], mesh: AnyMesh) -> PartitionSp
     return PartitionSpec(*axes)
 
 
-def _layout_of(path: Path, rank: int) -> list[str]:
+def _layout_of(path: LeafPath, rank: int) -> list[str]:
     one_of_many = re.sub(r"_\d+$", "", path[-1])
     layout = LAYOUTS.get(path[-1], LAYOUTS.get(one_of_many, "")).split()
     if len(layout) == rank:
@@ -136,7 +136,7 @@ def _layout_of(path: Path, rank: int) -> list[str]:
     )
 
 
-def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
+def _axis_for(letter: str, size: int, path: LeafPath, mesh: AnyMesh) -> str | None:
     axis = _AXIS[letter]
     if size % mesh.shape[axis] == 0:
         return axis
@@ -149,6 +149,6 @@ def _axis_for(letter: str, size: int, path: Path, mesh: AnyMesh) -> str | None:
     )
 
 
-def leaf_path(path: tuple) -> Path:
+def leaf_path(path: tuple) -> LeafPath:
     """Return a path's keys as names: of dicts, of fields, of positions."""
     return tuple(jax.tree_util.keystr((key,), simple=True) for key in path)

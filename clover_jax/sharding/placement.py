@@ -26,9 +26,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from clover_jax.array_types import Array, Params, PyTree
+from clover_jax.array_types import Array, LeafPath, Params, Place, PyTree
 from clover_jax.errors import UserError
-from clover_jax.pretrained.tensor_map import Path, Place
 from clover_jax.sharding.meshes import AXES, AnyMesh, shape_of
 from clover_jax.sharding.param_layouts import leaf_path, param_spec
 
@@ -313,7 +312,7 @@ def place_on(mesh: Mesh | None, dtype: jnp.dtype) -> Place | None:
     if mesh is None:
         return None
 
-    def place(path: Path, leaf: Any) -> Array:
+    def place(path: LeafPath, leaf: Any) -> Array:
         sharding = NamedSharding(mesh, param_spec(path, leaf.shape, mesh))
         places = sharding.addressable_devices_indices_map(leaf.shape)
         distinct = {_bounds(index): index for index in places.values()}

@@ -223,7 +223,10 @@ def test_where_no_tree_pays_the_draft_is_left_out(base, draft, rates):
 
 def test_where_no_prompt_can_be_read_the_draft_keeps_its_tree(base, draft):
     models = open_models(base, draft)
-    assert with_fastest_tree(models, [BadPrompt(0, "a:1", "bad")], 1, GREEDY, SamplingParams()) is models
+    assert (
+        with_fastest_tree(models, [BadPrompt(0, "a:1", "bad")], 1, GREEDY, SamplingParams())
+        is models
+    )
 
 
 def decode(base, tmp_path, name, *argv):
