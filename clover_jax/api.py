@@ -32,16 +32,16 @@ from typing import Any, TypeVar
 from clover_jax import convert as convert_command
 from clover_jax import evaluate as evaluate_command
 from clover_jax import prepare as prepare_command
+from clover_jax.checkpoints.quantization import parse_parts
 from clover_jax.cli.command_flags import flags_of
 from clover_jax.data.prompts import BadPrompt, Prompt, parse_prompt
+from clover_jax.decoding.models import Models, load
+from clover_jax.decoding.row_settings import GenerationSettings
+from clover_jax.decoding.row_stream import open_stream
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import check_settings
-from clover_jax.generation.row_stream import open_stream
-from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.models import Models, load
-from clover_jax.loading.spec import ModelSpec
-from clover_jax.quantization import parse_parts
-from clover_jax.sharding.meshes import mesh_for
+from clover_jax.models.meshes import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 

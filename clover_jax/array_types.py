@@ -1,6 +1,6 @@
 """The axis letters, the array aliases that use them, and the `typed` decorator.
 
-These letters are for shapes of arrays. `sharding/param_layouts.py` has an alphabet of its own, for
+These letters are for shapes of arrays. `models/param_layouts.py` has an alphabet of its own, for
 the dimensions of parameters, in which E, F and R mean other things.
 
 B batch, S sequence (cache) length, T tree slots including the root, A = depth + 1 slots of an

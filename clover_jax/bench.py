@@ -18,9 +18,9 @@ import sys
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
-from clover_jax.loading.spec import ModelSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +85,8 @@ def _measure(flags) -> dict:
     # Before JAX is imported, so that the answer comes at once.
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
-    from clover_jax.benchmark.measured import measure_and_describe
-    from clover_jax.benchmark.sweep import sweep_and_describe
+    from clover_jax.evaluation.measured import measure_and_describe
+    from clover_jax.evaluation.sweep import sweep_and_describe
     from clover_jax.runtime.device_memory import advise_on_memory
 
     # No head was trained for a base with random weights.
@@ -104,11 +104,11 @@ def _measure(flags) -> dict:
 
 
 def _compile(flags) -> dict:
-    from clover_jax.benchmark.targets import parse_target, prepare_environment
+    from clover_jax.evaluation.targets import parse_target, prepare_environment
 
     target = parse_target(flags.target)
     prepare_environment(target, os.environ)  # before JAX is imported
-    from clover_jax.benchmark.compiled import compile_and_describe
+    from clover_jax.evaluation.compiled import compile_and_describe
 
     # "auto" would choose by this machine, not by the target.
     dtype = "bfloat16" if flags.dtype == "auto" else flags.dtype

@@ -21,8 +21,8 @@ import sys
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
-from clover_jax.conversion.options import ConvertOptions
-from clover_jax.loading.spec import ModelSpec
+from clover_jax.decoding.spec import ModelSpec
+from clover_jax.evaluation.conversion_options import ConvertOptions
 from clover_jax.runtime.progress import say
 
 
@@ -50,7 +50,7 @@ def main(flags) -> int:
 
 def execute(flags) -> dict:
     """Convert a head as the flags specify and return the report."""
-    from clover_jax.conversion.conversion import convert
+    from clover_jax.evaluation.conversion import convert
 
     spec = settings_from(flags, ModelSpec, mesh=None)  # it is verified on one device
     return convert(settings_from(flags, ConvertOptions, spec=spec))

@@ -21,9 +21,9 @@ import sys
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.decoding.row_settings import GenerationSettings
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.evaluation.options import Options
-from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.spec import ModelSpec
 
 _SPEC = ("copy", "copy_from", "int8", "chat_template", "draft_rope_theta", "allow_base_mismatch")
 

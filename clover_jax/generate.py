@@ -11,9 +11,9 @@ import sys
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
-from clover_jax.generation.options import GenerateOptions
-from clover_jax.generation.settings import GenerationSettings
-from clover_jax.loading.spec import ModelSpec
+from clover_jax.decoding.generate_options import GenerateOptions
+from clover_jax.decoding.row_settings import GenerationSettings
+from clover_jax.decoding.spec import ModelSpec
 
 
 def define_flags(flags):
@@ -26,7 +26,7 @@ def define_flags(flags):
 
 def main(flags) -> int:
     """Run the command."""
-    from clover_jax.generation.run import run
+    from clover_jax.decoding.generate_run import run
     from clover_jax.runtime.distributed import joined_processes, primary_speaks
 
     settings, spec = settings_from(flags, GenerationSettings), settings_from(flags, ModelSpec)

@@ -23,8 +23,8 @@ from absl import flags as absl_flags
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.decoding.sampling_config import SamplingParams
-from clover_jax.loading.spec import ModelSpec
-from clover_jax.preparation.options import PrepareOptions
+from clover_jax.decoding.spec import ModelSpec
+from clover_jax.training.prepare_options import PrepareOptions
 from clover_jax.training.settings import TrainSettings
 
 
@@ -54,7 +54,7 @@ def main(flags: absl_flags.FlagValues) -> int:
 
 def execute(flags: absl_flags.FlagValues) -> dict:
     """Prepare what the flags ask for and return the report."""
-    from clover_jax.preparation.run import run_prepare
+    from clover_jax.training.prepare_run import run_prepare
 
     options = settings_from(
         flags,

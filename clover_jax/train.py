@@ -80,12 +80,12 @@ def main(flags: absl_flags.FlagValues) -> int:
 
 def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -> int:
     """Print what a run would take; raises UserError where it cannot fit."""
-    from clover_jax.benchmark.targets import parse_target, prepare_environment
+    from clover_jax.evaluation.targets import parse_target, prepare_environment
 
     target = parse_target(asked.target) if asked.target else None
     if target is not None:
         prepare_environment(target, os.environ)  # before JAX is imported
-    from clover_jax.benchmark.dry_run import dry_run, dry_run_compiled
+    from clover_jax.evaluation.dry_run import dry_run, dry_run_compiled
 
     estimate = dry_run(settings, mesh, target)
     print("\n".join(estimate.lines()), flush=True)

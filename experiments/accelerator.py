@@ -24,8 +24,8 @@ import threading
 import time
 from pathlib import Path
 
+from clover_jax.runtime.files import write_json, write_text
 from clover_jax.runtime.provenance import git_revision
-from clover_jax.storage.files import write_json, write_text
 
 REPOSITORY = Path(__file__).parents[1]
 PROBE = """

@@ -125,7 +125,7 @@ def start(given, folder):
         "sampling": {"temperature": 0.0, "max_tokens": given.max_new_tokens, "ignore_eos": True},
     }
     head = {"method": "eagle", "model": given.exported, "num_speculative_tokens": 4}
-    theirs = [given.vllm, str(REPOSITORY / "tests/conversion/vllm_worker.py")]
+    theirs = [given.vllm, str(REPOSITORY / "tests/convert/vllm_worker.py")]
     ours = [sys.executable, __file__, "--worker"]
     commands = {
         "vLLM, plain": (theirs, {"speculative": None}),

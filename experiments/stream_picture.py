@@ -12,8 +12,8 @@ from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
 
-from clover_jax.pretrained.sources import find_directory
-from clover_jax.tokenizers.tokenizer import load_tokenizer
+from clover_jax.checkpoints.sources import find_directory
+from clover_jax.data.tokenizer import load_tokenizer
 
 COLUMNS, LINES = 88, 14
 WIDTH, HEIGHT, MARGIN = 8.4, 20, 16  # pixels of a character, of a line, around the text

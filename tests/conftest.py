@@ -113,7 +113,7 @@ def fresh_programs() -> Iterator[None]:
 def way(request, monkeypatch, fresh_programs) -> str:
     """How a program runs again and again: as on CPU, and as on an accelerator."""
     from clover_jax.decoding import programs
-    from clover_jax.timing import loops
+    from clover_jax.evaluation import loops
 
     for module in (programs, loops):
         monkeypatch.setattr(module, "loops_on_device", lambda: request.param == "in a loop")

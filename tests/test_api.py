@@ -9,9 +9,9 @@ import pytest
 
 from clover_jax import api, cli
 from clover_jax import generate as command
+from clover_jax.data.detokenization import decode_text
 from clover_jax.errors import UserError
 from clover_jax.runtime.compile_clock import CompileClock
-from clover_jax.tokenizers.detokenization import decode_text
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 
 

@@ -89,7 +89,7 @@ with joined_processes():
     from clover_jax.decoding.engine import Engine
     from clover_jax.decoding.requests import Request
     from clover_jax.decoding.tree_config import parse_tree
-    from clover_jax.sharding.meshes import make_mesh, parse_mesh
+    from clover_jax.models.meshes import make_mesh, parse_mesh
     from tests.tiny_models import TINY, random_base, random_head, random_prompts
 
     programs.loops_on_device = lambda: False

@@ -9,23 +9,28 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
+from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.quantization import (
+    parse_parts,
+    quantization_notice,
+    quantize_base,
+    quantize_params,
+)
+from clover_jax.decoding.decode_states import state_shapes
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.identity import identity_of
+from clover_jax.decoding.models import load, load_shapes
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.step import speculate_and_verify
 from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
-from clover_jax.loading.decode_states import state_shapes
-from clover_jax.loading.identity import identity_of
-from clover_jax.loading.models import load, load_shapes
-from clover_jax.loading.spec import ModelSpec
+from clover_jax.evaluation.work import Work, count_work
 from clover_jax.models.batch import Batch
 from clover_jax.models.int8 import Int8Matrix, quantize, widen
-from clover_jax.pretrained.fingerprint import fingerprint
-from clover_jax.pretrained.loading import load_base
-from clover_jax.quantization import parse_parts, quantization_notice, quantize_base, quantize_params
-from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
-from clover_jax.sharding.placement import param_shardings
-from clover_jax.timing.work import Work, count_work
+from clover_jax.models.meshes import MeshShape, make_abstract_mesh
+from clover_jax.models.placement import param_shardings
 from tests.tiny_models import (
     DRAFTERS,
     LLAMA3_8B,

@@ -12,9 +12,9 @@ import numpy as np
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.array_types import Params
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.shapes import base_shapes
 from clover_jax.config import BaseConfig
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.shapes import base_shapes
 from tests.tiny_models import TINY
 
 Tensors = dict[str, np.ndarray]

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import jax
 
+from clover_jax.checkpoints.draft_directory import save_draft
+from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
-from clover_jax.interchange.directory import save_draft
-from clover_jax.pretrained.fingerprint import fingerprint
-from clover_jax.pretrained.loading import load_base
 from experiments.tiny_base.base_folder import save_base
 from tests.tiny_models import TINY, init_head, random_base
 from tests.tiny_tokenizers import save_byte_level

@@ -12,15 +12,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.checkpoints.shapes import SHAPES
 from clover_jax.config import BaseConfig
+from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.drafters import registry
-from clover_jax.interchange.directory import Draft
-from clover_jax.loading.models import Models
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.shapes import SHAPES
 
 TINY = BaseConfig(
     vocab_size=96,

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from clover_jax.checkpoints.base import BaseModel
 from clover_jax.models.cache import init_cache, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask, packed_mask
-from clover_jax.pretrained.base import BaseModel
 
 CLOSE = {"atol": 1e-4, "rtol": 0}
 SHAPE = {

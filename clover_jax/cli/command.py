@@ -26,8 +26,8 @@ from clover_jax.cli import command_flags
 from clover_jax.cli.help_text import help_text
 from clover_jax.errors import UserError
 from clover_jax.runtime.compilation_cache import use_compilation_cache
-from clover_jax.storage.files import naming
-from clover_jax.storage.jsonl import to_json
+from clover_jax.runtime.files import naming
+from clover_jax.runtime.jsonl import to_json
 
 STATUS_OK = 0
 STATUS_SOME_FAILED = 1  # some rows failed, the others are written

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from absl import flags as absl_flags
 
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import (
     COMMON,
@@ -22,7 +23,6 @@ from clover_jax.field_types import (
     field_kinds,
     setting,
 )
-from clover_jax.loading.spec import ModelSpec
 
 S = TypeVar("S")
 

@@ -20,7 +20,7 @@ from clover_jax.data.chat import Encoded
 from clover_jax.data.records import TokenRow
 from clover_jax.data.shards import ShardReader, incomplete, is_manifest, pack
 from clover_jax.errors import UserError
-from clover_jax.storage.row_writer import manifest_path
+from clover_jax.runtime.row_writer import manifest_path
 
 TRAIN, HELDOUT, HIDDEN = "train.json", "heldout.json", "hidden.json"
 REGENERATED = "regenerated.jsonl"

@@ -15,7 +15,7 @@ from clover_jax.data.prepared import is_prepared
 from clover_jax.data.records import READ_FIELDS, Record, Text, is_row, parse_row, split_by_hash
 from clover_jax.data.rows import open_rows, parse_line, plain_name, tell_unread
 from clover_jax.errors import UserError
-from clover_jax.storage.row_writer import is_row_manifest
+from clover_jax.runtime.row_writer import is_row_manifest
 
 BUILTIN = "builtin:python"
 MOST_NAMED = 8  # rows that cannot be read

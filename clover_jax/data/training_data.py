@@ -11,8 +11,8 @@ from clover_jax.data.readers import read_records
 from clover_jax.data.records import Record, data_hash
 from clover_jax.data.rows import json_hash
 from clover_jax.data.samples import RecordSamples, Samples, look_at
+from clover_jax.data.tokenizer import template_hash, tokenizer_hash
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.tokenizer import template_hash, tokenizer_hash
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -29,7 +29,7 @@ from clover_jax.array_types import Array, Bool, Float, Int, typed
 from clover_jax.decoding.sampling import ACCEPT, TOKEN, RowSampling, draw, gumbel, uniform, warp
 from clover_jax.decoding.tree import DraftDistributions, TokenTree, node_depth
 from clover_jax.decoding.tree_config import TreeConfig
-from clover_jax.sharding.top_k import argmax
+from clover_jax.models.top_k import argmax
 
 
 class Accepted(struct.PyTreeNode):

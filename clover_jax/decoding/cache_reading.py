@@ -11,8 +11,8 @@ from clover_jax.array_types import Array
 from clover_jax.errors import UserError
 from clover_jax.models.attention import CacheReader, RunningSoftmax
 from clover_jax.models.cache import KeyValue
+from clover_jax.models.placement import over_rows_and_heads
 from clover_jax.models.score_rules import ScoreRules
-from clover_jax.sharding.placement import over_rows_and_heads
 
 
 def cache_reader(attention: str) -> CacheReader | None:
@@ -28,7 +28,7 @@ def cache_reader(attention: str) -> CacheReader | None:
 def resolve_attention(name: str, platform: str | None = None) -> str:
     """Map `--attention` to "xla", "pallas" or "cudnn".
 
-    "auto" is "xla" here; `tree_search/race.py` may change it on a TPU or GPU.
+    "auto" is "xla" here; `decoding/race.py` may change it on a TPU or GPU.
     platform: of the programs; None is this process's. Raises UserError for a kernel of another
         platform.
     """

@@ -22,8 +22,8 @@ from clover_jax.decoding.step import (
 from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
-from clover_jax.sharding.placement import gathered_in_use
-from clover_jax.sharding.top_k import argmax
+from clover_jax.models.placement import gathered_in_use
+from clover_jax.models.top_k import argmax
 
 
 def prefill_chunk(

@@ -36,8 +36,8 @@ from clover_jax.decoding.state import (
 )
 from clover_jax.decoding.step import StepConfig, StepRecord, Weights, speculate_and_verify
 from clover_jax.decoding.tree_config import CopyTree
-from clover_jax.sharding.meshes import shape_of
-from clover_jax.sharding.placement import (
+from clover_jax.models.meshes import shape_of
+from clover_jax.models.placement import (
     decode_state_shardings,
     param_shardings,
     put_whole,

@@ -13,7 +13,7 @@ from flax import struct
 
 from clover_jax.array_types import Array, Float, Int
 from clover_jax.decoding.sampling_config import MOST_BIASED
-from clover_jax.sharding.top_k import argmax
+from clover_jax.models.top_k import argmax
 
 NO_TOKEN = 2**31 - 1  # beyond every vocabulary
 MOST_ALTERNATIVES = 20  # tokens that are scored in addition to the text's own

@@ -62,8 +62,8 @@ from clover_jax.errors import UserError
 from clover_jax.models.cache import Cache, gather_rows, ordered_after, read_with, write_rows
 from clover_jax.models.decoder import Decoder, DecoderOutput, base_logits, project
 from clover_jax.models.int8 import Int8Matrix, Matrix
-from clover_jax.sharding.placement import by_rows, gathered_in_use, over_rows_and_heads
-from clover_jax.sharding.top_k import argmax
+from clover_jax.models.placement import by_rows, gathered_in_use, over_rows_and_heads
+from clover_jax.models.top_k import argmax
 
 MOST_LOGITS = 2**23  # logits that a GPU holds at a time: 32 MiB, which its cache can keep
 

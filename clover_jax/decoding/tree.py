@@ -27,8 +27,8 @@ from clover_jax.drafters.drafter import PAD_TOKEN, DraftCache, FewTokens, Frozen
 from clover_jax.drafters.lookup import CONTINUATIONS, REPEATS
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.drafters.text_matches import MOST_MATCHED, find_matches, last_tokens
-from clover_jax.sharding.placement import over_rows
-from clover_jax.sharding.top_k import TopK, top_k
+from clover_jax.models.placement import over_rows
+from clover_jax.models.top_k import TopK, top_k
 
 SUPPORT = 16  # tokens to which a sampled draft gives mass: its most probable ones
 MASS, SHARE = 0.8, 0.25  # Clover: children up to this mass, and this share of the best sibling

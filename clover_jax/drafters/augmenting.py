@@ -13,7 +13,7 @@ from clover_jax.drafters.attention_decoder import l2_normalize
 from clover_jax.drafters.drafter import AcceptedPositions
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import DecoderLayer, causal_mask
-from clover_jax.sharding.placement import over_rows_and_heads
+from clover_jax.models.placement import over_rows_and_heads
 
 
 def augment(

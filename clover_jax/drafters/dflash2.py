@@ -55,8 +55,8 @@ from clover_jax.models.cache import Cache, init_cache, ordered_after, write_rows
 from clover_jax.models.decoder import Attend, project
 from clover_jax.models.int8 import contract
 from clover_jax.models.layers import RMSNorm, matrix_init
-from clover_jax.sharding.placement import by_rows, over_rows_and_heads
-from clover_jax.sharding.top_k import top_k
+from clover_jax.models.placement import by_rows, over_rows_and_heads
+from clover_jax.models.top_k import top_k
 
 DEFAULT_RANK = 256
 CODEBOOK_SPREAD = 0.02  # of A, to begin with

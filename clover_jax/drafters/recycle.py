@@ -24,7 +24,7 @@ import jax.numpy as jnp
 from clover_jax.array_types import Array, Bool, Int
 from clover_jax.config import BaseConfig, DrafterConfig
 from clover_jax.drafters.drafter import PAD_TOKEN, AcceptedPositions, Drafter, FewTokens, Frozen
-from clover_jax.sharding.placement import over_rows
+from clover_jax.models.placement import over_rows
 
 # How often the token seen last after another follows again, then the one before it, and so on:
 # about as on text of the built-in base. Flatter ones make the trees of looping text too shallow.

@@ -10,7 +10,7 @@ from clover_jax.config import DrafterConfig
 from clover_jax.drafters.drafter import Frozen
 from clover_jax.models.decoder import scale_rows
 from clover_jax.models.int8 import take_rows, widen
-from clover_jax.sharding.placement import by_rows
+from clover_jax.models.placement import by_rows
 
 
 def embed(frozen: Frozen, tokens: Int[Array, "*b"]) -> Float[Array, "*b D"]:

@@ -28,8 +28,8 @@ from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.rows import TurnRow
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
-from clover_jax.sharding.placement import gathered_in_use
-from clover_jax.sharding.top_k import argmax, top_k
+from clover_jax.models.placement import gathered_in_use
+from clover_jax.models.top_k import argmax, top_k
 from clover_jax.training.teacher import teach
 
 TOP = (1, 3, 5)

@@ -30,8 +30,8 @@ from clover_jax.evaluation.plan import Plan, TimedPass
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
-from clover_jax.sharding.placement import gathered_in_use, over_rows_and_heads
-from clover_jax.sharding.top_k import top_k
+from clover_jax.models.placement import gathered_in_use, over_rows_and_heads
+from clover_jax.models.top_k import top_k
 
 NEAR_TIE, MISMATCH = "near-tie", "mismatch"
 # The threshold is measured in a batch of at least this size, and on a few rows that do not differ

@@ -14,19 +14,19 @@ from clover_jax.data.prompts import (
     shipped_prompts,
 )
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.models import Models, check_names, load
 from clover_jax.decoding.programs import Placement
+from clover_jax.decoding.race import with_attention, with_fastest_tree
 from clover_jax.decoding.requests import Request
+from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
+from clover_jax.decoding.row_stream import source_size
+from clover_jax.decoding.spec import NO_DRAFT
 from clover_jax.decoding.tree_config import AUTO
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import VANILLA, DraftChoice, Options
 from clover_jax.evaluation.plan import Plan
-from clover_jax.generation.row_stream import source_size
-from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.loading.models import Models, check_names, load
-from clover_jax.loading.spec import NO_DRAFT
 from clover_jax.runtime.progress import say
-from clover_jax.tree_search.race import with_attention, with_fastest_tree
 
 
 @dataclasses.dataclass(frozen=True)

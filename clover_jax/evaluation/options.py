@@ -6,10 +6,10 @@ import dataclasses
 import re
 from pathlib import Path
 
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.tree_config import AUTO
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
-from clover_jax.loading.spec import ModelSpec
 
 VANILLA = "vanilla"  # plain decoding's name in files
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # of a draft, which names a file

@@ -15,11 +15,11 @@ from typing import Any, NamedTuple
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.requests import Request
+from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.generation.settings import GenerationSettings
 from clover_jax.runtime.distributed import is_primary
-from clover_jax.storage.jsonl import append_row, keep_rows, read_rows
-from clover_jax.timing.turns import Spread
+from clover_jax.runtime.jsonl import append_row, keep_rows, read_rows
+from clover_jax.runtime.turns import Spread
 
 JOURNAL = "legs.jsonl"
 MT_BENCH = "mt_bench"

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from clover_jax.decoding.identity import identity_of
 from clover_jax.decoding.tree_config import portable_name
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
@@ -22,10 +23,9 @@ from clover_jax.evaluation.passes import Evaluation
 from clover_jax.evaluation.plan import TimedPass, speed, split_rounds
 from clover_jax.evaluation.plots import draw_plots
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
-from clover_jax.loading.identity import identity_of
+from clover_jax.runtime.files import write_json, write_text
+from clover_jax.runtime.jsonl import plain_values
 from clover_jax.runtime.provenance import versions
-from clover_jax.storage.files import write_json, write_text
-from clover_jax.storage.jsonl import plain_values
 
 FORMAT = 1
 JSON, MARKDOWN, PLOTS = "report.json", "report.md", "plots"

@@ -17,6 +17,9 @@ from clover_jax.data.prompts import (
     read_prompts_and_mistakes,
     shipped_prompts,
 )
+from clover_jax.decoding.models import Models
+from clover_jax.decoding.race import check_one_process
+from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
 from clover_jax.decoding.tree_config import AUTO
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, stage_times
@@ -34,13 +37,10 @@ from clover_jax.evaluation.report import (
     write_report,
 )
 from clover_jax.evaluation.rows import open_row_files, turns_of
-from clover_jax.generation.settings import GenerationSettings, sampling_for
-from clover_jax.loading.models import Models
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
 from clover_jax.runtime.provenance import git_revision
-from clover_jax.tree_search.race import check_one_process
 
 
 def evaluate(

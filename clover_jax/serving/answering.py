@@ -14,8 +14,8 @@ from starlette.datastructures import Headers
 from starlette.responses import JSONResponse, Response
 from starlette.types import Receive, Scope, Send
 
+from clover_jax.decoding.row_state import TurnProgress
 from clover_jax.errors import UserError
-from clover_jax.generation.row_state import TurnProgress
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.requests import Call
 from clover_jax.serving.responses import DONE, ChatAnswers, CompletionAnswers, event

@@ -6,7 +6,7 @@ import dataclasses
 from http import HTTPStatus
 
 from clover_jax.data.prompts import Prompt
-from clover_jax.generation.settings import GenerationSettings, Grain
+from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.serving.errors import ApiError
 
 _RETRY = {"Retry-After": "5"}  # seconds until a full queue may have room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from clover_jax.generation.row_state import TurnProgress, copied_parts, forward_groups
+from clover_jax.decoding.row_state import TurnProgress, copied_parts, forward_groups
 
 # Why an answer ended, in OpenAI's words.
 FINISH_REASONS = {"eos": "stop", "stop": "stop", "length": "length"}

@@ -8,7 +8,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
-from clover_jax.generation.row_state import TurnProgress
+from clover_jax.decoding.row_state import TurnProgress
 from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
 
 _OURS, _THEIRS = "clover_jax_", "vllm:"

@@ -7,9 +7,9 @@ import functools
 import os
 from pathlib import Path
 
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import Setting, check_settings, declared_settings, setting
-from clover_jax.loading.spec import ModelSpec
 
 KEY_VARIABLE = "CLOVER_JAX_API_KEY"
 LARGEST_DEFAULT_LEN = 8192  # tokens of a request where --max_model_len says nothing

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.rows import shown
-from clover_jax.generation.settings import GenerationSettings, Grain
+from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.serving.asks import Ask
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.shapes import (

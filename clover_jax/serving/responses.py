@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from clover_jax.decoding.requests import TokenScore
-from clover_jax.generation.row_state import Piece, TurnProgress
+from clover_jax.decoding.row_state import Piece, TurnProgress
 from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
 from clover_jax.serving.requests import Call
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts

@@ -14,11 +14,11 @@ from typing import Any, TypeVar
 
 import uvicorn
 
+from clover_jax.checkpoints.quantization import quantization_notice
+from clover_jax.checkpoints.shapes import shape_notice
+from clover_jax.decoding.models import Models, load
+from clover_jax.decoding.spec import NO_DRAFT
 from clover_jax.errors import UserError
-from clover_jax.loading.models import Models, load
-from clover_jax.loading.spec import NO_DRAFT
-from clover_jax.pretrained.shapes import shape_notice
-from clover_jax.quantization import quantization_notice
 from clover_jax.runtime.device_memory import advise_on_memory, keep_freed_memory
 from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype

@@ -18,6 +18,7 @@ import traceback
 from typing import NamedTuple
 
 from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import (
     Generation,
     NewTokens,
@@ -25,9 +26,8 @@ from clover_jax.decoding.requests import (
     RowUpdate,
     requests_of_every_kind,
 )
+from clover_jax.decoding.row_state import ContextOverflow, RowState, TurnProgress
 from clover_jax.decoding.sampling_config import SamplingConfig
-from clover_jax.generation.row_state import ContextOverflow, RowState, TurnProgress
-from clover_jax.loading.models import Models
 from clover_jax.models.attention import CACHE_CHUNK
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary, process_count

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from starlette.requests import Request
 
-from clover_jax.loading.models import Models
-from clover_jax.loading.spec import NO_DRAFT
+from clover_jax.decoding.models import Models
+from clover_jax.decoding.spec import NO_DRAFT
 from clover_jax.serving.errors import ApiError
 from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.options import ServeOptions

@@ -7,8 +7,8 @@ import functools
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from clover_jax.data.detokenization import BYTE_TOKEN, INCOMPLETE, decode_text
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.detokenization import BYTE_TOKEN, INCOMPLETE, decode_text
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

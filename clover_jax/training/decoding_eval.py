@@ -14,6 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
+from clover_jax.checkpoints.base import BaseModel
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
 from clover_jax.data.records import Record
@@ -24,7 +25,6 @@ from clover_jax.decoding.requests import AcceptedLengths, Generation, Request
 from clover_jax.decoding.tree_config import Tree, TreeConfig, portable_name
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
-from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.dtypes import exact_matmuls
 
 if TYPE_CHECKING:

@@ -9,13 +9,13 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from clover_jax.checkpoints.base import BaseModel
 from clover_jax.config import LossSpec, RopeConfig
 from clover_jax.data.samples import Samples
 from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
 from clover_jax.field_types import parse_values
-from clover_jax.pretrained.base import BaseModel
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.training.settings import TrainSettings
 

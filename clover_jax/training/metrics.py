@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.runtime.distributed import is_primary, wait_for_all
-from clover_jax.storage.jsonl import append_row, keep_rows, read_rows
+from clover_jax.runtime.jsonl import append_row, keep_rows, read_rows
 
 METRICS = "metrics.jsonl"
 EVAL = "eval.jsonl"

@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.array_types import Params
+from clover_jax.checkpoints.card import read_card
+from clover_jax.checkpoints.draft_directory import save_draft
+from clover_jax.data.tokenizer import template_text
 from clover_jax.decoding.tree_config import portable_name
-from clover_jax.interchange.card import read_card
-from clover_jax.interchange.directory import save_draft
+from clover_jax.runtime.checkpoint import disk_errors
 from clover_jax.runtime.distributed import is_primary, to_host
 from clover_jax.runtime.progress import Progress
 from clover_jax.runtime.provenance import git_revision, versions
-from clover_jax.storage.checkpoint import disk_errors
-from clover_jax.tokenizers.tokenizer import template_text
 from clover_jax.training.decoding_eval import DecodingEvaluator, Interrupted
 from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.settings import TrainSettings

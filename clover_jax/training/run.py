@@ -14,17 +14,17 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
+from clover_jax.checkpoints.base import BaseModel
 from clover_jax.data.pipeline import make_pipeline
 from clover_jax.errors import UserError
-from clover_jax.pretrained.base import BaseModel
+from clover_jax.models.placement import param_shardings, rows_of_process, with_shardings
+from clover_jax.runtime.checkpoint import Checkpoints
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import agreed, is_primary, wait_for_all
+from clover_jax.runtime.files import check_renames, only_process_in, write_json
+from clover_jax.runtime.json_files import read_json_object
 from clover_jax.runtime.progress import progress_bar
-from clover_jax.sharding.placement import param_shardings, rows_of_process, with_shardings
-from clover_jax.storage.checkpoint import Checkpoints
-from clover_jax.storage.files import check_renames, only_process_in, write_json
-from clover_jax.storage.json_files import read_json_object
 from clover_jax.training.metrics import EVAL, METRICS, TENSORBOARD, MetricsLog
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import BEST, DRAFT, DraftWriter, Measurement, best_measured

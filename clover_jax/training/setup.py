@@ -4,25 +4,25 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.fingerprint import BaseFingerprint, described_differences, fingerprint
+from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.config import BaseConfig
 from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.pipeline import PipelineConfig
 from clover_jax.data.prepared import PreparedSamples
 from clover_jax.data.samples import RecordSamples
+from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import TrainingData, load_training_data
 from clover_jax.decoding.step import check_tree
 from clover_jax.decoding.tree_config import Tree, default_tree, parse_tree
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.fingerprint import BaseFingerprint, described_differences, fingerprint
-from clover_jax.pretrained.loading import load_base
-from clover_jax.pretrained.shapes import shape_notice
+from clover_jax.models.meshes import AnyMesh, shape_of
+from clover_jax.models.placement import place_on
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
-from clover_jax.sharding.meshes import AnyMesh, shape_of
-from clover_jax.sharding.placement import place_on
-from clover_jax.tokenizers.tokenizer import load_tokenizer
 from clover_jax.training.decoding_eval import (
     DecodingEvaluator,
     NoPromptFits,

@@ -20,8 +20,8 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.models.batch import Batch
-from clover_jax.sharding.meshes import AnyMesh, shape_of
-from clover_jax.sharding.placement import (
+from clover_jax.models.meshes import AnyMesh, shape_of
+from clover_jax.models.placement import (
     gathered,
     param_shardings,
     parts_of_rows,

@@ -14,8 +14,8 @@ from clover_jax.drafters.drafter import select_features
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, LayerParams, packed_mask
 from clover_jax.models.layers import RMSNorm
-from clover_jax.sharding.meshes import AnyMesh
-from clover_jax.sharding.placement import gathered, over_rows_of
+from clover_jax.models.meshes import AnyMesh
+from clover_jax.models.placement import gathered, over_rows_of
 
 
 class TeacherOutput(struct.PyTreeNode):

@@ -15,10 +15,10 @@ from jax.sharding import Mesh
 
 from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
+from clover_jax.models.placement import place_rows
+from clover_jax.runtime.checkpoint import Checkpoints
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import Progress
-from clover_jax.sharding.placement import place_rows
-from clover_jax.storage.checkpoint import Checkpoints
 from clover_jax.training.metrics import MetricsLog
 from clover_jax.training.optimizer import make_schedule
 from clover_jax.training.outputs import Measurement

@@ -15,9 +15,9 @@ import sys
 from clover_jax import cli
 from clover_jax.bench import BenchSettings
 from clover_jax.cli.command_flags import define_settings, settings_from
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.field_types import setting
-from clover_jax.loading.spec import ModelSpec
 from clover_jax.training.settings import TrainSettings
 
 
@@ -73,7 +73,7 @@ def train(flags) -> int:
 
 def _prepared_target(flags):
     """Return the target, with the environment in which JAX starts without the hardware."""
-    from clover_jax.benchmark.targets import EXAMPLES, parse_target, prepare_environment
+    from clover_jax.evaluation.targets import EXAMPLES, parse_target, prepare_environment
 
     if flags.target is None:
         raise UserError(f"--target is required, such as {EXAMPLES}")

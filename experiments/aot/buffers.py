@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 
 from jax.stages import Compiled, Lowered
 
-from clover_jax.benchmark.compiled import compile_for
-from clover_jax.benchmark.targets import Target
 from clover_jax.decoding.programs import Options
+from clover_jax.evaluation.compiled import compile_for
+from clover_jax.evaluation.targets import Target
 
 # "allocation 5: size 4096, preallocated-temp:", then a line for each value that lies in it. An
 # allocation with a color is not in main memory. From jax 0.12 on a page stands behind the size.

@@ -14,8 +14,8 @@ from typing import Any
 import jax
 
 from clover_jax.array_types import PyTree
-from clover_jax.benchmark.measured import STAGES  # scopes of a decode step
-from clover_jax.benchmark.targets import Chip
+from clover_jax.evaluation.measured import STAGES  # scopes of a decode step
+from clover_jax.evaluation.targets import Chip
 from experiments.aot.hlo import Program, Trips
 from experiments.aot.hlo_text import Computation, Instruction, short_source
 

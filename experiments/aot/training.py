@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from clover_jax.benchmark.dry_run import (
+from clover_jax.evaluation.dry_run import (
     COMPILED_ADVICE,
     StepShapes,
     dry_run,
@@ -14,12 +14,12 @@ from clover_jax.benchmark.dry_run import (
     lower_training_step,
     step_shapes,
 )
-from clover_jax.benchmark.targets import Target
+from clover_jax.evaluation.targets import Target
+from clover_jax.models.device_bytes import bytes_per_device, whole_over_rows
+from clover_jax.models.meshes import MeshShape, make_abstract_mesh
+from clover_jax.models.placement import param_shardings, row_shardings
+from clover_jax.runtime.files import place_for
 from clover_jax.runtime.progress import passing_note
-from clover_jax.sharding.device_bytes import bytes_per_device, whole_over_rows
-from clover_jax.sharding.meshes import MeshShape, make_abstract_mesh
-from clover_jax.sharding.placement import param_shardings, row_shardings
-from clover_jax.storage.files import place_for
 from clover_jax.training.settings import TrainSettings
 from experiments.aot import costs
 from experiments.aot.buffers import compile_with_buffers

@@ -10,10 +10,10 @@ import numpy as np
 from safetensors.numpy import save
 
 from clover_jax.array_types import Params
+from clover_jax.checkpoints.llama_tensors import base_leaves
+from clover_jax.checkpoints.tensor_files import INDEX, SINGLE
 from clover_jax.config import BaseConfig
-from clover_jax.pretrained.llama_tensors import base_leaves
-from clover_jax.pretrained.tensor_files import INDEX, SINGLE
-from clover_jax.storage.files import write_json
+from clover_jax.runtime.files import write_json
 
 MAX_SHARD_BYTES = 15_000_000
 

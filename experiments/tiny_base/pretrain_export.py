@@ -13,7 +13,7 @@ from tokenizers import Tokenizer
 
 from clover_jax.config import BaseConfig
 from clover_jax.data.corpus import Document
-from clover_jax.storage.files import atomic_directory
+from clover_jax.runtime.files import atomic_directory
 from experiments.tiny_base.base_folder import round_to_bfloat16, save_base
 from experiments.tiny_base.bits_per_byte import HeldoutScore, score_documents
 from experiments.tiny_base.function_heads import heldout_prompts

@@ -18,7 +18,7 @@ from clover_jax.array_types import Array, Float, Params
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, packed_mask, project
-from clover_jax.storage.files import atomic_file
+from clover_jax.runtime.files import atomic_file
 from experiments.tiny_base.muon import muon
 from experiments.tiny_base.settings import PretrainConfig
 from experiments.tiny_base.token_windows import TokenStream, Windows

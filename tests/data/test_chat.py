@@ -7,8 +7,8 @@ from clover_jax.data.chat import encode_record, render_plain
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
+from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_fallback, save_byte_level
 
 ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))

@@ -11,8 +11,8 @@ import pytest
 from clover_jax import cli, prepare
 from clover_jax.data.chat_templates import render_template, template_notice, with_chat_template
 from clover_jax.data.prompts import parse_prompt
+from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.tokenizer import load_tokenizer
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import load_inputs
 from tests.conftest import REPOSITORY, WARNINGS
@@ -134,7 +134,7 @@ def test_a_template_without_end_is_left_by_an_interrupt(tmp_path):
         # A job in the background of a script ignores interrupts, and its children with it.
         "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from clover_jax.data.chat_templates import with_chat_template\n"
-        "from clover_jax.tokenizers.tokenizer import load_tokenizer\n"
+        "from clover_jax.data.tokenizer import load_tokenizer\n"
         "tokenizer = with_chat_template(load_tokenizer(sys.argv[1]), 'vicuna')\n"
         "print('begins', flush=True)\n"
         "with_chat_template(tokenizer, sys.argv[1] + '/endless.jinja')\n"

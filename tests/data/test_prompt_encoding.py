@@ -4,8 +4,8 @@ import pytest
 
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import parse_prompt
+from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 V = 300

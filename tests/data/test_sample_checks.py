@@ -7,8 +7,8 @@ from clover_jax.data.chat import encode_record
 from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.records import Conversation, TokenRow
 from clover_jax.data.samples import RecordSamples, look_at
+from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
-from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
 
 ASK = (("user", "the hat"), ("assistant", "he had it"), ("user", "the"), ("assistant", "be"))

@@ -61,7 +61,7 @@ def test_the_kernel_leaves_no_trace_in_other_programs():
 ON_A_MESH = """
 import json, sys
 from clover_jax.decoding.engine import Engine
-from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from clover_jax.models.meshes import make_mesh, parse_mesh
 from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
 
 head, params = random_head()

@@ -13,7 +13,7 @@ import jax, jax.numpy as jnp
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree_config import parse_tree
-from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from clover_jax.models.meshes import make_mesh, parse_mesh
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 base = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)
@@ -110,11 +110,11 @@ def test_every_family_gives_the_same_tokens_on_a_mesh(run_python, family):
 def test_rounded_weights_give_the_same_tokens_on_a_mesh(run_python, family):
     plain = OF_FAMILY if family else TOKENS
     rounded = plain.replace("random_base(base), params,", "rounded, quantize_params(params),")
-    rounded = (
-        f"from clover_jax.quantization import quantize_base, quantize_params\n{rounded}".replace(
-            "prompts =", "rounded = quantize_base(random_base(base), ('base', 'draft'))\nprompts ="
-        )
+    rounded = rounded.replace(
+        "prompts =", "rounded = quantize_base(random_base(base), ('base', 'draft'))\nprompts ="
     )
+    needs = "from clover_jax.checkpoints.quantization import quantize_base, quantize_params\n"
+    rounded = needs + rounded
     alone, split = run_python(rounded, *family, "", "data=2,tensor=2", devices=8).splitlines()
     assert json.loads(split) == json.loads(alone)
     assert alone != run_python(plain, *family, "", devices=8).strip(), "rounding changes something"
@@ -125,11 +125,11 @@ RACED = (
     SETUP
     + """
 import os
-from clover_jax.interchange.directory import Draft
-from clover_jax.loading.models import Models
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.sharding.placement import param_shardings
-from clover_jax.tree_search.race import fastest_tree
+from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.decoding.models import Models
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.models.placement import param_shardings
+from clover_jax.decoding.race import fastest_tree
 from pathlib import Path
 
 os.environ["XDG_CACHE_HOME"] = sys.argv[1]
@@ -164,7 +164,7 @@ COLLECTIVES = (
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
-from clover_jax.sharding.placement import decode_state_shardings, param_shardings, with_shardings
+from clover_jax.models.placement import decode_state_shardings, param_shardings, with_shardings
 
 for case in sys.argv[1:]:
     mesh, tree, verify = case.split("; ")

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.programs import decode_chunk
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
@@ -15,7 +16,6 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters import registry
-from clover_jax.pretrained.shapes import base_shapes, cast_shapes
 from experiments.aot.hlo import Program
 from tests.tiny_models import LLAMA3_8B, TINY, decode_all, random_base, random_head, random_prompts
 

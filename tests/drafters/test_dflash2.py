@@ -9,13 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.draft_directory import load_draft
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.drafters import registry
 from clover_jax.drafters.block_layer import _placed, _repeated
 from clover_jax.drafters.dflash2 import feature_layers
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
-from clover_jax.interchange.directory import load_draft
 from clover_jax.models.batch import Batch
-from clover_jax.pretrained.loading import load_base
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.pairs import sample_anchors
 from clover_jax.training.teacher import teach

@@ -7,15 +7,15 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.draft_directory import load_draft
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.eagle import noise_like
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import load_draft
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.pretrained.loading import load_base
 from clover_jax.training.heads import make_head
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings

@@ -8,12 +8,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.draft_directory import load_draft
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.drafters.eagle3 import feature_layers
-from clover_jax.interchange.directory import load_draft
 from clover_jax.models.batch import Batch
-from clover_jax.pretrained.loading import load_base
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach

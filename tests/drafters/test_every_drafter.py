@@ -8,6 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.draft_directory import load_draft, save_draft
+from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
 from clover_jax.config import LossSpec
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
@@ -20,12 +24,8 @@ from clover_jax.drafters.drafter import (
     select_features,
 )
 from clover_jax.errors import UserError
-from clover_jax.interchange.directory import load_draft, save_draft
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.pretrained.fingerprint import fingerprint
-from clover_jax.pretrained.shapes import base_shapes, cast_shapes
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss, init_state, make_train_step
 from clover_jax.training.teacher import teach

@@ -6,10 +6,10 @@ import jax
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.clover2 import check_exportable
 from clover_jax.drafters import registry
 from clover_jax.drafters.attention_decoder import split_width
 from clover_jax.errors import UserError
-from clover_jax.interchange.clover2 import check_exportable
 from tests.tiny_models import TINY, init_head, random_base
 
 # 8 heads of 8 over a width of 32.

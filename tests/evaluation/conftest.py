@@ -2,7 +2,7 @@
 
 import pytest
 
-from clover_jax.sharding import top_k
+from clover_jax.models import top_k
 from tests.evaluation.command import ROWS, run, write_rows
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 

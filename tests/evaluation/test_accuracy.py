@@ -5,17 +5,17 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.decoding.models import Models
 from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.accuracy import TOP
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.rows import TurnRow
-from clover_jax.interchange.directory import Draft
-from clover_jax.loading.models import Models
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask, project
-from clover_jax.pretrained.base import BaseModel
 from tests.tiny_models import TINY, random_base, random_head
 
 

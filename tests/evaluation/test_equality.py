@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
 from clover_jax.decoding.tree_config import TreeConfig
@@ -19,9 +21,7 @@ from clover_jax.evaluation.equality import (
     summarize,
 )
 from clover_jax.evaluation.methods import Method
-from clover_jax.loading.models import Models
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.sharding.meshes import MeshShape, make_mesh
+from clover_jax.models.meshes import MeshShape, make_mesh
 from tests.tiny_models import TINY, decode_all, random_base, random_prompts
 
 

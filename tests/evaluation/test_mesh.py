@@ -9,15 +9,15 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.benchmark.targets import find_devices, parse_target
+from clover_jax.checkpoints.shapes import base_shapes
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.evaluation import equality
-from clover_jax.pretrained.shapes import base_shapes
-from clover_jax.sharding.meshes import MeshShape, make_mesh
-from clover_jax.sharding.placement import (
+from clover_jax.evaluation.targets import find_devices, parse_target
+from clover_jax.models.meshes import MeshShape, make_mesh
+from clover_jax.models.placement import (
     decode_state_shardings,
     param_shardings,
     replicated,
@@ -32,15 +32,15 @@ from pathlib import Path
 import jax, numpy as np
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
-from clover_jax.interchange.directory import Draft
+from clover_jax.checkpoints.draft_directory import Draft
 from clover_jax.evaluation import accuracy, equality
 from clover_jax.evaluation.equality import read_again
 from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.rows import TurnRow
-from clover_jax.loading.models import Models
-from clover_jax.sharding.meshes import make_mesh, parse_mesh
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.sharding.placement import param_shardings
+from clover_jax.decoding.models import Models
+from clover_jax.models.meshes import make_mesh, parse_mesh
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.models.placement import param_shardings
 from tests.tiny_models import TINY, lively_params, random_base, random_head
 
 config = dataclasses.replace(TINY, vocab_size=1024, num_layers=1)

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 
 from clover_jax import cli, evaluate
+from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.evaluation.options import DraftChoice, Options, parse_drafts
-from clover_jax.loading.spec import ModelSpec
 
 
 def options(**given):

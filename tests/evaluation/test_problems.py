@@ -6,12 +6,12 @@ import shutil
 
 import pytest
 
+from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.evaluation.equality import Divergence, judge
 from clover_jax.evaluation.page import report_text
 from clover_jax.evaluation.plan import Plan
 from clover_jax.evaluation.report import slow_drafts
-from clover_jax.generation.settings import GenerationSettings
 from tests.evaluation.command import ROWS, run, write_rows
 
 

@@ -6,14 +6,14 @@ from pathlib import Path
 import jax
 import pytest
 
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.evaluation import stage_times
 from clover_jax.evaluation.methods import Method
-from clover_jax.interchange.directory import Draft
-from clover_jax.loading.models import Models
-from clover_jax.pretrained.base import BaseModel
-from clover_jax.sharding.meshes import MeshShape, make_mesh
+from clover_jax.models.meshes import MeshShape, make_mesh
 from tests.tiny_models import TINY, random_base, random_head
 
 ROWS = 5  # of no other test's arrays

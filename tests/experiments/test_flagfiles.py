@@ -7,8 +7,8 @@ import shlex
 import pytest
 
 from clover_jax import cli, prepare, train
-from clover_jax.benchmark import dry_run
 from clover_jax.cli.command_flags import parse_flags
+from clover_jax.evaluation import dry_run
 from tests.conftest import REPOSITORY
 from tests.tiny_folders import save_tiny_base
 from tests.tiny_tokenizers import CHAT_TEMPLATE

@@ -10,12 +10,12 @@ import transformers
 from optax.contrib import MuonDimensionNumbers
 
 from clover_jax import cli
+from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.sources import find_directory
 from clover_jax.config import BaseConfig
 from clover_jax.data.corpus import is_heldout
 from clover_jax.errors import UserError
-from clover_jax.pretrained.loading import load_base
-from clover_jax.pretrained.sources import find_directory
-from clover_jax.storage.files import only_process_in
+from clover_jax.runtime.files import only_process_in
 from experiments.tiny_base import bits_per_byte, muon
 from experiments.tiny_base.base_folder import llama_config_values, round_to_bfloat16, save_base
 from experiments.tiny_base.pretrain import define_flags, main

@@ -9,11 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.quantization import quantize_params
 from clover_jax.models import experts
 from clover_jax.models.experts import ExpertMLP
 from clover_jax.models.int8 import Int8Matrix
 from clover_jax.models.layers import activate
-from clover_jax.quantization import quantize_params
 from experiments.aot.hlo import Program
 from tests.tiny_models import TINY
 
@@ -141,9 +141,9 @@ ON_A_MESH = """
 import json, re, sys
 import jax, jax.numpy as jnp
 from clover_jax.models import experts
-from clover_jax.quantization import quantize_params
-from clover_jax.sharding.meshes import make_mesh, parse_mesh
-from clover_jax.sharding.placement import param_shardings, row_shardings
+from clover_jax.checkpoints.quantization import quantize_params
+from clover_jax.models.meshes import make_mesh, parse_mesh
+from clover_jax.models.placement import param_shardings, row_shardings
 from tests.models.test_experts import CONFIG, EXPERTS, TOKENS
 
 tokens = jnp.concatenate([TOKENS, -TOKENS])

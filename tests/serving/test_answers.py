@@ -7,10 +7,10 @@ import jax
 import numpy as np
 import pytest
 
+from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.models.decoder import Decoder, causal_mask, project
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
-from clover_jax.tokenizers.tokenizer import load_tokenizer
 from tests.serving.asking import GREEDY, refused, streamed, text, whole
 from tests.serving.conftest import AREA, CLOSE, CONVERSATION, KINDS, MESSAGES, text_of
 from tests.tiny_tokenizers import save_byte_fallback

@@ -10,8 +10,8 @@ import subprocess
 
 import pytest
 
+from clover_jax.checkpoints.sources import find_directory
 from clover_jax.data.prompts import SHIPPED_PROMPTS
-from clover_jax.pretrained.sources import find_directory
 from tests.serving.conftest import KEY
 
 pytestmark = pytest.mark.servers

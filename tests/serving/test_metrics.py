@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding.requests import Generation
-from clover_jax.generation.row_state import Turn, TurnProgress
+from clover_jax.decoding.row_state import Turn, TurnProgress
 from clover_jax.serving.metrics import Metrics
 
 

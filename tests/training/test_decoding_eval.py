@@ -2,9 +2,9 @@ import json
 
 import pytest
 
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.data.records import TokenRow
 from clover_jax.errors import UserError
-from clover_jax.pretrained.loading import load_base
 from clover_jax.training.decoding_eval import evaluation_prompts
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import load_inputs

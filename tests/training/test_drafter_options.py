@@ -1,9 +1,9 @@
 import pytest
 
+from clover_jax.checkpoints.base import BaseModel
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.pretrained.base import BaseModel
 from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
 from tests.tiny_models import TINY

@@ -10,10 +10,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.checkpoints.shapes import base_shapes, random_params, shape_config
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
-from clover_jax.pretrained.shapes import base_shapes, random_params, shape_config
-from clover_jax.timing.turns import time_in_turns
+from clover_jax.runtime.turns import time_in_turns
 from clover_jax.training.losses import distillation_loss
 from tests.training.reference import plain_loss
 from tests.training.training_data import random_batch

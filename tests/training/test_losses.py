@@ -6,11 +6,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.loading import load_base
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.models.batch import Batch
-from clover_jax.pretrained.loading import load_base
 from clover_jax.training.losses import distillation_loss
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss

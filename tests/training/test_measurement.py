@@ -3,8 +3,8 @@ import io
 import threading
 import types
 
+from clover_jax.runtime.jsonl import append_row, read_rows
 from clover_jax.runtime.progress import progress_bar
-from clover_jax.storage.jsonl import append_row, read_rows
 from clover_jax.training.decoding_eval import DecodingReport
 from clover_jax.training.metrics import MetricsLog, comparable
 from clover_jax.training.outputs import Measurement

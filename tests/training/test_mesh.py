@@ -20,8 +20,8 @@ STEPS = """
 import dataclasses, json, re, sys
 import jax, numpy as np
 from clover_jax.drafters import registry
-from clover_jax.sharding.meshes import make_mesh, parse_mesh
-from clover_jax.sharding.placement import param_shardings, place_rows
+from clover_jax.models.meshes import make_mesh, parse_mesh
+from clover_jax.models.placement import param_shardings, place_rows
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.tiny_models import TINY, random_base
@@ -121,8 +121,8 @@ import jax, numpy as np
 from experiments.aot.hlo import COLLECTIVES, Loops, Program
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base
-from clover_jax.sharding.meshes import make_mesh, parse_mesh, shape_of
-from clover_jax.sharding.placement import gathered, param_shardings, place_rows
+from clover_jax.models.meshes import make_mesh, parse_mesh, shape_of
+from clover_jax.models.placement import gathered, param_shardings, place_rows
 from clover_jax.training.losses import distillation_loss
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch, random_states
@@ -193,7 +193,7 @@ def test_a_chunk_of_the_loss_sends_neither_rows_nor_gradients_of_matrices(run_py
 RESUMED = """
 import json, sys, threading
 from pathlib import Path
-from clover_jax.sharding.meshes import mesh_for
+from clover_jax.models.meshes import mesh_for
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import TrainSettings
 
@@ -238,9 +238,9 @@ def test_a_run_goes_on_with_another_number_of_devices(run_python, fixtures_dir, 
 EXPERTS = """
 import dataclasses, functools, re
 import jax, jax.numpy as jnp
-from clover_jax.sharding.meshes import make_mesh, parse_mesh
+from clover_jax.models.meshes import make_mesh, parse_mesh
 from clover_jax.models import experts
-from clover_jax.sharding.placement import gathered, param_shardings, place_rows
+from clover_jax.models.placement import gathered, param_shardings, place_rows
 from clover_jax.training.teacher import read_base
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch

@@ -10,8 +10,8 @@ import threading
 
 import pytest
 
+from clover_jax.checkpoints.card import read_card
 from clover_jax.errors import UserError
-from clover_jax.interchange.card import read_card
 from clover_jax.training import run, trainer
 from clover_jax.training.decoding_eval import DecodingEvaluator
 from clover_jax.training.run import run_training

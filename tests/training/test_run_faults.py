@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from clover_jax.errors import UserError
-from clover_jax.storage import checkpoint
-from clover_jax.storage.files import only_process_in
+from clover_jax.runtime import checkpoint
+from clover_jax.runtime.files import only_process_in
 from clover_jax.training import outputs, trainer
 from clover_jax.training.run import run_training
 from tests.training.small_runs import (

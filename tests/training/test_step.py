@@ -8,9 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from clover_jax.checkpoints.shapes import base_shapes
 from clover_jax.drafters import registry
 from clover_jax.models.batch import Batch
-from clover_jax.pretrained.shapes import base_shapes
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step, train_step
 from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head

@@ -9,10 +9,10 @@ import sys
 import jax
 import pytest
 
-from clover_jax.benchmark import compiled
-from clover_jax.benchmark.targets import CHIPS, Target, find_devices, parse_target
-from clover_jax.loading.spec import ModelSpec
-from clover_jax.sharding.meshes import MeshShape, make_mesh
+from clover_jax.decoding.spec import ModelSpec
+from clover_jax.evaluation import compiled
+from clover_jax.evaluation.targets import CHIPS, Target, find_devices, parse_target
+from clover_jax.models.meshes import MeshShape, make_mesh
 from experiments.aot import decoding
 from experiments.aot.__main__ import main
 from tests.conftest import REPOSITORY

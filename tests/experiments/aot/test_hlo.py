@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.benchmark.targets import CHIPS
+from clover_jax.evaluation.targets import CHIPS
 from experiments.aot.costs import (
     Live,
     cache_turns,

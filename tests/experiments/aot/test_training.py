@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from clover_jax.benchmark import dry_run
-from clover_jax.benchmark.dry_run import step_shapes
-from clover_jax.benchmark.targets import parse_target
-from clover_jax.sharding.meshes import MeshShape
+from clover_jax.evaluation import dry_run
+from clover_jax.evaluation.dry_run import step_shapes
+from clover_jax.evaluation.targets import parse_target
+from clover_jax.models.meshes import MeshShape
 from clover_jax.training.settings import TrainSettings
 from experiments.aot.hlo import Program
 from experiments.aot.training import compile_training_step
@@ -78,8 +78,8 @@ SHARDED = """
 import json, sys
 import jax
 from clover_jax import cli
-from clover_jax.benchmark import dry_run
-from clover_jax.benchmark.targets import parse_target
+from clover_jax.evaluation import dry_run
+from clover_jax.evaluation.targets import parse_target
 from clover_jax.training.settings import TrainSettings
 from experiments.aot.training import compile_and_describe
 

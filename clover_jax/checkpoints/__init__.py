@@ -1,0 +1,1 @@
+"""Bases and draft heads as files: reading, writing, foreign layouts."""

@@ -1,0 +1,172 @@
+"""The native draft directory: draft.json (the card) and params/, an orbax folder.
+
+The card holds the format's version, the drafter's config, its tree, the fingerprint of its base,
+provenance, and the hashes of the files of params/.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import orbax.checkpoint as ocp
+
+from clover_jax.array_types import LeafPath, Params
+from clover_jax.checkpoints.fingerprint import BaseFingerprint
+from clover_jax.checkpoints.orbax_leaves import by_path, stored_leaves
+from clover_jax.config import DrafterConfig
+from clover_jax.drafters import registry
+from clover_jax.errors import UserError
+from clover_jax.runtime.files import atomic_directory, hash_files
+from clover_jax.runtime.json_files import read_json_object
+
+FORMAT_VERSION = 1
+CARD = "draft.json"
+PARAMS = "params"
+
+
+@dataclasses.dataclass(frozen=True)
+class Card:
+    """The content of draft.json.
+
+    base: the fingerprint of the base that the head was trained for.
+    tree: the name of the tree that it was measured with.
+    provenance: how it was made, as recorded by its writer.
+    files: SHA-256 of each file of params/.
+    chat_template: text of the template used in training.
+    """
+
+    config: DrafterConfig
+    base: BaseFingerprint
+    tree: str | None
+    provenance: dict[str, Any]
+    # Any type, since a card may have been edited by hand; `check_params` checks it.
+    files: Any = None
+    chat_template: str | None = None
+
+
+def native_directory(directory: Path) -> Path | None:
+    """Return the native draft directory in a folder that is one or a workdir, or None."""
+    # In a workdir, the best head wins over the last one.
+    candidates = (directory, directory / "best", directory / "draft")
+    return next((path for path in candidates if (path / CARD).is_file()), None)
+
+
+def write_native(directory: Path, card: Card, params: Params) -> None:
+    """Write a native draft directory; the old one stays until the new one is complete.
+
+    card: its `files` are filled in here.
+    """
+    with atomic_directory(directory) as unfinished:
+        files = save_params(unfinished / PARAMS, params)
+        # The card comes last, because it lists the hashes of the other files.
+        fields = {
+            "format_version": FORMAT_VERSION,
+            "drafter": card.config.to_dict(),
+            "tree": card.tree,
+            "base": card.base.to_dict(),
+            "chat_template": card.chat_template,
+            "provenance": card.provenance,
+            "files": files,
+        }
+        text = json.dumps(fields, indent=2) + "\n"
+        (unfinished / CARD).write_text(text, encoding="utf-8")
+
+
+def save_params(folder: Path, params: Params) -> dict[str, str]:
+    """Write params to a new folder; return relative file name -> SHA-256 of each file.
+
+    Orbax detects lost files, but not every altered byte, so the hashes are needed.
+    """
+    # One process may write while others do not, so it must not wait for them.
+    several = jax.process_count() > 1
+    alone = ocp.options.MultiprocessingOptions(
+        primary_host=jax.process_index(),
+        active_processes={jax.process_index()} if several else None,
+        # A prefix of its own keeps its barriers apart from those of the training checkpoints.
+        barrier_sync_key_prefix="draft" if several else None,
+    )
+    with ocp.StandardCheckpointer(multiprocessing_options=alone) as checkpointer:
+        checkpointer.save(folder.absolute(), params)
+    return hash_files(folder)
+
+
+def read_card(directory: Path) -> Card:
+    """Read draft.json; raises UserError for a missing, broken or unknown version of it."""
+    path = directory / CARD
+    card = read_json_object(path)
+    # The version comes first: fields of another version may have other meanings.
+    version = card.get("format_version")
+    if version != FORMAT_VERSION:
+        raise UserError(
+            f"{path} has format_version {version!r}; this program reads {FORMAT_VERSION}"
+        )
+
+    # The file may have been edited by hand, so every value is checked.
+    missing = [name for name in ("drafter", "base") if not isinstance(card.get(name), dict)]
+    if missing:
+        raise UserError(f"{path} has no {missing[0]!r} object")
+    try:
+        config = registry.config_from_dict(card["drafter"])
+        # The dataclass accepts null, which would fail far from here.
+        if config.layer is None:
+            raise ValueError("its drafter has no layer")
+        trained_for = BaseFingerprint.from_dict(card["base"])
+    except (ValueError, TypeError, AttributeError) as error:
+        raise UserError(f"{path}: {error}") from error
+
+    # Drafts of earlier versions lack some of these fields.
+    provenance = card.get("provenance") or {}
+    if not isinstance(provenance, dict):
+        raise UserError(f"{path}: provenance must be an object or null")
+    flags, tree, template = provenance.get("flags"), card.get("tree"), card.get("chat_template")
+    if not isinstance(flags, dict | None):
+        raise UserError(f"{path}: flags of provenance must be an object or null, not {flags!r}")
+    # Loading compares the template and names the flag that it came from.
+    flag = (flags or {}).get("chat_template")
+    texts = {"tree": tree, "chat_template": template, "chat_template of provenance's flags": flag}
+    for name, value in texts.items():
+        if not isinstance(value, str | None):
+            raise UserError(f"{path}: {name} must be a text or null, not {value!r}")
+    return Card(config, trained_for, tree, provenance, card.get("files"), template)
+
+
+def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, Any]:
+    """Return the shape and dtype of each stored leaf by its path, reading no values.
+
+    expected: the tree of ShapeDtypeStructs that the draft's config asks for.
+    files: the card's hashes.
+    Raises UserError naming a file that is missing or altered, or a tensor that is missing, extra
+    or misshapen.
+    """
+    # Hashes first: orbax fails in many ways on an altered file.
+    if not isinstance(files, dict) or not files:
+        raise UserError(f"{folder.parent}/draft.json does not list the files of {folder.name}/")
+    hashes = hash_files(folder)
+    for name, recorded in files.items():
+        if name not in hashes:
+            raise UserError(f"{folder / name} is missing; was the draft copied whole?")
+        if hashes[name] != recorded:
+            raise UserError(f"{folder / name} has changed since it was written; copy it again")
+
+    # Then the tensors, by name and shape. A type may differ: heads are cast as they are loaded.
+    stored, asked = stored_leaves(folder), by_path(expected)
+    for path, wanted in asked.items():
+        name = "/".join(path)
+        if path not in stored:
+            raise UserError(f"{folder} lacks tensor {name}, which its draft.json asks for")
+        shape = tuple(stored[path].shape)
+        if shape != wanted.shape:
+            raise UserError(
+                f"{folder}: tensor {name} has shape {shape}; draft.json asks for {wanted.shape}"
+            )
+    # An extra tensor may be a part of the head that this program would leave out.
+    for path in stored:
+        if path not in asked:
+            raise UserError(
+                f"{folder} has tensor {'/'.join(path)}, which its draft.json does not ask for"
+            )
+    return stored

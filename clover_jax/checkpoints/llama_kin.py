@@ -1,0 +1,143 @@
+"""Families that differ from Llama in a few fields: Mistral, Qwen, Phi, Baichuan.
+
+Mistral has no biases, and every layer looks back over a sliding window. Qwen2 and 2.5 have biases
+of q, k and v, Qwen3 norms of q and k; either may have a window in some of its layers. Phi-3 and
+Phi-4 store q, k and v in one matrix, gate and up in another. Baichuan stores q, k and v in one; its
+7B models rotate, the 13B ones use ALiBi, and Baichuan 2 divides each row of lm_head by its length
+at every use, which is done here once, when it is loaded.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from clover_jax.checkpoints.llama_config import parse_llama_config, read_full_layers, read_window
+from clover_jax.checkpoints.llama_tensors import Family, packed_leaves
+from clover_jax.config import BaseConfig
+from clover_jax.errors import UserError
+
+# Defaults of transformers' configs for absent fields.
+MISTRAL_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 131_072,
+    "sliding_window": 4096,
+}
+QWEN_DEFAULTS: dict[str, Any] = {
+    "num_key_value_heads": 32,
+    "max_position_embeddings": 32_768,
+    "sliding_window": 4096,
+    "max_window_layers": 28,
+}
+PHI3_DEFAULTS: dict[str, Any] = {
+    "max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096,
+    "rms_norm_eps": 1e-5,
+    "bos_token_id": 1,
+    "eos_token_id": 32_000,
+}
+BAICHUAN_LENGTH, WIDTH_OF_13B, VOCABULARY_OF_2 = 4096, 5120, 125_696
+# Llama's fields that turn biases on, which mean nothing in these families.
+_NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+
+
+def parse_mistral_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Mistral config into ours."""
+    values = MISTRAL_DEFAULTS | values | _NO_BIASES
+    return _with_window(parse_llama_config(values, path), values, 0, path)
+
+
+def parse_qwen2_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Qwen2 config into ours: no field names the biases, which are there."""
+    config = _parse_qwen(QWEN_DEFAULTS | values | _NO_BIASES, path)
+    return dataclasses.replace(config, qkv_bias=True)
+
+
+def parse_qwen3_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Qwen3 config into ours."""
+    values = QWEN_DEFAULTS | {"head_dim": 128} | values | {"mlp_bias": False}
+    return dataclasses.replace(_parse_qwen(values, path), query_key_norm=True)
+
+
+def _parse_qwen(values: dict[str, Any], path: Path) -> BaseConfig:
+    config = parse_llama_config(values, path)
+    # These configs name a window even where it is not used.
+    if not values.get("use_sliding_window"):
+        return config
+    # Newer configs list the kind of each layer, and need no count.
+    num_full = values["max_window_layers"]
+    is_count = isinstance(num_full, int) and num_full >= 0
+    if values.get("layer_types") is None and not is_count:
+        raise UserError(
+            f"{path}: max_window_layers must be a whole number, 0 or more, not {num_full!r}"
+        )
+    return _with_window(config, values, num_full if is_count else 0, path)
+
+
+def _with_window(
+    config: BaseConfig, values: dict[str, Any], num_full: int, path: Path
+) -> BaseConfig:
+    """Return a config with the window, which the first `num_full` layers do not have."""
+    first = range(config.num_layers)[:num_full]
+    return dataclasses.replace(
+        config,
+        sliding_window=read_window(values, path),
+        full_attention_layers=read_full_layers(values, first, path),
+    )
+
+
+def parse_phi3_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Phi-3 config into ours: no biases, and a window in every layer or none.
+
+    The only scaling for long texts is longrope.
+    """
+    values = PHI3_DEFAULTS | values | _NO_BIASES | {"model_type": "phi3"}
+    # The first versions call longrope "su" or "yarn", which here is not YaRN.
+    for name in ("rope_scaling", "rope_parameters"):
+        fields = values.get(name)
+        if isinstance(fields, dict) and fields.get("rope_type", fields.get("type")) in (
+            "su",
+            "yarn",
+        ):
+            values[name] = fields | {"rope_type": "longrope"}
+    config = parse_llama_config(values, path)
+    return dataclasses.replace(config, sliding_window=read_window(values, path))
+
+
+def parse_baichuan_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Baichuan config into ours: no biases and no grouped heads."""
+    # 7B and 13B share an architecture name, and only 7B's configs have a rotary length.
+    is_first_7b = "BaiChuanForCausalLM" in (values.get("architectures") or [])
+    has_length = "max_position_embeddings" in values
+    alibi = not is_first_7b and (not has_length or values["hidden_size"] == WIDTH_OF_13B)
+    # The first versions call the context's length by another name.
+    length = {"max_position_embeddings": values.get("model_max_length", BAICHUAN_LENGTH)}
+    fixed = _NO_BIASES | {"num_key_value_heads": None}
+    return dataclasses.replace(parse_llama_config(length | values | fixed, path), alibi=alibi)
+
+
+def adjust_baichuan(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
+    """Normalize lm_head where the checkpoint is one of Baichuan 2."""
+    # The config has no version; these two fields are new in the second.
+    is_second = values.get("vocab_size") == VOCABULARY_OF_2 or "z_loss_weight" in values
+    if not is_second or name != "lm_head.weight":
+        return tensor
+    # In float32: a sum of thousands of bfloat16 squares is inexact.
+    rows = tensor.astype(np.float32)
+    rows /= np.maximum(np.linalg.norm(rows, axis=1, keepdims=True), 1e-12)  # torch's own bound
+    return rows
+
+
+PHI3 = Family(
+    parse_phi3_config,
+    functools.partial(packed_leaves, names={"qkv": "qkv_proj", "gate_up": "gate_up_proj"}),
+)
+BAICHUAN = Family(
+    parse_baichuan_config,
+    functools.partial(packed_leaves, names={"qkv": "W_pack"}),
+    adjust_baichuan,
+)

@@ -1,0 +1,178 @@
+"""Where the tensors of a Hugging Face Llama checkpoint lie in our params.
+
+The rotary form needs no permutation: Hugging Face stores the half-split one, as we use it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path as FilePath
+from typing import Any
+
+import numpy as np
+
+from clover_jax.array_types import LeafPath
+from clover_jax.checkpoints.tensor_files import TensorFiles
+from clover_jax.checkpoints.tensor_map import Leaf, Piece, transposed, whole
+from clover_jax.config import BaseConfig, LayerConfig
+
+# Norms around the MLP, ours -> stored, by `post_norms`: "post_attention" means it literally then.
+_NORMS_AROUND_MLP = {
+    False: {"mlp_norm": "post_attention"},
+    True: {
+        "attention_post_norm": "post_attention",
+        "mlp_norm": "pre_feedforward",
+        "mlp_post_norm": "post_feedforward",
+    },
+}
+
+
+def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
+    """Return all leaves of the base, in the order of the forward pass.
+
+    prefix: the start of all stored names, where the text model is a part of a larger one.
+    """
+    matrix = (config.vocab_size, config.hidden_size)
+    leaves = [whole(("embedding",), f"{prefix}model.embed_tokens.weight", matrix)]
+    for index in range(config.num_layers):
+        path, of_layer = (f"layers_{index}",), f"{prefix}model.layers.{index}."
+        leaves += layer_leaves(config.layer_at(index), path, of_layer)
+    leaves.append(norm_leaf(("final_norm",), f"{prefix}model.norm", config.hidden_size))
+    # The embedding of a tied base is its output matrix too.
+    if not config.tie_word_embeddings:
+        leaves.append(whole(("lm_head",), f"{prefix}lm_head.weight", matrix))
+    return leaves
+
+
+def packed_leaves(config: BaseConfig, names: Mapping[str, str]) -> list[Leaf]:
+    """Return `base_leaves` where the parts of some leaves are stacked in one stored matrix.
+
+    names: of such a matrix, by the last key of its leaf: {"qkv": "W_pack"}.
+    """
+    leaves = base_leaves(config)
+    for index, leaf in enumerate(leaves):
+        if leaf.path[-1] not in names:
+            continue
+        # "...self_attn.q_proj.weight" becomes "...self_attn.W_pack.weight".
+        stored = re.sub(r"\w+_proj", names[leaf.path[-1]], leaf.pieces[0].name)
+        # ends[i]: the row of the stored matrix where part i ends and the next one begins.
+        ends = list(itertools.accumulate(piece.shape[0] for piece in leaf.pieces))
+        pieces = tuple(
+            dataclasses.replace(
+                piece,
+                name=stored,
+                shape=(ends[-1], piece.shape[1]),
+                part=(slice(end - piece.shape[0], end),),
+            )
+            for piece, end in zip(leaf.pieces, ends, strict=True)
+        )
+        leaves[index] = dataclasses.replace(leaf, pieces=pieces)
+    return leaves
+
+
+def layer_leaves(
+    config: LayerConfig,
+    path: LeafPath,
+    prefix: str,
+    input_norm: bool = True,
+    read_width: int | None = None,
+) -> list[Leaf]:
+    """Return the leaves of one decoder layer.
+
+    path: of the layer in our tree.
+    prefix: the start of its stored names, such as "model.layers.0.".
+    input_norm: False for the layer that has no norm before its attention.
+    read_width: columns that its attention reads; None is the hidden size.
+    """
+    width, inner = config.hidden_size, config.intermediate_size
+    heads, groups, size = config.num_kv_heads, config.num_groups, config.head_dim
+    attention, mlp, every = (*path, "attention"), (*path, "mlp"), slice(None)
+    read = read_width or width
+    leaves = []
+    if input_norm:
+        leaves.append(norm_leaf((*path, "attention_norm"), f"{prefix}input_layernorm", width))
+
+    # qkv [D, K, G + 2, H]: for each key/value head its G queries, its key, its value. One product
+    # makes them all, and a shard holds a head next to the queries that read it.
+    slots: dict[str, tuple[tuple[int, ...], int | slice]] = {
+        "q": ((heads, groups, size), slice(0, groups)),
+        "k": ((heads, size), groups),
+        "v": ((heads, size), groups + 1),
+    }
+    pieces, biases = [], []
+    for letter, (split, slot) in slots.items():
+        name, rows, axes = f"{prefix}self_attn.{letter}_proj", math.prod(split), range(len(split))
+        weight = Piece(f"{name}.weight", (rows, read), (*split, read), (len(split), *axes))
+        pieces.append(dataclasses.replace(weight, index=(every, every, slot)))
+        biases.append(Piece(f"{name}.bias", (rows,), split, tuple(axes), (every, slot)))
+    fused = (heads, groups + 2, size)
+    leaves.append(Leaf((*attention, "qkv"), (read, *fused), tuple(pieces)))
+
+    # out [K, G, H, D], stored as [D, N H]: query head n is number n % G of those that read
+    # key/value head n // G.
+    stored = (width, config.num_heads * size)
+    split = (width, heads, groups, size)
+    piece = Piece(f"{prefix}self_attn.o_proj.weight", stored, split, (1, 2, 3, 0))
+    leaves.append(Leaf((*attention, "out"), (*split[1:], width), (piece,)))
+    for ours, name in _NORMS_AROUND_MLP[config.post_norms].items():
+        leaves.append(norm_leaf((*path, ours), f"{prefix}{name}_layernorm", width))
+
+    # gate_up [D, 2, F]: one product makes both.
+    sides = {f"{prefix}mlp.gate_proj": 0, f"{prefix}mlp.up_proj": 1}
+    shape = (inner, width)
+    gate_up = tuple(
+        Piece(f"{name}.weight", shape, shape, (1, 0), (every, side)) for name, side in sides.items()
+    )
+    leaves.append(Leaf((*mlp, "gate_up"), (width, 2, inner), gate_up))
+    leaves.append(transposed((*mlp, "down"), f"{prefix}mlp.down_proj.weight", (inner, width)))
+
+    # Parts that not every family has.
+    if config.query_key_norm:  # Qwen3 normalizes each query and each key
+        for name in ("query", "key"):
+            norm = f"{prefix}self_attn.{name[0]}_norm.weight"
+            leaves.append(whole((*attention, f"{name}_norm"), norm, (size,)))
+    if config.sinks:  # one for each query head
+        shape = (heads, groups)
+        piece = Piece(f"{prefix}self_attn.sinks", (config.num_heads,), shape, (0, 1))
+        leaves.append(Leaf((*attention, "sinks"), shape, (piece,)))
+    if config.qkv_bias:
+        leaves.append(Leaf((*attention, "qkv_bias"), fused, tuple(biases)))
+    if config.output_bias:
+        leaves.append(whole((*attention, "out_bias"), f"{prefix}self_attn.o_proj.bias", (width,)))
+    if config.mlp_bias:
+        bias = tuple(
+            Piece(f"{name}.bias", (inner,), (inner,), (0,), (side,)) for name, side in sides.items()
+        )
+        leaves.append(Leaf((*mlp, "gate_up_bias"), (2, inner), bias))
+        leaves.append(whole((*mlp, "down_bias"), f"{prefix}mlp.down_proj.bias", (width,)))
+    return leaves
+
+
+def norm_leaf(path: LeafPath, name: str, width: int) -> Leaf:
+    """Return the scale of an RMSNorm."""
+    return whole((*path, "scale"), f"{name}.weight", (width,))
+
+
+@dataclasses.dataclass(frozen=True)
+class Family:
+    """How checkpoints of one architecture are read; the defaults are Llama's.
+
+    parse: reads the fields of config.json, whose path is for messages; raises UserError for
+        anything that the decoder cannot do.
+    leaves: where the stored tensors lie in the params.
+    adjust: changes a stored tensor before it is used, from the fields of config.json, the tensor's
+        name and the tensor.
+    ignored: names of stored tensors that no text needs, as a regular expression; "" for none.
+    files: opens the weight files of a folder.
+    """
+
+    parse: Callable[[dict[str, Any], FilePath], BaseConfig]
+    leaves: Callable[[BaseConfig], list[Leaf]] = base_leaves
+    # Few families change the values of a tensor, or how files are opened.
+    adjust: Callable[[dict[str, Any], str, np.ndarray], np.ndarray] = lambda _, __, tensor: tensor
+    ignored: str = ""
+    files: Callable[[FilePath], TensorFiles] = TensorFiles

@@ -1,0 +1,164 @@
+"""Load a base model: find its folder, read its config, place its tensors one by one.
+
+Conversions need little of a base's weights, so they open it without reading them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from flax.traverse_util import unflatten_dict
+from tokenizers import Tokenizer
+
+from clover_jax.array_types import FLOAT32, Array, Place
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.families import Checkpoint, read_base_config, read_checkpoint
+from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
+from clover_jax.checkpoints.sources import find_directory
+from clover_jax.checkpoints.tensor_files import TensorFiles
+from clover_jax.checkpoints.tensor_map import Leaf, StoredLeaf, stored_shapes
+from clover_jax.data.tokenizer import load_tokenizer
+from clover_jax.errors import UserError
+from clover_jax.runtime.distributed import is_primary
+from clover_jax.runtime.progress import progress_bar
+
+_SHOWN_FROM = 10**9  # bytes of a base from which on loading shows its progress
+
+
+def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = None) -> BaseModel:
+    """Load the frozen base.
+
+    source: a Hugging Face folder, a hub id (`owner/name`, `owner/name@revision`), "builtin:tiny",
+        or "shape:NAME" for random weights (see checkpoints/shapes.py).
+    dtype: of the params.
+    place: puts each leaf on its device or shards, `place(path, leaf) -> jax.Array`, where
+        `leaf[box]` reads a part of it and `leaf[...]` all; by default all of it is cast to `dtype`
+        on the default device.
+    Raises UserError for anything missing, broken or unsupported, naming it.
+    """
+    if is_shape(source):
+        return random_base(source, dtype, place)
+    directory = find_directory(source)
+    checkpoint = read_checkpoint(directory)
+    place = place or place_as(dtype)
+    # Both checks come before any tensor is read, which may take minutes.
+    _check_tokenizer(directory, checkpoint.config.vocab_size)
+    files = _open_files(directory, checkpoint)
+
+    def stored(leaf: Leaf) -> StoredLeaf:
+        names = [piece.name for piece in leaf.pieces]
+        tensors = {name: checkpoint.adjust(name, files.view(name)) for name in names}
+        return StoredLeaf(leaf, tensors, files.check_part)
+
+    # A large base shows how many GB are placed, counted over all processes.
+    leaves, size, params, done = checkpoint.leaves, jnp.dtype(dtype).itemsize, {}, 0
+    whole = sum(math.prod(leaf.shape) for leaf in leaves) * size
+    is_shown = whole >= _SHOWN_FROM and is_primary()
+    shown = progress_bar(len(leaves), "load", "tensor") if is_shown else contextlib.nullcontext()
+    with shown as bar:
+        # Leaf by leaf, each released before the next: a base may fill most of the memory of host
+        # and device.
+        for leaf in leaves:
+            params[leaf.path] = place(leaf.path, stored(leaf))
+            done += math.prod(leaf.shape) * size
+            if bar is not None:
+                bar.show(f"{done / 1e9:.1f} of {whole / 1e9:.1f} GB")
+                bar.update()
+    return BaseModel(checkpoint.config, unflatten_dict(params), directory, source)
+
+
+class StoredMatrix:
+    """A [V, D] matrix of a checkpoint whose rows are read when they are asked for.
+
+    Example: `matrix[0:4096]` is an array of 4096 rows; no more of it is in memory.
+    """
+
+    def __init__(self, shape: tuple[int, ...], read: Callable[[slice], np.ndarray]):
+        self.shape = shape
+        self._read = read
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        """Return the rows of a slice without a step."""
+        # safetensors refuses a slice that ends beyond its tensor.
+        start, stop, _ = rows.indices(self.shape[0])
+        return self._read(slice(start, stop))
+
+
+def open_base(source: str) -> BaseModel:
+    """Return a base whose params are shapes, except its embedding and its output matrix.
+
+    Those two are a `StoredMatrix` each, which is enough for a fingerprint and for copies in
+    third-party layouts. Raises UserError as `load_base` does, except that the tokenizer is read
+    only when the fingerprint is taken.
+    """
+    if is_shape(source):
+        return random_base(source, FLOAT32, None)
+    directory = find_directory(source)
+    checkpoint = read_checkpoint(directory)
+    files = _open_files(directory, checkpoint)
+
+    params = base_shapes(checkpoint.config)
+    for leaf in checkpoint.leaves:
+        if leaf.path in (("embedding",), ("lm_head",)):
+            # A family's adjustment of a matrix works row by row.
+            def read(rows: slice, name: str = leaf.pieces[0].name) -> np.ndarray:
+                return checkpoint.adjust(name, files.read(name, rows))
+
+            params[leaf.path[0]] = StoredMatrix(leaf.shape, read)
+    return BaseModel(checkpoint.config, params, directory, source)
+
+
+def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
+    files = checkpoint.family.files(directory)
+    files.check(stored_shapes(checkpoint.leaves), harmless=checkpoint.is_harmless)
+    return files
+
+
+def describe_base(source: str) -> BaseModel:
+    """Return a base that has no params yet; raises as `load_base` does."""
+    if is_shape(source):
+        return BaseModel(shape_config(source), {}, Path(source), source)
+    directory = find_directory(source)
+    return BaseModel(read_base_config(directory), {}, directory, source)
+
+
+def place_as(dtype: jnp.dtype) -> Place:
+    """Return the plain placement: cast to `dtype`, on the default device."""
+
+    def place(path: tuple[str, ...], leaf: Any) -> Array:
+        return jnp.array(leaf[...], dtype)  # a copy: an alias of host memory could not be donated
+
+    return place
+
+
+def _check_tokenizer(directory: Path, vocab_size: int) -> None:
+    """Raise UserError for a token without an embedding, which would fail only in some texts.
+
+    Added tokens do not count: Gemma 3's of 1B has one for images, for which that base has no row.
+    A prompt that names such a token is refused when it is read.
+    """
+    vocabulary: dict[str, int] = {}
+    path = directory / "tokenizer.json"
+    if path.is_file():
+        # Faster than load_tokenizer, which imports transformers.
+        try:
+            vocabulary = Tokenizer.from_file(str(path)).get_vocab(with_added_tokens=False)
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"{path} is not a readable tokenizer: {error}") from error
+    elif (tokenizer := load_tokenizer(directory)) is not None:
+        added = tokenizer.get_added_vocab()
+        pairs = tokenizer.get_vocab().items()
+        vocabulary = {token: id_ for token, id_ in pairs if token not in added}
+
+    token, largest = max(vocabulary.items(), key=lambda item: item[1], default=("", -1))
+    if largest >= vocab_size:
+        raise UserError(
+            f"{directory}: token {token!r} of its tokenizer has id {largest}, but the "
+            f"embedding has only {vocab_size} rows; the tokenizer belongs to another model"
+        )

@@ -1,0 +1,269 @@
+"""The weight files of a checkpoint folder, read lazily, tensor by tensor."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import pickle
+import warnings
+from collections.abc import Callable, Collection, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+from safetensors import SafetensorError, safe_open
+
+from clover_jax.errors import UserError, reason_of
+from clover_jax.runtime.json_files import read_json_object
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+TORCH_SINGLE, TORCH_INDEX = "pytorch_model.bin", "pytorch_model.bin.index.json"
+TORCH_SUFFIXES = (".bin", ".pt")
+READABLE = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+# torch's names of types in safetensors' words; integers are tables of token ids.
+_TORCH_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
+_TORCH_TYPES |= {"int64": "I64", "bool": "BOOL"}
+_CHUNK = 2**20  # elements checked together: they stay in the processor's cache
+
+
+class TensorFiles:
+    """The tensors of one folder: a single file, or shards listed in an index.
+
+    shapes: name -> stored shape of every tensor, read from headers alone.
+    """
+
+    def __init__(self, directory: Path):
+        self._tensors: dict[str, Any] = {}  # slices, of which a part is read when it is indexed
+        self._places: dict[str, Path] = {}
+        self._offsets: dict[str, int] = {}  # into its safetensors file
+        self.directory = directory
+        self.shapes: dict[str, tuple[int, ...]] = {}
+        # Every header is read now, so that a broken file is named before anything is loaded.
+        for path in _files_of(directory):
+            is_torch = path.suffix in TORCH_SUFFIXES
+            for name, tensor in (_open_torch(path) if is_torch else _open(path)).items():
+                self._tensors[name], self._places[name] = tensor, path
+                self.shapes[name] = tuple(tensor.get_shape())
+            if not is_torch:
+                # The reader of safetensors does not say where a tensor begins. The format: eight
+                # bytes with the header's length, the header in JSON, the tensors.
+                with path.open("rb") as file:
+                    length = int.from_bytes(file.read(8), "little")
+                    header = json.loads(file.read(length))
+                header.pop("__metadata__", None)
+                begins = {name: entry["data_offsets"][0] for name, entry in header.items()}
+                self._offsets |= {name: 8 + length + begin for name, begin in begins.items()}
+
+    def read(
+        self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
+    ) -> np.ndarray:
+        """Return one tensor, or a slice along its first axis, as it is stored (bfloat16 included).
+
+        types: allowed stored types; weights are floating-point numbers.
+        Raises UserError for a quantized or otherwise unreadable tensor, or one with NaN in it.
+        """
+        # Type first: a quantized tensor's bytes would pass the check for finite values.
+        self._check_type(name, types)
+        array = self._tensors[name][rows]
+        check_finite(array, name, self._places[name])
+        return array
+
+    def view(self, name: str) -> np.ndarray:
+        """Return one tensor as a view on its file: only the parts that are then copied are read.
+
+        Values are not checked; `check_part` does that. Raises as `read` for its type.
+        """
+        dtype = self.dtype(name)
+        if name not in self._offsets:
+            return self._tensors[name][:]
+        # Mapped for this view alone: a lasting map would keep everything that was read resident.
+        mapped = np.memmap(self._places[name], dtype, "r", self._offsets[name], self.shapes[name])
+        return mapped.view(np.ndarray)
+
+    def check_part(self, names: Iterable[str], part: np.ndarray) -> None:
+        """Raise UserError where a part of these tensors holds infinities or NaN, naming which."""
+        # Tensors are read again only on a failure: `read` names the bad one.
+        if not is_finite(part):
+            for name in names:
+                self.read(name)
+
+    def dtype(self, name: str) -> np.dtype:
+        """Return the type of a stored tensor; raises as `read`."""
+        return READABLE[self._check_type(name)]
+
+    def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
+        stored = self._tensors[name].get_dtype()
+        if stored not in types:
+            unquantized = "; use an unquantized checkpoint" if types is READABLE else ""
+            raise UserError(
+                f"{self._places[name]}: tensor {name} is stored as {stored}; "
+                f"the readable types are {', '.join(types)}{unquantized}"
+            )
+        return stored
+
+    def check(self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool]) -> None:
+        """Compare names and shapes with those that a config asks for.
+
+        harmless: returns whether a tensor may be there in addition to the expected ones.
+        Raises UserError naming missing, misshapen or unknown tensors, in this order.
+        """
+        missing = [name for name in expected if name not in self.shapes]
+        if missing:
+            raise UserError(
+                f"{self.directory} lacks {_listed(missing)}, which its config.json asks for"
+            )
+        # Broadcasting would hide a wrong shape.
+        for name, shape in expected.items():
+            if self.shapes[name] != shape:
+                raise UserError(
+                    f"{self._places[name]}: tensor {name} has shape {self.shapes[name]}; "
+                    f"config.json asks for {shape}"
+                )
+
+        # An unknown tensor would be a part of the model that is silently left out.
+        unknown = [name for name in self.shapes if name not in expected and not harmless(name)]
+        if unknown:
+            raise UserError(
+                f"{self.directory} has {_listed(unknown)}, which its config.json does not ask for"
+            )
+
+
+def _files_of(directory: Path) -> list[Path]:
+    # One whole file wins over an index, as in transformers.
+    if (directory / SINGLE).is_file():
+        return [directory / SINGLE]
+    if (directory / INDEX).is_file():
+        return _shards_of(directory / INDEX)
+    others = list(directory.glob("*.safetensors"))
+    if len(others) == 1:  # a head's own name, such as medusa_lm_head.safetensors
+        return others
+
+    # PyTorch's own format comes last: reading it takes torch.
+    if (directory / TORCH_INDEX).is_file():
+        return _shards_of(directory / TORCH_INDEX)
+    if (directory / TORCH_SINGLE).is_file():
+        return [directory / TORCH_SINGLE]
+    archives = [path for path in directory.iterdir() if path.suffix in TORCH_SUFFIXES]
+    if len(archives) == 1:
+        return archives
+    if archives:
+        raise UserError(
+            f"{directory} has {len(archives)} PyTorch files and none is {TORCH_SINGLE}; "
+            f"save the weights as {SINGLE}"
+        )
+    if (directory / "_METADATA").is_file():
+        raise UserError(
+            f"{directory} is an orbax folder, which is not read as a base; "
+            "use the safetensors release of the model"
+        )
+    raise UserError(f"{directory} has no weights: neither {SINGLE} nor {INDEX} is there")
+
+
+def _shards_of(index: Path) -> list[Path]:
+    weight_map = read_json_object(index).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise UserError(f"{index} has no weight_map from tensor names to shards")
+
+    # An index from elsewhere must not lead out of its folder.
+    names = sorted(set(map(str, weight_map.values())))
+    for name in names:
+        if name in ("", ".", "..") or "/" in name or "\\" in name:
+            raise UserError(f"{index} lists the shard {name!r}, which is not a file next to it")
+
+    shards = [index.parent / name for name in names]
+    missing = [shard.name for shard in shards if not shard.is_file()]
+    if missing:
+        raise UserError(
+            f"{index.parent} lacks {_listed(missing, 'shard')}, which {index.name} lists; "
+            "is the download complete?"
+        )
+    return shards
+
+
+def _open(path: Path) -> Mapping[str, Any]:
+    """Return the slices of one safetensors file by name."""
+    try:
+        file = safe_open(path, framework="numpy")
+        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+
+
+class _TorchSlice:
+    """One tensor of a PyTorch file, not yet read, with the methods of a safetensors slice."""
+
+    def __init__(self, tensor: Any):
+        self._tensor = tensor
+
+    def get_shape(self) -> list[int]:
+        return list(self._tensor.shape)
+
+    def get_dtype(self) -> str:
+        """Return its type by safetensors' name, or by torch's where that has none."""
+        name = str(self._tensor.dtype).removeprefix("torch.")
+        return _TORCH_TYPES.get(name, name)
+
+    def __getitem__(self, rows: slice) -> np.ndarray:
+        import torch
+
+        # The copy is not tied to the file. NumPy does not have bfloat16.
+        tensor = self._tensor[rows].detach().contiguous()
+        if tensor.dtype == torch.bfloat16:
+            return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
+        return tensor.numpy().copy()
+
+
+def _open_torch(path: Path) -> Mapping[str, Any]:
+    """Return the tensors of one PyTorch file by name; code in its pickle is refused by torch."""
+    advice = "save the weights as model.safetensors (save_pretrained of transformers does)"
+    # Not imported at the top: most checkpoints need no torch, and it is slow.
+    if importlib.util.find_spec("torch") is None:
+        raise UserError(
+            f"{path} holds PyTorch weights, and torch, which reads them, is not installed; "
+            f"{advice} or install torch"
+        )
+    import torch
+
+    try:
+        with warnings.catch_warnings(action="ignore"):  # torch warns of some pickles, then refuses
+            tensors = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except (pickle.UnpicklingError, RuntimeError, EOFError, KeyError, ValueError) as error:
+        raise UserError(f"{path} cannot be read by torch ({reason_of(error)}); {advice}") from error
+    if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
+        raise UserError(f"{path} must hold tensors by name, as a state_dict does; {advice}")
+    return {name: _TorchSlice(tensor) for name, tensor in tensors.items()}
+
+
+def _listed(names: list[str], noun: str = "tensor") -> str:
+    # A checkpoint of another model lacks hundreds, so three are named.
+    shown = ", ".join(names[:3])
+    more = f" and {len(names) - 3} more" if len(names) > 3 else ""
+    return f"{noun}{'s' if len(names) > 1 else ''} {shown}{more}"
+
+
+def check_finite(array: np.ndarray, name: str, place: Path) -> None:
+    """Raise UserError naming a tensor that holds infinities or NaN; integers never do.
+
+    A draft with one NaN would be rejected at every step without an error.
+    """
+    if not is_finite(array):
+        raise UserError(f"{place}: tensor {name} holds values that are not finite numbers")
+
+
+def is_finite(array: np.ndarray) -> bool:
+    """Return whether all elements are finite; ten times as fast as NumPy for bfloat16."""
+    if array.dtype.kind in "iub":
+        return True
+    # Infinities and NaN have every bit of the exponent set, which is infinity's own pattern.
+    unsigned = np.dtype(f"u{array.dtype.itemsize}")
+    infinity = np.array(np.inf, array.dtype).view(unsigned)
+    bits = np.ascontiguousarray(array).reshape(-1).view(unsigned)
+    chunks = (bits[start : start + _CHUNK] for start in range(0, bits.size, _CHUNK))
+    return not any(((chunk & infinity) == infinity).any() for chunk in chunks)

@@ -1,1 +1,0 @@
-"""The command `convert`: a head in another layout, verified by decoding."""

@@ -1,0 +1,164 @@
+"""One run of `generate`: prompts, models, engine, rows, figures."""
+
+from __future__ import annotations
+
+import dataclasses
+import io
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import Any
+
+from clover_jax.checkpoints.quantization import quantization_notice
+from clover_jax.checkpoints.shapes import shape_notice
+from clover_jax.data.chat_templates import template_notice
+from clover_jax.data.prompts import (
+    BadPrompt,
+    Prompt,
+    read_prompt_files,
+    read_prompts,
+    shipped_prompts,
+    text_prompt,
+)
+from clover_jax.decoding.generate_options import GenerateOptions
+from clover_jax.decoding.identity import identity_of
+from clover_jax.decoding.models import Models, load
+from clover_jax.decoding.output import LiveText, RowPrinter, decode_with_bar, open_rows
+from clover_jax.decoding.race import check_one_process, with_attention, with_fastest_tree
+from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
+from clover_jax.decoding.row_stream import open_stream, source_size
+from clover_jax.decoding.row_totals import RowTotals
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.device_memory import advise_on_memory
+from clover_jax.runtime.distributed import from_primary
+from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.progress import passing_note, progress_bar, say
+from clover_jax.runtime.row_writer import RowSink
+
+
+def run(options: GenerateOptions, settings: GenerationSettings) -> dict[str, Any]:
+    """Decode the prompts and return the figures to report.
+
+    Raises UserError for a mistake. With a file of prompts and without `strict`, rows that fail are
+    counted instead.
+    """
+    if options.searches_tree:
+        check_one_process()
+
+    def read() -> Sequence[Prompt | BadPrompt] | None:
+        if options.prompt is not None:
+            return [text_prompt(options.prompt)]
+        if options.prompts is None:
+            return None
+        # Strict: the first bad row ends the command; otherwise it fails when its turn comes.
+        return read_prompt_files(options.prompts, options.strict)
+
+    prompts = from_primary(read)  # before the models, which take longer
+
+    spec = options.spec
+    with exact_matmuls(str(resolve_dtype(spec.dtype))):
+        with passing_note(f"loading {spec.base}"):
+            # The search for a tree starts on the loaded models, with the draft's own tree.
+            models = load(dataclasses.replace(spec, tree=None) if options.searches_tree else spec)
+        if prompts is None:
+            # The prompts of a base are in its folder, which is known only after loading.
+            shipped = shipped_prompts(models.base.directory, "--prompt=TEXT or --prompts=FILE")
+            prompts = from_primary(lambda: read_prompts(shipped)[:1])
+        # Measured with as many slots as the rows will have.
+        slots = min(options.batch_size, len(prompts))
+        models = with_attention(models, spec.attention, slots)
+        if options.searches_tree:
+            rules = sampling_for(settings, []), settings.warping
+            models = with_fastest_tree(models, prompts, slots, *rules, resumed=options.begun)
+        say(template_notice(prompts, models.tokenizer))
+        say(shape_notice(spec.base))
+        say(quantization_notice(spec.int8))
+        # A tree may not fit its head or the sampling rules: checked before anything is written.
+        models.engine(1, sampling_for(settings, prompts), source_size=source_size(models, prompts))
+
+        given = [row for row in prompts if isinstance(row, Prompt) and row.prediction is not None]
+        if given and not models.copies:
+            how = "--copy=16" if models.draft else "--draft=lookup"
+            say(f"{len(given)} rows have a prediction, which nothing copies from: give {how}")
+        if options.path is not None:
+            # Not the batch size: it changes no row, and a run may resume with a smaller one.
+            depends_on = {
+                "base": spec.base,
+                "draft": spec.draft,
+                "run_seed": options.seed,
+                **settings.to_dict(),
+                **identity_of(models),
+            }
+            opened = open_rows(options.path, prompts, depends_on, options.overwrite)
+        else:
+            opened = RowSink() if options.is_live else RowPrinter()
+        with opened as sink:
+            figures = _decode(options, settings, models, prompts, sink)
+        return from_primary(lambda: figures)  # the others have not read the rows of earlier runs
+
+
+def _decode(
+    options: GenerateOptions,
+    settings: GenerationSettings,
+    models: Models,
+    prompts: Sequence[Prompt | BadPrompt],
+    sink: RowSink,
+) -> dict[str, Any]:
+    """Decode the rows that are not in the sink, and return the figures of all rows."""
+    totals = RowTotals(sink.kept())
+    tokens_before = totals.tokens
+    if sink.finished:
+        say(f"{sink.finished} rows are in {options.path} already")
+
+    stream = open_stream(
+        models,
+        prompts,
+        settings,
+        batch_size=1 if options.is_live else options.batch_size,
+        seed=options.seed,
+        # On a terminal each step is shown; otherwise the host should not slow the device down.
+        steps_per_chunk=from_primary(lambda: 1 if options.is_live and sys.stdout.isatty() else 8),
+        part=slice(sink.finished, None),
+        strict=options.strict or options.is_live,
+        is_watched=options.is_live,
+    )
+    with CompileClock() as compiling, memory_advice(stream.batch_size):
+        with passing_note("compiling"):
+            stream.warm_up()
+        started = compiling.now()
+        if options.is_live:
+            screen = LiveText(sys.stdout, models.tokenizer)
+            for event in stream:
+                screen.take(event)
+                if event.row is not None:
+                    sink.append(event.row)
+                    totals.add(event.row)
+                    say(event.row.get("skipped"))  # a failure raises, since the stream is strict
+        else:
+            # Rows on the terminal leave no place for a bar.
+            file = io.StringIO() if options.output is None and sys.stdout.isatty() else None
+            done = sink.finished
+            with progress_bar(len(prompts), "generate", "row", initial=done, file=file) as bar:
+                decode_with_bar(stream, sink, totals, bar, compiling)
+        seconds = compiling.now() - started
+        sink.note_seconds(seconds)  # with the time after the last row
+
+    new_tokens = totals.tokens - tokens_before
+    speed = round(new_tokens / seconds, 2) if new_tokens else None
+    say(totals.summary(speed))
+    return totals.to_dict() | {
+        "seconds": round(sink.earlier_seconds + seconds, 3),
+        "compile_seconds": round(compiling.seconds, 3),
+        "tokens_per_second": speed,
+        # Of this run alone, if it resumed an earlier one.
+        "new_tokens": new_tokens,
+        "new_seconds": round(seconds, 3),
+    }
+
+
+def memory_advice(batch_size: int) -> AbstractContextManager[None]:
+    """Return a context that turns a device's lack of memory into advice."""
+    return advise_on_memory(
+        f"decode {batch_size} rows at once",
+        "give a smaller --batch_size or --max_new_tokens, or --dtype=bfloat16",
+    )

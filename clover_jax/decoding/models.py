@@ -1,0 +1,306 @@
+"""Models: a base, a draft head and a tree, loaded once for the commands and the library."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from clover_jax.array_types import Params
+from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.draft_directory import Draft, load_draft
+from clover_jax.checkpoints.loading import describe_base
+from clover_jax.checkpoints.quantization import (
+    load_quantized_base,
+    parse_parts,
+    quantize_base,
+    quantize_params,
+)
+from clover_jax.checkpoints.shapes import base_shapes, cast_shapes, random_params
+from clover_jax.checkpoints.stored_head import find_head
+from clover_jax.data.chat_templates import with_chat_template
+from clover_jax.data.tokenizer import load_tokenizer, template_text
+from clover_jax.decoding.cache_reading import resolve_attention
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
+from clover_jax.decoding.spec import NO_DRAFT, RANDOM, ModelSpec
+from clover_jax.decoding.step import StepConfig, Weights, weights_for
+from clover_jax.decoding.tree_config import (
+    CopyTree,
+    Tree,
+    TreeConfig,
+    default_tree,
+    parse_tree,
+    with_copies,
+)
+from clover_jax.drafters import registry
+from clover_jax.errors import UserError
+from clover_jax.models.meshes import mesh_for
+from clover_jax.models.placement import param_shardings, place_on
+from clover_jax.runtime.dtypes import resolve_dtype
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+MOST_COPIED_FROM = 2**16  # tokens of --copy_from
+# A draft without weights costs little more than the base's forward, so its trees are deep.
+TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
+
+
+@dataclasses.dataclass(frozen=True)
+class Models:
+    """The models of one engine.
+
+    tokenizer: the base's; None where its folder has none, or `spec.tokenizer` is False.
+    draft: None for plain decoding, with the tree without nodes.
+    mesh: the devices that hold the params, or None for a single device.
+    int8: the models with quantized matrices, named as in `--int8`.
+    copy_from: token ids of a text that every row may copy from.
+    attention: the implementation that reads the KV cache, as in `StepConfig`.
+    Params are arrays, or ShapeDtypeStructs where `load_shapes` made them.
+    """
+
+    base: BaseModel
+    tokenizer: PreTrainedTokenizerBase | None = dataclasses.field(repr=False)
+    draft: Draft | None
+    tree: Tree
+    mesh: Mesh | None = None
+    int8: tuple[str, ...] = ()
+    copy_from: tuple[int, ...] = ()
+    attention: str = "xla"
+
+    @property
+    def copies(self) -> bool:
+        """Whether drafts are copied from text, alone or in addition to a head's."""
+        is_lookup = self.head is not None and self.head.config.kind == "lookup"
+        return is_lookup or isinstance(self.tree, CopyTree)
+
+    @property
+    def head(self) -> registry.DraftHead | None:
+        """The draft's module and config; None for plain decoding."""
+        return self.draft.head if self.draft else None
+
+    @property
+    def draft_params(self) -> Params | None:
+        """The head's params; None without a head."""
+        return self.draft.params if self.draft else None
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """The type of params that are not quantized, and of activations."""
+        return self.base.dtype
+
+    @functools.cached_property
+    def weights(self) -> Weights:
+        """The weights of a step: all params, and the gathered rows of a reduced vocabulary."""
+        # Made once: the gathered rows are a copy, which several engines can share.
+        return weights_for(self.head, self.base.params, self.draft_params)
+
+    @property
+    def levels(self) -> int:
+        """Levels of the tree that this head drafts; 1 where all nodes are copies, made at once."""
+        levels = self.tree.levels_within(self.head.config.max_depth if self.head else None)
+        return max(1, levels) if isinstance(self.tree, CopyTree) else levels
+
+    def step(self, sampling: SamplingConfig = GREEDY) -> StepConfig:
+        """Return the speculative step; raises UserError where the tree does not suit the head."""
+        return StepConfig(self.base.config, self.head, self.tree, sampling, self.attention)
+
+    def plain(self) -> Models:
+        """Return the base alone."""
+        return dataclasses.replace(self, draft=None, tree=TreeConfig.root_only())
+
+    def with_tree(self, tree: Tree) -> Models:
+        """Return the same models with another tree."""
+        return dataclasses.replace(self, tree=tree)
+
+    def engine(self, batch_size: int, sampling: SamplingConfig = GREEDY, **options: Any) -> Engine:
+        """Return an engine with `batch_size` slots; options are those of `Engine`."""
+        options |= {"batch_size": batch_size, "mesh": self.mesh, "attention": self.attention}
+        return Engine(self.base.config, self.head, self.tree, sampling, **options)
+
+
+def load(spec: ModelSpec, plain: Models | None = None) -> Models:
+    """Load the models that a spec names.
+
+    plain: models whose base, tokenizer, mesh and int8 are shared; None loads the spec's.
+    Raises UserError for models that are missing, broken or do not fit together.
+    """
+    # A mistake in a name should be reported before a base is loaded, which may take minutes.
+    check_names(spec)
+    # Several drafts can be measured on one base.
+    if plain is None:
+        parts, dtype, mesh = parse_parts(spec.int8), resolve_dtype(spec.dtype), mesh_for(spec.mesh)
+        # Tensors go to their devices one by one, so no device ever holds the whole base.
+        base = load_quantized_base(spec.base, dtype, place_on(mesh, dtype), parts)
+        tokenizer = load_tokenizer(base.directory) if spec.tokenizer else None
+        tokenizer = with_chat_template(tokenizer, spec.chat_template)
+        attention = resolve_attention(spec.attention)
+        root = TreeConfig.root_only()
+        plain = Models(base, tokenizer, None, root, mesh, parts, attention=attention)
+    if spec.draft == NO_DRAFT:
+        return plain
+
+    # The draft is placed on its devices first and quantized there, as the base is.
+    draft = _open_head(spec, plain.base, plain.tokenizer)
+    params = draft.params
+    if plain.mesh is not None:
+        params = jax.device_put(params, param_shardings(params, plain.mesh))
+    if "draft" in plain.int8:
+        params = quantize_params(params)
+    return _with_draft(plain, dataclasses.replace(draft, params=params), spec)
+
+
+def load_shapes(spec: ModelSpec, platform: str | None = None) -> Models:
+    """Return models of shapes alone, for a base and a draft of "random:KIND..." or none.
+
+    platform: the target of compilation; None is this process's.
+    Allocates nothing, reads no weights and splits nothing over a mesh. Raises UserError as `load`.
+    """
+    if spec.draft != NO_DRAFT and not needs_no_file(spec.draft):
+        raise UserError(
+            f"--draft={spec.draft}: to compile for other hardware only shapes are needed; give "
+            f"{RANDOM}KIND, such as {RANDOM}clover2, or {NO_DRAFT}"
+        )
+    base, parts = describe_base(spec.base), parse_parts(spec.int8)
+    # The same functions as in `load`, traced, so that the shapes are those of loaded params.
+    shapes = base_shapes(base.config, resolve_dtype(spec.dtype))
+    params = jax.eval_shape(functools.partial(quantize_base, parts=parts), shapes)
+    base = dataclasses.replace(base, params=params)
+    attention = resolve_attention(spec.attention, platform)
+    plain = Models(base, None, None, TreeConfig.root_only(), int8=parts, attention=attention)
+    if spec.draft == NO_DRAFT:
+        return plain
+
+    draft = fresh_head(spec.draft, plain.base)
+    if "draft" in parts:
+        draft = dataclasses.replace(draft, params=jax.eval_shape(quantize_params, draft.params))
+    return _with_draft(plain, draft, spec)
+
+
+def check_names(spec: ModelSpec) -> None:
+    """Raise UserError for a tree or a draft that does not exist, before a base is read."""
+    # A tree without nodes needs no draft: it decodes plainly.
+    tree = parse_tree(spec.tree) if spec.tree else None
+    if spec.draft == NO_DRAFT:
+        if tree is not None and tree.num_nodes:
+            raise UserError(
+                f"tree {spec.tree!r} has {tree.num_nodes} nodes and there is no draft to fill "
+                "them; give --draft=DIR, or leave the tree out"
+            )
+        if spec.copy:
+            raise UserError(f"--copy={spec.copy} needs a draft; --draft=lookup drafts copies only")
+    elif not needs_no_file(spec.draft):
+        # The head is found and recognised, but not opened, which needs the base.
+        try:
+            find_head(spec.draft, spec.draft_rope_theta)
+        except UserError as error:
+            raise UserError(f"--draft={spec.draft}: {error}") from error
+
+
+def needs_no_file(draft: str) -> bool:
+    """Return whether a draft has no folder: random weights, or none at all."""
+    return draft.startswith(RANDOM) or draft in registry.TRAINING_FREE
+
+
+def _open_head(
+    spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None
+) -> Draft:
+    """Return the head that a spec names, in the base's dtype.
+
+    Raises UserError for a broken head, or one trained for another base or chat template.
+    """
+    if needs_no_file(spec.draft):
+        # The seed differs from that of a base with random weights, which is 0.
+        draft = fresh_head(spec.draft, base)
+        return dataclasses.replace(draft, params=random_params(draft.params, seed=1))
+
+    mismatch, theta = spec.allow_base_mismatch, spec.draft_rope_theta
+    draft = load_draft(spec.draft, base, base.dtype, allow_base_mismatch=mismatch, rope_theta=theta)
+    # A head cannot know another template than that of its training. Older drafts recorded the flag
+    # at most, so the text of their template is unknown.
+    flags = draft.provenance.get("flags") or {}
+    name, trained, ours = flags.get("chat_template"), draft.chat_template, template_text(tokenizer)
+    unknown = trained is None and (name is None or ours is not None)
+    if mismatch or tokenizer is None or unknown:
+        return draft
+    if trained is None or ours is None or trained.strip("\n") != ours.strip("\n"):
+        theirs = "the base's own" if name is None else f"--chat_template={name}"
+        raise UserError(
+            f"draft {draft.source} was trained with another chat template than the one in use: "
+            f"{theirs}; decode with that (its draft.json has the text), or give "
+            "--allow_base_mismatch"
+        )
+    return draft
+
+
+def fresh_head(name: str, base: BaseModel) -> Draft:
+    """Return a draft of shapes: a head as `train` would initialise it for this base."""
+    # "random:KIND:NAME=VALUE,...", or the bare kind of a head without weights.
+    kind, _, text = name.removeprefix(RANDOM).partition(":")
+    options = registry.parse_options(f"--draft={RANDOM}{kind}:", text, kind)
+    try:
+        head = registry.head(registry.config_for_base(kind, base.config, **options))
+    except ValueError as error:
+        raise UserError(f"--draft={name}: {error}") from error
+    # In the base's type, like a head that is read.
+    shapes = cast_shapes(registry.init_shapes(head, base.params), base.dtype)
+    return Draft(head, shapes, TREES.get(name), {}, name)
+
+
+def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
+    # The user's tree, else the tree with which the draft was measured, else a default.
+    name = spec.tree or draft.tree or default_tree(draft.head.config.max_depth)
+    chosen = parse_tree(name)
+    # --copy replaces the copies of a draft's recorded tree, but not those that --tree names.
+    if spec.copy:
+        if spec.tree and isinstance(chosen, CopyTree):
+            raise UserError(f"tree {name!r} has copies already: give it without --copy={spec.copy}")
+        chosen = with_copies(chosen, spec.copy)
+    # A draft without nodes would decode plainly and be reported as speculation.
+    if not chosen.num_nodes:
+        raise UserError(
+            f"tree {chosen.name!r} has no nodes for the draft to fill; give another tree, or no "
+            "draft to decode plainly"
+        )
+
+    # After the tree: reading the text takes time, and a wrong tree should be reported first.
+    source = _read_source(spec.copy_from, plain.tokenizer)
+    models = dataclasses.replace(plain, draft=draft, tree=chosen, copy_from=source)
+    if source and not models.copies:
+        raise UserError(
+            f"--copy_from={spec.copy_from}: the tree {chosen.name} has no copies; give --copy=16, "
+            "or --draft=lookup"
+        )
+    return models
+
+
+def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
+    """Return the token ids of a file that every row may copy from.
+
+    Raises UserError for a file that cannot be read, or has more than MOST_COPIED_FROM tokens.
+    """
+    if path is None:
+        return ()
+    if tokenizer is None:
+        raise UserError(
+            f"--copy_from={path} needs a tokenizer, and the base has no tokenizer files"
+        )
+    try:
+        text = Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--copy_from={path} cannot be read as UTF-8 text: {error}") from error
+
+    # Copies may begin anywhere in it, so no token marks its beginning.
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    if len(ids) > MOST_COPIED_FROM:
+        raise UserError(
+            f"--copy_from={path} has {len(ids)} tokens, and every step compares them all; give a "
+            f"file of at most {MOST_COPIED_FROM} tokens"
+        )
+    return tuple(ids)

@@ -1,0 +1,377 @@
+"""`--tree=auto` and `--attention=auto`: time the candidates on this machine, use the fastest.
+
+Candidate trees and plain decoding decode the run's own prompts, alternating. A choice is kept next
+to the head, so that the next run reads it back instead of measuring again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import platform
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+import clover_jax
+from clover_jax.checkpoints.card import native_directory
+from clover_jax.checkpoints.fingerprint import checksum, lm_head_hash
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import BadPrompt, Prompt
+from clover_jax.decoding.cache_reading import cache_reader
+from clover_jax.decoding.decode_states import cache_size, fitting_context
+from clover_jax.decoding.models import Models, needs_no_file
+from clover_jax.decoding.programs import Placement
+from clover_jax.decoding.requests import Request
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
+from clover_jax.decoding.tree_config import parse_tree, portable_name
+from clover_jax.errors import UserError, reason_of
+from clover_jax.models.attention import attend
+from clover_jax.models.cache import KeyValue, read_with
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.distributed import process_count
+from clover_jax.runtime.dtypes import exact_matmuls
+from clover_jax.runtime.files import atomic_file
+from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.progress import passing_note, say
+from clover_jax.runtime.row_writer import manifest_path
+from clover_jax.runtime.turns import time_in_turns
+
+PLAIN = "plain"
+COLD = SamplingParams(temperature=0.0)
+FILE = "trees.json"  # next to draft.json
+TURNS = 5
+FEWEST_TOKENS, MOST_TOKENS = 16, 64  # that a row of a turn emits
+TURN_SECONDS = 3.0  # of plain decoding, about
+FAR_BEHIND = 0.67  # of the fastest so far: such a tree gets no further turns
+
+KERNELS = {"tpu": "pallas", "gpu": "cudnn"}  # platform -> the alternative to XLA's program
+APART = {"float32": 1e-4, "bfloat16": 3e-2}  # rounding errors of values near 1
+
+
+def check_one_process() -> None:
+    """Raise UserError where several processes would measure: each could choose another tree."""
+    if process_count() > 1:
+        raise UserError(
+            f"--tree=auto measures in one process, not in {process_count()}; name a tree, such as "
+            "the one that --tree=auto chose in one process"
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """The result of a race.
+
+    name: of the tree, for `parse_tree`; PLAIN where speculation does not pay.
+    rates: tokens a second of every candidate, the median of its turns.
+    path: the file that remembers the choice; None where it could not be written.
+    """
+
+    name: str
+    rates: Mapping[str, float]
+    path: Path | None
+
+    def apply(self, models: Models) -> Models:
+        """Return the models with the chosen tree, or without the draft."""
+        return models.plain() if self.name == PLAIN else models.with_tree(parse_tree(self.name))
+
+    def __str__(self) -> str:
+        # Plain decoding comes first among the others: it is what a tree has to beat.
+        others = sorted((name for name in self.rates if name != self.name), key=PLAIN.__ne__)
+        figures = ", ".join(f"{name} {self.rates[name]:.1f}" for name in others)
+        figures = f"{self.rates[self.name]:.1f} tokens/s" + (figures and f"; {figures}")
+        chosen = "none, plain decoding" if self.name == PLAIN else self.name
+        kept = "not remembered" if self.path is None else f"remembered in {self.path}"
+        return f"tree: {chosen} ({figures}), {kept}"
+
+
+def with_fastest_tree(
+    models: Models,
+    rows: Sequence[Prompt | BadPrompt],
+    batch_size: int,
+    sampling: SamplingConfig,
+    warping: SamplingParams,
+    resumed: Path | None = None,
+) -> Models:
+    """Return the models with the tree of `fastest_tree`, or without the draft; print the choice.
+
+    rows: the run's own prompts. Where none of them can be read, the draft's own tree stays.
+    resumed: a row file; if it has rows already, their tree is used again.
+    """
+    # Another tree would be refused in a file that was begun.
+    if resumed is not None and resumed.is_file() and resumed.stat().st_size:
+        try:
+            tree = parse_tree(read_json_object(manifest_path(resumed))["settings"]["tree"])
+        except (UserError, KeyError, TypeError, AttributeError):
+            pass  # the row writer reports what is wrong with the manifest
+        else:
+            say(f"tree: {tree.name}, which {resumed} was begun with")
+            return models.with_tree(tree) if tree.num_nodes else models.plain()
+
+    prompts: list[list[int]] = []
+    vocabulary = models.base.config.vocab_size
+    for row in rows:
+        # A bad row fails by itself when its turn comes.
+        with contextlib.suppress(UserError):
+            if isinstance(row, Prompt) and len(prompts) < TURNS * batch_size:
+                prompts.append(encode_prompt(row, models.tokenizer, vocabulary))
+    if not prompts:
+        return models
+    with passing_note("timing trees"):
+        choice = fastest_tree(models, prompts, batch_size, sampling, warping)
+    say(str(choice))
+    return choice.apply(models)
+
+
+def fastest_tree(
+    models: Models,
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+    sampling: SamplingConfig = GREEDY,
+    warping: SamplingParams = COLD,
+) -> Choice:
+    """Return the tree that decodes these prompts fastest, measured now or remembered.
+
+    models: a base with a draft; the draft's own tree is one of the candidates.
+    prompts: token ids; TURNS * batch_size of them are used at most.
+    batch_size: rows decoded at once. sampling, warping: the rules of the run.
+    Raises UserError where no tree suits the head and the rules.
+    """
+    key = _key(models, batch_size, sampling, warping)
+    places = _places(models)
+    for path in places:
+        for kept in _entries(path):
+            if kept["key"] == key:
+                return Choice(kept["tree"], kept["tokens_per_second"], path)
+
+    # Compiling is not part of the race, and neither is the first pass of each way.
+    ways = candidates(models, sampling)
+    with CompileClock() as compiling, exact_matmuls(str(models.dtype)):
+        passes = _passes(ways, prompts, batch_size, sampling, warping, compiling.now)
+        rates = race(passes, TURNS, compiling.now)
+    name = winner(rates)
+    medians = {name: round(statistics.median(own), 2) for name, own in rates.items()}
+    entry = {"key": key, "tree": name, "tokens_per_second": medians}
+    return Choice(name, medians, _remember(places, entry))
+
+
+def candidates(models: Models, sampling: SamplingConfig) -> dict[str, Models]:
+    """Return the ways to decode that enter the race, plain decoding first.
+
+    Raises UserError where plain decoding would be alone.
+    """
+    assert models.head is not None  # a race is between trees of a head
+    depth = min(models.head.config.max_depth or 4, 4)
+    # Few, since each takes seconds to compile; where decoding is slow small trees pay.
+    small = [f"dynamic:5:{depth}:2", f"dynamic:5:{depth}:2+copy:4"]
+    # Trees whose children are drawn have a fixed shape and no copies.
+    if sampling.draft_sampling == "sampled":
+        small = ["paths:0/1/0.0/0.1/0.0.0"]
+    names = [f"chain:{min(depth, 2)}", *small, portable_name(models.tree)]
+    if models.head.config.kind == "lookup":
+        names = ["copy:4", "copy:8", portable_name(models.tree)]
+
+    ways = {PLAIN: models.plain()}
+    for name in names:
+        try:
+            way = models.with_tree(parse_tree(name))
+            way.step(sampling)
+        except UserError:
+            continue  # too deep or too wide for this head
+        ways[name] = way
+    if len(ways) == 1:
+        models.step(sampling)  # raises the reason
+    return ways
+
+
+def _passes(
+    ways: Mapping[str, Models],
+    prompts: Sequence[Sequence[int]],
+    batch_size: int,
+    sampling: SamplingConfig,
+    warping: SamplingParams,
+    clock: Callable[[], float],
+) -> dict[str, Callable[[int], int]]:
+    """Return a function for each way that decodes a turn's prompts and returns new tokens."""
+    new_tokens = FEWEST_TOKENS  # raised below, once the speed is known
+    longest = max(1, ways[PLAIN].base.config.max_position_embeddings - MOST_TOKENS)
+
+    def decode(models: Models, turn: int) -> int:
+        # Each turn continues after the last prompt of the turn before; no slot stays empty.
+        numbers = range(turn * batch_size, (turn + 1) * batch_size)
+        rows = [list(prompts[i % len(prompts)])[-longest:] for i in numbers]
+        requests = [Request(i, row, new_tokens, params=warping) for i, row in enumerate(rows)]
+        engine = models.engine(batch_size, sampling)
+        updates = engine.stream(models.base.params, models.draft_params, requests)
+        return sum(len(update.new_ids) for update in updates)
+
+    # A few tokens compile everything, and show how many a turn has time for.
+    for name, models in ways.items():
+        started = clock()
+        decode(models, 0)
+        if name == PLAIN:
+            seconds = (clock() - started) / FEWEST_TOKENS
+    new_tokens = min(max(int(TURN_SECONDS / seconds), FEWEST_TOKENS), MOST_TOKENS)
+    return {name: functools.partial(decode, models) for name, models in ways.items()}
+
+
+def race(
+    passes: Mapping[str, Callable[[int], int]], turns: int, clock: Callable[[], float]
+) -> dict[str, list[float]]:
+    """Return the tokens a second of each way, turn by turn.
+
+    passes: called with the number of the turn, they return the number of tokens decoded.
+    The first of a turn rotates, so that a slow moment of the machine does not always hit the same
+    way. A way that is far behind leaves the race; plain decoding stays.
+    """
+    rates: dict[str, list[float]] = {name: [] for name in passes}
+    running = list(passes)
+    for turn in range(turns):
+        first = turn % len(running)
+        for name in running[first:] + running[:first]:
+            started = clock()
+            rates[name].append(passes[name](turn) / (clock() - started))
+
+        medians = {name: statistics.median(rates[name]) for name in running}
+        bar = FAR_BEHIND * max(medians.values())
+        running = [name for name in running if name == PLAIN or medians[name] >= bar]
+    return rates
+
+
+def winner(rates: Mapping[str, Sequence[float]]) -> str:
+    """Return the way with the largest median; PLAIN unless a tree beat it in all turns but one.
+
+    Example: {"plain": [10, 10, 10], "a": [14, 14, 9], "b": [20, 9, 9]} gives "a".
+    """
+    plain = rates[PLAIN]
+    # Turns have different prompts, so ways are compared within each turn.
+    wins = {
+        name: sum(a > b for a, b in zip(own, plain, strict=False)) for name, own in rates.items()
+    }
+    paying = [
+        name
+        for name, own in rates.items()
+        if wins[name] >= len(plain) - 1 and statistics.median(own) > statistics.median(plain)
+    ]
+    return max(paying, key=lambda name: statistics.median(rates[name]), default=PLAIN)
+
+
+def _key(
+    models: Models, batch_size: int, sampling: SamplingConfig, warping: SamplingParams
+) -> dict[str, Any]:
+    """Return JSON values that differ where another tree may be the fastest."""
+    device = jax.devices()[0]
+    # All CPUs have one name, so a machine's own stands for its processor.
+    kind = f"cpu of {platform.node()}" if device.platform == "cpu" else device.device_kind
+    assert models.head is not None  # as in `candidates`
+    return {
+        "version": f"{clover_jax.__version__}, jax {jax.__version__}",
+        "device": kind,
+        "mesh": dict(models.mesh.shape) if models.mesh else None,
+        "dtype": str(models.dtype),
+        "int8": list(models.int8),
+        "attention": models.attention,
+        "base": lm_head_hash(models.base)[:16],
+        "draft": f"{models.head.config.kind} {checksum(models.draft_params or {})}",
+        "batch_size": batch_size,
+        "temperature": "above 0" if warping.temperature > 0 else "0",
+        "sampling": sampling.to_dict(),
+    }
+
+
+def _places(models: Models) -> list[Path]:
+    """Return the files that may remember a choice, the preferred one first."""
+    assert models.draft is not None  # as in `candidates`
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    places = [cache / "clover_jax" / FILE]
+    source = models.draft.source
+    folder = None if needs_no_file(source) else native_directory(Path(source).expanduser())
+    return places if folder is None else [folder / FILE, *places]
+
+
+def _entries(path: Path) -> list[dict[str, Any]]:
+    """Return the choices in a file; none where it is missing or cannot be read."""
+    try:
+        entries = list(read_json_object(path)["choices"])
+        return [entry for entry in entries if {"key", "tree", "tokens_per_second"} <= set(entry)]
+    except (UserError, KeyError, TypeError):
+        return []
+
+
+def _remember(places: Sequence[Path], entry: dict[str, Any]) -> Path | None:
+    """Add a choice to the first file that can be written, and return its path."""
+    for path in places:
+        choices = [*_entries(path), entry]
+        try:
+            with atomic_file(path) as unfinished:
+                unfinished.write_text(json.dumps({"choices": choices}, indent=1) + "\n")
+        except OSError:
+            continue
+        return path
+    return None
+
+
+def with_attention(
+    models: Models, name: str, batch_size: int, platform: str | None = None
+) -> Models:
+    """Return models with the implementation of `--attention`; auto is measured on a TPU or GPU.
+
+    The platform's kernel is used where it agrees with XLA's program on a random cache of the run's
+    shapes and reads it faster.
+    platform: of the programs; None is this process's. Several processes use XLA's program: with
+        different clocks they could choose differently.
+    """
+    kernel = KERNELS.get(platform or jax.default_backend())
+    if name != "auto" or kernel is None or process_count() > 1:
+        return models
+    batch = Placement(models.mesh).whole_rows(batch_size)
+    chosen = "xla"
+    try:
+        with passing_note("timing attention"), Placement(models.mesh).in_use():
+            runs = _attention_runs(models, batch, kernel)
+            by_xla, by_kernel = (run().astype(jnp.float32) for run in runs.values())
+            apart = float(jnp.abs(by_xla - by_kernel).max())
+            seconds = time_in_turns(runs, rounds=9)
+    except Exception as error:  # compilers raise errors of every kind, and XLA's program works
+        reason = f"{kernel} does not run here: {reason_of(error)[:200]}"
+    else:
+        reason = ", ".join(
+            f"{name} {1e6 * taken:.0f} us a layer" for name, taken in seconds.items()
+        )
+        if not apart < APART[str(models.dtype)]:  # or NaN
+            reason = f"{kernel} differs by {apart:.1e}"
+        elif seconds[kernel] < seconds["xla"]:
+            chosen = kernel
+    say(f"attention: {chosen} ({reason})")
+    return dataclasses.replace(models, attention=chosen)
+
+
+def _attention_runs(models: Models, batch: int, kernel: str) -> dict[str, Callable[[], jax.Array]]:
+    """Return functions that read one layer's random cache with XLA's program and the kernel."""
+    config, slots = models.base.config.layer, models.tree.num_slots
+    context = fitting_context(models, room=0)
+    size = cache_size(models, context, room=0)
+    keys = iter(jax.random.split(jax.random.key(0), 5))
+
+    def normal(*shape: int) -> jax.Array:
+        return jax.random.normal(next(keys), (batch, config.num_kv_heads, *shape), models.dtype)
+
+    query = normal(config.num_groups, slots, config.head_dim)
+    fresh = KeyValue(normal(slots, config.head_dim), normal(slots, config.head_dim))
+    cache = KeyValue(normal(size, config.head_dim), normal(size, config.head_dim))
+    mask = jnp.broadcast_to(jnp.tril(jnp.ones((slots, slots), bool)), (batch, slots, slots))
+    # Rows of all lengths, from none to the whole context.
+    length = jnp.linspace(context, 0, batch).astype(jnp.int32)
+
+    def run(attention: str) -> Callable[[], jax.Array]:
+        committed = read_with(cache_reader(attention), cache)
+        return functools.partial(jax.jit(attend), query, fresh, mask, committed, length)
+
+    return {name: run(name) for name in ("xla", kernel)}

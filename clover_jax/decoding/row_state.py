@@ -1,0 +1,303 @@
+"""One prompt row: its turns, one request after the other, and the text of their answers."""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+from clover_jax.config import BaseConfig
+from clover_jax.data.detokenization import TextStream
+from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.prompts import Prompt
+from clover_jax.decoding.answer_text import AnswerText, StopCut
+from clover_jax.decoding.models import Models
+from clover_jax.decoding.requests import Generation, Request, RowUpdate
+from clover_jax.decoding.row_settings import GenerationSettings, Grain
+from clover_jax.errors import UserError
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One answer, with the keys of an output row in their order.
+
+    text, finish_reason: None until the answer is complete; text is None without a tokenizer too.
+    """
+
+    prompt_ids: list[int]
+    output_ids: list[int]
+    text: str | None
+    accepted: list[int]
+    target_forwards: int
+    tau: float | None
+    seconds: float
+    finish_reason: str | None
+
+
+class Piece(NamedTuple):
+    """A piece of an answer: the tokens of a chunk, of a forward pass, or of a part of one.
+
+    forward: number of the forward pass, 0 for prefill; the last one of a chunk. ids: the tokens.
+    text: the new text that can no longer change; "" without a tokenizer.
+    is_copied: whether the tokens were copied from the text; False if that is not tracked.
+    is_settled: whether no later stop string can remove any of the tokens so far.
+    """
+
+    forward: int
+    ids: list[int]
+    text: str
+    is_copied: bool = False
+    is_settled: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class TurnProgress:
+    """The progress of a row's current turn.
+
+    turn: the answer so far, or all of it when `ended`, cut at a stop string.
+    generation: the engine's result, with drafted tokens, and with tokens beyond a stop string.
+    pieces: the new tokens and text, if the row is watched.
+    num_cut: tokens of the turn's prompt that did not fit into the context.
+    """
+
+    turn: Turn
+    generation: Generation
+    pieces: list[Piece]
+    ended: bool
+    num_cut: int
+
+
+class Skipped(Exception):
+    """A row that is left out at the user's request, with the reason."""
+
+
+class ContextOverflow(UserError):
+    """A prompt of `num_tokens` tokens leaves no room in the context."""
+
+    def __init__(self, message: str, num_tokens: int):
+        super().__init__(message)
+        self.num_tokens = num_tokens
+
+
+def fit_context(
+    ids: list[int], base: BaseConfig, settings: GenerationSettings, source: str
+) -> list[int]:
+    """Return a prompt that leaves room for a token: `ids` itself, or its end.
+
+    A truncated prompt leaves room for max_new_tokens, but keeps at least half of the context, and
+    keeps a beginning-of-sequence token.
+
+    Raises ContextOverflow or Skipped, depending on settings.context_overflow.
+    """
+    context = base.max_position_embeddings
+    if len(ids) < context:
+        return ids
+    too_long = f"{source}: the prompt has {len(ids)} tokens and the base's context is {context}"
+    if settings.context_overflow == "error":
+        raise ContextOverflow(
+            f"{too_long}; shorten it, or give --context_overflow=truncate_left, or =skip", len(ids)
+        )
+    if settings.context_overflow == "skip":
+        raise Skipped(too_long)
+    # At least half of the context stays for the question.
+    room = max(context - settings.max_new_tokens, context // 2)
+    first = ids[:1] if ids[0] == base.bos_token_id else []
+    return first + ids[len(ids) - room + len(first) :]
+
+
+class RowState:
+    """A row that is being decoded: its answers so far, and the text of the current one."""
+
+    def __init__(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings,
+        models: Models,
+        watched_by: Grain | None = None,
+    ):
+        """Take the row; raises UserError for settings that it cannot have.
+
+        watched_by: the unit of a piece of streamed text: a chunk of steps, a forward pass, or the
+            copies within a forward pass, in the order of their cost to the host. None if the text
+            is needed only at the end.
+        """
+        self.prompt = prompt
+        self._settings = settings.for_row(prompt)
+        self._models, self._watched_by = models, watched_by
+        self._turns: list[Turn] = []
+        if self._settings.stop and models.tokenizer is None:
+            raise UserError(
+                f"{prompt.source}: stop strings need the base's tokenizer files, which are "
+                "missing; leave stop out"
+            )
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether every turn has its answer."""
+        return len(self._turns) == self.prompt.num_turns
+
+    @property
+    def is_followed(self) -> bool:
+        """Whether its text is needed before its end: it is streamed, or may be cut."""
+        return bool(self._watched_by or self._settings.stop)
+
+    def next_request(self) -> Request:
+        """Return what to decode for the next turn.
+
+        Raises UserError or Skipped when the turn cannot be decoded, naming the row.
+        """
+        base, tokenizer = self._models.base.config, self._models.tokenizer
+        # Text instead of ids, since a template may rewrite earlier answers.
+        answers = [turn.text or "" for turn in self._turns]
+        ids = encode_prompt(self.prompt, tokenizer, base.vocab_size, answers)
+        fitting = fit_context(ids, base, self._settings, self.prompt.source)
+
+        # The text of each turn continues the turn's own prompt.
+        self._num_cut, self._num_seen = len(ids) - len(fitting), 0
+        self._answer = None
+        if tokenizer is not None:
+            stop = tuple(self._settings.stop or ())
+            self._answer = AnswerText(stop, lambda: TextStream(tokenizer, fitting))
+        return Request(
+            self.prompt.index,
+            fitting,
+            self._settings.max_new_tokens,
+            () if self._settings.ignore_eos else base.eos_token_ids,
+            params=self._settings.warping,
+            seed=self._settings.seed,
+            turn=len(self._turns),
+            sources=self._sources(),
+            min_new_tokens=self._settings.min_new_tokens,
+            logit_bias=self._settings.logit_bias,
+        )
+
+    def _sources(self) -> list[Sequence[int]]:
+        """Return the texts, other than the row's own, that drafts may be copied from."""
+        models, prediction = self._models, self.prompt.prediction
+        if not models.copies:
+            return []
+        sources: list[Sequence[int]] = [models.copy_from] if models.copy_from else []
+        if prediction is not None and models.tokenizer is not None:
+            # An answer is no longer than the context.
+            ids = models.tokenizer(prediction, add_special_tokens=False)["input_ids"]
+            # First, since a text that does not fit is cut off at the end.
+            sources.insert(0, ids[: models.base.config.max_position_embeddings])
+        return sources
+
+    def take(self, progress: RowUpdate) -> TurnProgress:
+        """Take in new tokens of the current turn; stop it at a stop string."""
+        row = progress.row
+        pieces, cut = self._watch(row) if self._watched_by else ([], None)
+        # Otherwise the text is detokenized at once, at the end.
+        if self._answer and not self._watched_by and (self._settings.stop or progress.done):
+            cut = self._answer.take(row.output_ids)
+        ended = progress.done or cut is not None
+        if cut is not None:
+            # The engine's result continues to the end of the chunk. Forward passes after the stop
+            # string are dropped with their tokens, so that tau is 1 for plain decoding.
+            progress.stop()
+            kept = dataclasses.replace(
+                row,
+                output_ids=row.output_ids[: cut.num_kept],
+                accepted=row.accepted[: forwards_until(row.accepted, cut.num_kept)],
+                finish_reason="stop",
+            )
+            turn = _turn(kept, cut.text)
+        else:
+            turn = _turn(row, self._answer.whole() if self._answer and ended else None)
+
+        # The end of an answer completes text that was held back.
+        if ended:
+            self._turns.append(turn)
+            if self._watched_by and self._answer:
+                pieces.append(Piece(row.target_forwards, [], self._answer.rest(turn.text or "")))
+        return TurnProgress(turn, row, pieces, ended, self._num_cut)
+
+    def _watch(self, row: Generation) -> tuple[list[Piece], StopCut | None]:
+        """Return the new pieces, up to the one that completes a stop string."""
+        pieces: list[Piece] = []
+        for forward, ids, is_copied in self._parts(row):
+            self._num_seen += len(ids)
+            cut = self._answer.take(row.output_ids[: self._num_seen]) if self._answer else None
+            # Later pieces of the same chunk must not be shown.
+            if cut is not None:
+                kept = max(cut.num_kept - self._num_seen + len(ids), 0)
+                return [*pieces, Piece(forward, ids[:kept], "", is_copied)], cut
+            text = self._answer.settled() if self._answer else ""
+            is_settled = self._answer is None or self._answer.is_settled
+            pieces.append(Piece(forward, ids, text, is_copied, is_settled))
+        return pieces, None
+
+    def _parts(self, row: Generation) -> Iterator[tuple[int, list[int], bool]]:
+        """Yield the new parts of a row: the forward, its tokens, whether they were copied."""
+        if self._watched_by == "chunk":
+            if ids := row.output_ids[self._num_seen :]:
+                yield row.target_forwards, ids, False
+            return
+        for forward, ids in forward_groups(row, self._num_seen):
+            parts = [(ids, False)]
+            if self._watched_by == "copy":
+                parts = copied_parts(row, forward, ids)
+            yield from ((forward, *part) for part in parts)
+
+    def output_row(self) -> dict[str, Any]:
+        """Return the finished row's output; with several turns each value is a list."""
+        columns = [dataclasses.asdict(turn) for turn in self._turns]
+        if self.prompt.num_turns == 1:
+            return {"index": self.prompt.index, **columns[0]}
+        joined = {name: [column[name] for column in columns] for name in columns[0]}
+        return {"index": self.prompt.index, **joined}
+
+
+def forward_groups(turn: Generation | Turn, first: int) -> Iterator[tuple[int, list[int]]]:
+    """Yield the tokens from number `first` on by forward pass; prefill is 0.
+
+    Example: ids 5 6 7 8 9 with accepted [2, 4] are (0, [5]), (1, [6, 7, 8]) and (2, [9]): a limit
+    cut the last forward pass.
+    """
+    # Prefill emits one token; a forward pass its accepted ones and the base's own.
+    counts = [1, *(accepted + 1 for accepted in turn.accepted)]
+    for number, end in enumerate(accumulate(counts)):
+        ids = turn.output_ids[max(first, end - counts[number]) : end]
+        if ids:
+            yield number, ids
+
+
+def copied_parts(turn: Generation, forward: int, ids: list[int]) -> list[tuple[list[int], bool]]:
+    """Return the tokens of a forward pass in parts, each with whether they were copied.
+
+    Example: ids 5 6 7 8 of a forward pass that accepted 3 tokens, 2 of them copied, are
+    ([5], False), ([6, 7], True) and ([8], False).
+    """
+    accepted = copied = 0
+    if forward and turn.copied:  # prefill copies nothing
+        accepted, copied = turn.accepted[forward - 1], turn.copied[forward - 1]
+    # Tokens of the head, copies, then the base's own token; a limit may have cut any of them.
+    parts = [(ids[: accepted - copied], False), (ids[accepted - copied : accepted], True)]
+    return [part for part in [*parts, (ids[accepted:], False)] if part[0]]
+
+
+def forwards_until(accepted: Sequence[int], num_tokens: int) -> int:
+    """Return how many forward passes it took to emit a number of tokens, with prefill's token.
+
+    Example: accepted [2, 0, 3] emits 1 + 3 + 1 + 4 tokens, so 1 token took 0 passes, 4 took 1,
+    5 took 2 and 6 took 3.
+    """
+    # emitted[k]: tokens of prefill and the first k passes together.
+    emitted = list(accumulate((count + 1 for count in accepted), initial=1))
+    return min(bisect_left(emitted, num_tokens), len(accepted))
+
+
+def _turn(row: Generation, text: str | None) -> Turn:
+    return Turn(
+        prompt_ids=row.prompt_ids,
+        output_ids=row.output_ids,
+        text=text,
+        accepted=row.accepted,
+        target_forwards=row.target_forwards,
+        tau=row.tau,
+        seconds=round(row.seconds, 6),
+        finish_reason=row.finish_reason,
+    )

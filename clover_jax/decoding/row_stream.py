@@ -1,0 +1,209 @@
+"""Prompt rows through an engine: each turn is a request; a bad row is reported and left out."""
+
+from __future__ import annotations
+
+import collections
+import dataclasses
+import itertools
+import numbers
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any
+
+from clover_jax.data.prompts import BadPrompt, Prompt
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.models import Models
+from clover_jax.decoding.requests import Request, RowUpdate
+from clover_jax.decoding.row_settings import GenerationSettings, Grain, sampling_for
+from clover_jax.decoding.row_state import RowState, Skipped, TurnProgress
+from clover_jax.errors import UserError
+from clover_jax.runtime.dtypes import exact_matmuls
+
+
+@dataclasses.dataclass(frozen=True)
+class RowEvent:
+    """New tokens of a row, or its end.
+
+    prompt: the input row. progress: of its current turn; None if the row failed or was skipped.
+    row: the output row at the end: {"index", ...}, {"index", "error"} or {"index", "skipped"}.
+    """
+
+    prompt: Prompt | BadPrompt
+    progress: TurnProgress | None = None
+    row: dict[str, Any] | None = None
+
+
+def open_stream(
+    models: Models,
+    prompts: Sequence[Prompt | BadPrompt],
+    settings: GenerationSettings,
+    *,
+    batch_size: int = 1,
+    seed: int = 0,
+    steps_per_chunk: int = 8,
+    part: slice = slice(None),
+    strict: bool = False,
+    is_watched: bool = False,
+) -> RowStream:
+    """Return the events of decoding rows, for commands and the library.
+
+    batch_size: rows decoded at once, or all of them if there are fewer.
+    part: the rows to decode, if an earlier run has decoded the others. The engine is made for all
+        rows, so that these are the same as in one run.
+    strict: a row that fails raises its UserError after the rows before it are finished.
+    is_watched: whether events bring text while a row runs.
+    Raises UserError for a batch size below 1.
+    """
+    if not isinstance(batch_size, numbers.Integral):
+        raise UserError(f"batch_size must be a whole number, not {batch_size!r}")
+    if batch_size < 1:
+        raise UserError(f"batch_size ({batch_size}) must be at least 1")
+    left = prompts[part]
+    engine = models.engine(
+        batch_size=max(1, min(batch_size, len(left))),
+        sampling=sampling_for(settings, prompts),
+        seed=seed,
+        steps_per_chunk=steps_per_chunk,
+        source_size=source_size(models, prompts),
+    )
+    return RowStream(engine, models, left, settings, strict, is_watched)
+
+
+def source_size(models: Models, prompts: Iterable[Prompt | BadPrompt]) -> int:
+    """Return the room, in tokens, that an engine needs for texts to copy from; 0 for none."""
+    if not models.copies:
+        return 0
+    # A token has at least one byte, and a text is cut to the context.
+    given = [row.prediction for row in prompts if isinstance(row, Prompt) and row.prediction]
+    longest = max((len(text.encode()) for text in given), default=0)
+    longest = min(longest, models.base.config.max_position_embeddings)
+    texts = [size for size in (longest, len(models.copy_from)) if size]
+    # A power of two, so that few programs are compiled; a padding token begins each text.
+    return 1 << (sum(texts) + len(texts) - 1).bit_length() if texts else 0
+
+
+class RowStream:
+    """Decodes prompt rows in the slots of an engine; iterate over it once for the events.
+
+    A row starts when a slot is free; rows end in any order. Float32 matmuls are exact here,
+    whatever precision the caller has set.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        models: Models,
+        prompts: Sequence[Prompt | BadPrompt],
+        settings: GenerationSettings,
+        strict: bool = False,
+        is_watched: bool = False,
+    ):
+        """Take the rows; with `strict` the first that fails raises its UserError.
+
+        Then no further row starts, and the running rows are finished first.
+        """
+        self.batch_size = engine.batch_size
+        self._engine, self._models = engine, models
+        self._settings, self._strict = settings, strict
+        self._watched_by: Grain | None = "forward" if is_watched else None
+        self._failure: UserError | None = None
+        # Index -> running row, or conversation between two turns.
+        self._states: dict[int, RowState] = {}
+        self._next_turns: collections.deque[Prompt] = collections.deque()
+        self._not_decoded: collections.deque[RowEvent] = collections.deque()
+        self._requests: Iterator[Request | None] = self._make_requests(iter(prompts))
+
+    def warm_up(self) -> None:
+        """Compile the programs before the first row, so that no row's time includes it."""
+        first = next(self._requests)
+        if first is not None:
+            # The same number of positions, so the same buffers, without reading the prompt twice.
+            length = len(first.prompt_ids)
+            short = dataclasses.replace(
+                first,
+                prompt_ids=first.prompt_ids[:1],
+                max_new_tokens=first.max_new_tokens + length - 1,
+            )
+            for progress in self._stream(iter([short])):
+                progress.stop()  # one chunk has compiled everything
+        # The row itself has not been decoded.
+        self._requests = itertools.chain([first], self._requests)
+
+    def __iter__(self) -> Iterator[RowEvent]:
+        for progress in self._stream(self._requests):
+            # Rows that failed while slots were filled.
+            yield from self._take_not_decoded()
+            # The next turn of a conversation needs this answer; another row may take the slot.
+            state = self._states[progress.row.index]
+            taken, row = state.take(progress), None
+            if state.is_finished:
+                row = self._states.pop(state.prompt.index).output_row()
+            elif taken.ended:
+                self._next_turns.append(state.prompt)
+            yield RowEvent(state.prompt, taken, row)
+        # Rows that failed after the last update, or all rows if none could be decoded.
+        yield from self._take_not_decoded()
+        if self._failure is not None:
+            raise self._failure
+
+    def _stream(self, requests: Iterator[Request | None]) -> Iterator[RowUpdate]:
+        params = self._models.base.params
+        steps = self._engine.stream(params, self._models.draft_params, requests)
+        while True:
+            # Around each step and not around the loop, which would include the consumer's work.
+            with exact_matmuls(str(params["embedding"].dtype)):
+                progress = next(steps, None)
+            if progress is None:
+                return
+            yield progress
+
+    def _take_not_decoded(self) -> Iterator[RowEvent]:
+        while self._not_decoded:
+            yield self._not_decoded.popleft()
+
+    def _make_requests(self, prompts: Iterator[Prompt | BadPrompt]) -> Iterator[Request | None]:
+        """Yield requests without end, or None while there are none.
+
+        The next turn of a conversation comes before new rows.
+        """
+        while True:
+            if self._next_turns:
+                request = self._request(self._next_turns.popleft())
+            else:
+                prompt = None if self._failure else next(prompts, None)
+                if prompt is None:
+                    yield None
+                    continue
+                request = self._request(prompt)
+            if request is not None:
+                yield request
+
+    def _request(self, prompt: Prompt | BadPrompt) -> Request | None:
+        """Return a row's next request, or None if it failed or was skipped."""
+        try:
+            if isinstance(prompt, BadPrompt):
+                raise UserError(prompt.error)
+            if prompt.index not in self._states:
+                state = RowState(prompt, self._settings, self._models, self._watched_by)
+                self._states[prompt.index] = state
+            request = self._states[prompt.index].next_request()
+            try:
+                self._engine.check(request)
+            except UserError as error:
+                raise UserError(f"{prompt.source}: {error}") from error
+            return request
+
+        # A bad row does not affect the others, unless `strict` asks for all or none.
+        except Skipped as skipped:
+            self._leave_out(prompt, "skipped", str(skipped))
+        except UserError as error:
+            if self._strict:
+                self._failure = self._failure or error
+                self._states.pop(prompt.index, None)
+            else:
+                self._leave_out(prompt, "error", str(error))
+        return None
+
+    def _leave_out(self, prompt: Prompt | BadPrompt, key: str, reason: str) -> None:
+        # A conversation fails as a whole.
+        self._states.pop(prompt.index, None)
+        self._not_decoded.append(RowEvent(prompt, row={"index": prompt.index, key: reason}))

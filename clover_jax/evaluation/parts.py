@@ -1,0 +1,197 @@
+"""Jit the functions that a step calls, one by one, to time them as its parts.
+
+All parts work on one state at one length: their changes of small arrays are dropped, so a part
+costs the same at every call. Buffers that a part writes to are donated, as in the engine.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from clover_jax.array_types import PyTree
+from clover_jax.decoding.decode_states import running_state
+from clover_jax.decoding.models import Models
+from clover_jax.decoding.programs import Placement, options_here
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
+from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.step import (
+    StepConfig,
+    Weights,
+    absorb_pending,
+    accept,
+    commit,
+    draft_tree,
+    roots,
+    speculate_and_verify,
+    verify_tree,
+)
+from clover_jax.decoding.tree_config import CopyTree, Tree, TreeConfig
+from clover_jax.evaluation.loops import STEPS, step_loop, steps_at_once
+from clover_jax.evaluation.work import Work, count_work
+from clover_jax.models.cache import key_values
+from clover_jax.runtime.turns import Run
+
+_BUFFERS = ("tokens", "cache", "draft_cache")  # fields of the state that a step updates in place
+
+# (weights, state, ...) -> (state with its buffers updated, anything else to be consumed)
+Stage = Callable[..., tuple[DecodeState, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """A part to time. work: of its products with weights. cache_bytes: read, for all rows."""
+
+    run: Run
+    work: Work
+    cache_bytes: float = 0.0
+
+
+class Bench:
+    """A state and its weights, which all parts use."""
+
+    def __init__(self, models: Models, batch: int, size: int, context: int):
+        """Make a state with `context` committed positions, placed as the models are.
+
+        size: of its buffers, which the parts donate and return.
+        """
+        self.models = models
+        state = Placement(models.mesh).state(running_state(models, batch, size, context))
+        # Kept apart: the buffers are donated, while every part reads the small arrays.
+        self._buffers = {name: getattr(state, name) for name in _BUFFERS}
+        self._small = state.replace(**dict.fromkeys(_BUFFERS, ()))
+        live = context / size  # the share of the caches that holds anything
+        self.base_cache_bytes = live * _num_bytes(state.cache)
+        # Anything else that a head keeps is looked up, a few entries a step.
+        self.draft_cache_bytes = live * _num_bytes(key_values(state.draft_cache))
+
+    @property
+    def state(self) -> DecodeState:
+        """The whole state, as it is now."""
+        return self._small.replace(**self._buffers)
+
+    def updating(self, stage: Stage, *more: Any, cache_bytes: float = 0.0) -> Part:
+        """Return a part that updates the buffers in place: stage(weights, state, *more).
+
+        more: arrays that the stage reads. If it closed over them they would be literals, and the
+        compiler would compute ahead what it gathers from them.
+        """
+
+        def apply(
+            weights: Weights, buffers: PyTree, small: DecodeState, *more: Any
+        ) -> tuple[PyTree, Any]:
+            state, rest = stage(weights, small.replace(**buffers), *more)
+            left = state.replace(**dict.fromkeys(_BUFFERS, ()))
+            return {name: getattr(state, name) for name in _BUFFERS}, (left, rest)
+
+        program = jax.jit(apply, donate_argnums=1, compiler_options=options_here())
+
+        # The buffers passed in are consumed; the next run takes the returned ones.
+        def run() -> Any:
+            self._buffers, rest = program(self.models.weights, self._buffers, self._small, *more)
+            return rest
+
+        work = count_work(lambda *given: stage(*given)[1], self.models.weights, self.state, *more)
+        return Part(run, work, cache_bytes)
+
+    def reading(self, stage: Callable[..., Any], *more: Any, cache_bytes: float = 0.0) -> Part:
+        """Return a part that changes nothing: stage(weights, state, *more)."""
+        program = jax.jit(stage, compiler_options=options_here())
+
+        def run() -> Any:
+            return program(self.models.weights, self.state, *more)
+
+        work = count_work(stage, self.models.weights, self.state, *more)
+        return Part(run, work, cache_bytes)
+
+
+def step_part(bench: Bench, sampling: SamplingConfig = GREEDY) -> Part:
+    """Return the whole step."""
+    stage = functools.partial(speculate_and_verify, bench.models.step(sampling))
+    return bench.updating(stage, cache_bytes=bench.base_cache_bytes + bench.draft_cache_bytes)
+
+
+def chunk_run(bench: Bench, sampling: SamplingConfig) -> Run:
+    """Return STEPS steps as the engine runs them, without the host's reads of the text."""
+    part = bench.updating(functools.partial(step_loop, bench.models.step(sampling)))
+
+    def run() -> Any:
+        for _ in range(STEPS // steps_at_once()):
+            result = part.run()
+        return result
+
+    return run
+
+
+def stage_parts(bench: Bench, sampling: SamplingConfig = GREEDY) -> dict[str, Part]:
+    """Return absorb, draft (whole, and cut to its first levels), verify, accept and commit.
+
+    "draft" is the last of "draft to level 1", "draft to level 2", ...
+    """
+    config, levels = bench.models.step(sampling), bench.models.levels
+
+    # Each stage runs once here, because the next one reads its result.
+    def absorb(weights: Weights, state: DecodeState) -> tuple[DecodeState, Any]:
+        # The cache is updated in place; the next stage drafts from `head_state`.
+        head_state, cache = absorb_pending(config, weights, state)
+        return state.replace(draft_cache=cache), head_state
+
+    parts = {"absorb": bench.updating(absorb, cache_bytes=bench.draft_cache_bytes)}
+    head_state = parts["absorb"].run()[1]
+
+    def draft(config: StepConfig, weights: Weights, state: DecodeState, head_state: Any) -> Any:
+        return draft_tree(config, weights, state, roots(state), head_state)
+
+    # The draft cut to its first levels, so that differences are the time of a level.
+    for depth in range(1, levels + 1):
+        shorter = dataclasses.replace(config, tree=cut_tree(config.tree, depth))
+        # `tree` is static, so every depth is a program of its own.
+        stage = functools.partial(draft, shorter)
+        parts[f"draft to level {depth}"] = bench.reading(stage, head_state)
+    drafted = parts[f"draft to level {levels}"].run()
+
+    def verify(weights: Weights, state: DecodeState, tree: Any) -> Any:
+        return verify_tree(config, weights, state, tree)
+
+    parts["verify"] = bench.reading(verify, drafted.tree, cache_bytes=bench.base_cache_bytes)
+    verified = parts["verify"].run()
+
+    parts["accept"] = bench.reading(
+        lambda weights, state, drafted, verified: accept(config, state, drafted, verified),
+        drafted,
+        verified,
+    )
+    accepted = parts["accept"].run()
+    # As in the step: where a kernel reads the cache, rows are written in another layout.
+    commit_here = functools.partial(commit, by_kernel=config.attention == "pallas")
+    parts["commit"] = bench.updating(
+        lambda weights, *arguments: commit_here(*arguments),
+        drafted.tree,
+        accepted,
+        verified.fresh,
+        verified.features,
+    )
+    return parts
+
+
+def cut_tree(tree: Tree, depth: int) -> Tree:
+    """Return the tree without its deeper levels; copies stay."""
+    if isinstance(tree, CopyTree):
+        drafted = cut_tree(tree.drafted, depth)
+        assert not isinstance(drafted, CopyTree)  # nor was the one that was cut
+        return dataclasses.replace(tree, drafted=drafted)
+    if isinstance(tree, TreeConfig):
+        kept = tuple(path for path in tree.paths if len(path) <= depth)
+        return TreeConfig(f"{tree.name} to level {depth}", kept)
+    # A dynamic tree chooses its nodes among all that it drafts, and fewer levels draft fewer.
+    pool = dataclasses.replace(tree, depth=depth, nodes=1).pool_size
+    nodes = min(tree.nodes, pool) if tree.rule == "dynamic" else tree.nodes
+    return dataclasses.replace(tree, depth=depth, nodes=nodes)
+
+
+def _num_bytes(tree: PyTree) -> int:
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))

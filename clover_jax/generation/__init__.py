@@ -1,1 +1,0 @@
-"""Prompt rows into output rows: what `generate` does."""

@@ -1,1 +1,0 @@
-"""Draft heads on disk: native draft directories and third-party layouts."""

@@ -1,1 +1,0 @@
-"""From conversations to prepared folders: previewed, regenerated, tokenised, features cached."""

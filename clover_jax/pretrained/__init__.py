@@ -1,1 +1,0 @@
-"""Base models in Hugging Face formats: found, read, checked, identified by a fingerprint."""

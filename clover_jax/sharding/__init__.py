@@ -1,1 +1,0 @@
-"""Meshes, and which part of every array lies where on one."""

@@ -1,1 +1,0 @@
-"""Atomic files, row files that resume, training checkpoints."""

@@ -1,1 +1,0 @@
-"""Time the parts of a decoding step, alternating."""

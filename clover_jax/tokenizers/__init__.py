@@ -1,1 +1,0 @@
-"""Tokenizers of bases, loaded without foreign code, and the text of tokens as they come."""

@@ -1,0 +1,329 @@
+"""A config.json says what the decoder must be; anything that it cannot be is refused by name."""
+
+import json
+import math
+
+import pytest
+
+from clover_jax.checkpoints.families import ARCHITECTURES, read_base_config
+from clover_jax.config import RopeConfig
+from clover_jax.errors import UserError
+
+MINIMAL = {
+    "architectures": ["LlamaForCausalLM"],
+    "vocab_size": 96,
+    "hidden_size": 32,
+    "intermediate_size": 88,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
+LLAMA3 = {
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+}
+
+
+@pytest.fixture
+def read_fields(tmp_path):
+    """A function that writes a config.json with changes (and a generation config) and reads it."""
+
+    def read_fields(generation=None, **changes):
+        values = {k: v for k, v in (MINIMAL | changes).items() if v is not ...}
+        (tmp_path / "config.json").write_text(json.dumps(values))
+        if generation is not None:
+            (tmp_path / "generation_config.json").write_text(json.dumps(generation))
+        return read_base_config(tmp_path)
+
+    return read_fields
+
+
+@pytest.fixture
+def read(read_fields):
+    """A function that reads a config.json of an architecture with grouped heads."""
+
+    def read(architecture, **changes):
+        return read_fields(**{"architectures": [architecture], "num_key_value_heads": 2} | changes)
+
+    return read
+
+
+def test_defaults_are_those_of_transformers(read_fields):
+    config = read_fields()
+    assert (config.num_kv_heads, config.head_dim, config.rms_norm_eps) == (4, 8, 1e-6)
+    assert config.rope == RopeConfig(theta=10_000.0)
+    assert config.max_position_embeddings == 2048
+    assert not config.tie_word_embeddings
+    assert not config.qkv_bias
+    assert not config.mlp_bias
+    assert config.eos_token_ids == ()
+
+
+def test_given_shapes_and_biases_are_kept(read_fields):
+    config = read_fields(num_key_value_heads=2, head_dim=16, attention_bias=True, mlp_bias=True)
+    assert (config.num_kv_heads, config.head_dim) == (2, 16)
+    assert (config.qkv_bias, config.output_bias, config.mlp_bias) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "fields, expected",
+    [
+        ({"rope_theta": 5e5, "rope_scaling": None}, RopeConfig(theta=5e5)),
+        ({"rope_parameters": {"rope_theta": 5e5, "rope_type": "default"}}, RopeConfig(theta=5e5)),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 4}},
+            RopeConfig(kind="linear", factor=4.0),
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 1e4, "rope_type": "linear", "factor": 4.0}},
+            RopeConfig(kind="linear", factor=4.0),
+        ),
+        ({"rope_scaling": {"type": "dynamic", "factor": 4}}, RopeConfig()),
+        (
+            {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}, "max_position_embeddings": 64},
+            RopeConfig(
+                kind="yarn",
+                factor=4.0,
+                original_max_position_embeddings=64,
+                attention_factor=0.1 * math.log(4) + 1,
+            ),
+        ),
+        (
+            {
+                "max_position_embeddings": 128,
+                "rope_scaling": {
+                    "rope_type": "longrope",
+                    "short_factor": [1, 1.5, 2, 3],
+                    "original_max_position_embeddings": 32,
+                },
+            },
+            RopeConfig(
+                kind="longrope",
+                pair_factors=(1.0, 1.5, 2.0, 3.0),
+                original_max_position_embeddings=32,
+                attention_factor=math.sqrt(1 + math.log(4) / math.log(32)),
+            ),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_scaling": {"rope_type": "llama3", **LLAMA3}},
+            RopeConfig(theta=5e5, kind="llama3", **LLAMA3),
+        ),
+        (
+            {"rope_parameters": {"rope_theta": 5e5, "rope_type": "llama3", **LLAMA3}},
+            RopeConfig(theta=5e5, kind="llama3", **LLAMA3),
+        ),
+    ],
+)
+def test_rope_in_old_and_new_fields(read_fields, fields, expected):
+    assert read_fields(**fields).rope == expected
+
+
+@pytest.mark.parametrize(
+    "in_config, in_generation, expected",
+    [
+        (2, None, (2,)),
+        ([1, 2], None, (1, 2)),
+        (2, {"eos_token_id": [2, 7]}, (2, 7)),
+        (2, {"temperature": 0.6}, (2,)),
+        (None, {"eos_token_id": 7}, (7,)),
+    ],
+)
+def test_the_generation_config_knows_the_end_ids_best(
+    read_fields, in_config, in_generation, expected
+):
+    assert read_fields(in_generation, eos_token_id=in_config).eos_token_ids == expected
+
+
+def test_null_is_as_absent(read_fields):
+    assert read_fields(max_position_embeddings=None).max_position_embeddings == 2048
+    assert read_fields(num_key_value_heads=None).num_kv_heads == 4
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        (
+            {"architectures": ["GPT2LMHeadModel"]},
+            "architecture GPT2LMHeadModel is not supported; the supported ones are LlamaForCausal",
+        ),
+        ({"architectures": ..., "model_type": "bert"}, "architecture bert is not supported"),
+        ({"architectures": ...}, "architecture none named is not supported"),
+        ({"vocab_size": ...}, "vocab_size must be a positive whole number, not None"),
+        ({"num_hidden_layers": 0}, "num_hidden_layers must be a positive whole number, not 0"),
+        ({"num_attention_heads": 5}, r"hidden_size \(32\) must be divisible by num_attention_h"),
+        ({"num_key_value_heads": 3}, r"num_heads \(4\) must be divisible by num_kv_heads \(3\)"),
+        ({"num_key_value_heads": -2}, "num_key_value_heads must be a positive whole number, not -"),
+        ({"head_dim": "8"}, "head_dim must be a positive whole number, not '8'"),
+        ({"max_position_embeddings": "4096"}, "max_position_embeddings must be a positive whole"),
+        ({"eos_token_id": "2"}, "eos_token_id must be a whole number or a list of them, not '2'"),
+        ({"hidden_act": "gelu"}, "hidden_act 'gelu' is not supported, only silu"),
+        ({"quantization_config": {"bits": 4}}, "quantized checkpoints are not supported"),
+        ({"rope_scaling": {"type": "xpos", "factor": 4}}, "rope type 'xpos' is not supported; the"),
+        (
+            {"rope_scaling": {"type": "yarn"}},
+            "rope type 'yarn' needs a positive number factor, not None",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": "1"}},
+            "short_factor must be a list of positive numbers, not '1'",
+        ),
+        (
+            {"rope_scaling": {"type": "longrope", "short_factor": [1, 2]}},
+            "longrope needs a factor for each of 4 pairs of dimensions, not 2",
+        ),
+        (
+            {"rope_scaling": {"type": "linear"}},
+            "rope type 'linear' needs a positive number fac",
+        ),
+        ({"num_hidden_layers": 10**9}, "num_hidden_layers is 1000000000; at most 10000 are"),
+        ({"architectures": [[]]}, r"architecture \[\] is not supported"),
+        ({"rms_norm_eps": "small"}, "rms_norm_eps must be a positive number, not 'small'"),
+        ({"rope_scaling": "linear"}, "rope_scaling must be an object or null, not 'linear'"),
+        ({"rope_parameters": [1]}, r"rope_scaling must be an object or null, not \[1\]"),
+        ({"rope_parameters": {"rope_theta": -1}}, "rope_theta must be a positive number, not -1"),
+        ({"rope_theta": "big"}, "rope_theta must be a positive number, not 'big'"),
+        ({"head_dim": 7}, r"head_dim \(7\) must be even for rotary positions"),
+        ({"rope_parameters": {"partial_rotary_factor": 0.5}}, "partial_rotary_factor 0.5 is not"),
+    ],
+)
+def test_what_no_llama_can_be_is_refused_by_name(read_fields, changes, message):
+    with pytest.raises(UserError, match=rf"^[^ ]*/config\.json: {message}"):
+        read_fields(**changes)
+
+
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_every_architecture_reads(read, architecture):
+    assert read(architecture, text_config=MINIMAL).vocab_size == 96
+
+
+@pytest.mark.parametrize(
+    "changes, window",
+    [({}, 4096), ({"sliding_window": None}, None), ({"sliding_window": 7}, 7)],
+)
+def test_mistrals_window(read, changes, window):
+    config = read("MistralForCausalLM", **changes)
+    assert config.layer_at(2).sliding_window == window
+    assert config.layer.sliding_window is None  # a head's layer
+    assert not config.qkv_bias
+
+
+def test_qwen2_has_biases_of_q_k_v_and_no_window_unless_used(read):
+    config = read("Qwen2ForCausalLM", sliding_window=5, max_window_layers=1)
+    assert (config.qkv_bias, config.output_bias, config.sliding_window) == (True, False, None)
+    config = read(
+        "Qwen2ForCausalLM", use_sliding_window=True, sliding_window=5, max_window_layers=1
+    )
+    assert [config.layer_at(i).sliding_window for i in range(3)] == [None, 5, 5]
+
+
+@pytest.mark.parametrize("count", [None, -1, 1.5])
+def test_a_count_of_layers_without_a_window_is_a_whole_number(read, count):
+    message = f"max_window_layers must be a whole number, 0 or more, not {count}"
+    with pytest.raises(UserError, match=message):
+        read("Qwen2ForCausalLM", use_sliding_window=True, max_window_layers=count)
+
+
+def test_layer_types_win_over_a_count_of_layers(read):
+    types = ["sliding_attention", "full_attention", "sliding_attention"]
+    config = read("Qwen3ForCausalLM", use_sliding_window=True, sliding_window=5, layer_types=types)
+    assert [config.layer_at(i).sliding_window for i in range(3)] == [5, None, 5]
+
+
+def test_qwen3_has_head_norms_and_wide_heads(read):
+    config = read("Qwen3ForCausalLM")
+    assert (config.query_key_norm, config.head_dim, config.qkv_bias) == (True, 128, False)
+
+
+@pytest.mark.parametrize(
+    "architecture, changes, alibi",
+    [
+        ("BaiChuanForCausalLM", {}, False),
+        ("BaichuanForCausalLM", {"max_position_embeddings": 64}, False),
+        ("BaichuanForCausalLM", {"model_max_length": 64}, True),
+    ],
+)
+def test_baichuans_positions(read, architecture, changes, alibi):
+    config = read(architecture, **changes)
+    assert (config.alibi, config.num_kv_heads) == (alibi, 4)
+    assert config.max_position_embeddings == (64 if changes else 4096)
+
+
+def test_a_text_is_no_longer_than_phis_short_factors_go(read):
+    scaling = {"type": "su", "short_factor": [1.0] * 3, "long_factor": [2.0] * 3}
+    config = read(
+        "Phi3ForCausalLM",
+        rope_scaling=scaling,
+        partial_rotary_factor=0.75,
+        max_position_embeddings=131_072,
+    )
+    assert (config.max_position_embeddings, config.rope.share) == (4096, 0.75)
+    assert config.rope.attention_factor == math.sqrt(1 + math.log(32) / math.log(4096))
+
+
+@pytest.mark.parametrize(
+    "architecture, changes, windows, thetas",
+    [
+        ("Gemma2ForCausalLM", {}, [4096, None] * 3, [1e4] * 6),
+        ("Gemma3ForCausalLM", {}, [4096] * 5 + [None], [1e4] * 5 + [1e6]),
+        (
+            "Gemma3ForCausalLM",
+            {"sliding_window_pattern": 2, "rope_local_base_freq": 2e4, "rope_theta": 3e5},
+            [4096, None] * 3,
+            [2e4, 3e5] * 3,
+        ),
+    ],
+)
+def test_gemmas_layers_alternate(read, architecture, changes, windows, thetas):
+    config = read(architecture, num_hidden_layers=6, **changes)
+    layers = [config.layer_at(i) for i in range(6)]
+    assert [layer.sliding_window for layer in layers] == windows
+    assert [layer.rope.theta for layer in layers] == thetas
+    assert (config.embedding_scale, layers[0].score_scale) == (32**0.5, 1 / 16)
+    assert (config.tie_word_embeddings, layers[0].post_norms) == (True, True)
+
+
+def test_a_config_without_architecture_is_known_by_its_model_type(read_fields):
+    assert read_fields(architectures=..., model_type="qwen2", num_key_value_heads=2).qkv_bias
+
+
+@pytest.mark.parametrize(
+    "architecture, changes, message",
+    [
+        ("MistralForCausalLM", {"sliding_window": 0}, "sliding_window must be a positive whole nu"),
+        (
+            "MistralForCausalLM",
+            {"layer_types": ["full_attention"]},
+            "layer_types must list 3 types",
+        ),
+        (
+            "Qwen2ForCausalLM",
+            {"use_sliding_window": True, "layer_types": ["full_attention", "linear", "x"]},
+            "layer type 'linear' is not supported, only sliding_attention and full_attention",
+        ),
+        (
+            "MixtralForCausalLM",
+            {"num_experts_per_tok": 9},
+            r"num_experts_per_tok \(9\) is more than num_local_experts \(8\)",
+        ),
+        ("GptOssForCausalLM", {"swiglu_limit": 5.0}, "swiglu_alpha 1.702 and swiglu_limit 5.0 are"),
+        (
+            "GptOssForCausalLM",
+            {"quantization_config": {"quant_method": "fp8"}},
+            "quantized checkpoints are not supported",
+        ),
+        ("Qwen3MoeForCausalLM", {"num_experts": 0}, "num_experts must be a positive whole number"),
+        (
+            "Gemma3ForCausalLM",
+            {"use_bidirectional_attention": True},
+            "use_bidirectional_attention is not supported: text is causal",
+        ),
+        ("Gemma2ForCausalLM", {"hidden_activation": "gelu"}, "hidden_act 'gelu' is not supported"),
+        ("Gemma2ForCausalLM", {"attn_logit_softcapping": 0}, "softcapping must be a positive numb"),
+        ("Gemma3ForConditionalGeneration", {"text_config": None}, "text_config must be an object"),
+        ("LlamaForCausalLM", {"architectures": "Llama"}, "architectures must be a list of names"),
+    ],
+)
+def test_what_cannot_be_is_refused(read, architecture, changes, message):
+    with pytest.raises(UserError, match=message):
+        read(architecture, **changes)

@@ -1,0 +1,214 @@
+"""Draft directories come back exactly; what is wrong with one is named."""
+
+import dataclasses
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from clover_jax.checkpoints.card import save_params
+from clover_jax.checkpoints.draft_directory import load_draft, save_draft
+from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.drafters import registry
+from clover_jax.errors import UserError
+from tests.tiny_checkpoints import (
+    assert_trees_equal,
+    copy_of,
+    edit_json,
+    random_base,
+    random_leaves,
+)
+from tests.tiny_models import TINY
+
+PROVENANCE = {"flags": {"steps": 3}, "tau": 2.5}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return random_base(tmp_path_factory.mktemp("base"))
+
+
+@pytest.fixture(scope="module")
+def config(base):
+    return registry.config_for_base("clover2", base.config, num_positions=3)
+
+
+@pytest.fixture(scope="module")
+def params(base, config):
+    return random_leaves(registry.init_shapes(registry.head(config), base.params))
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory, base, config, params):
+    """A draft directory as it was written."""
+    directory = tmp_path_factory.mktemp("drafts") / "head"
+    save_draft(directory, config, params, "paper25", fingerprint(base), PROVENANCE)
+    return directory
+
+
+@pytest.fixture
+def folder(written, tmp_path):
+    """A copy of it that a test may spoil."""
+    return copy_of(written, tmp_path / "head")
+
+
+def test_round_trip_is_exact(written, tmp_path, base, config, params):
+    draft = load_draft(written, base)
+    assert draft.head.config == config
+    assert_trees_equal(draft.params, params)
+    assert (draft.tree, draft.provenance, draft.source) == ("paper25", PROVENANCE, str(written))
+    # The params are cast to the requested type, and are stored in any.
+    narrow = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16), params)
+    assert_trees_equal(load_draft(written, base, jnp.bfloat16).params, narrow)
+    save_draft(tmp_path / "head", config, narrow, None, fingerprint(base), {})
+    assert_trees_equal(load_draft(tmp_path / "head", base, jnp.bfloat16).params, narrow)
+
+
+def test_saving_again_replaces_the_whole(folder, base, config, params):
+    other = jax.tree.map(lambda leaf: leaf + 1, params)
+    save_draft(folder, config, other, "chain:3", fingerprint(base), {})
+    draft = load_draft(folder, base)
+    assert_trees_equal(draft.params, other)
+    assert (draft.tree, draft.provenance) == ("chain:3", {})
+    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+
+
+def test_a_failed_save_leaves_the_old_one(folder, base, config, params):
+    with pytest.raises(TypeError, match="not JSON serializable"):
+        save_draft(folder, config, params, None, fingerprint(base), {"bad": object()})
+    assert load_draft(folder, base).tree == "paper25"
+    assert [path.name for path in folder.parent.iterdir()] == ["head"]
+
+
+def test_a_workdir_gives_its_best_else_its_last(tmp_path, base, config, params):
+    save_draft(tmp_path / "draft", config, params, "last", fingerprint(base), {})
+    assert load_draft(tmp_path, base).tree == "last"
+    save_draft(tmp_path / "best", config, params, "best", fingerprint(base), {})
+    assert load_draft(tmp_path, base).tree == "best"
+
+
+def test_another_base_is_refused_unless_allowed(written, base, tmp_path):
+    other = random_base(tmp_path, seed=1)
+    hashes = [fingerprint(model).lm_head[:12] for model in (base, other)]
+    message = f"trained for another base than random: lm_head {hashes[0]} against {hashes[1]}; give"
+    with pytest.raises(UserError, match=message):
+        load_draft(written, other)
+    assert load_draft(written, other, allow_base_mismatch=True).tree == "paper25"
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"vocab_size": 50}, "the head's vocab_size is 96, but the base random has 50; give"),
+        (
+            {"hidden_size": 16, "head_dim": 4},
+            "the head's hidden_size is 32, but the base random has 16; give",
+        ),
+    ],
+)
+def test_another_width_is_refused_even_if_a_mismatch_is_allowed(
+    written, tmp_path, changes, message
+):
+    other = random_base(tmp_path, dataclasses.replace(TINY, **changes))
+    with pytest.raises(UserError, match=message):
+        load_draft(written, other, allow_base_mismatch=True)
+
+
+def test_a_base_without_a_layer_that_is_read_is_refused_even_then(tmp_path, base):
+    config = registry.config_for_base("clover_lr", base.config)
+    params = random_leaves(registry.init_shapes(registry.head(config), base.params))
+    save_draft(tmp_path / "head", config, params, None, fingerprint(base), {})
+    other = random_base(tmp_path, dataclasses.replace(TINY, num_layers=2))
+    with pytest.raises(UserError, match="reads the state that enters layer 2, but base .* has 2"):
+        load_draft(tmp_path / "head", other, allow_base_mismatch=True)
+
+
+def test_a_rotary_base_is_for_third_party_layouts(written, base):
+    with pytest.raises(UserError, match=r"stores its own rotary base; a rope theta \(500000\)"):
+        load_draft(written, base, rope_theta=5e5)
+
+
+def test_a_folder_that_is_not_a_draft(tmp_path, base):
+    with pytest.raises(UserError, match=r"is not a draft: it has neither draft\.json"):
+        load_draft(tmp_path, base)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"format_version": ...}, "has format_version None; this program reads 1"),
+        ({"tree": 5}, "tree must be a text or null, not 5"),
+        ({"provenance": {"flags": ["a"]}}, r"flags of provenance must be an object.*, not \['a'\]"),
+        (
+            {"provenance": {"flags": {"chat_template": [1]}}},
+            "chat_template of provenance's flags mu",
+        ),
+        ({"base": "tiny"}, "has no 'base' object"),
+        ({"drafter": {"kind": "clover2"}}, "missing 2 required keyword-only arguments: 'layer'"),
+        ({"base": {"color": 1}}, "BaseFingerprint has no field 'color'; its fields are"),
+    ],
+)
+def test_a_spoiled_card_is_named(folder, base, changes, message):
+    edit_json(folder / "draft.json", **changes)
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)
+
+
+@pytest.mark.parametrize(
+    "name, value, message",
+    [
+        ("layer", None, r"draft\.json: 'NoneType' object has no attribute"),
+        ("layer", [], r"draft\.json: 'list' object has no attribute"),
+        ("features", None, r"json: no head can be built from its drafter \(.*\); was it edited"),
+        ("num_positions", 1.5, r"draft\.json: no head can be built from its drafter \(Shapes must"),
+    ],
+)
+def test_a_config_of_the_wrong_types_is_named(folder, base, config, name, value, message):
+    edit_json(folder / "draft.json", drafter=config.to_dict() | {name: value})
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)
+
+
+def test_every_lost_or_altered_file_of_the_params_is_named(written, tmp_path, base):
+    names = list(json.loads((written / "draft.json").read_text())["files"])
+    assert len(names) > 5
+    for index, name in enumerate(names):
+        folder = copy_of(written, tmp_path / f"head{index}")
+        path = folder / "params" / name
+        data = bytearray(path.read_bytes())
+        data[len(data) // 2] ^= 16
+        path.write_bytes(data)
+        with pytest.raises(UserError, match=f"{name} has changed since it was written"):
+            load_draft(folder, base)
+        path.unlink()
+        with pytest.raises(UserError, match=f"{name} is missing; was the draft copied whole"):
+            load_draft(folder, base)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        (lambda p: p.pop("projector_0"), "params lacks tensor projector_0, which its draft.json"),
+        (
+            lambda p: p.update(more={"scale": jnp.ones(3)}),
+            "params has tensor more/scale, which its draft.json does",
+        ),
+        (
+            lambda p: p.update(projector_0_bias=jnp.ones(31)),
+            r"tensor projector_0_bias has shape \(31,\); draft.json asks for \(32,\)",
+        ),
+        (
+            lambda p: p.update(projector_0_bias=p["projector_0_bias"].at[3].set(jnp.nan)),
+            "params: tensor projector_0_bias holds values that are not finite numbers",
+        ),
+    ],
+)
+def test_wrong_tensors_are_named(folder, base, params, edit, message):
+    changed = dict(params)
+    edit(changed)
+    shutil.rmtree(folder / "params")
+    edit_json(folder / "draft.json", files=save_params(folder / "params", changed))
+    with pytest.raises(UserError, match=message):
+        load_draft(folder, base)

@@ -1,0 +1,260 @@
+"""Every family gives the numbers of a torch model: transformers' own, or a Llama repacked."""
+
+import functools
+import json
+from typing import NamedTuple
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from clover_jax.checkpoints.loading import load_base
+from clover_jax.models.attention import CACHE_CHUNK
+from clover_jax.models.score_rules import alibi_slopes
+from tests.tiny_checkpoints import edit_json
+from tests.torch_pairs import (
+    SHAPE,
+    Logits,
+    assert_padded_rows,
+    assert_ragged_decoding,
+    save_random_model,
+    torch_logits,
+)
+
+pytestmark = pytest.mark.parity
+
+# A head count that is no power of two has slopes of another rule.
+SIX_HEADS = {"num_attention_heads": 6, "num_key_value_heads": 6, "hidden_size": 48}
+NO_GROUPS = {"num_key_value_heads": 4}
+WINDOW = 7
+EXPERTS = {"num_local_experts": 5, "num_experts_per_tok": 2, "head_dim": 16}
+GPT_OSS = EXPERTS | {"sliding_window": WINDOW, "intermediate_size": 64}
+# Scores are scaled by another number than the heads' width; one layer has a window, one has none.
+GEMMA = {
+    "head_dim": 16,
+    "query_pre_attn_scalar": 24,
+    "sliding_window": WINDOW,
+    "layer_types": ["full_attention", "sliding_attention"],
+}
+LINEAR = {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+
+
+class Family(NamedTuple):
+    """A random torch model to compare with.
+
+    architecture: the class in transformers, without "ForCausalLM". changes: of the shape.
+    repack: what makes another family's folder of the saved one, and wraps or edits the model.
+    """
+
+    architecture: str
+    changes: dict
+    repack: str | None = None
+
+
+FAMILIES = {
+    "mistral, a short window": Family("Mistral", {"sliding_window": WINDOW}),
+    "mistral, no window": Family("Mistral", {"sliding_window": None, **NO_GROUPS}),
+    "qwen2": Family("Qwen2", {}),
+    "qwen2, some layers with a window": Family(
+        "Qwen2", {"use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+    ),
+    "qwen3": Family(
+        "Qwen3",
+        {"head_dim": 16, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
+    "gpt-oss, a short window": Family("GptOss", GPT_OSS),
+    "gpt-oss, experts in mxfp4": Family("GptOss", GPT_OSS | {"sliding_window": 100}, "mxfp4"),
+    "phi3, fused matrices and longrope of a part of each head": Family(
+        "Phi3",
+        {
+            "head_dim": 8,
+            "original_max_position_embeddings": 66,  # longer texts have other keys
+            "pad_token_id": 0,
+            "rope_parameters": {
+                "rope_type": "longrope",
+                "rope_theta": 1e4,
+                "partial_rotary_factor": 0.5,
+                "short_factor": [1.0, 1.5],
+                "long_factor": [2.0, 4.0],
+            },
+        },
+    ),
+    "phi3, a short window": Family(
+        "Phi3", {"sliding_window": WINDOW, "pad_token_id": 0, **NO_GROUPS}
+    ),
+    "mixtral": Family("Mixtral", EXPERTS | {"sliding_window": WINDOW}),
+    "qwen3-moe, a dense layer": Family(
+        "Qwen3Moe",
+        EXPERTS | {"moe_intermediate_size": 24, "mlp_only_layers": [1], "norm_topk_prob": False},
+    ),
+    "gemma2, caps that bind and a short window": Family(
+        "Gemma2",
+        GEMMA | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 3.0},
+    ),
+    "gemma3, two rotations and a short window": Family(
+        "Gemma3Text", GEMMA | {"rope_parameters": {"full_attention": LINEAR}}
+    ),
+    "gemma3 with images, a window longer than the text": Family(
+        "Gemma3Text", GEMMA | {"sliding_window": 100}, "multimodal"
+    ),
+    "baichuan 7b": Family("Llama", NO_GROUPS, "rotary"),
+    "baichuan 13b": Family("Llama", SIX_HEADS, "alibi"),
+    "baichuan 2": Family("Llama", NO_GROUPS, "normalized"),
+}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def torch():
+    return pytest.importorskip("torch")
+
+
+@pytest.fixture(scope="module")
+def make(torch, tmp_path_factory):
+    """A function that makes a family's (expected logits, base), once for each."""
+    import transformers
+
+    @functools.cache
+    def make(name):
+        family = FAMILIES[name]
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{family.architecture}Config")
+        model = getattr(transformers, f"{family.architecture.removesuffix('Text')}ForCausalLM")
+        folder = tmp_path_factory.mktemp("family")
+        saved = save_random_model(model(config(**(SHAPE | family.changes))), folder)
+        expected = functools.partial(torch_logits, saved)
+        if family.repack:
+            expected = REPACKS[family.repack](saved, folder)
+        return expected, load_base(str(folder))
+
+    return make
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_padded_rows(make, name):
+    """64 tokens, and shorter rows and packed documents beside them."""
+    assert_padded_rows(*make(name))
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_decoding_with_a_cache(make, name):
+    assert_ragged_decoding(*make(name))
+
+
+def test_a_window_leaves_whole_chunks_of_a_long_cache_behind(make):
+    """The first chunk is needed at first, and no longer when the shortest row has grown."""
+    expected, base = make("mistral, a short window")
+    prompts = np.array([10, 19, 0]) + CACHE_CHUNK - 4
+    assert prompts.min() < CACHE_CHUNK < prompts.min() + 20 - WINDOW
+    assert_ragged_decoding(expected, base, 2 * CACHE_CHUNK, prompts)
+
+
+def repack_as_baichuan(folder, architecture="BaichuanForCausalLM", **changes):
+    """Turn a saved Llama into Baichuan's layout."""
+    tensors = load_file(folder / "model.safetensors")
+    for name in [name for name in tensors if name.endswith("q_proj.weight")]:
+        parts = [tensors.pop(name.replace("q_proj", f"{letter}_proj")) for letter in "qkv"]
+        tensors[name.replace("q_proj", "W_pack")] = np.concatenate(parts)
+    save_file(tensors, folder / "model.safetensors")
+    own = {"architectures": [architecture], "model_type": "baichuan", "num_key_value_heads": ...}
+    edit_json(folder / "config.json", **(own | changes))
+
+
+def repack_rotary(model, folder) -> Logits:
+    """7B: the same numbers, in other tensors."""
+    repack_as_baichuan(folder, rope_parameters=...)
+    return functools.partial(torch_logits, model)
+
+
+def repack_alibi(model, folder) -> Logits:
+    """13B: torch's Llama with its rotation taken out and Bloom's ALiBi as a mask."""
+    import torch
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    heads, width = model.config.num_attention_heads, model.config.hidden_size
+
+    class NoRotation(torch.nn.Module):
+        def forward(self, x, position_ids):
+            shape = (*position_ids.shape, width // heads)
+            return torch.ones(shape), torch.zeros(shape)
+
+    model.model.rotary_emb = NoRotation()
+    repack_as_baichuan(folder, max_position_embeddings=..., model_max_length=96)
+
+    def expected(ids):
+        real = torch.ones(1, len(ids), dtype=torch.int64)
+        alibi = build_alibi_tensor(real, heads, torch.float32)  # [N, 1, T]
+        future = torch.triu(torch.full((len(ids), len(ids)), -1e9), diagonal=1)
+        return torch_logits(model, ids, attention_mask=(alibi + future)[None])
+
+    return expected
+
+
+def repack_normalized(model, folder) -> Logits:
+    """Baichuan 2: the rows of lm_head have length 1 when they are used, not as they are stored."""
+    import torch
+
+    repack_as_baichuan(folder, z_loss_weight=0)
+    with torch.no_grad():
+        rows = model.lm_head.weight
+        rows.copy_(torch.nn.functional.normalize(rows))
+    return functools.partial(torch_logits, model)
+
+
+def repack_multimodal(model, folder) -> Logits:
+    """Gemma 3 of 4B and more: the text's fields and tensors are a part of the whole's."""
+    tensors = load_file(folder / "model.safetensors")
+    tensors = {f"language_model.{name}": tensor for name, tensor in tensors.items()}
+    tensors["vision_tower.embeddings.position_embedding.weight"] = np.zeros((4, 4), np.float32)
+    save_file(tensors, folder / "model.safetensors")
+    text = json.loads((folder / "config.json").read_text())
+    whole = {"architectures": ["Gemma3ForConditionalGeneration"], "text_config": text}
+    (folder / "config.json").write_text(json.dumps(whole))
+    return functools.partial(torch_logits, model)
+
+
+def repack_mxfp4(model, folder) -> Logits:
+    """gpt-oss as published: experts of four bits, and biases that are not zero."""
+    import torch
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    tensors, rng = load_file(folder / "model.safetensors"), np.random.default_rng(0)
+    stored = dict(model.named_parameters())
+    with torch.no_grad():
+        for name in [name for name in tensors if ".experts." in name]:
+            if name.endswith("_bias"):
+                stored[name].normal_(std=0.2)
+                tensors[name] = stored[name].numpy()
+                continue
+            number, inputs, outputs = tensors.pop(name).shape
+            blocks = rng.integers(256, size=(number, outputs, inputs // 32, 16), dtype=np.uint8)
+            scales = rng.integers(123, 126, size=blocks.shape[:3], dtype=np.uint8)
+            packed = (torch.tensor(blocks), torch.tensor(scales))
+            stored[name].copy_(convert_moe_packed_tensors(*packed, dtype=torch.float32))
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+    save_file(tensors, folder / "model.safetensors")
+    edit_json(folder / "config.json", quantization_config={"quant_method": "mxfp4"})
+    return functools.partial(torch_logits, model)
+
+
+REPACKS = {
+    "mxfp4": repack_mxfp4,
+    "rotary": repack_rotary,
+    "alibi": repack_alibi,
+    "normalized": repack_normalized,
+    "multimodal": repack_multimodal,
+}
+
+
+def test_baichuan_2_stores_rows_of_any_length(make):
+    """Else normalizing them would change nothing, and the comparison could not fail."""
+    _, base = make("baichuan 2")
+    stored = load_file(base.directory / "model.safetensors")["lm_head.weight"]
+    assert np.abs(np.linalg.norm(stored, axis=1) - 1).max() > 0.1
+
+
+@pytest.mark.parametrize("num_heads", [1, 4, 6, 12, 32, 40])
+def test_alibi_slopes_are_blooms(torch, num_heads):
+    from transformers.models.bloom.modeling_bloom import build_alibi_tensor
+
+    distances = build_alibi_tensor(torch.ones(1, 2, dtype=torch.int64), num_heads, torch.float32)
+    np.testing.assert_allclose(alibi_slopes(num_heads), distances[:, 0, 1].numpy(), rtol=1e-6)

@@ -1,0 +1,290 @@
+"""`--tree=auto`: the race's rules with a given clock, and its choice from prompts to rows."""
+
+import dataclasses
+import json
+
+import numpy as np
+import pytest
+
+from clover_jax import cli, evaluate, generate
+from clover_jax.data.prompts import BadPrompt
+from clover_jax.decoding import race as module
+from clover_jax.decoding.models import load, load_shapes
+from clover_jax.decoding.race import (
+    Choice,
+    candidates,
+    fastest_tree,
+    race,
+    winner,
+    with_fastest_tree,
+)
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
+from clover_jax.decoding.spec import ModelSpec
+from clover_jax.errors import UserError
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
+
+PROMPTS = [[5, 6, 7, 8], [9, 10], [3] * 120]  # the last longer than the context has room for
+SAMPLED = SamplingConfig("lossless", "sampled")
+
+
+class Clock:
+    """Time that passes only in a decoding pass."""
+
+    def __init__(self, order=None):
+        self.now, self.order = 0.0, []
+
+    def __call__(self):
+        return self.now
+
+    def decoding(self, name, *rates):
+        """Return a pass of 12 tokens at these rates, turn by turn."""
+
+        def run(turn):
+            self.order.append(f"{name}{turn}")
+            self.now += 12 / rates[turn]
+            return 12
+
+        return run
+
+
+def test_the_first_of_a_turn_rotates_and_every_turn_has_its_rate():
+    clock = Clock()
+    passes = {"plain": clock.decoding("p", 2, 3, 4), "a": clock.decoding("a", 2, 4, 3)}
+    assert race(passes, 3, clock) == {"plain": [2, 3, 4], "a": [2, 4, 3]}
+    assert " ".join(clock.order) == "p0 a0 a1 p1 p2 a2"
+
+
+def test_what_is_far_behind_leaves_the_race_but_for_plain_decoding():
+    clock = Clock()
+    passes = {
+        name: clock.decoding(name[0], *rates)
+        for name, rates in {
+            "plain": (1, 1, 1),
+            "slow": (2, 9, 9),
+            "fast": (6, 6, 6),
+            "close": (6, 1.5, 6),
+        }.items()
+    }
+    rates = race(passes, 3, clock)
+    assert {name: len(own) for name, own in rates.items()} == {
+        "plain": 3,
+        "slow": 1,
+        "fast": 3,
+        "close": 2,
+    }
+
+
+@pytest.mark.parametrize(
+    ("rates", "name"),
+    [
+        ({"plain": [10, 10, 10], "a": [14, 14, 9], "b": [20, 9, 9]}, "a"),  # as documented
+        ({"plain": [10, 10, 10], "a": [11, 11, 11], "b": [12, 12, 12]}, "b"),
+        ({"plain": [10, 10, 10], "a": [9, 9, 9]}, "plain"),
+        ({"plain": [10, 1, 10], "a": [9, 9, 9]}, "plain"),
+        # A slow moment that hits both in one turn changes nothing.
+        ({"plain": [10, 2, 10], "a": [15, 3, 15]}, "a"),
+        # Left early, so it did not win in enough turns.
+        ({"plain": [10, 10, 10], "a": [30]}, "plain"),
+        ({"plain": [10]}, "plain"),
+    ],
+)
+def test_a_tree_wins_only_where_it_beats_plain_decoding_in_all_turns_but_one(rates, name):
+    assert winner(rates) == name
+
+
+def models_of(kind, tree):
+    spec = ModelSpec("shape:64x1x96", draft=kind, tree=tree, dtype="float32")
+    return load_shapes(spec)
+
+
+@pytest.mark.parametrize(
+    ("kind", "tree", "sampling", "names"),
+    [
+        ("lookup", None, GREEDY, ["copy:4", "copy:8", "copy:25"]),
+        ("lookup", "copy:8", GREEDY, ["copy:4", "copy:8"]),
+        (
+            *("random:clover2", None, GREEDY),
+            ["chain:2", "dynamic:5:4:2", "dynamic:5:4:2+copy:4", "paper25"],
+        ),
+        (
+            *("random:clover", None, GREEDY),
+            ["chain:2", "dynamic:5:3:2", "dynamic:5:3:2+copy:4", "clover4"],
+        ),
+        ("random:clover2", None, SAMPLED, ["chain:2", "paths:0/1/0.0/0.1/0.0.0", "paper25"]),
+        ("random:clover2", "dynamic:8", SAMPLED, ["chain:2", "paths:0/1/0.0/0.1/0.0.0"]),
+        ("random:medusa:num_positions=1", None, GREEDY, ["chain:1", "clover4"]),
+    ],
+)
+def test_plain_decoding_small_trees_and_the_draft_s_own_enter_the_race(kind, tree, sampling, names):
+    ways = candidates(models_of(kind, tree), sampling)
+    assert list(ways) == ["plain", *names]
+    assert ways["plain"].draft is None
+
+
+def test_a_draft_that_no_tree_suits_is_an_error():
+    with pytest.raises(UserError, match="tree 'copy:25' has copies"):
+        candidates(models_of("lookup", None), SAMPLED)
+
+
+def test_a_choice_is_told_in_one_line(tmp_path):
+    rates = {"plain": 21.6, "copy:4": 28.14, "paper25": 11.7}
+    assert str(Choice("copy:4", rates, tmp_path)) == (
+        f"tree: copy:4 (28.1 tokens/s; plain 21.6, paper25 11.7), remembered in {tmp_path}"
+    )
+    line = str(Choice("plain", rates, None))
+    assert line.startswith("tree: none, plain decoding (21.6 tokens/s; copy:4 28.1, ")
+    assert line.endswith(", not remembered")
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_base(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture
+def draft(base, tmp_path, monkeypatch):
+    """A draft in a folder of its own, with a cache folder next to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return save_tiny_draft(tmp_path / "draft", base)
+
+
+@pytest.fixture
+def rates(monkeypatch):
+    """Race without decoding; every tree is as many times as fast as plain decoding."""
+    raced = []
+
+    def use(gain):
+        def result(passes, turns, clock):
+            raced.append(list(passes))
+            return {name: [10.0 if name == "plain" else 10 * gain] * turns for name in passes}
+
+        monkeypatch.setattr(module, "_passes", lambda ways, *_: ways)
+        monkeypatch.setattr(module, "race", result)
+        return raced
+
+    return use
+
+
+def open_models(base, draft, **fields):
+    return load(ModelSpec(str(base), draft=str(draft), dtype="float32", **fields))
+
+
+def test_a_choice_is_remembered_next_to_the_head_for_runs_that_are_alike(base, draft, rates):
+    raced, models = rates(1.5), open_models(base, draft)
+    choice = fastest_tree(models, PROMPTS, 2)
+    assert (choice.name, choice.path) == ("chain:2", draft / "trees.json")
+    assert choice.rates["plain"] == 10
+    assert fastest_tree(models, PROMPTS[:1], 2) == choice
+    assert len(raced) == 1
+
+    # Another batch size, temperature, set of rules or program may have another fastest tree.
+    drawn = SamplingConfig("lossless")
+    fastest_tree(models, PROMPTS, 3)
+    fastest_tree(models, PROMPTS, 2, drawn, SamplingParams(0.7))
+    fastest_tree(models, PROMPTS, 2, SAMPLED, SamplingParams(0.7))
+    fastest_tree(dataclasses.replace(models, attention="pallas"), PROMPTS, 2)
+    assert len(raced) == 5
+    fastest_tree(models, PROMPTS, 2, drawn, SamplingParams(1.0))
+    assert fastest_tree(models, PROMPTS, 2) == choice
+    assert len(raced) == 5
+
+
+@pytest.mark.parametrize("text", ["{", "[]", '{"choices": 3}', '{"choices": [3, {"key": 1}]}'])
+def test_a_file_that_cannot_be_read_is_measured_again(base, draft, rates, text):
+    raced = rates(1.5)
+    (draft / "trees.json").write_text(text)
+    models = open_models(base, draft)
+    assert fastest_tree(models, PROMPTS, 1) == fastest_tree(models, PROMPTS, 1)
+    assert len(raced) == 1
+
+
+def test_what_cannot_be_written_next_to_a_head_is_kept_in_the_cache_folder(
+    base, draft, rates, tmp_path
+):
+    raced, kept = rates(1.5), tmp_path / "cache" / "clover_jax" / "trees.json"
+    (draft / "trees.json").mkdir()  # no file can take its place
+    for name in (draft, "lookup"):
+        models = open_models(base, name)
+        choice = fastest_tree(models, PROMPTS, 1)
+        assert choice.path == kept
+        assert fastest_tree(models, PROMPTS, 1) == choice
+    assert len(raced) == 2
+    kept.unlink()
+    kept.mkdir()
+    assert fastest_tree(models, PROMPTS, 1).path is None
+
+
+def test_where_no_tree_pays_the_draft_is_left_out(base, draft, rates):
+    rates(0.9)
+    choice = fastest_tree(open_models(base, draft), PROMPTS, 1)
+    assert choice.name == "plain"
+    assert choice.apply(open_models(base, draft)).draft is None
+
+
+def test_where_no_prompt_can_be_read_the_draft_keeps_its_tree(base, draft):
+    models = open_models(base, draft)
+    assert (
+        with_fastest_tree(models, [BadPrompt(0, "a:1", "bad")], 1, GREEDY, SamplingParams())
+        is models
+    )
+
+
+def decode(base, tmp_path, name, *argv):
+    """Decode the prompts with the command and return the rows."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("".join(json.dumps({"prompt_ids": ids}) + "\n" for ids in PROMPTS[:2]))
+    output = tmp_path / name
+    common = [f"--base={base}", f"--prompts={prompts}", f"--output={output}"]
+    argv = [*common, "--max_new_tokens=12", "--batch_size=2", *argv]
+    assert cli.run(generate.main, generate.define_flags, argv) == 0
+    return [json.loads(line) for line in output.read_text().splitlines()]
+
+
+def test_a_race_decodes_in_every_way_and_changes_no_text(
+    base, draft, tmp_path, monkeypatch, capsys
+):
+    # Few ways, since each compiles programs of its own.
+    def few(models, sampling):
+        return {name: candidates(models, sampling)[name] for name in ("plain", "chain:2")}
+
+    monkeypatch.setattr(module, "candidates", few)
+    plain = decode(base, tmp_path, "plain.jsonl")
+    rows = decode(base, tmp_path, "auto.jsonl", f"--draft={draft}", "--tree=auto")
+    assert [row["output_ids"] for row in rows] == [row["output_ids"] for row in plain]
+    (line,) = (one for one in capsys.readouterr().err.splitlines() if one.startswith("tree: "))
+    assert "chain:2" in line
+    assert "plain" in line
+    assert line.endswith(f", remembered in {draft / 'trees.json'}")
+    entry = json.loads((draft / "trees.json").read_text())["choices"][0]
+    assert min(entry["tokens_per_second"].values()) > 0
+
+
+def test_a_prompt_without_room_for_new_tokens_is_shortened(base, draft, monkeypatch):
+    monkeypatch.setattr(module, "candidates", lambda models, _: {"plain": models.plain()})
+    monkeypatch.setattr(module, "TURN_SECONDS", 1e9)  # as many tokens as a turn may have
+    assert fastest_tree(open_models(base, draft), PROMPTS[2:], 1).rates["plain"] > 0
+
+
+@pytest.mark.parametrize("gains", [(1.5, 0.5), (0.5, 1.5)])
+def test_rows_that_were_begun_go_on_with_their_tree(base, draft, rates, tmp_path, gains, capsys):
+    argv = (f"--draft={draft}", "--tree=auto")
+    rates(gains[0])
+    rows = decode(base, tmp_path, "begun.jsonl", *argv)
+    # Stopped while it wrote; since then another tree has become the fastest.
+    (tmp_path / "begun.jsonl").write_bytes(b'{"index": 0, "pro')
+    (draft / "trees.json").unlink()
+    rates(gains[1])
+    again = decode(base, tmp_path, "begun.jsonl", *argv)
+    assert f"which {tmp_path / 'begun.jsonl'} was begun with" in capsys.readouterr().err
+    assert [row["accepted"] for row in again] == [row["accepted"] for row in rows]
+    assert any(np.concatenate([row["accepted"] for row in again])) == (gains[0] > 1)
+
+
+@pytest.mark.parametrize("command", [generate, evaluate])
+def test_the_automatic_tree_takes_no_number_of_copies(base, command, capsys):
+    draft = "--draft" if command is generate else "--drafts"
+    argv = [f"--base={base}", f"{draft}=lookup", "--tree=auto", "--copy=3"]
+    assert cli.run(command.main, command.define_flags, argv) == 2
+    error = capsys.readouterr().err
+    assert "--copy=3: " in error
+    assert "tries copies itself" in error

@@ -1,0 +1,154 @@
+"""The bench command at tiny size: what it prints, reports and refuses."""
+
+import dataclasses
+import json
+import re
+
+import jax
+import pytest
+
+from clover_jax import bench, cli
+from clover_jax.decoding import decode_states, programs
+from clover_jax.decoding.decode_states import fitting_context
+from clover_jax.decoding.models import load, load_shapes
+from clover_jax.decoding.spec import ModelSpec
+from clover_jax.decoding.state import empty_state
+from clover_jax.evaluation.measured import Ceilings, room_for
+
+BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
+
+
+@pytest.fixture
+def command(capsys, monkeypatch):
+    """Run the command: (status, lines of stdout, stderr). The machine's limits are not measured."""
+    limits = Ceilings(bandwidth=1e9, matrix_rate=1e10)
+    monkeypatch.setattr("clover_jax.evaluation.measured.measure_ceilings", lambda dtype: limits)
+
+    def run(*argv):
+        status = cli.run(bench.main, bench.define_flags, list(argv))
+        printed = capsys.readouterr()
+        return status, printed.out.splitlines(), printed.err
+
+    return run
+
+
+def test_every_part_is_timed_next_to_its_floor(command, monkeypatch):
+    buffer_lengths = set()
+
+    def spied(base, head, tree, batch, size, *more, **named):
+        buffer_lengths.add(size)
+        return empty_state(base, head, tree, batch, size, *more, **named)
+
+    for module in (programs, decode_states):
+        monkeypatch.setattr(module, "empty_state", spied)
+    head = "--draft=random:clover2:num_augmenting_layers=1"  # one layer compiles sooner than two
+    status, lines, _ = command(*BASE, head, "--tree=chain:2", "--force_accept=1", "--batch_size=2")
+    assert status == 0
+    report = json.loads(lines[-1])
+    shown = {"plain step", "step", "absorb", "draft", "draft level 1", "draft level 2", "verify"}
+    assert shown | {"accept", "commit"} <= set(report["parts"])
+    assert all(part["ms"] > 0 for name, part in report["parts"].items() if "level" not in name)
+    # The weights that a plain step reads, at 1 GB/s: qkv, out, MLP, lm_head; and live keys.
+    weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
+    keys = 2 * 2 * 4 * 64 * 100
+    assert report["parts"]["plain step"]["floor_ms"] == pytest.approx(
+        1e3 * (weights + keys) / 1e9, abs=1e-4
+    )
+    assert buffer_lengths == {256}  # or the engine and the chunk would not be the same
+    assert report["force_accept"] == 1
+    assert report["versions"]["jax"]
+    assert any("forced to accept 1" in line for line in lines)
+
+
+def test_a_round_needs_room_for_what_its_steps_may_emit():
+    models = load_shapes(ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:1"))
+    # Three rounds, as many to warm up and one to spare, of 8 steps of 2 tokens each.
+    assert room_for(models, 3, force_accept=None) == 7 * 8 * 2
+
+
+def test_the_context_is_no_longer_than_the_docstring_says():
+    tiny = load_shapes(ModelSpec("builtin:tiny", draft="random:clover2", dtype="float32"))
+    assert fitting_context(tiny, room=912) == 112
+    long = load_shapes(ModelSpec("shape:llama3-8b", dtype="float32"))
+    assert fitting_context(long, room=912) == 1024
+
+
+@pytest.fixture
+def precisions(command, monkeypatch):
+    """The precisions of products at which this machine's limits, or a sweep, are measured."""
+    found = []
+
+    def limits(dtype):
+        found.append(jax.config.jax_default_matmul_precision)
+        return Ceilings(1e9, 1e10)
+
+    def seconds(runs, rounds):
+        found.append(jax.config.jax_default_matmul_precision)
+        return dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr("clover_jax.evaluation.measured.measure_ceilings", limits)
+    monkeypatch.setattr("clover_jax.evaluation.sweep.time_in_turns", seconds)
+    with jax.default_matmul_precision("default"):
+        yield found
+
+
+def test_a_base_alone_is_timed_too_and_float32_as_it_is_decoded(command, precisions, monkeypatch):
+    def short(spec):
+        loaded = load(spec)
+        config = dataclasses.replace(loaded.base.config, max_position_embeddings=400)
+        return dataclasses.replace(loaded, base=dataclasses.replace(loaded.base, config=config))
+
+    monkeypatch.setattr("clover_jax.evaluation.measured.load", short)
+    arguments = (BASE[0], "--rounds=3", "--draft=none", "--dtype=float32")
+    status, lines, error = command(*arguments)
+    assert (status, error) == (0, "")
+    report = json.loads(lines[-1])
+    assert report["break_even_accepted"] == 0
+    assert precisions == ["highest"]
+    # The base is short, so the context is what the rounds leave of it.
+    assert report["context"] == 400 - 7 * 8
+
+
+def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
+    status, lines, _ = command(*BASE, "--sweep", "--batch_sizes=1", "--nodes=1", "--dtype=float32")
+    assert status == 0
+    assert len(json.loads(lines[-1])["cells"]) == 1
+    assert precisions == ["highest"]
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        (("--mesh=data=2",), "--mesh=data=2: bench times one device"),
+        (("--target=tpu-v9:2x2",), "--target=tpu-v9:2x2 is unknown"),
+        (("--draft=random:oracle",), "drafter 'oracle' is unknown"),
+        (
+            ("--context=4000",),
+            "--context=4000 and the 912 positions that --rounds takes need more than 2048.*; "
+            "give a smaller --context or --rounds",
+        ),
+        (
+            ("--sweep", "--draft=random:clover", "--tree=paper25"),
+            "tree 'paper25' is 5 deep; this clover head drafts at most 3",
+        ),
+        (("--sweep", "--force_accept=1"), "--force_accept is not for --sweep"),
+        (("--nodes=4",), "--nodes is for --sweep"),
+        (("--target=gpu-h200", "--rounds=5"), "--rounds is to measure, not for --target"),
+        (("--draft=none", "--tree=chain:2"), "--tree=chain:2 needs a draft"),
+        (("--draft=none", "--int8=base,draft"), "--int8=draft needs a draft.* give --int8=base"),
+        (
+            ("--draft=random:clover", "--force_accept=4"),
+            "no path of the tree clover4 has more than 3 nodes",
+        ),
+        (
+            ("--tree=chain:2+copy:8", "--force_accept=3"),
+            "no path that a head drafts in the tree chain:2.copy:8 has more than 2 nodes",
+        ),
+        (("--tree=auto",), "--tree=auto is for generate; bench takes a tree"),
+        (("--target=gpu-h200", "--draft=/x"), "only shapes are needed; give random:KIND"),
+    ],
+)
+def test_mistakes_are_one_line_and_status_2(argv, said, command):
+    status, lines, error = command(*BASE[:1], *argv)
+    assert (status, lines, error.count("\n")) == (2, [], 1)
+    assert re.search(said, error)

@@ -1,0 +1,62 @@
+"""What every test of the generate command shares."""
+
+import json
+
+import pytest
+
+from clover_jax import cli, generate
+from clover_jax.data.tokenizer import load_tokenizer
+from tests.tiny_folders import save_tiny_base, save_tiny_draft
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    return save_tiny_base(tmp_path_factory.mktemp("models") / "base")
+
+
+@pytest.fixture(scope="module")
+def draft(base):
+    return save_tiny_draft(base.parent / "draft", base)
+
+
+@pytest.fixture(scope="module")
+def tokenizer(base):
+    return load_tokenizer(base)
+
+
+@pytest.fixture
+def command(base, capsys):
+    """Run the command in this process: (status, lines of stdout, stderr)."""
+
+    def run(*argv, base=base):
+        capsys.readouterr()
+        status = cli.run(generate.main, generate.define_flags, [f"--base={base}", *map(str, argv)])
+        printed = capsys.readouterr()
+        return status, printed.out.splitlines(), printed.err
+
+    return run
+
+
+@pytest.fixture
+def prompts_file(tmp_path):
+    def write(*rows):
+        path = tmp_path / "prompts.jsonl"
+        path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def decode(command, prompts_file, tmp_path):
+    """Decode rows into a file: (status, output rows)."""
+
+    def run(rows, *argv, name="out.jsonl", **options):
+        output = tmp_path / name
+        arguments = (f"--prompts={prompts_file(*rows)}", f"--output={output}", "--overwrite")
+        arguments += ("--batch_size=2", "--max_new_tokens=20")
+        status, _, error = command(*arguments, *argv, **options)
+        assert status in (0, 1), error
+        return status, [json.loads(line) for line in output.read_text().splitlines()]
+
+    return run

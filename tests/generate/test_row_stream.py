@@ -1,0 +1,139 @@
+"""Rows before, in and after the engine: contexts, warm-up, forward passes, times, totals."""
+
+import dataclasses
+import io
+
+import jax.monitoring
+import pytest
+
+from clover_jax.data.prompts import parse_prompt
+from clover_jax.decoding.models import load
+from clover_jax.decoding.output import decode_with_bar
+from clover_jax.decoding.requests import Generation
+from clover_jax.decoding.row_settings import GenerationSettings
+from clover_jax.decoding.row_state import (
+    Skipped,
+    copied_parts,
+    fit_context,
+    forward_groups,
+    forwards_until,
+)
+from clover_jax.decoding.row_stream import RowEvent, open_stream
+from clover_jax.decoding.row_totals import RowTotals
+from clover_jax.decoding.spec import ModelSpec
+from clover_jax.errors import UserError
+from clover_jax.runtime import compile_clock
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.progress import progress_bar
+from clover_jax.runtime.row_writer import RowSink
+from tests.tiny_models import TINY
+
+BASE = dataclasses.replace(TINY, max_position_embeddings=16, bos_token_id=0)
+
+
+def fit(ids, policy, max_new_tokens=4):
+    settings = GenerationSettings(max_new_tokens=max_new_tokens, context_overflow=policy)
+    return fit_context(ids, BASE, settings, "p.jsonl:1")
+
+
+def test_a_prompt_beyond_the_context_is_refused_or_left_out_with_the_numbers():
+    for policy in ("error", "truncate_left", "skip"):
+        assert fit(list(range(15)), policy) == list(range(15)), "room for one token"
+    said = "p.jsonl:1: the prompt has 16 tokens and the base's context is 16"
+    with pytest.raises(UserError, match=f"{said}; shorten it, or give --context_overflow"):
+        fit([1] * 16, "error")
+    with pytest.raises(Skipped, match=f"{said}$"):
+        fit([1] * 16, "skip")
+
+
+@pytest.mark.parametrize(("max_new_tokens", "kept"), [(4, 12), (1, 15), (8, 8), (100, 8)])
+def test_the_end_of_a_prompt_is_kept_and_room_made(max_new_tokens, kept):
+    ids = list(range(1, 31))
+    assert fit(ids, "truncate_left", max_new_tokens) == ids[-kept:]
+    assert fit([0, *ids], "truncate_left", max_new_tokens) == [0, *ids[-(kept - 1) :]]
+
+
+def test_warming_up_compiles_everything_and_reads_no_prompt(base, monkeypatch):
+    models = load(ModelSpec(str(base), dtype="float32"))
+    prompt = parse_prompt({"prompt_ids": [7] * 100}, index=0, source="here")
+    stream = open_stream(models, [prompt], GenerationSettings(max_new_tokens=4))
+    engine, starts = stream._engine, []
+    read_prompt = engine.read_prompt
+
+    def counted(weights, row, request, start):
+        starts.append(start)
+        return read_prompt(weights, row, request, start)
+
+    monkeypatch.setattr(engine, "read_prompt", counted)
+    stream.warm_up()
+    assert starts == [0]
+    with CompileClock() as compiling:
+        (row,) = [event.row for event in stream if event.row]
+    assert (starts, compiling.seconds) == ([0, 0, 64], 0)
+    assert len(row["output_ids"]) == 4
+
+
+def test_the_examples_of_forward_passes():
+    turn = Generation(0, [1], output_ids=[5, 6, 7, 8, 9], accepted=[2, 4])
+    assert list(forward_groups(turn, 0)) == [(0, [5]), (1, [6, 7, 8]), (2, [9])]
+    assert list(forward_groups(turn, 2)) == [(1, [7, 8]), (2, [9])]
+    assert list(forward_groups(turn, 5)) == []
+
+    took = {0: 0, 1: 0, 2: 1, 4: 1, 5: 2, 6: 3, 9: 3}  # 9: a cut at the limit counts all
+    assert {n: forwards_until([2, 0, 3], n) for n in took} == took
+
+    row = Generation(0, [1], [], accepted=[0, 3], copied=[0, 2])
+    assert copied_parts(row, 2, [5, 6, 7, 8]) == [([5], False), ([6, 7], True), ([8], False)]
+    assert copied_parts(row, 2, [5, 6]) == [([5], False), ([6], True)]  # cut by a limit
+    assert copied_parts(row, 1, [5]) == copied_parts(row, 0, [5]) == [([5], False)]
+
+
+@pytest.mark.parametrize("compiled", [0.0, 8.0])
+def test_neither_the_rate_nor_the_clock_counts_compilation(monkeypatch, compiled):
+    now, shown = [100.0], io.StringIO()
+    monkeypatch.setattr(compile_clock.time, "perf_counter", lambda: now[0])
+
+    def stream():
+        now[0] += 2.0 + compiled
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile", compiled)
+        yield RowEvent(None, row=row([1] * 20, [1] * 10))
+
+    with CompileClock() as compiling, progress_bar(1, "generate", "row", file=shown) as bar:
+        decode_with_bar(stream(), RowSink(), RowTotals(), bar, compiling)
+    assert compiling.now() == 102.0
+    assert "10 tokens/s" in shown.getvalue()
+
+
+def row(output_ids, accepted, reason="length"):
+    return {"index": 0, "output_ids": output_ids, "accepted": accepted, "finish_reason": reason}
+
+
+def test_rows_turns_and_failures_are_counted():
+    figures = RowTotals(
+        [
+            row([1, 2, 3, 4], [2]),
+            row([[1, 2], [], [5]], [[0], [3], []], ["eos", "stop", "length"]),
+            {"index": 2, "error": "bad"},
+            {"index": 3, "skipped": "long"},
+        ]
+    )
+    assert figures.to_dict() == {
+        "tau": pytest.approx(4 / 3),
+        "tokens": 7,
+        "target_forwards": 3,
+        "accepted_histogram": [1, 0, 1, 1],
+        "rows": 4,
+        "failed": 1,
+        "skipped": 1,
+    }
+    assert figures.summary(12.4) == (
+        "tau 1.33, 7 tokens in 3 forwards, 12 tokens/s; "
+        "drafted tokens accepted a forward: 0: 33 %, 2: 33 %, 3: 33 %"
+    )
+
+
+def test_nothing_decoded_has_no_tau_and_plain_decoding_no_shares():
+    assert RowTotals().tau is None
+    assert RowTotals([row([1], [])]).summary(None) == "tau none, 1 tokens in 0 forwards"
+    plain = RowTotals([row([1, 2, 3], [0, 0])])
+    assert plain.summary(None) == "tau 1.00, 3 tokens in 2 forwards"

@@ -1,0 +1,28 @@
+"""How the tests of `prepare` make a folder and read it again."""
+
+import itertools
+from contextlib import closing
+
+from clover_jax.data.pipeline import PipelineConfig, make_pipeline
+from clover_jax.data.tokenizer import load_tokenizer
+from clover_jax.data.training_data import load_training_data
+from tests.tiny_folders import SPEAKING
+
+SEQ_LEN = 64
+FLAGS = {
+    "seq_len": SEQ_LEN,
+    "batch_size": 2,
+    "features": "clover2",
+    "feature_dtype": "float32",
+}
+
+
+def batches(samples, count=12, hidden_rows=None):
+    dataset = make_pipeline(samples, PipelineConfig(2, SEQ_LEN), hidden_rows)
+    with closing(iter(dataset)) as iterator:
+        return list(itertools.islice(iterator, count))
+
+
+def load(spec, base_folder, names=()):
+    tokenizer = load_tokenizer(base_folder)
+    return load_training_data(str(spec), tokenizer, SPEAKING.vocab_size, SEQ_LEN, names)

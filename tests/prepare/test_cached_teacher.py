@@ -1,0 +1,81 @@
+"""Training on the activations of a prepared folder."""
+
+import json
+import threading
+
+import numpy as np
+import pytest
+
+from clover_jax.errors import UserError
+from clover_jax.training.run import run_training
+from clover_jax.training.settings import TrainSettings
+from experiments.tiny_base.base_folder import save_base
+from tests.prepare.prepared_data import SEQ_LEN, load
+from tests.tiny_folders import SPEAKING
+from tests.tiny_models import random_base
+from tests.tiny_tokenizers import CHAT_TEMPLATE, save_byte_level
+
+
+def settings(base, spec, **changes):
+    values = {
+        "base": str(base),
+        "data": str(spec),
+        "steps": 50,
+        "batch_size": 2,
+        "seq_len": SEQ_LEN,
+        "warmup_steps": 10,
+        "log_every": 1,
+        "num_augmenting_layers": 1,
+        "num_positions": 3,
+        "checkpoint_every": 0,
+        "eval_every": 0,
+    }
+    return TrainSettings(**(values | changes))
+
+
+def losses(workdir):
+    lines = (workdir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line)["loss"] for line in lines]
+
+
+def test_a_cached_teacher_gives_the_loss_curve_of_an_online_one(base, data, prepared, tmp_path):
+    run_training(settings(base, data), tmp_path / "online", threading.Event())
+    cached = settings(base, prepared, teacher="cached")
+    run_training(cached, tmp_path / "cached", threading.Event())
+    curves = losses(tmp_path / "online"), losses(tmp_path / "cached")
+    assert len(curves[0]) == 50
+    np.testing.assert_allclose(*curves, rtol=1e-5)
+    assert curves[0][-1] < 0.9 * curves[0][0]
+    card = json.loads((tmp_path / "online" / "draft" / "draft.json").read_text())
+    assert card["chat_template"] == CHAT_TEMPLATE
+
+
+@pytest.fixture
+def other_base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "other"
+    folder.mkdir()
+    save_byte_level(folder, CHAT_TEMPLATE)
+    save_base(folder, SPEAKING, random_base(SPEAKING, seed=7))
+    return folder
+
+
+def test_activations_of_another_base_are_refused_with_both_hashes(other_base, prepared, tmp_path):
+    with pytest.raises(UserError, match=r"of another base than .*lm_head \w{12} against \w{12}"):
+        run_training(settings(other_base, prepared, teacher="cached"), tmp_path, threading.Event())
+
+
+def test_activations_that_the_head_reads_are_loaded(base, prepared):
+    data = load(prepared, base, ("pre_norm",))
+    assert data.samples.hidden(0)["pre_norm"].dtype == np.float32
+    assert not data.tokens_only.hidden_names
+
+
+def test_activations_that_the_head_reads_must_be_there(base, prepared):
+    message = "has the activations pre_norm, but not layer_1, post_norm"
+    with pytest.raises(UserError, match=message):
+        load(prepared, base, ("layer_1", "post_norm"))
+
+
+def test_a_cached_teacher_needs_a_prepared_folder(base, data):
+    with pytest.raises(UserError, match="has no cached activations; make them with `prepare"):
+        load(data, base, ("pre_norm",))
