@@ -56,7 +56,7 @@ def find_directory(source: str) -> Path:
     if path.is_dir():
         return path
     if path.exists():
-        raise UserError(f"{source} is a file; give the folder that holds config.json")
+        raise UserError(f"{source} is a file; pass the folder that holds config.json")
 
     # owner/name, where no folder `owner` exists, may be a repository; other slashes make a path.
     name = source.partition("@")[0]

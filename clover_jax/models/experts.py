@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import flax.linen as nn
@@ -90,18 +91,25 @@ class ExpertMLP(nn.Module):
             if cfg.expert_bias
         }
 
-        # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
-        arguments = Experts(**matrices, **biases), Routed(tokens, weight, chosen)
-        if chosen.size <= min(MOST_PAIRS, number // 4):
-            total = _chosen(cfg.activation, *arguments)
-        elif len(tokens) <= MOST_TOKENS:
-            total = _all(cfg.activation, *arguments)
-        else:
-            # Grouped products where the platform has them.
-            ways = {"tpu": _grouped, "default": _all_in_parts}
-            paths = {name: functools.partial(way, cfg.activation) for name, way in ways.items()}
-            total = jax.lax.platform_dependent(*arguments, **paths)
+        way = _way_for(chosen.size, len(tokens), number)
+        routed = Routed(tokens, weight, chosen)
+        total = way(cfg.activation, Experts(**matrices, **biases), routed)
         return total.astype(x.dtype).reshape(x.shape)
+
+
+def _way_for(pairs: int, tokens: int, number: int) -> Callable[..., Array]:
+    """Return the function for this number of pairs of token and expert."""
+    # At worst each pair reads another expert; up to a quarter of all, this beats reading all.
+    if pairs <= min(MOST_PAIRS, number // 4):
+        return _chosen
+    return _all if tokens <= MOST_TOKENS else _many
+
+
+def _many(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:
+    """Return y with grouped products where the platform has them."""
+    ways = {"tpu": _grouped, "default": _all_in_parts}
+    paths = {name: functools.partial(way, activation) for name, way in ways.items()}
+    return jax.lax.platform_dependent(experts, routed, **paths)
 
 
 def _chosen(activation: str, experts: Experts, routed: Routed) -> Float[Array, "N D"]:

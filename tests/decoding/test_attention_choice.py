@@ -9,10 +9,10 @@ import pytest
 
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.decoding import race
+from clover_jax.decoding.cache_reading import cache_reader
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.race import with_attention
 from clover_jax.decoding.tree_config import TreeConfig
-from clover_jax.models import attention_kernel
 from tests.tiny_models import TINY, random_base
 
 
@@ -49,15 +49,13 @@ def test_a_kernel_that_fails_is_reported_in_one_line_and_left_out(
     models, timed, monkeypatch, capsys, fault
 ):
     timed(xla=2e-5, pallas=1e-5)
-    read_cache = attention_kernel.read_cache
 
-    def faulty(query, *rest, **options):
+    def faulty(*arguments):
         if "no such" in fault:
             raise NotImplementedError("no such operation\n  at some length")
-        softmax = read_cache(query, *rest, **options)
-        return jax.tree.map(lambda x: x * 0, softmax)
+        return jax.tree.map(lambda x: x * 0, cache_reader("pallas")(*arguments))
 
-    monkeypatch.setattr(attention_kernel, "read_cache", faulty)
+    monkeypatch.setattr(race, "cache_reader", {"xla": None, "pallas": faulty}.get)
     assert with_attention(models, "auto", 2, platform="tpu").attention == "xla"
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith(f"attention: xla (pallas {fault}")
