@@ -5,9 +5,9 @@ from pathlib import Path
 
 import jax
 
-from clover_jax.checkpoints.draft_directory import save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import save_draft
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
 from experiments.tiny_base.base_folder import save_base

@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import LeafPath, Params
-from clover_jax.checkpoints.fingerprint import BaseFingerprint
-from clover_jax.checkpoints.orbax_leaves import by_path, stored_leaves
+from clover_jax.checkpoints.base import BaseFingerprint
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.runtime.files import atomic_directory, hash_files
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import atomic_directory, hash_files, read_json_object
 
 FORMAT_VERSION = 1
 CARD = "draft.json"
@@ -170,3 +170,35 @@ def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
                 f"{folder} has tensor {'/'.join(path)}, which its draft.json does not ask for"
             )
     return stored
+
+
+
+
+def stored_leaves(folder: Path) -> dict[LeafPath, Any]:
+    """Return the shape and dtype of each stored leaf by its path, reading no values.
+
+    Raises UserError for a folder that holds none.
+    """
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata
+    if metadata is None:
+        raise UserError(f"{folder} holds no params that orbax can read")
+    return by_path(metadata.tree)
+
+
+def by_path(tree: Params) -> dict[LeafPath, Any]:
+    """Return the leaves of nested dictionaries by their keys."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
+    """Return one leaf as it is stored."""
+    # A tree with this leaf alone, so that no other is read.
+    item = unflatten_dict({path: 0})
+    # Without these types orbax would put the leaf where it was when it was written.
+    wanted = unflatten_dict({path: ocp.RestoreArgs(restore_type=np.ndarray)})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arguments = ocp.args.PyTreeRestore(item=item, restore_args=wanted, partial_restore=True)
+        restored: Any = checkpointer.restore(folder.absolute(), args=arguments)
+    return by_path(restored)[path]

@@ -8,7 +8,7 @@ from clover_jax.checkpoints import clover2, dflash2, eagle, medusa, speculators
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.errors import UserError
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object
 
 NATIVE = "orbax"  # our own draft directories, which are not in the table
 LAYOUTS: dict[str, Layout] = {

@@ -32,13 +32,13 @@ from clover_jax.checkpoints.eagle import (
     parse_eagle3,
     vocabulary_tensors,
 )
-from clover_jax.checkpoints.families import architecture_of
 from clover_jax.checkpoints.layout import Layout, check_llama_layer, eagle_fields
+from clover_jax.checkpoints.loading import architecture_of
 from clover_jax.config import BaseConfig
 from clover_jax.drafters.eagle import EagleConfig
 from clover_jax.drafters.eagle3 import NUM_FEATURES, Eagle3Config
 from clover_jax.errors import UserError
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object
 
 VERSION = "0.1.0"
 DRAFTED_TOKENS = 5  # a server's default number of tokens to draft with an EAGLE-1 head

@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import save_file
 
-from clover_jax.array_types import FLOAT32, LeafPath
-from clover_jax.checkpoints.base import BaseModel
+from clover_jax.array_types import FLOAT32, LeafPath, Params
+from clover_jax.checkpoints.base import (
+    BaseFingerprint,
+    BaseModel,
+    described_differences,
+    fingerprint,
+)
 from clover_jax.checkpoints.card import (
     CARD,
     PARAMS,
@@ -19,11 +28,12 @@ from clover_jax.checkpoints.card import (
     check_params,
     native_directory,
     read_card,
+    read_leaf,
+    write_native,
 )
-from clover_jax.checkpoints.fingerprint import described_differences, fingerprint
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.layouts import NATIVE, recognise
-from clover_jax.checkpoints.orbax_leaves import read_leaf
+from clover_jax.checkpoints.loading import place_as
 from clover_jax.checkpoints.sources import find_directory
 from clover_jax.checkpoints.tensor_files import TensorFiles, check_finite
 from clover_jax.checkpoints.tensor_map import fuse, stored_shapes
@@ -31,7 +41,7 @@ from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError, reason_of
 from clover_jax.models.int8 import Int8Matrix, widen
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import atomic_directory, read_json_object
 
 _CHECKED_ROWS = 4096  # rows of a copy of a base's matrix that are compared at a time
 _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
@@ -265,3 +275,107 @@ def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> N
                 f"{files.directory}: {name} differs from the {_MATRIX_NAMES[which]} of the base "
                 f"{base.source} (first in row {row}); give the base that the head was trained for"
             )
+
+
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A loaded draft.
+
+    head: module and config.
+    params: the head's params.
+    tree: the name of the tree that it was measured with, or None.
+    provenance: how it was made, as recorded by its writer.
+    source: the name given by the user.
+    chat_template: text of the template used in training; None for none or an unknown one.
+    """
+
+    head: registry.DraftHead
+    # Not in the repr: an error message with all arrays in it cannot be read.
+    params: Params = dataclasses.field(repr=False)
+    tree: str | None
+    provenance: dict[str, Any]
+    source: str
+    chat_template: str | None = None
+
+
+def save_draft(
+    directory: Path,
+    config: DrafterConfig,
+    params: Params,
+    tree: str | None,
+    base: BaseFingerprint,
+    provenance: dict[str, Any],
+    chat_template: str | None = None,
+) -> None:
+    """Write a native draft directory; the old one stays until the new one is complete.
+
+    provenance: any JSON values: flags, versions, git revision, data hash, steps, tau.
+    chat_template: text of the template used in training.
+    """
+    card = Card(config, base, tree, provenance, chat_template=chat_template)
+    write_native(directory, card, params)
+
+
+def load_draft(
+    source: str | Path,
+    base: BaseModel,
+    dtype: jnp.dtype = FLOAT32,
+    *,
+    allow_base_mismatch: bool = False,
+    rope_theta: float | None = None,
+) -> Draft:
+    """Load a draft for a base.
+
+    source: a native draft directory, a training workdir (its best/, else its draft/), or a folder
+        or hub id in a third-party layout, recognised by its config.json and tensor names.
+    allow_base_mismatch: use it even if it was trained for another base of the same widths.
+    rope_theta: rotary base for a third-party layout that does not store it.
+    Raises UserError naming the part that is missing, broken or does not fit.
+    """
+    head = open_head(
+        str(source), base, rope_theta=rope_theta, allow_base_mismatch=allow_base_mismatch
+    )
+    return read_draft(head, dtype)
+
+
+def read_draft(head: StoredHead, dtype: jnp.dtype) -> Draft:
+    """Read the params of an opened head, cast to `dtype`, on the default device."""
+    # Leaf by leaf, so that the host holds one at a time.
+    card, place = head.card, place_as(dtype)
+    params = unflatten_dict({path: place(path, head.read(path)) for path in head.shapes})
+    built = registry.head(card.config)
+    return Draft(built, params, card.tree, card.provenance, head.source, card.chat_template)
+
+
+
+
+def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseModel) -> None:
+    """Write a head in a third-party layout.
+
+    Raises UserError for a head that the layout cannot hold.
+    """
+    # Refused before the folder is created.
+    layout.check_exportable(head.config, base.config)
+    dtype = head.dtype
+    tensors = {}
+    for leaf in layout.leaves(head.config):
+        params = head.read(leaf.path)
+        for piece in leaf.pieces:
+            tensors[piece.name] = piece.unpermuted(params).reshape(piece.shape)
+    # Copies of the base's matrices are cast to the head's type.
+    matrices = {"lm_head": base.lm_head, "embedding": base.params["embedding"]}
+    for name, which in layout.copies.items():
+        tensors[name] = np.asarray(matrices[which][: head.config.vocab_size]).astype(dtype)
+    # Further weights have the head's type as well; ids and masks keep theirs.
+    for name, value in layout.more_tensors(head.config).items():
+        tensors[name] = value.astype(dtype) if value.dtype.kind == "f" else value
+
+    # Servers run a head in the type named by `torch_dtype`, or in float16 without it.
+    fields = layout.config_fields(head.config, base) | {"torch_dtype": str(dtype)}
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    with atomic_directory(directory) as unfinished:
+        save_file(contiguous, unfinished / layout.file, metadata={"format": "pt"})
+        text = json.dumps(fields, indent=2) + "\n"
+        (unfinished / "config.json").write_text(text, encoding="utf-8")

@@ -15,7 +15,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from clover_jax.errors import UserError, reason_of
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

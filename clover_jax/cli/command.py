@@ -23,7 +23,7 @@ from absl import flags as absl_flags
 
 from clover_jax import __version__
 from clover_jax.cli import command_flags
-from clover_jax.cli.help_text import help_text
+from clover_jax.cli.command_flags import help_text
 from clover_jax.errors import UserError
 from clover_jax.runtime.compilation_cache import use_compilation_cache
 from clover_jax.runtime.files import naming

@@ -21,8 +21,7 @@ from typing import TYPE_CHECKING, Any
 import clover_jax
 from clover_jax.data import template_worker
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.data.records import Conversation, Record
-from clover_jax.data.rows import shown
+from clover_jax.data.records import Conversation, Record, shown
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.data.rows import (
+from clover_jax.data.records import (
     STANDARD_INPUT,
     is_text,
     json_hash,

@@ -23,8 +23,7 @@ import safetensors
 import safetensors.numpy
 
 from clover_jax.errors import UserError, reason_of
-from clover_jax.runtime.files import atomic_file, write_json
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import atomic_file, read_json_object, write_json
 
 FORMAT_VERSION = 1
 Arrays = dict[str, np.ndarray]

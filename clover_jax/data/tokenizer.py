@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clover_jax.errors import UserError
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

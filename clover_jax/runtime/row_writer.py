@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
-from clover_jax.runtime.files import lock, naming, write_json
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import lock, naming, read_json_object, write_json
 from clover_jax.runtime.jsonl import read_rows, to_json
 
 _FORMAT = 1

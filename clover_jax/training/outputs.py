@@ -9,7 +9,7 @@ from typing import Any
 
 from clover_jax.array_types import Params
 from clover_jax.checkpoints.card import read_card
-from clover_jax.checkpoints.draft_directory import save_draft
+from clover_jax.checkpoints.stored_head import save_draft
 from clover_jax.data.tokenizer import template_text
 from clover_jax.decoding.tree_config import portable_name
 from clover_jax.runtime.checkpoint import disk_errors

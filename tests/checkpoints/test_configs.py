@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from clover_jax.checkpoints.families import ARCHITECTURES, read_base_config
+from clover_jax.checkpoints.loading import ARCHITECTURES, read_base_config
 from clover_jax.config import RopeConfig
 from clover_jax.errors import UserError
 

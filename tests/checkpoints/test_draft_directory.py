@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.card import save_params
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.stored_head import load_draft, save_draft
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from tests.tiny_checkpoints import (

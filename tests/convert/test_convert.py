@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from clover_jax.checkpoints import tensor_files
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import load_draft, save_draft
 from clover_jax.drafters import registry
 from tests.tiny_checkpoints import (
     assert_same_tensors,

@@ -16,11 +16,11 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 
 from clover_jax import convert
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.layouts import LAYOUTS, NATIVE
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.shapes import cast_shapes
+from clover_jax.checkpoints.stored_head import load_draft, save_draft
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.evaluation.conversion_options import TARGETS

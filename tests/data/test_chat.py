@@ -3,8 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tokenizers import processors
 
-from clover_jax.data.chat import encode_record, render_plain
-from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.chat import encode_prompt, encode_record, render_plain
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.data.tokenizer import load_tokenizer

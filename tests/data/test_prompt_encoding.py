@@ -2,7 +2,7 @@
 
 import pytest
 
-from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError

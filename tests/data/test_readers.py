@@ -6,8 +6,8 @@ import pytest
 
 from clover_jax.data import readers
 from clover_jax.data.corpus import Document
-from clover_jax.data.readers import read_records
 from clover_jax.data.records import Text, TokenRow
+from clover_jax.data.training_data import read_records
 from clover_jax.errors import UserError
 
 ROW = json.dumps({"text": "hello"}) + "\n"

@@ -197,7 +197,7 @@ def test_a_template_file_is_read_and_a_missing_one_refused(tmp_path):
 
 
 def test_a_json_list_holds_rows(tmp_path):
-    from clover_jax.data.readers import read_records
+    from clover_jax.data.training_data import read_records
 
     path = tmp_path / "share.json"
     turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import BaseModel, fingerprint
 from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
+from clover_jax.checkpoints.stored_head import load_draft, save_draft
 from clover_jax.config import LossSpec
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify

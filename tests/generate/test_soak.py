@@ -12,9 +12,9 @@ from pathlib import Path
 import jax
 import pytest
 
-from clover_jax.checkpoints.draft_directory import save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import save_draft
 from clover_jax.drafters import registry
 
 ROWS = int(os.environ.get("CLOVER_JAX_SOAK_ROWS", "10000"))
