@@ -1,4 +1,4 @@
-"""A loaded base model: its config, its params, where it came from."""
+"""A loaded base model, and its identity, so that a draft is not used with another one."""
 
 from __future__ import annotations
 

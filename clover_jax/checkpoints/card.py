@@ -1,7 +1,7 @@
 """The native draft directory: draft.json (the card) and params/, an orbax folder.
 
 The card holds the format's version, the drafter's config, its tree, the fingerprint of its base,
-provenance, and the hashes of the files of params/.
+provenance, and the hashes of the files of params/, which is read leaf by leaf.
 """
 
 from __future__ import annotations
@@ -153,7 +153,11 @@ def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
             raise UserError(f"{folder / name} has changed since it was written; copy it again")
 
     # Then the tensors, by name and shape. A type may differ: heads are cast as they are loaded.
-    stored, asked = stored_leaves(folder), by_path(expected)
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata
+    if metadata is None:
+        raise UserError(f"{folder} holds no params that orbax can read")
+    stored, asked = by_path(metadata.tree), by_path(expected)
     for path, wanted in asked.items():
         name = "/".join(path)
         if path not in stored:
@@ -170,20 +174,6 @@ def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
                 f"{folder} has tensor {'/'.join(path)}, which its draft.json does not ask for"
             )
     return stored
-
-
-
-
-def stored_leaves(folder: Path) -> dict[LeafPath, Any]:
-    """Return the shape and dtype of each stored leaf by its path, reading no values.
-
-    Raises UserError for a folder that holds none.
-    """
-    with ocp.StandardCheckpointer() as checkpointer:
-        metadata = checkpointer.metadata(folder.absolute()).item_metadata
-    if metadata is None:
-        raise UserError(f"{folder} holds no params that orbax can read")
-    return by_path(metadata.tree)
 
 
 def by_path(tree: Params) -> dict[LeafPath, Any]:

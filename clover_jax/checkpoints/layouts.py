@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clover_jax.checkpoints import clover2, dflash2, eagle, medusa, speculators
+from clover_jax.checkpoints import clover2, dflash2, eagle, medusa
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.errors import UserError
@@ -22,8 +22,8 @@ LAYOUTS: dict[str, Layout] = {
         dflash2.LAYOUT,
         medusa.ORIGINAL,
         medusa.VLLM,
-        speculators.EAGLE,
-        speculators.EAGLE3,
+        eagle.SPECULATORS,
+        eagle.SPECULATORS_EAGLE3,
     )
 }
 
@@ -62,7 +62,7 @@ def recognise(directory: Path) -> Layout:
     if "speculators_model_type" in values:
         # EAGLE-1's reader refuses heads of other algorithms by name.
         is_eagle3 = values["speculators_model_type"] == "eagle3"
-        return speculators.EAGLE3 if is_eagle3 else speculators.EAGLE
+        return eagle.SPECULATORS_EAGLE3 if is_eagle3 else eagle.SPECULATORS
     if "medusa_num_heads" in values:
         return medusa.ORIGINAL
     if values.get("model_type") == "medusa":

@@ -189,16 +189,10 @@ def positive(values: dict[str, Any], name: str, default: float, path: Path) -> f
 
 
 def read_window(values: dict[str, Any], path: Path) -> int | None:
-    """Return `sliding_window`, None where there is none.
-
-    Raises UserError unless it is a positive whole number or null.
-    """
-    window = values.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise UserError(
-            f"{path}: sliding_window must be a positive whole number or null, not {window!r}"
-        )
-    return window
+    """Return `sliding_window`, None where there is none; raises UserError for a wrong one."""
+    if values.get("sliding_window") is not None:
+        check_count(values, "sliding_window", path)
+    return values.get("sliding_window")
 
 
 def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tuple[int, ...]:

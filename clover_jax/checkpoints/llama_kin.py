@@ -1,10 +1,15 @@
-"""Families that differ from Llama in a few fields: Mistral, Qwen, Phi, Baichuan.
+"""Families that differ from Llama in a few fields: Mistral, Qwen, Phi, Baichuan, Gemma.
 
 Mistral has no biases, and every layer looks back over a sliding window. Qwen2 and 2.5 have biases
 of q, k and v, Qwen3 norms of q and k; either may have a window in some of its layers. Phi-3 and
 Phi-4 store q, k and v in one matrix, gate and up in another. Baichuan stores q, k and v in one; its
 7B models rotate, the 13B ones use ALiBi, and Baichuan 2 divides each row of lm_head by its length
 at every use, which is done here once, when it is loaded.
+
+Gemma 2 and 3 norm the outputs of attention and MLP, scale embeddings by the square root of the
+width, gate with GELU, and alternate layers with and without a window; their norms are stored as w
+for 1 + w. Gemma 2 caps scores and logits softly; Gemma 3 norms queries and keys, and rotates layers
+with a window with another base.
 """
 
 from __future__ import annotations
@@ -181,11 +186,6 @@ GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
 GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
 
 
-def parse_gemma2_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the fields of a Gemma 2 config into ours: every second layer sees everything."""
-    return _parse(GEMMA2_DEFAULTS | values, path, every=2)
-
-
 def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Gemma 3 text config into ours: every sixth layer sees everything."""
     values = GEMMA3_DEFAULTS | values
@@ -200,7 +200,7 @@ def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
 
     # The period of the layers without a window; newer configs list the types instead.
     every = values.get("sliding_window_pattern") or 6
-    config = _parse(values, path, every)
+    config = _parse_gemma(values, path, every)
     # Scaling for long texts concerns the layers that see them.
     local_rope = parse_rope(local | {"rope_parameters": newer.get(SLIDING)}, path)
     return dataclasses.replace(config, query_key_norm=True, local_rope=local_rope)
@@ -218,7 +218,7 @@ def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
     return parse_gemma3_config(shared | text, path)
 
 
-def _parse(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
+def _parse_gemma(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
     if values.get("use_bidirectional_attention"):
         raise UserError(f"{path}: use_bidirectional_attention is not supported: text is causal")
     # Gemma names the activation's field differently, and its MLP never has biases.
@@ -248,7 +248,10 @@ def adjust_gemma(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.nd
     return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
 
 
-GEMMA2 = Family(parse_gemma2_config, adjust=adjust_gemma)
+# Every second layer of Gemma 2 sees everything.
+GEMMA2 = Family(
+    lambda values, path: _parse_gemma(GEMMA2_DEFAULTS | values, path, every=2), adjust=adjust_gemma
+)
 GEMMA3 = Family(parse_gemma3_config, adjust=adjust_gemma)
 GEMMA3_MULTIMODAL = Family(
     parse_multimodal_config,

@@ -1,4 +1,4 @@
-"""Load a base model: find its folder, read its config, place its tensors one by one.
+"""Load a base model: find its folder, read its config by its family, place its tensors one by one.
 
 Conversions need little of a base's weights, so they open it without reading them.
 """
@@ -133,7 +133,14 @@ def open_base(source: str) -> BaseModel:
 
 def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
     files = checkpoint.family.files(directory)
-    files.check(stored_shapes(checkpoint.leaves), harmless=checkpoint.is_harmless)
+    # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
+    # config; some store the output matrix a second time although it is tied to the embedding.
+    harmless = [r".*\.rotary_emb\.inv_freq", checkpoint.family.ignored]
+    harmless += [r"lm_head\.weight"] * checkpoint.config.tie_word_embeddings
+    files.check(
+        stored_shapes(checkpoint.leaves),
+        harmless=lambda name: any(re.fullmatch(pattern, name) for pattern in harmless),
+    )
     return files
 
 
@@ -142,7 +149,7 @@ def describe_base(source: str) -> BaseModel:
     if is_shape(source):
         return BaseModel(shape_config(source), {}, Path(source), source)
     directory = find_directory(source)
-    return BaseModel(read_base_config(directory), {}, directory, source)
+    return BaseModel(read_checkpoint(directory).config, {}, directory, source)
 
 
 def place_as(dtype: jnp.dtype) -> Place:
@@ -181,36 +188,26 @@ def _check_tokenizer(directory: Path, vocab_size: int) -> None:
         )
 
 
-# Vicuna and the Llama versions 1 to 3.2 are all LlamaForCausalLM.
-ARCHITECTURES = {
-    "LlamaForCausalLM": Family(parse_llama_config),
-    "MistralForCausalLM": Family(parse_mistral_config),
-    "Qwen2ForCausalLM": Family(parse_qwen2_config),
-    "Qwen3ForCausalLM": Family(parse_qwen3_config),
-    "BaiChuanForCausalLM": BAICHUAN,  # the first 7B is spelt this way
-    "BaichuanForCausalLM": BAICHUAN,
-    "MixtralForCausalLM": MIXTRAL,
-    "Qwen3MoeForCausalLM": QWEN3_MOE,
-    "GptOssForCausalLM": GPT_OSS,
-    "Phi3ForCausalLM": PHI3,
-    "Gemma2ForCausalLM": GEMMA2,
-    "Gemma3ForCausalLM": GEMMA3,
-    "Gemma3ForConditionalGeneration": GEMMA3_MULTIMODAL,  # 4B and larger: the text part is read
-}
-# For a config.json that names no architecture.
-MODEL_TYPES = {
-    "llama": "LlamaForCausalLM",
-    "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM",
-    "qwen3": "Qwen3ForCausalLM",
-    "mixtral": "MixtralForCausalLM",
-    "qwen3_moe": "Qwen3MoeForCausalLM",
-    "gpt_oss": "GptOssForCausalLM",
-    "phi3": "Phi3ForCausalLM",
-    "gemma2": "Gemma2ForCausalLM",
-    "gemma3_text": "Gemma3ForCausalLM",
-    "gemma3": "Gemma3ForConditionalGeneration",
-}
+# Each with its model_type, for a config.json that names no architecture. Vicuna and the Llama
+# versions 1 to 3.2 are all LlamaForCausalLM; the first Baichuan 7B is spelt with a capital C.
+_FAMILIES = (
+    ("LlamaForCausalLM", "llama", Family(parse_llama_config)),
+    ("MistralForCausalLM", "mistral", Family(parse_mistral_config)),
+    ("Qwen2ForCausalLM", "qwen2", Family(parse_qwen2_config)),
+    ("Qwen3ForCausalLM", "qwen3", Family(parse_qwen3_config)),
+    ("BaiChuanForCausalLM", None, BAICHUAN),
+    ("BaichuanForCausalLM", None, BAICHUAN),
+    ("MixtralForCausalLM", "mixtral", MIXTRAL),
+    ("Qwen3MoeForCausalLM", "qwen3_moe", QWEN3_MOE),
+    ("GptOssForCausalLM", "gpt_oss", GPT_OSS),
+    ("Phi3ForCausalLM", "phi3", PHI3),
+    ("Gemma2ForCausalLM", "gemma2", GEMMA2),
+    ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
+    # 4B and larger: the text part is read.
+    ("Gemma3ForConditionalGeneration", "gemma3", GEMMA3_MULTIMODAL),
+)
+ARCHITECTURES = {name: family for name, _, family in _FAMILIES}
+MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}
 
 
 class Checkpoint(NamedTuple):
@@ -225,16 +222,6 @@ class Checkpoint(NamedTuple):
     config: BaseConfig
     leaves: list[Leaf]
     adjust: Callable[[str, np.ndarray], np.ndarray]
-
-    def is_harmless(self, name: str) -> bool:
-        """Return whether a checkpoint may hold this tensor, which is not read.
-
-        Old exports carry the rotary frequencies, which follow from the config. Some store the
-        output matrix a second time although it is tied to the embedding.
-        """
-        tied_copy = self.config.tie_word_embeddings and name == "lm_head.weight"
-        ignored = (r".*\.rotary_emb\.inv_freq", self.family.ignored)
-        return tied_copy or any(re.fullmatch(pattern, name) for pattern in ignored)
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
@@ -258,11 +245,6 @@ def read_checkpoint(directory: Path) -> Checkpoint:
     # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.
     adjust = functools.partial(family.adjust, values)
     return Checkpoint(family, config, family.leaves(config), adjust)
-
-
-def read_base_config(directory: Path) -> BaseConfig:
-    """Return the config of a folder; raises as `read_checkpoint`."""
-    return read_checkpoint(directory).config
 
 
 def architecture_of(values: dict[str, Any], path: Path) -> str:

@@ -1,4 +1,4 @@
-"""Open a draft head on disk, native or third-party: everything but its values is checked."""
+"""Draft heads on disk, native or third-party: opened and checked, loaded, and written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from safetensors.numpy import save_file
 
 from clover_jax.array_types import FLOAT32, LeafPath, Params
 from clover_jax.checkpoints.base import (
-    BaseFingerprint,
     BaseModel,
     described_differences,
     fingerprint,
@@ -29,7 +28,6 @@ from clover_jax.checkpoints.card import (
     native_directory,
     read_card,
     read_leaf,
-    write_native,
 )
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.layouts import NATIVE, recognise
@@ -138,8 +136,22 @@ def open_head(
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)
         layer = dataclasses.replace(stored.layer, rope=rope)
         stored = dataclasses.replace(stored, layer=layer)
+    # Rows are cut only when asked: a longer vocabulary may be another base's.
+    config, wanted = stored, base.config.vocab_size
+    excess = stored.vocab_size - wanted
+    if excess > 0 and not cut_vocab:
+        raise UserError(
+            f"{directory}: the head's vocab_size is {stored.vocab_size}, but the base "
+            f"{base.source} has {wanted}; give the base that the head was trained for or, where "
+            f"the last {excess} rows are padding, --cut_vocab of clover_jax.convert"
+        )
+    if excess > 0:
+        try:
+            config = dataclasses.replace(stored, vocab_size=wanted)
+        except ValueError as error:  # ids of its draft vocabulary lie in the rows to cut
+            raise UserError(f"{directory}, without its last {excess} rows: {error}") from error
     # The head must treat embeddings and logits as the base does.
-    config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
+    config = registry.of_base(config, base.config)
     _check_widths(config, base, str(directory))
 
     # Every stored tensor must be accounted for.
@@ -223,27 +235,6 @@ def _open_native(
     return StoredHead(source, folder, card, NATIVE, shapes, dtypes, read)
 
 
-def _fit_vocabulary(
-    config: DrafterConfig, base: BaseModel, directory: Path, cut_vocab: bool
-) -> DrafterConfig:
-    # `_check_widths` refuses a shorter vocabulary.
-    own, wanted = config.vocab_size, base.config.vocab_size
-    if own <= wanted:
-        return config
-    # Rows are cut only when asked: a longer vocabulary may be another base's.
-    if not cut_vocab:
-        raise UserError(
-            f"{directory}: the head's vocab_size is {own}, but the base {base.source} has "
-            f"{wanted}; give the base that the head was trained for or, where the last "
-            f"{own - wanted} rows are padding, --cut_vocab of clover_jax.convert"
-        )
-
-    try:
-        return dataclasses.replace(config, vocab_size=wanted)
-    except ValueError as error:  # ids of its draft vocabulary lie in the rows to cut
-        raise UserError(f"{directory}, without its last {own - wanted} rows: {error}") from error
-
-
 def _check_widths(config: DrafterConfig, base: BaseModel, where: str) -> None:
     pairs = {
         "vocab_size": (config.vocab_size, base.config.vocab_size),
@@ -277,18 +268,11 @@ def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> N
             )
 
 
-
-
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A loaded draft.
+    """A loaded draft: its module and config, its params, the name that the user gave, and its card.
 
-    head: module and config.
-    params: the head's params.
-    tree: the name of the tree that it was measured with, or None.
-    provenance: how it was made, as recorded by its writer.
-    source: the name given by the user.
-    chat_template: text of the template used in training; None for none or an unknown one.
+    tree, provenance, chat_template: as in the card.
     """
 
     head: registry.DraftHead
@@ -298,24 +282,6 @@ class Draft:
     provenance: dict[str, Any]
     source: str
     chat_template: str | None = None
-
-
-def save_draft(
-    directory: Path,
-    config: DrafterConfig,
-    params: Params,
-    tree: str | None,
-    base: BaseFingerprint,
-    provenance: dict[str, Any],
-    chat_template: str | None = None,
-) -> None:
-    """Write a native draft directory; the old one stays until the new one is complete.
-
-    provenance: any JSON values: flags, versions, git revision, data hash, steps, tau.
-    chat_template: text of the template used in training.
-    """
-    card = Card(config, base, tree, provenance, chat_template=chat_template)
-    write_native(directory, card, params)
 
 
 def load_draft(
@@ -347,8 +313,6 @@ def read_draft(head: StoredHead, dtype: jnp.dtype) -> Draft:
     params = unflatten_dict({path: place(path, head.read(path)) for path in head.shapes})
     built = registry.head(card.config)
     return Draft(built, params, card.tree, card.provenance, head.source, card.chat_template)
-
-
 
 
 def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseModel) -> None:

@@ -1,4 +1,4 @@
-"""The flags of a command: defined from settings, parsed from arguments and flagfiles.
+"""The flags of a command: defined from settings, parsed from arguments, listed by `--help`.
 
 Flag values belong to one run and are never absl's global ones: importing a command defines nothing,
 and one process can run several commands.
@@ -38,7 +38,13 @@ def parse_flags(
     Raises UserError for an argument that is not a flag and for a flagfile that cannot be read,
     absl.flags.Error for an unknown flag or a bad value.
     """
-    flagfiles = _flagfile_names(argv)
+    # Both forms that absl takes: --flagfile=FILE and --flagfile FILE.
+    flagfiles: list[str] = []
+    for index, argument in enumerate(argv):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--flagfile", "-flagfile"):
+            flagfiles.extend([value] if equals else argv[index + 1 : index + 2])
+
     values = defined(define_flags)
     values.set_gnu_getopt(True)  # so that flags after a stray argument are still checked
     try:
@@ -185,16 +191,6 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
     define_flags(values)
     define_settings(values, _Flagfiles)
     return values
-
-
-def _flagfile_names(argv: Sequence[str]) -> list[str]:
-    # Both forms that absl takes: --flagfile=FILE and --flagfile FILE.
-    names: list[str] = []
-    for index, argument in enumerate(argv):
-        flag, equals, value = argument.partition("=")
-        if flag in ("--flagfile", "-flagfile"):
-            names.extend([value] if equals else argv[index + 1 : index + 2])
-    return names
 
 
 _PLACEHOLDER = {"string": "TEXT", "int": "N", "float": "X"}

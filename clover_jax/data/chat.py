@@ -1,4 +1,4 @@
-"""From a training record to token ids and the mask of tokens on which the base is imitated."""
+"""From a training record to tokens and loss mask, and from a prompt to the tokens to continue."""
 
 from __future__ import annotations
 
@@ -258,8 +258,6 @@ def _with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, counts: bool
     return Encoded(np.append(encoded.tokens, np.int32(eos)), np.append(encoded.loss_mask, counts))
 
 
-
-
 def encode_prompt(
     prompt: Prompt,
     tokenizer: PreTrainedTokenizerBase | None,
@@ -283,8 +281,13 @@ def encode_prompt(
         text = render_template(tokenizer, _messages(prompt, answers), True, prompt.source)
         # The template writes the special tokens of the start itself.
         ids = tokenizer(text, add_special_tokens=False).input_ids
+    elif prompt.text is not None:
+        ids = tokenizer(prompt.text).input_ids
     else:
-        ids = tokenizer(_plain_text(prompt, answers)).input_ids
+        # Every turn and answer ends in a newline, so that a later context begins with the earlier
+        # one and its answer, and the answer starts on a line of its own.
+        lines = (message["content"] + "\n" for message in _messages(prompt, answers))
+        ids = tokenizer("".join(lines)).input_ids
 
     if not ids:
         raise UserError(f"{prompt.source}: the prompt is empty; give at least one token")
@@ -305,11 +308,3 @@ def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
         messages.append({"role": "user", "content": turn})
         messages += [{"role": "assistant", "content": text} for text in answers[index : index + 1]]
     return messages
-
-
-def _plain_text(prompt: Prompt, answers: Sequence[str]) -> str:
-    if prompt.text is not None:
-        return prompt.text
-    # Every turn and every answer ends in a newline, so that a later context begins with the earlier
-    # one and its answer, and the answer starts on a line of its own.
-    return "".join(message["content"] + "\n" for message in _messages(prompt, answers))

@@ -285,38 +285,6 @@ def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(is_right, value))
 
 
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return value.get("role") in _ROLES and is_text(value.get("content"))
-
-
-def _are_messages(value: Any) -> bool:
-    return _is_list(value, _is_message) and value[-1]["role"] != "assistant"
-
-
-def _are_stops(value: Any) -> bool:
-    # An empty list switches the command's own off.
-    return value == [] or _is_list(
-        [value] if is_text(value) else value, lambda stop: is_text(stop) and stop
-    )
-
-
-def _are_biases(value: Any) -> bool:
-    # Written as JSON writes whole numbers, or one token might stand there twice.
-    return isinstance(value, dict) and all(
-        re.fullmatch("0|[1-9][0-9]{0,9}", id_) and _is_number(bias) for id_, bias in value.items()
-    )
-
-
-def _as_biases(value: dict) -> tuple[tuple[int, float], ...]:
-    return tuple((int(id_), float(bias)) for id_, bias in value.items())
-
-
-def _as_messages(value: list) -> tuple[dict[str, str], ...]:
-    return tuple({"role": item["role"], "content": item["content"]} for item in value)
-
-
 def _whole(attribute: str, least: int) -> RowField:
     wanted = f"a whole number from {least}"
     return RowField(attribute, lambda value: _is_whole(value, least), wanted, int)
@@ -334,9 +302,19 @@ ROW_FIELDS = {
     ),
     "messages": RowField(
         "messages",
-        _are_messages,
+        lambda value: (
+            _is_list(
+                value,
+                lambda item: (
+                    isinstance(item, dict)
+                    and item.get("role") in _ROLES
+                    and is_text(item.get("content"))
+                ),
+            )
+            and value[-1]["role"] != "assistant"
+        ),
         f'a list of {{"role": {"|".join(_ROLES)}, "content": text}} that ends with a user message',
-        _as_messages,
+        lambda value: tuple({"role": item["role"], "content": item["content"]} for item in value),
     ),
     "turns": RowField(
         "turns",
@@ -352,11 +330,23 @@ ROW_FIELDS = {
     "max_new_tokens": _whole("max_new_tokens", 1),
     "min_new_tokens": _whole("min_new_tokens", 0),
     "logit_bias": RowField(
-        "logit_bias", _are_biases, 'an object {"token id": number, ...}', _as_biases
+        "logit_bias",
+        # Written as JSON writes whole numbers, or one token might stand there twice.
+        lambda value: (
+            isinstance(value, dict)
+            and all(re.fullmatch("0|[1-9][0-9]{0,9}", id_) for id_ in value)
+            and all(map(_is_number, value.values()))
+        ),
+        'an object {"token id": number, ...}',
+        lambda value: tuple((int(id_), float(bias)) for id_, bias in value.items()),
     ),
     "stop": RowField(
         "stop",
-        _are_stops,
+        # An empty list switches the command's own off.
+        lambda value: (
+            value == []
+            or _is_list([value] if is_text(value) else value, lambda stop: is_text(stop) and stop)
+        ),
         "a string or a list of strings, none of them empty",
         lambda value: (value,) if is_text(value) else tuple(value),
     ),

@@ -1,4 +1,4 @@
-"""Training records: the forms that training data come in, before any token exists."""
+"""Rows of files, for prompts and training data, and the records that training rows hold."""
 
 from __future__ import annotations
 
@@ -36,13 +36,8 @@ READ_FIELDS = frozenset().union(*_FORMS) | {
 }
 # Names of speakers in the wild -> roles of chat templates.
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"),
     "system": "system",
     "tool": "tool",
 }
@@ -119,7 +114,15 @@ def parse_row(row: Any, source: str) -> list[Record]:
         if "messages" in row:
             pairs = [(message["role"], message["content"]) for message in row["messages"]]
         elif "conversations" in row:
-            pairs = [(_sharegpt_role(m["from"], source), m["value"]) for m in row["conversations"]]
+            pairs = []
+            for message in row["conversations"]:
+                speaker = message["from"]
+                if speaker not in _SHAREGPT_ROLES:
+                    known = ", ".join(_SHAREGPT_ROLES)
+                    raise UserError(
+                        f"{source}: a message is from {speaker!r}; it may be from {known}"
+                    )
+                pairs.append((_SHAREGPT_ROLES[speaker], message["value"]))
         elif "prompt" in row and "response" in row:
             pairs = [("user", row["prompt"]), ("assistant", row["response"])]
         # Last: rows of other forms may have a text as well.
@@ -137,13 +140,6 @@ def parse_row(row: Any, source: str) -> list[Record]:
     # A message without a role, a number in the place of a list: whatever the row's shape breaks.
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{source}: a malformed row: {error!r}") from None
-
-
-def _sharegpt_role(name: Any, source: str) -> str:
-    if name not in _SHAREGPT_ROLES:
-        known = ", ".join(_SHAREGPT_ROLES)
-        raise UserError(f"{source}: a message is from {name!r}; it may be from {known}")
-    return _SHAREGPT_ROLES[name]
 
 
 def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
@@ -323,9 +319,6 @@ def shown(value: Any) -> str:
     text = json.dumps(value, ensure_ascii=False, default=repr)
     if not is_text(text):
         # Escaped, or the message itself could not be printed.
-        return f"{_shortened(json.dumps(value, default=repr))}, which holds half a character"
-    return _shortened(text)
-
-
-def _shortened(text: str) -> str:
+        text = json.dumps(value, default=repr)
+        return f"{text if len(text) <= 60 else text[:57] + '...'}, which holds half a character"
     return text if len(text) <= 60 else text[:57] + "..."

@@ -1,4 +1,6 @@
-"""The data that --data names, ready to train on: raw files, or a folder that `prepare` made."""
+"""The data that --data names, ready to train on: files, folders, globs, the built-in corpus, or a
+folder that `prepare` made.
+"""
 
 from __future__ import annotations
 

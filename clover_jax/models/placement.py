@@ -333,8 +333,6 @@ def _bounds(index: tuple[slice, ...] | None) -> tuple:
     return tuple((part.start, part.stop) for part in index or ())
 
 
-
-
 def bytes_per_device(shapes: PyTree, shardings: PyTree) -> int:
     """Return the bytes of the shards that one device holds."""
     return sum(

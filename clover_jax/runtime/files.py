@@ -1,4 +1,4 @@
-"""Atomic files and folders: written under a temporary name, synced, then renamed."""
+"""Atomic files and folders: written under a temporary name, synced, then renamed; JSON read."""
 
 import contextlib
 import errno
@@ -87,18 +87,6 @@ def put_in_place(new: Path, path: Path) -> None:
     os.rename(new, path)
     _sync(path.parent)
     _remove(replaced)
-
-
-def place_for(path: str | os.PathLike, flag: str) -> Path:
-    """Return the path of a file that will be written after long work.
-
-    Raises UserError, naming the flag, where no file can be written.
-    """
-    # Checked before the work, since afterwards the result would be lost.
-    place = Path(path).expanduser()
-    if place.is_dir() or not place.parent.is_dir():
-        raise UserError(f"{flag}={path} must be a file in a folder that exists")
-    return place
 
 
 def write_text(path: str | os.PathLike, text: str) -> None:
@@ -222,8 +210,6 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
 
 
 def read_json_object(path: Path) -> dict[str, Any]:

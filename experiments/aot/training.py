@@ -22,12 +22,12 @@ from clover_jax.models.placement import (
     row_shardings,
     whole_over_rows,
 )
-from clover_jax.runtime.files import place_for
 from clover_jax.runtime.progress import passing_note
 from clover_jax.training.settings import TrainSettings
 from experiments.aot import costs
 from experiments.aot.buffers import compile_with_buffers
 from experiments.aot.hlo import Program, Sent
+from experiments.aot.output_path import place_for
 
 MEGA = 1e6
 PARTS = ("teacher", "head", "loss", "update")  # scopes of the step

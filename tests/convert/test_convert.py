@@ -14,7 +14,7 @@ from safetensors.numpy import load_file
 from clover_jax.checkpoints import tensor_files
 from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
-from clover_jax.checkpoints.stored_head import load_draft, save_draft
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.drafters import registry
 from tests.tiny_checkpoints import (
     assert_same_tensors,
@@ -23,7 +23,7 @@ from tests.tiny_checkpoints import (
     edit_json,
     edit_tensors,
 )
-from tests.tiny_folders import SPEAKING, save_tiny_base
+from tests.tiny_folders import SPEAKING, save_draft, save_tiny_base
 
 WEIGHTS = "model.safetensors"
 MLP = "clover_head_mlp.weight"

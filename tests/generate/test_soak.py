@@ -14,8 +14,8 @@ import pytest
 
 from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
-from clover_jax.checkpoints.stored_head import save_draft
 from clover_jax.drafters import registry
+from tests.tiny_folders import save_draft
 
 ROWS = int(os.environ.get("CLOVER_JAX_SOAK_ROWS", "10000"))
 BASE = "builtin:tiny"
