@@ -90,10 +90,7 @@ def fingerprint(base: BaseModel) -> BaseFingerprint:
 
 
 def lm_head_hash(base: BaseModel) -> str:
-    """Return the hash of the output matrix as it was read.
-
-    It is SHA-256 over the little-endian bfloat16 values, row by row.
-    """
+    """Return SHA-256 of the output matrix as it was read: its bfloat16 values, row by row."""
     if base.lm_head_hash is not None:
         return base.lm_head_hash
     matrix = base.lm_head
@@ -108,10 +105,7 @@ def lm_head_hash(base: BaseModel) -> str:
 
 
 def checksum(params: Params) -> str:
-    """Return a short hash of the values of all params, computed on their devices.
-
-    It detects weights that were changed, not forged ones.
-    """
+    """Return a short hash of all params, computed on their devices; it detects changes only."""
     # Whole numbers are summed, so it is the same however arrays are split over devices.
     sums = [(jax.tree_util.keystr(path), _sum(x)) for path, x in jax.tree.leaves_with_path(params)]
     text = json.dumps([[name, int(to_host(total))] for name, total in sums])

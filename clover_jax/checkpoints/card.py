@@ -30,13 +30,9 @@ PARAMS = "params"
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The content of draft.json.
+    """The content of draft.json: how a head was made, for which base, and with which tree measured.
 
-    base: the fingerprint of the base that the head was trained for.
-    tree: the name of the tree that it was measured with.
-    provenance: how it was made, as recorded by its writer.
-    files: SHA-256 of each file of params/.
-    chat_template: text of the template used in training.
+    files: SHA-256 of each file of params/. chat_template: text of the template used in training.
     """
 
     config: DrafterConfig
@@ -56,10 +52,7 @@ def native_directory(directory: Path) -> Path | None:
 
 
 def write_native(directory: Path, card: Card, params: Params) -> None:
-    """Write a native draft directory; the old one stays until the new one is complete.
-
-    card: its `files` are filled in here.
-    """
+    """Write a native draft directory, with `card.files` filled in; until then the old one stays."""
     with atomic_directory(directory) as unfinished:
         files = save_params(unfinished / PARAMS, params)
         # The card comes last, because it lists the hashes of the other files.
@@ -137,10 +130,8 @@ def read_card(directory: Path) -> Card:
 def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, Any]:
     """Return the shape and dtype of each stored leaf by its path, reading no values.
 
-    expected: the tree of ShapeDtypeStructs that the draft's config asks for.
-    files: the card's hashes.
-    Raises UserError naming a file that is missing or altered, or a tensor that is missing, extra
-    or misshapen.
+    expected: the ShapeDtypeStructs that the config asks for. files: the card's hashes.
+    Raises UserError naming a file or a tensor that is missing or altered, or an extra tensor.
     """
     # Hashes first: orbax fails in many ways on an altered file.
     if not isinstance(files, dict) or not files:

@@ -201,10 +201,7 @@ def _check_eagle3(config: Eagle3Config, base: BaseConfig) -> None:
 
 
 def eagle3_leaves(config: Eagle3Config, prefix: str = "midlayer.") -> list[Leaf]:
-    """Return the place of the official tensors in the params of `drafters.eagle3.Eagle3`.
-
-    prefix: of the names of the layer's tensors.
-    """
+    """Return the place of the official tensors; `prefix` begins the names of the layer's."""
     width = config.layer.hidden_size
     return [
         over_states(("fc",), "fc.weight", NUM_FEATURES, width),

@@ -29,10 +29,7 @@ LAYOUTS: dict[str, Layout] = {
 
 
 def layout_for(to: str, kind: str) -> Layout:
-    """Return the layout that `convert --to` means for a head of a kind.
-
-    Raises UserError where that layout holds heads of other kinds.
-    """
+    """Return the layout that `convert --to` means for a kind of head; raises UserError for none."""
     # One name may stand for a layout of each of several kinds, so the kind decides.
     fitting = {layout.to: layout for layout in LAYOUTS.values() if layout.kind == kind}
     if to in fitting:
@@ -49,10 +46,7 @@ def layout_for(to: str, kind: str) -> Layout:
 
 
 def recognise(directory: Path) -> Layout:
-    """Return the layout of a folder of draft weights.
-
-    Raises UserError for any other folder, describing it.
-    """
+    """Return the layout of a folder of draft weights; raises UserError describing any other."""
     # Some layouts are named in config.json.
     values = read_json_object(directory / "config.json")
     if "clover" in values:

@@ -26,8 +26,7 @@ MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory 
 def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Llama config into ours; `path` is for the error messages.
 
-    Defaults are from transformers' LlamaConfig, except that shapes are required; null counts as
-    absent.
+    Defaults are transformers', except that shapes are required; null counts as absent.
     """
     # Checked by name first: a config may hold anything.
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
@@ -196,11 +195,7 @@ def read_window(values: dict[str, Any], path: Path) -> int | None:
 
 
 def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tuple[int, ...]:
-    """Return the indices of the layers that see everything.
-
-    default: the indices where the config has no `layer_types`.
-    Raises UserError for a list of another length or with another type.
-    """
+    """Return the layers that see everything, by `layer_types`; `default` where there is none."""
     num_layers, types = values["num_hidden_layers"], values.get("layer_types")
     if types is None:
         return tuple(default)

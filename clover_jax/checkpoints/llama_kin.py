@@ -104,10 +104,7 @@ def _with_window(
 
 
 def parse_phi3_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the fields of a Phi-3 config into ours: no biases, and a window in every layer or none.
-
-    The only scaling for long texts is longrope.
-    """
+    """Turn the fields of a Phi-3 config into ours: no biases, a window in every layer or none."""
     values = PHI3_DEFAULTS | values | _NO_BIASES | {"model_type": "phi3"}
     # The first versions call longrope "su" or "yarn", which here is not YaRN.
     for name in ("rope_scaling", "rope_parameters"):

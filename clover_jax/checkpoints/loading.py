@@ -91,10 +91,7 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
 
 
 class StoredMatrix:
-    """A [V, D] matrix of a checkpoint whose rows are read when they are asked for.
-
-    Example: `matrix[0:4096]` is an array of 4096 rows; no more of it is in memory.
-    """
+    """A [V, D] matrix of a checkpoint: `matrix[0:4096]` reads 4096 rows and no more."""
 
     def __init__(self, shape: tuple[int, ...], read: Callable[[slice], np.ndarray]):
         self.shape = shape
@@ -108,11 +105,10 @@ class StoredMatrix:
 
 
 def open_base(source: str) -> BaseModel:
-    """Return a base whose params are shapes, except its embedding and its output matrix.
+    """Return a base whose params are shapes; embedding and output matrix are a `StoredMatrix` each.
 
-    Those two are a `StoredMatrix` each, which is enough for a fingerprint and for copies in
-    third-party layouts. Raises UserError as `load_base` does, except that the tokenizer is read
-    only when the fingerprint is taken.
+    That is enough for a fingerprint and for copies in third-party layouts. Raises as `load_base`,
+    except that the tokenizer is read only when the fingerprint is taken.
     """
     if is_shape(source):
         return random_base(source, FLOAT32, None)
@@ -211,12 +207,7 @@ MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}
 
 
 class Checkpoint(NamedTuple):
-    """The config of a folder and how its weights are read.
-
-    family: opens its files and names the tensors that are ignored.
-    leaves: where the tensors lie in the params.
-    adjust: changes a tensor, from its name and itself, before it is used.
-    """
+    """The config of a folder, the place of its tensors, and an adjustment by (name, tensor)."""
 
     family: Family
     config: BaseConfig
@@ -225,10 +216,7 @@ class Checkpoint(NamedTuple):
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Read config.json and, for the end-of-sequence ids, generation_config.json.
-
-    Raises UserError when a file is broken or asks for anything that the decoder cannot do.
-    """
+    """Read config.json and generation_config.json; raises UserError for what cannot be decoded."""
     path = directory / "config.json"
     if not path.is_file():
         raise UserError(f"{directory} has no config.json; it is not a Hugging Face model folder")
@@ -248,10 +236,7 @@ def read_checkpoint(directory: Path) -> Checkpoint:
 
 
 def architecture_of(values: dict[str, Any], path: Path) -> str:
-    """Return the supported architecture that a config names.
-
-    Raises UserError, with what is supported, for any other.
-    """
+    """Return the supported architecture that a config names; raises UserError for any other."""
     # transformers writes a list, and some exports leave it out.
     names = values.get("architectures") or []
     if not isinstance(names, list):

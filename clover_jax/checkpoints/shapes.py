@@ -169,10 +169,9 @@ def cast_shapes(shapes: Params, dtype: jnp.dtype) -> Params:
 
 
 def random_params(shapes: Params, seed: int, place: Place | None = None) -> Params:
-    """Return random arrays of these shapes, made one after another.
+    """Return random arrays of these shapes; norms are 1 and biases 0, the rest is normal.
 
-    place: puts each where it belongs before the next one is made; None leaves it where it is.
-    Norms are 1 and biases 0; the rest is normal.
+    place: puts each where it belongs before the next one is made.
     """
     # A key for each leaf, so that leaves of one shape differ.
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
@@ -200,10 +199,7 @@ _normal = jax.jit(
 
 
 def random_base(source: str, dtype: jnp.dtype, place: Place | None) -> BaseModel:
-    """Return the base that `shape:...` stands for, with random weights and no tokenizer.
-
-    Raises UserError as `shape_config` does.
-    """
+    """Return the base that `shape:...` stands for, with random weights and no tokenizer."""
     config = shape_config(source)
     params = random_params(base_shapes(config, dtype), 0, place)
     # A folder that does not exist: there is no tokenizer and there are no prompts.

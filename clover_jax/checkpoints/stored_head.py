@@ -47,13 +47,11 @@ _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
 
 @dataclasses.dataclass(frozen=True)
 class StoredHead:
-    """A head of which everything but its values was checked.
+    """A head of which everything but its values was checked, in the folder `place`.
 
-    source: the name given by the user. place: the folder that holds the tensors.
     card: its draft.json, or an equivalent one for a third-party layout.
     layout: "orbax", or the name of the layout in which it was found.
-    shapes: path of a leaf -> its shape.
-    dtypes: name of a stored tensor -> its type.
+    shapes, dtypes: of each leaf by its path, of each stored tensor by its name.
     read: returns a leaf as it is stored; raises UserError naming one that is not finite.
     """
 
@@ -71,11 +69,7 @@ class StoredHead:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of all tensors.
-
-        Raises UserError naming the first tensor of another type: no single type would keep all
-        values.
-        """
+        """The type of all tensors; raises UserError where they differ: one would lose values."""
         (first, wanted), *others = self.dtypes.items()
         for name, dtype in others:
             if dtype != wanted:
@@ -119,10 +113,9 @@ def open_head(
     allow_base_mismatch: bool = False,
     cut_vocab: bool = False,
 ) -> StoredHead:
-    """Find a head and check everything but its values; the arguments are those of `load_draft`.
+    """Find a head and check everything but its values; raises and takes arguments as `load_draft`.
 
     cut_vocab: leave out the rows by which a third-party head's vocabulary exceeds the base's.
-    Raises UserError naming the part that is missing, broken or does not fit.
     """
     directory, layout = find_head(source, rope_theta)
     if layout is None:
@@ -270,10 +263,7 @@ def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> N
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A loaded draft: its module and config, its params, the name that the user gave, and its card.
-
-    tree, provenance, chat_template: as in the card.
-    """
+    """A loaded draft: its module and config, params, its card's fields, the user's name for it."""
 
     head: registry.DraftHead
     # Not in the repr: an error message with all arrays in it cannot be read.
@@ -316,10 +306,7 @@ def read_draft(head: StoredHead, dtype: jnp.dtype) -> Draft:
 
 
 def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseModel) -> None:
-    """Write a head in a third-party layout.
-
-    Raises UserError for a head that the layout cannot hold.
-    """
+    """Write a head in a third-party layout; raises UserError where that cannot hold it."""
     # Refused before the folder is created.
     layout.check_exportable(head.config, base.config)
     dtype = head.dtype

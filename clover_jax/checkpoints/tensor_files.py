@@ -67,10 +67,9 @@ class TensorFiles:
     def read(
         self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
     ) -> np.ndarray:
-        """Return one tensor, or a slice along its first axis, as it is stored (bfloat16 included).
+        """Return one tensor, or rows of it, as it is stored; `types` are the allowed stored types.
 
-        types: allowed stored types; weights are floating-point numbers.
-        Raises UserError for a quantized or otherwise unreadable tensor, or one with NaN in it.
+        Raises UserError for a tensor of another type, or one with NaN in it.
         """
         # Type first: a quantized tensor's bytes would pass the check for finite values.
         self._check_type(name, types)
@@ -79,10 +78,7 @@ class TensorFiles:
         return array
 
     def view(self, name: str) -> np.ndarray:
-        """Return one tensor as a view on its file: only the parts that are then copied are read.
-
-        Values are not checked; `check_part` does that. Raises as `read` for its type.
-        """
+        """Return one tensor, unchecked, as a view on its file: only copied parts are read."""
         dtype = self.dtype(name)
         if name not in self._offsets:
             return self._tensors[name](slice(None))
@@ -112,10 +108,9 @@ class TensorFiles:
         return stored
 
     def check(self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool]) -> None:
-        """Compare names and shapes with those that a config asks for.
+        """Raise UserError naming tensors that are missing, misshapen or unknown, in this order.
 
         harmless: returns whether a tensor may be there in addition to the expected ones.
-        Raises UserError naming missing, misshapen or unknown tensors, in this order.
         """
         missing = [name for name in expected if name not in self.shapes]
         if missing:
@@ -243,10 +238,7 @@ def _listed(names: list[str], noun: str = "tensor") -> str:
 
 
 def check_finite(array: np.ndarray, name: str, place: Path) -> None:
-    """Raise UserError naming a tensor that holds infinities or NaN; integers never do.
-
-    A draft with one NaN would be rejected at every step without an error.
-    """
+    """Raise UserError naming a tensor with infinities or NaN, with which no draft is accepted."""
     if not is_finite(array):
         raise UserError(f"{place}: tensor {name} holds values that are not finite numbers")
 

@@ -64,8 +64,7 @@ def parse_flags(
 def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> None:
     """Define a flag for every field made with `field_types.setting`, or for the named ones.
 
-    The flag has the type of the annotation, and the default, help, bounds and choices of the field;
-    `--help` lists it under the field's group. A flag that is already defined stays as it is.
+    Type, default, help, bounds and group are the field's. A flag that is there stays as it is.
     """
     kinds = field_kinds(kind)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
@@ -104,11 +103,9 @@ def _define(
 
 
 def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) -> S:
-    """Return the settings of the flags that `define_settings(flags, kind)` defined.
+    """Return the settings of the flags that `define_settings(flags, kind)` defined, as far as any.
 
-    others: values of fields without a flag, or instead of the flag's. A setting whose flag the
-        command lacks has its default.
-    Raises UserError for a value that the settings do not accept.
+    others: values of fields without a flag, or instead of the flag's.
     """
     # absl has lists; frozen settings hold tuples.
     given = {name: flags[name].value for name in declared_settings(kind) if name in flags}
@@ -121,10 +118,7 @@ def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) ->
 def flags_of(
     define_flags: Callable[[absl_flags.FlagValues], None], given: Mapping[str, Any]
 ) -> absl_flags.FlagValues:
-    """Return a command's flags with these values, as a program passes them; None is unset.
-
-    Raises UserError for an unknown name. `settings_from` checks the values.
-    """
+    """Return flags with these values, None for unset; raises UserError for an unknown name."""
     flags = defined(define_flags)
     for name, value in given.items():
         if name not in flags or name == "flagfile":
@@ -203,10 +197,7 @@ RARE = ("memory", "dry run", "third-party drafts")
 def help_text(
     command: str, description: str, flags: absl_flags.FlagValues, everything: bool = False
 ) -> str:
-    """Return the help of `command`, whose flags are `flags`, folded to the terminal's width.
-
-    everything: list the groups of RARE too.
-    """
+    """Return the help of a command, folded to the terminal; everything: list groups of RARE too."""
     width = min(shutil.get_terminal_size().columns, 100)
     groups: dict[str, list[absl_flags.Flag]] = {}
     for name in flags:

@@ -18,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class Encoded(NamedTuple):
-    """One record, tokenised.
-
-    tokens:    [n] int32.
-    loss_mask: [n] bool, True on the assistant's tokens (all tokens of plain text).
-    """
+    """One record as [n] int32 tokens and [n] bool, True on those on which the base is imitated."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -266,8 +262,6 @@ def encode_prompt(
 ) -> list[int]:
     """Return the token ids of the context that the base continues next.
 
-    tokenizer: the base's, or None where it has none; then only `prompt_ids` can be read.
-    vocab_size: V of the base.
     answers: the text of the answers to the row's first turns; the next turn is encoded.
     Raises UserError naming the row, what is wrong with it and what would be right.
     """

@@ -39,7 +39,6 @@ def with_chat_template(
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer with the named template: a file, or one of `assets/templates`.
 
-    None leaves it as it is.
     Raises UserError for a template that does not exist, cannot be read, or breaks the limits.
     """
     if name is not None:
@@ -91,10 +90,8 @@ def render_template(
 ) -> str:
     """Return the chat template's text of a conversation.
 
-    messages: with "role" and "content" each.
     ask: whether the text ends where the assistant's next answer begins.
-    source: where the conversation was found, for messages to the user.
-    Raises UserError for a template or a conversation that cannot be rendered within the limits.
+    Raises UserError, naming `source`, for what cannot be rendered within the limits.
     """
     template = tokenizer.chat_template
     # As transformers: of several templates, the one for conversations without tools.

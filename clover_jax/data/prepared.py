@@ -146,11 +146,9 @@ class ShardWriter:
     """The shards of one manifest, in the making."""
 
     def __init__(self, directory: Path, manifest: str, made_from: Mapping[str, Any]):
-        """Begin, or go on where an earlier run stopped.
+        """Begin, or go on where an earlier run of the same `made_from` stopped; refuse any other.
 
         manifest: the manifest's file name; its stem begins the shards' names.
-        made_from: what the records depend on, as JSON values.
-        Raises UserError where the manifest there was made from something else.
         """
         self.directory, self.path = directory, directory / manifest
         self._stem = self.path.stem
@@ -234,10 +232,7 @@ class ShardReader:
     """Random access to the records of a complete manifest."""
 
     def __init__(self, path: Path):
-        """Open the manifest at `path`.
-
-        Raises UserError where it is missing, unfinished, or a shard is not as it was written.
-        """
+        """Open the manifest at `path`; raises UserError unless all its shards are as written."""
         self.path, self.manifest = path, read_json_object(path)
         _check_version(self.manifest, path)
         if not self.manifest["complete"]:

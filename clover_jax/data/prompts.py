@@ -93,11 +93,7 @@ def text_prompt(text: str) -> Prompt:
 
 
 def shipped_prompts(base: Path, instead: str) -> Path:
-    """Return the file of the prompts that came with a base.
-
-    instead: flags that would say what to decode.
-    Raises UserError where none came with it.
-    """
+    """Return the prompts' file of a base; raises UserError, advising flags, where it has none."""
     path = base / SHIPPED_PROMPTS
     if not path.is_file():
         raise UserError(
@@ -109,9 +105,7 @@ def shipped_prompts(base: Path, instead: str) -> Path:
 def read_prompts(path: str | os.PathLike) -> list[Prompt]:
     """Read every row of a .jsonl file (also .gz, .xz), or of standard input for "-".
 
-    Empty lines are skipped; fields that no command reads are named on stderr.
-    Raises UserError naming file, line, what is wrong and what would be right; OSError for a file
-    that cannot be opened.
+    Raises UserError naming file, line, what is wrong and what would be right.
     """
     rows = []
     for row in read_prompts_and_mistakes(path):
@@ -122,10 +116,7 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
 
 
 def read_prompt_files(files: str, strict: bool = False) -> list[Prompt | BadPrompt]:
-    """Read the rows of "FILE,FILE", numbered through all files.
-
-    strict: whether a row that is wrong raises its UserError, or a BadPrompt takes its place.
-    """
+    """Read the rows of "FILE,FILE", numbered through all; strict: a wrong row raises UserError."""
     read = read_prompts if strict else read_prompts_and_mistakes
     rows: list[Prompt | BadPrompt] = []
     for name in filter(None, map(str.strip, files.split(","))):
@@ -137,10 +128,7 @@ def read_prompt_files(files: str, strict: bool = False) -> list[Prompt | BadProm
 
 
 def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPrompt]:
-    """Read every row as `read_prompts` does, with a BadPrompt in the place of a row that is wrong.
-
-    Raises as `read_prompts` does for a file that cannot be read at all or holds no rows.
-    """
+    """Read every row as `read_prompts` does, with a BadPrompt in the place of a wrong one."""
     path = Path(path)
     name = "standard input" if path == STANDARD_INPUT else str(path)
     with open_rows(path) as file:
@@ -178,10 +166,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
 
 
 def _without_answer(row: Any) -> Any:
-    """Return a row without the assistant messages at its end, as rows of training data have them.
-
-    The same object is returned where there are none, or nothing else.
-    """
+    """Return a row without the assistant messages at its end; the same row where there are none."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list):
         return row
@@ -220,10 +205,7 @@ class Failures:
 
 
 def parse_prompt(row: Any, index: int, source: str) -> Prompt:
-    """Check one row and return it; keys that mean nothing here are ignored.
-
-    Raises UserError naming `source`, what is wrong and what would be right.
-    """
+    """Check one row and return it, unknown keys ignored; raises UserError naming `source`."""
     if not isinstance(row, dict):
         raise UserError(f"{source}: expected an object, found {shown(row)}")
 
@@ -256,12 +238,9 @@ def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
 
 
 class RowField(NamedTuple):
-    """One key of a row.
+    """One key of a row, and the attribute of `Prompt` that it becomes.
 
-    attribute: of `Prompt`.
-    is_right: whether a JSON value may stand there.
-    wanted: words that follow "must be".
-    convert: from the JSON value to the attribute's.
+    is_right: whether a JSON value may stand there. wanted: words that follow "must be".
     """
 
     attribute: str

@@ -47,7 +47,6 @@ _SHAREGPT_ROLES = {
 class Text:
     """Plain text, or a section of it; the base is imitated on all of it.
 
-    source: the file and line, for messages to the user.
     starts, ends: whether the document's first and last characters are in it.
     """
 
@@ -59,10 +58,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages; the base is imitated on what the assistant says.
-
-    messages: (role, content) pairs.
-    """
+    """Messages, as (role, content); the base is imitated on what the assistant says."""
 
     source: str
     messages: tuple[tuple[str, str], ...]
@@ -98,10 +94,7 @@ def is_row(value: Any) -> bool:
 
 
 def parse_row(row: Any, source: str) -> list[Record]:
-    """Return the records of one JSONL row; a row that reports an error holds none.
-
-    Raises UserError naming `source`, what is wrong and what would be right.
-    """
+    """Return the records of one JSONL row, none of an error's; raises UserError naming `source`."""
     if not isinstance(row, dict):
         raise UserError(f"{source}: expected an object, found {type(row).__name__}")
     if row.get("error") or row.get("skipped"):  # of those that `generate` writes
@@ -211,7 +204,6 @@ def split_by_hash(records: Sequence[Record]) -> tuple[list[Record], list[Record]
 def cut_text(record: Text, max_chars: int) -> list[Text]:
     """Cut a long text into sections, at the last line end (or else anywhere) before max_chars.
 
-    Sections can be shuffled and tokenised alone.
     Example: "ab\\ncd\\ne" with max_chars 4 gives "ab\\n", "cd\\ne".
     """
     sections, start, text = [], 0, record.text
@@ -238,10 +230,7 @@ _OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
 
 
 def plain_name(path: Path) -> str:
-    """Return a file's name in lower case without the ending of a packed file.
-
-    Example: "Chats.JSONL.gz" is "chats.jsonl".
-    """
+    """Return a file's name in lower case without its packing: "a.JSONL.gz" is "a.jsonl"."""
     name = path.name.lower()
     return name.removesuffix(path.suffix.lower()) if path.suffix.lower() in _OPENERS else name
 
@@ -264,10 +253,7 @@ def open_rows(path: Path) -> Iterator[IO[bytes]]:
 
 
 def parse_line(line: bytes, source: str) -> Any:
-    """Return the JSON value of one line.
-
-    Raises UserError naming `source` for a line that is none.
-    """
+    """Return the JSON value of one line; raises UserError naming `source` for none."""
     # Some editors begin a file with a byte-order mark, which utf-8-sig drops.
     try:
         return json.loads(line.decode("utf-8-sig"))
@@ -280,10 +266,7 @@ def parse_line(line: bytes, source: str) -> Any:
 
 
 def tell_unread(fields: collections.Counter[str], source: str) -> None:
-    """Say on stderr which fields of rows no command reads, and in how many rows each is.
-
-    Fields that only label a row are left out; the others may be misspelt.
-    """
+    """Say which fields of rows, labels apart, no command reads: they may be misspelt."""
     unread = [(name, count) for name, count in fields.most_common() if name not in LABELS]
     # Only the most frequent fields: other kinds of data may have hundreds.
     listed = [f"{shown(n)} ({c} {'row' if c == 1 else 'rows'})" for n, c in unread[:9]]

@@ -38,13 +38,11 @@ if TYPE_CHECKING:
 
 
 class TrainingData(NamedTuple):
-    """Data of a run.
+    """Data of a run: samples to train on, and records that are never trained on.
 
-    samples: to train on.
-    heldout: records that are never trained on.
     identity: the hashes that the samples depend on, the same for raw and for prepared data: "data"
-        (the records), "tokenizer" and "chat_template" (None where there is none), and
-        "activations" of a cached teacher. A run that goes on must find them unchanged.
+        (the records), "tokenizer", "chat_template", and "activations" of a cached teacher. A run
+        that goes on must find them unchanged.
     """
 
     samples: Samples
@@ -77,7 +75,6 @@ def load_training_data(
     """Open the data; say on stderr what should be known of it.
 
     hidden_names: activations that the samples must bring along.
-    eos_token_ids: the base's tokens at the end of an answer.
     Raises UserError for data that cannot be understood, teach nothing, or are of another tokenizer.
     """
     if is_prepared(spec):
@@ -172,13 +169,11 @@ class Records(NamedTuple):
 
 
 def read_records(spec: str) -> Records:
-    """Read training data.
+    """Read training data: the records of paths, separated by commas.
 
-    spec: paths separated by commas: text files (one document each), .jsonl files (also .gz, .xz;
-        one record a row, see `records.parse_row`), .json files with a list of such rows or with
-        one, folders (all such files below, manifests of row files apart), globs; or
-        "builtin:python", the Python standard library, whose held-out modules are the built-in
-        base's too.
+    A path is a text file (one document), a .jsonl file (also .gz, .xz; see `parse_row`), a .json
+    file with a list of such rows, a folder or a glob of them, or "builtin:python", the Python
+    standard library, whose held-out modules are the built-in base's too.
     Raises UserError for a path without data or a row that cannot be understood, naming it.
     """
     # The corpus has a split of its own; other records are split by their content.
@@ -255,8 +250,7 @@ def _parse_rows(
 ) -> Iterator[Record]:
     """Yield the records of rows: values, or bytes of JSON.
 
-    Raises UserError at the end, for the first row that cannot be read, and names the others: who
-    mends a file wants to hear of all of them.
+    Raises UserError at the end, naming all rows that cannot be read.
     """
     refused: dict[str, UserError] = {}
     for source, row in rows:
