@@ -103,7 +103,7 @@ def _define(
 
 
 def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) -> S:
-    """Return the settings of the flags that `define_settings(flags, kind)` defined, as far as any.
+    """Return the settings of the flags that `define_settings(flags, kind)` defined.
 
     others: values of fields without a flag, or instead of the flag's.
     """

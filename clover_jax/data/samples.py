@@ -176,7 +176,7 @@ class SampleCounts:
         return sample
 
     def check(self, samples: RecordSamples, max_cut: float | None = None) -> None:
-        """Raise UserError where nothing can be learnt, or too many are refused or cut (max_cut)."""
+        """Raise UserError where nothing can be learnt, or too many samples are refused or cut."""
         if self.refused > MAX_REFUSED * self.samples:
             raise UserError(
                 f"{self._part_of(samples)}{self.refused} of {self.samples} samples cannot be used, "

@@ -152,7 +152,7 @@ def lock(file: IO) -> bool:
 def check_replaceable(
     path: Path, overwrite: bool, what: str, is_one: Callable[[Path], bool]
 ) -> None:
-    """Raise UserError if an output folder exists that --overwrite is missing for, or forbidden."""
+    """Raise UserError if a folder exists and is not to be replaced: not asked, or not a `what`."""
     if not os.path.lexists(path):
         return
     if not overwrite:
