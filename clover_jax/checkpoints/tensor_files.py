@@ -221,7 +221,7 @@ def _open_torch(path: Path) -> dict[str, tuple[Sequence[int], str, Rows]]:
             return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
         return part.numpy().copy()
 
-    found = {}
+    found: dict[str, tuple[Sequence[int], str, Rows]] = {}
     for name, tensor in tensors.items():
         # A type that safetensors does not have keeps torch's name.
         kind = str(tensor.dtype).removeprefix("torch.")

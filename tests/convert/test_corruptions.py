@@ -270,36 +270,37 @@ def zipped(entries, compression=zipfile.ZIP_STORED):
     return torch_archive(write)
 
 
+NOT_READ = "pytorch_model.bin cannot be read by torch"
 TORCH = {
     "pickle with code": (
         zipped({"archive/data.pkl": pickle.dumps(RunsCode()), "archive/version": "3\n"}),
-        "pytorch_model.bin holds more or less than tensors",
+        NOT_READ,
     ),
     "bare pickle with code": (
         torch_archive(lambda path: path.write_bytes(pickle.dumps(RunsCode()))),
-        "pytorch_model.bin is not a whole PyTorch archive",
+        NOT_READ,
     ),
     "zip bomb": (
         zipped({"archive/data.pkl": b"\0" * 50_000_000}, zipfile.ZIP_DEFLATED),
-        "pytorch_model.bin would unpack to more than its size",
+        NOT_READ,
     ),
     "compressed entries": (
         zipped({"a/data.pkl": bytes(range(250))}, zipfile.ZIP_LZMA),
-        "entry 'a/data.pkl' is compressed",
+        NOT_READ,
     ),
     "path tricks": (
         zipped({"archive/../../escaped": b"x"}),
-        "entry 'archive/../../escaped' leads out of the archive",
+        NOT_READ,
     ),
-    "absolute path": (zipped({"/escaped": b"x"}), "entry '/escaped' leads out of the archive"),
+    "absolute path": (zipped({"/escaped": b"x"}), NOT_READ),
     "archive cut": (
         lambda folder: (
             zipped({"archive/data.pkl": b"x" * 500})(folder),
             cut_file("head/pytorch_model.bin", 300)(folder),
         ),
-        "pytorch_model.bin is not a whole PyTorch archive",
+        NOT_READ,
     ),
-    "archive without tensors": (zipped({"readme": b"x"}), "pytorch_model.bin holds more or less"),
+    "archive without tensors": (zipped({"readme": b"x"}), NOT_READ),
 }
 
 

@@ -1,8 +1,8 @@
 """What vLLM and SGLang look for in a folder: class, fields, names, shapes and types.
 
 `test_vllm.py` runs vLLM where it is installed, which takes an environment of its own. Here is what
-the readers of both ask for, by the files named in `checkpoints/eagle.py`, `speculators.py` and
-`medusa.py`.
+the readers of both ask for, by the files named in `checkpoints/eagle.py` and
+`checkpoints/medusa.py`.
 """
 
 import dataclasses
