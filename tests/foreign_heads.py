@@ -6,13 +6,10 @@ import jax
 import numpy as np
 
 from clover_jax.array_types import Params
-from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.base import BaseModel, fingerprint
 from clover_jax.checkpoints.card import Card
-from clover_jax.checkpoints.draft_directory import load_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
 from clover_jax.checkpoints.layouts import LAYOUTS
-from clover_jax.checkpoints.stored_head import StoredHead
-from clover_jax.checkpoints.write_head import write_foreign
+from clover_jax.checkpoints.stored_head import StoredHead, load_draft, write_foreign
 from clover_jax.config import DrafterConfig
 
 

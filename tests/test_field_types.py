@@ -6,8 +6,7 @@ import math
 import pytest
 from absl import flags as absl_flags
 
-from clover_jax.cli.command_flags import define_settings, parse_flags, settings_from
-from clover_jax.cli.help_text import help_text
+from clover_jax.cli.command_flags import define_settings, help_text, parse_flags, settings_from
 from clover_jax.errors import UserError
 from clover_jax.field_types import check_settings, setting
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
 
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.quantization import (
     parse_parts,

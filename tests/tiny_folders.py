@@ -5,8 +5,8 @@ from pathlib import Path
 
 import jax
 
-from clover_jax.checkpoints.draft_directory import save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
+from clover_jax.checkpoints.card import Card, write_native
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.config import BaseConfig
 from clover_jax.drafters import registry
@@ -31,6 +31,11 @@ def save_tiny_base(folder: Path, config: BaseConfig = SPEAKING, template: str | 
     save_byte_level(folder, template)
     save_base(folder, config, random_base(config))
     return folder
+
+
+def save_draft(folder: Path, config, params, tree, base, provenance):
+    """Write a native draft directory; base: a fingerprint."""
+    write_native(folder, Card(config, base, tree, provenance), params)
 
 
 def save_tiny_draft(folder: Path, base_folder: Path, tree: str | None = "chain:2"):

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.draft_directory import Draft
 from clover_jax.checkpoints.shapes import SHAPES
+from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.config import BaseConfig
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request

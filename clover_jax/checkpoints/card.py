@@ -1,7 +1,7 @@
 """The native draft directory: draft.json (the card) and params/, an orbax folder.
 
 The card holds the format's version, the drafter's config, its tree, the fingerprint of its base,
-provenance, and the hashes of the files of params/.
+provenance, and the hashes of the files of params/, which is read leaf by leaf.
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
+from flax.traverse_util import unflatten_dict
 
 from clover_jax.array_types import LeafPath, Params
-from clover_jax.checkpoints.fingerprint import BaseFingerprint
-from clover_jax.checkpoints.orbax_leaves import by_path, stored_leaves
+from clover_jax.checkpoints.base import BaseFingerprint
 from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.runtime.files import atomic_directory, hash_files
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import atomic_directory, hash_files, read_json_object
 
 FORMAT_VERSION = 1
 CARD = "draft.json"
@@ -30,13 +30,9 @@ PARAMS = "params"
 
 @dataclasses.dataclass(frozen=True)
 class Card:
-    """The content of draft.json.
+    """The content of draft.json: how a head was made, for which base, and with which tree measured.
 
-    base: the fingerprint of the base that the head was trained for.
-    tree: the name of the tree that it was measured with.
-    provenance: how it was made, as recorded by its writer.
-    files: SHA-256 of each file of params/.
-    chat_template: text of the template used in training.
+    files: SHA-256 of each file of params/. chat_template: text of the template used in training.
     """
 
     config: DrafterConfig
@@ -56,10 +52,7 @@ def native_directory(directory: Path) -> Path | None:
 
 
 def write_native(directory: Path, card: Card, params: Params) -> None:
-    """Write a native draft directory; the old one stays until the new one is complete.
-
-    card: its `files` are filled in here.
-    """
+    """Write a native draft directory, with `card.files` filled in; until then the old one stays."""
     with atomic_directory(directory) as unfinished:
         files = save_params(unfinished / PARAMS, params)
         # The card comes last, because it lists the hashes of the other files.
@@ -137,10 +130,8 @@ def read_card(directory: Path) -> Card:
 def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, Any]:
     """Return the shape and dtype of each stored leaf by its path, reading no values.
 
-    expected: the tree of ShapeDtypeStructs that the draft's config asks for.
-    files: the card's hashes.
-    Raises UserError naming a file that is missing or altered, or a tensor that is missing, extra
-    or misshapen.
+    expected: the ShapeDtypeStructs that the config asks for. files: the card's hashes.
+    Raises UserError naming a file or a tensor that is missing or altered, or an extra tensor.
     """
     # Hashes first: orbax fails in many ways on an altered file.
     if not isinstance(files, dict) or not files:
@@ -153,7 +144,11 @@ def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
             raise UserError(f"{folder / name} has changed since it was written; copy it again")
 
     # Then the tensors, by name and shape. A type may differ: heads are cast as they are loaded.
-    stored, asked = stored_leaves(folder), by_path(expected)
+    with ocp.StandardCheckpointer() as checkpointer:
+        metadata = checkpointer.metadata(folder.absolute()).item_metadata
+    if metadata is None:
+        raise UserError(f"{folder} holds no params that orbax can read")
+    stored, asked = by_path(metadata.tree), by_path(expected)
     for path, wanted in asked.items():
         name = "/".join(path)
         if path not in stored:
@@ -170,3 +165,21 @@ def check_params(folder: Path, expected: Params, files: Any) -> dict[LeafPath, A
                 f"{folder} has tensor {'/'.join(path)}, which its draft.json does not ask for"
             )
     return stored
+
+
+def by_path(tree: Params) -> dict[LeafPath, Any]:
+    """Return the leaves of nested dictionaries by their keys."""
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {tuple(key.key for key in path): leaf for path, leaf in leaves}
+
+
+def read_leaf(folder: Path, path: LeafPath) -> np.ndarray:
+    """Return one leaf as it is stored."""
+    # A tree with this leaf alone, so that no other is read.
+    item = unflatten_dict({path: 0})
+    # Without these types orbax would put the leaf where it was when it was written.
+    wanted = unflatten_dict({path: ocp.RestoreArgs(restore_type=np.ndarray)})
+    with ocp.Checkpointer(ocp.PyTreeCheckpointHandler()) as checkpointer:
+        arguments = ocp.args.PyTreeRestore(item=item, restore_args=wanted, partial_restore=True)
+        restored: Any = checkpointer.restore(folder.absolute(), args=arguments)
+    return by_path(restored)[path]

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from clover_jax.checkpoints import clover2, dflash2, eagle, medusa, speculators
+from clover_jax.checkpoints import clover2, dflash2, eagle, medusa
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.errors import UserError
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object
 
 NATIVE = "orbax"  # our own draft directories, which are not in the table
 LAYOUTS: dict[str, Layout] = {
@@ -22,17 +22,14 @@ LAYOUTS: dict[str, Layout] = {
         dflash2.LAYOUT,
         medusa.ORIGINAL,
         medusa.VLLM,
-        speculators.EAGLE,
-        speculators.EAGLE3,
+        eagle.SPECULATORS,
+        eagle.SPECULATORS_EAGLE3,
     )
 }
 
 
 def layout_for(to: str, kind: str) -> Layout:
-    """Return the layout that `convert --to` means for a head of a kind.
-
-    Raises UserError where that layout holds heads of other kinds.
-    """
+    """Return the layout that `convert --to` means for a kind of head; raises UserError for none."""
     # One name may stand for a layout of each of several kinds, so the kind decides.
     fitting = {layout.to: layout for layout in LAYOUTS.values() if layout.kind == kind}
     if to in fitting:
@@ -49,10 +46,7 @@ def layout_for(to: str, kind: str) -> Layout:
 
 
 def recognise(directory: Path) -> Layout:
-    """Return the layout of a folder of draft weights.
-
-    Raises UserError for any other folder, describing it.
-    """
+    """Return the layout of a folder of draft weights; raises UserError describing any other."""
     # Some layouts are named in config.json.
     values = read_json_object(directory / "config.json")
     if "clover" in values:
@@ -62,7 +56,7 @@ def recognise(directory: Path) -> Layout:
     if "speculators_model_type" in values:
         # EAGLE-1's reader refuses heads of other algorithms by name.
         is_eagle3 = values["speculators_model_type"] == "eagle3"
-        return speculators.EAGLE3 if is_eagle3 else speculators.EAGLE
+        return eagle.SPECULATORS_EAGLE3 if is_eagle3 else eagle.SPECULATORS
     if "medusa_num_heads" in values:
         return medusa.ORIGINAL
     if values.get("model_type") == "medusa":

@@ -26,8 +26,7 @@ MOST_LAYERS = 10_000  # a larger number is a mistake, and would take all memory 
 def parse_llama_config(values: dict[str, Any], path: Path) -> BaseConfig:
     """Turn the fields of a Llama config into ours; `path` is for the error messages.
 
-    Defaults are from transformers' LlamaConfig, except that shapes are required; null counts as
-    absent.
+    Defaults are transformers', except that shapes are required; null counts as absent.
     """
     # Checked by name first: a config may hold anything.
     for name in ("vocab_size", "hidden_size", "intermediate_size", "num_attention_heads"):
@@ -189,24 +188,14 @@ def positive(values: dict[str, Any], name: str, default: float, path: Path) -> f
 
 
 def read_window(values: dict[str, Any], path: Path) -> int | None:
-    """Return `sliding_window`, None where there is none.
-
-    Raises UserError unless it is a positive whole number or null.
-    """
-    window = values.get("sliding_window")
-    if window is not None and (not isinstance(window, int) or window < 1):
-        raise UserError(
-            f"{path}: sliding_window must be a positive whole number or null, not {window!r}"
-        )
-    return window
+    """Return `sliding_window`, None where there is none; raises UserError for a wrong one."""
+    if values.get("sliding_window") is not None:
+        check_count(values, "sliding_window", path)
+    return values.get("sliding_window")
 
 
 def read_full_layers(values: dict[str, Any], default: range, path: Path) -> tuple[int, ...]:
-    """Return the indices of the layers that see everything.
-
-    default: the indices where the config has no `layer_types`.
-    Raises UserError for a list of another length or with another type.
-    """
+    """Return the layers that see everything, by `layer_types`; `default` where there is none."""
     num_layers, types = values["num_hidden_layers"], values.get("layer_types")
     if types is None:
         return tuple(default)

@@ -1,10 +1,15 @@
-"""Families that differ from Llama in a few fields: Mistral, Qwen, Phi, Baichuan.
+"""Families that differ from Llama in a few fields: Mistral, Qwen, Phi, Baichuan, Gemma.
 
 Mistral has no biases, and every layer looks back over a sliding window. Qwen2 and 2.5 have biases
 of q, k and v, Qwen3 norms of q and k; either may have a window in some of its layers. Phi-3 and
 Phi-4 store q, k and v in one matrix, gate and up in another. Baichuan stores q, k and v in one; its
 7B models rotate, the 13B ones use ALiBi, and Baichuan 2 divides each row of lm_head by its length
 at every use, which is done here once, when it is loaded.
+
+Gemma 2 and 3 norm the outputs of attention and MLP, scale embeddings by the square root of the
+width, gate with GELU, and alternate layers with and without a window; their norms are stored as w
+for 1 + w. Gemma 2 caps scores and logits softly; Gemma 3 norms queries and keys, and rotates layers
+with a window with another base.
 """
 
 from __future__ import annotations
@@ -16,8 +21,16 @@ from typing import Any
 
 import numpy as np
 
-from clover_jax.checkpoints.llama_config import parse_llama_config, read_full_layers, read_window
-from clover_jax.checkpoints.llama_tensors import Family, packed_leaves
+from clover_jax.checkpoints.llama_config import (
+    FULL,
+    SLIDING,
+    parse_llama_config,
+    parse_rope,
+    positive,
+    read_full_layers,
+    read_window,
+)
+from clover_jax.checkpoints.llama_tensors import Family, base_leaves, packed_leaves
 from clover_jax.config import BaseConfig
 from clover_jax.errors import UserError
 
@@ -91,10 +104,7 @@ def _with_window(
 
 
 def parse_phi3_config(values: dict[str, Any], path: Path) -> BaseConfig:
-    """Turn the fields of a Phi-3 config into ours: no biases, and a window in every layer or none.
-
-    The only scaling for long texts is longrope.
-    """
+    """Turn the fields of a Phi-3 config into ours: no biases, a window in every layer or none."""
     values = PHI3_DEFAULTS | values | _NO_BIASES | {"model_type": "phi3"}
     # The first versions call longrope "su" or "yarn", which here is not YaRN.
     for name in ("rope_scaling", "rope_parameters"):
@@ -140,4 +150,110 @@ BAICHUAN = Family(
     parse_baichuan_config,
     functools.partial(packed_leaves, names={"qkv": "W_pack"}),
     adjust_baichuan,
+)
+
+
+# Defaults of transformers' configs for absent fields; published ones of Gemma 3 leave out many.
+GEMMA2_DEFAULTS: dict[str, Any] = {
+    "vocab_size": 256_000,
+    "hidden_size": 2304,
+    "intermediate_size": 9216,
+    "num_hidden_layers": 26,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "max_position_embeddings": 8192,
+    "tie_word_embeddings": True,
+    "bos_token_id": 2,
+    "eos_token_id": 1,
+    "query_pre_attn_scalar": 256,
+    "sliding_window": 4096,
+    "final_logit_softcapping": 30.0,
+    "attn_logit_softcapping": 50.0,
+}
+# Gemma 3 has no caps: its queries and keys are normed instead.
+GEMMA3_DEFAULTS = GEMMA2_DEFAULTS | {
+    "vocab_size": 262_208,
+    "max_position_embeddings": 131_072,
+    "final_logit_softcapping": None,
+    "attn_logit_softcapping": None,
+}
+# Default rotary bases of Gemma 3: for layers without a window, and for those with one.
+GLOBAL_THETA, LOCAL_THETA = 1_000_000.0, 10_000.0
+
+
+def parse_gemma3_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the fields of a Gemma 3 text config into ours: every sixth layer sees everything."""
+    values = GEMMA3_DEFAULTS | values
+    # The newer object has a rotation for each type of layer, the older fields one for both.
+    newer = values.get("rope_parameters") or {}
+    rotation = newer.get(FULL) or {}
+    local = {"rope_theta": values.get("rope_local_base_freq") or LOCAL_THETA}
+    values |= {
+        "rope_theta": values.get("rope_theta") or GLOBAL_THETA,
+        "rope_parameters": rotation,
+    }
+
+    # The period of the layers without a window; newer configs list the types instead.
+    every = values.get("sliding_window_pattern") or 6
+    config = _parse_gemma(values, path, every)
+    # Scaling for long texts concerns the layers that see them.
+    local_rope = parse_rope(local | {"rope_parameters": newer.get(SLIDING)}, path)
+    return dataclasses.replace(config, query_key_norm=True, local_rope=local_rope)
+
+
+def parse_multimodal_config(values: dict[str, Any], path: Path) -> BaseConfig:
+    """Turn the config of a Gemma 3 that also reads images into that of its text."""
+    text = values.get("text_config")
+    if not isinstance(text, dict):
+        raise UserError(f"{path}: text_config must be an object, not {text!r}")
+    # Special tokens may be named outside, for both parts.
+    outer = ("eos_token_id", "bos_token_id", "tie_word_embeddings", "quantization_config")
+    shared = {name: values[name] for name in outer if values.get(name) is not None}
+    # Fields of text_config win over the shared ones.
+    return parse_gemma3_config(shared | text, path)
+
+
+def _parse_gemma(values: dict[str, Any], path: Path, every: int) -> BaseConfig:
+    if values.get("use_bidirectional_attention"):
+        raise UserError(f"{path}: use_bidirectional_attention is not supported: text is causal")
+    # Gemma names the activation's field differently, and its MLP never has biases.
+    llama = values | {"hidden_act": values["hidden_activation"], "mlp_bias": False}
+    config = parse_llama_config(llama, path)
+
+    def cap(name: str) -> float | None:
+        return None if values[name] is None else float(positive(values, name, 0.0, path))
+
+    # Published configs state the period of the layers that see everything, or list the types.
+    full = range(every - 1, config.num_layers, every)
+    return dataclasses.replace(
+        config,
+        embedding_scale=config.hidden_size**0.5,
+        score_scale=positive(values, "query_pre_attn_scalar", 256, path) ** -0.5,
+        score_cap=cap("attn_logit_softcapping"),
+        logit_cap=cap("final_logit_softcapping"),
+        post_norms=True,
+        sliding_window=read_window(values, path),
+        full_attention_layers=read_full_layers(values, full, path),
+    )
+
+
+def adjust_gemma(values: dict[str, Any], name: str, tensor: np.ndarray) -> np.ndarray:
+    """Return a norm's scale 1 + w in float32, which bfloat16 rounds when it is placed."""
+    # All norms' names end like this, including the norms of queries and keys.
+    return tensor.astype(np.float32) + 1 if name.endswith("norm.weight") else tensor
+
+
+# Every second layer of Gemma 2 sees everything.
+GEMMA2 = Family(
+    lambda values, path: _parse_gemma(GEMMA2_DEFAULTS | values, path, every=2), adjust=adjust_gemma
+)
+GEMMA3 = Family(parse_gemma3_config, adjust=adjust_gemma)
+GEMMA3_MULTIMODAL = Family(
+    parse_multimodal_config,
+    functools.partial(base_leaves, prefix="language_model."),
+    adjust_gemma,
+    # The parts for images, and a second copy of the tied embedding.
+    r"(vision_tower|multi_modal_projector)\..*|language_model\.lm_head\.weight",
 )

@@ -32,10 +32,7 @@ _NORMS_AROUND_MLP = {
 
 
 def base_leaves(config: BaseConfig, prefix: str = "") -> list[Leaf]:
-    """Return all leaves of the base, in the order of the forward pass.
-
-    prefix: the start of all stored names, where the text model is a part of a larger one.
-    """
+    """Return the leaves of the base in the order of the forward pass; `prefix` begins all names."""
     matrix = (config.vocab_size, config.hidden_size)
     leaves = [whole(("embedding",), f"{prefix}model.embed_tokens.weight", matrix)]
     for index in range(config.num_layers):
@@ -81,11 +78,9 @@ def layer_leaves(
     input_norm: bool = True,
     read_width: int | None = None,
 ) -> list[Leaf]:
-    """Return the leaves of one decoder layer.
+    """Return the leaves of one decoder layer, at `path` in our tree.
 
-    path: of the layer in our tree.
     prefix: the start of its stored names, such as "model.layers.0.".
-    input_norm: False for the layer that has no norm before its attention.
     read_width: columns that its attention reads; None is the hidden size.
     """
     width, inner = config.hidden_size, config.intermediate_size
@@ -161,11 +156,9 @@ def norm_leaf(path: LeafPath, name: str, width: int) -> Leaf:
 class Family:
     """How checkpoints of one architecture are read; the defaults are Llama's.
 
-    parse: reads the fields of config.json, whose path is for messages; raises UserError for
-        anything that the decoder cannot do.
+    parse: reads the fields of config.json, whose path is for messages.
     leaves: where the stored tensors lie in the params.
-    adjust: changes a stored tensor before it is used, from the fields of config.json, the tensor's
-        name and the tensor.
+    adjust: changes a stored tensor, from the fields of config.json, its name and itself.
     ignored: names of stored tensors that no text needs, as a regular expression; "" for none.
     files: opens the weight files of a folder.
     """

@@ -1,4 +1,4 @@
-"""Load a base model: find its folder, read its config, place its tensors one by one.
+"""Load a base model: find its folder, read its config by its family, place its tensors one by one.
 
 Conversions need little of a base's weights, so they open it without reading them.
 """
@@ -6,10 +6,13 @@ Conversions need little of a base's weights, so they open it without reading the
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -18,14 +21,28 @@ from tokenizers import Tokenizer
 
 from clover_jax.array_types import FLOAT32, Array, Place
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.families import Checkpoint, read_base_config, read_checkpoint
+from clover_jax.checkpoints.expert_tensors import GPT_OSS, MIXTRAL, QWEN3_MOE
+from clover_jax.checkpoints.llama_config import eos_ids, parse_llama_config
+from clover_jax.checkpoints.llama_kin import (
+    BAICHUAN,
+    GEMMA2,
+    GEMMA3,
+    GEMMA3_MULTIMODAL,
+    PHI3,
+    parse_mistral_config,
+    parse_qwen2_config,
+    parse_qwen3_config,
+)
+from clover_jax.checkpoints.llama_tensors import Family
 from clover_jax.checkpoints.shapes import base_shapes, is_shape, random_base, shape_config
 from clover_jax.checkpoints.sources import find_directory
 from clover_jax.checkpoints.tensor_files import TensorFiles
 from clover_jax.checkpoints.tensor_map import Leaf, StoredLeaf, stored_shapes
+from clover_jax.config import BaseConfig
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
 from clover_jax.runtime.distributed import is_primary
+from clover_jax.runtime.files import read_json_object
 from clover_jax.runtime.progress import progress_bar
 
 _SHOWN_FROM = 10**9  # bytes of a base from which on loading shows its progress
@@ -74,10 +91,7 @@ def load_base(source: str, dtype: jnp.dtype = FLOAT32, place: Place | None = Non
 
 
 class StoredMatrix:
-    """A [V, D] matrix of a checkpoint whose rows are read when they are asked for.
-
-    Example: `matrix[0:4096]` is an array of 4096 rows; no more of it is in memory.
-    """
+    """A [V, D] matrix of a checkpoint: `matrix[0:4096]` reads 4096 rows and no more."""
 
     def __init__(self, shape: tuple[int, ...], read: Callable[[slice], np.ndarray]):
         self.shape = shape
@@ -91,11 +105,10 @@ class StoredMatrix:
 
 
 def open_base(source: str) -> BaseModel:
-    """Return a base whose params are shapes, except its embedding and its output matrix.
+    """Return a base whose params are shapes; embedding and output matrix are a `StoredMatrix` each.
 
-    Those two are a `StoredMatrix` each, which is enough for a fingerprint and for copies in
-    third-party layouts. Raises UserError as `load_base` does, except that the tokenizer is read
-    only when the fingerprint is taken.
+    That is enough for a fingerprint and for copies in third-party layouts. Raises as `load_base`,
+    except that the tokenizer is read only when the fingerprint is taken.
     """
     if is_shape(source):
         return random_base(source, FLOAT32, None)
@@ -116,7 +129,14 @@ def open_base(source: str) -> BaseModel:
 
 def _open_files(directory: Path, checkpoint: Checkpoint) -> TensorFiles:
     files = checkpoint.family.files(directory)
-    files.check(stored_shapes(checkpoint.leaves), harmless=checkpoint.is_harmless)
+    # Tensors that are not read. Old exports carry the rotary frequencies, which follow from the
+    # config; some store the output matrix a second time although it is tied to the embedding.
+    harmless = [r".*\.rotary_emb\.inv_freq", checkpoint.family.ignored]
+    harmless += [r"lm_head\.weight"] * checkpoint.config.tie_word_embeddings
+    files.check(
+        stored_shapes(checkpoint.leaves),
+        harmless=lambda name: any(re.fullmatch(pattern, name) for pattern in harmless),
+    )
     return files
 
 
@@ -125,7 +145,7 @@ def describe_base(source: str) -> BaseModel:
     if is_shape(source):
         return BaseModel(shape_config(source), {}, Path(source), source)
     directory = find_directory(source)
-    return BaseModel(read_base_config(directory), {}, directory, source)
+    return BaseModel(read_checkpoint(directory).config, {}, directory, source)
 
 
 def place_as(dtype: jnp.dtype) -> Place:
@@ -162,3 +182,74 @@ def _check_tokenizer(directory: Path, vocab_size: int) -> None:
             f"{directory}: token {token!r} of its tokenizer has id {largest}, but the "
             f"embedding has only {vocab_size} rows; the tokenizer belongs to another model"
         )
+
+
+# Each with its model_type, for a config.json that names no architecture. Vicuna and the Llama
+# versions 1 to 3.2 are all LlamaForCausalLM; the first Baichuan 7B is spelt with a capital C.
+_FAMILIES = (
+    ("LlamaForCausalLM", "llama", Family(parse_llama_config)),
+    ("MistralForCausalLM", "mistral", Family(parse_mistral_config)),
+    ("Qwen2ForCausalLM", "qwen2", Family(parse_qwen2_config)),
+    ("Qwen3ForCausalLM", "qwen3", Family(parse_qwen3_config)),
+    ("BaiChuanForCausalLM", None, BAICHUAN),
+    ("BaichuanForCausalLM", None, BAICHUAN),
+    ("MixtralForCausalLM", "mixtral", MIXTRAL),
+    ("Qwen3MoeForCausalLM", "qwen3_moe", QWEN3_MOE),
+    ("GptOssForCausalLM", "gpt_oss", GPT_OSS),
+    ("Phi3ForCausalLM", "phi3", PHI3),
+    ("Gemma2ForCausalLM", "gemma2", GEMMA2),
+    ("Gemma3ForCausalLM", "gemma3_text", GEMMA3),
+    # 4B and larger: the text part is read.
+    ("Gemma3ForConditionalGeneration", "gemma3", GEMMA3_MULTIMODAL),
+)
+ARCHITECTURES = {name: family for name, _, family in _FAMILIES}
+MODEL_TYPES = {kind: name for name, kind, _ in _FAMILIES if kind}
+
+
+class Checkpoint(NamedTuple):
+    """The config of a folder, the place of its tensors, and an adjustment by (name, tensor)."""
+
+    family: Family
+    config: BaseConfig
+    leaves: list[Leaf]
+    adjust: Callable[[str, np.ndarray], np.ndarray]
+
+
+def read_checkpoint(directory: Path) -> Checkpoint:
+    """Read config.json and generation_config.json; raises UserError for what cannot be decoded."""
+    path = directory / "config.json"
+    if not path.is_file():
+        raise UserError(f"{directory} has no config.json; it is not a Hugging Face model folder")
+
+    values = read_json_object(path)
+    family = ARCHITECTURES[architecture_of(values, path)]
+    config = family.parse(values, path)
+    # Not every folder has one: it is newer than the format. It wins: Llama 3's config.json names
+    # one id, and this the end of a turn too.
+    newer = directory / "generation_config.json"
+    ids = eos_ids(read_json_object(newer), newer) if newer.is_file() else None
+    if ids is not None:
+        config = dataclasses.replace(config, eos_token_ids=ids)
+    # `adjust` gets the stored fields: our config does not say which version of Baichuan it is.
+    adjust = functools.partial(family.adjust, values)
+    return Checkpoint(family, config, family.leaves(config), adjust)
+
+
+def architecture_of(values: dict[str, Any], path: Path) -> str:
+    """Return the supported architecture that a config names; raises UserError for any other."""
+    # transformers writes a list, and some exports leave it out.
+    names = values.get("architectures") or []
+    if not isinstance(names, list):
+        raise UserError(f"{path}: architectures must be a list of names, not {names!r}")
+    if not names and values.get("model_type") in MODEL_TYPES:
+        return MODEL_TYPES[values["model_type"]]
+    # A config may name several classes; one that is known is enough.
+    for name in names:
+        if isinstance(name, str) and name in ARCHITECTURES:
+            return name
+
+    named = ", ".join(map(str, names)) or values.get("model_type") or "none named"
+    raise UserError(
+        f"{path}: architecture {named} is not supported; "
+        f"the supported ones are {', '.join(ARCHITECTURES)}"
+    )

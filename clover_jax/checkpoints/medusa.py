@@ -38,14 +38,6 @@ def parse_vllm(values: dict[str, Any], path: Path, base: BaseConfig) -> MedusaCo
     return _config(values, path, base, "num_heads", "num_hidden_layers")
 
 
-def _original_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
-    return {
-        "medusa_num_heads": config.num_positions,
-        "medusa_num_layers": 1,
-        "base_model_name_or_path": base.source,
-    }
-
-
 def _vllm_fields(config: MedusaConfig, base: BaseModel) -> dict[str, Any]:
     # num_hidden_layers counts the residual blocks of a head.
     return {
@@ -112,7 +104,11 @@ ORIGINAL = Layout(
     kind="medusa",
     parse_config=functools.partial(_config, heads="medusa_num_heads", layers="medusa_num_layers"),
     leaves=functools.partial(_leaves, block="{}.0.linear", matrix="{}.1.weight"),
-    config_fields=_original_fields,
+    config_fields=lambda config, base: {
+        "medusa_num_heads": config.num_positions,
+        "medusa_num_layers": 1,
+        "base_model_name_or_path": base.source,
+    },
     check_exportable=check_exportable,
     file="medusa_lm_head.safetensors",
 )

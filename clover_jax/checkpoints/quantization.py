@@ -21,8 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from clover_jax.array_types import LeafPath, Params, Place
-from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.fingerprint import lm_head_hash
+from clover_jax.checkpoints.base import BaseModel, lm_head_hash
 from clover_jax.checkpoints.loading import load_base, place_as
 from clover_jax.drafters.drafter import DRAFT_ROWS, frozen_from_base
 from clover_jax.errors import UserError

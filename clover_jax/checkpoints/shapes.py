@@ -7,7 +7,6 @@ download of their weights. Their text is meaningless.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 import re
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from clover_jax.array_types import FLOAT32, Array, Params, Place
+from clover_jax.array_types import FLOAT32, Params, Place
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.config import BaseConfig, RopeConfig
 from clover_jax.errors import UserError
@@ -66,13 +65,8 @@ SHAPES = {
     "qwen3-1.7b": _shape(151_936, 2048, 6144, 28, 16, 8, **_QWEN3, tie_word_embeddings=True),
     "qwen3-8b": _shape(151_936, 4096, 12_288, 36, 32, 8, **_QWEN3),
     "qwen3-30b-a3b": _shape(151_936, 2048, 6144, 48, 32, 4, **_QWEN3, **_experts(128, 8, 768)),
-    "gpt-oss-20b": BaseConfig(
-        vocab_size=201_088,
-        hidden_size=2880,
-        intermediate_size=2880,
-        num_layers=24,
-        num_heads=64,
-        num_kv_heads=8,
+    "gpt-oss-20b": _shape(
+        *(201_088, 2880, 2880, 24, 64, 8),
         head_dim=64,
         rope=RopeConfig(
             theta=150_000.0,
@@ -93,13 +87,8 @@ SHAPES = {
         **_experts(32, 4, 2880),
     ),
     "mixtral-8x7b": _shape(32_000, 4096, 14_336, 32, 32, 8, **_MISTRAL, **_experts(8, 2, 14_336)),
-    "gemma3-27b": BaseConfig(
-        vocab_size=262_208,
-        hidden_size=5376,
-        intermediate_size=21_504,
-        num_layers=62,
-        num_heads=32,
-        num_kv_heads=16,
+    "gemma3-27b": _shape(
+        *(262_208, 5376, 21_504, 62, 32, 16),
         head_dim=128,
         rms_norm_eps=1e-6,
         rope=RopeConfig(theta=1e6, kind="linear", factor=8.0),
@@ -180,10 +169,9 @@ def cast_shapes(shapes: Params, dtype: jnp.dtype) -> Params:
 
 
 def random_params(shapes: Params, seed: int, place: Place | None = None) -> Params:
-    """Return random arrays of these shapes, made one after another.
+    """Return random arrays of these shapes; norms are 1 and biases 0, the rest is normal.
 
-    place: puts each where it belongs before the next one is made; None leaves it where it is.
-    Norms are 1 and biases 0; the rest is normal.
+    place: puts each where it belongs before the next one is made.
     """
     # A key for each leaf, so that leaves of one shape differ.
     leaves, structure = jax.tree_util.tree_flatten_with_path(shapes)
@@ -203,17 +191,16 @@ def random_params(shapes: Params, seed: int, place: Place | None = None) -> Para
     return jax.tree.unflatten(structure, arrays)
 
 
-def random_base(source: str, dtype: jnp.dtype, place: Place | None) -> BaseModel:
-    """Return the base that `shape:...` stands for, with random weights and no tokenizer.
+# Compiled once for all leaves of a shape.
+_normal = jax.jit(
+    lambda key, shape, dtype: jax.random.normal(key, shape, dtype) * jnp.asarray(_SPREAD, dtype),
+    static_argnums=(1, 2),
+)
 
-    Raises UserError as `shape_config` does.
-    """
+
+def random_base(source: str, dtype: jnp.dtype, place: Place | None) -> BaseModel:
+    """Return the base that `shape:...` stands for, with random weights and no tokenizer."""
     config = shape_config(source)
     params = random_params(base_shapes(config, dtype), 0, place)
     # A folder that does not exist: there is no tokenizer and there are no prompts.
     return BaseModel(config=config, params=params, directory=Path(source), source=source)
-
-
-@functools.partial(jax.jit, static_argnames=("shape", "dtype"))  # once for all leaves of a shape
-def _normal(key: Array, shape: tuple[int, ...], dtype: jnp.dtype) -> Array:
-    return jax.random.normal(key, shape, dtype) * jnp.asarray(_SPREAD, dtype)

@@ -38,8 +38,7 @@ _HUB_ID = re.compile(r"[\w-][\w.-]*/[\w.-]+(@[\w./-]+)?")
 def find_directory(source: str) -> Path:
     """Return the folder of `builtin:NAME`, of a local path, or of a hub id `OWNER/NAME[@REVISION]`.
 
-    A local folder wins over a hub id of the same name. Raises UserError when neither exists; a
-    value that looks like a path is never looked up on the hub.
+    A local folder wins. A value that looks like a path is never looked up on the hub.
     """
     if source.startswith(BUILTIN):
         name = source.removeprefix(BUILTIN)

@@ -1,17 +1,25 @@
-"""Open a draft head on disk, native or third-party: everything but its values is checked."""
+"""Draft heads on disk, native or third-party: opened and checked, loaded, and written."""
 
 from __future__ import annotations
 
 import dataclasses
+import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import unflatten_dict
+from safetensors.numpy import save_file
 
-from clover_jax.array_types import FLOAT32, LeafPath
-from clover_jax.checkpoints.base import BaseModel
+from clover_jax.array_types import FLOAT32, LeafPath, Params
+from clover_jax.checkpoints.base import (
+    BaseModel,
+    described_differences,
+    fingerprint,
+)
 from clover_jax.checkpoints.card import (
     CARD,
     PARAMS,
@@ -19,11 +27,11 @@ from clover_jax.checkpoints.card import (
     check_params,
     native_directory,
     read_card,
+    read_leaf,
 )
-from clover_jax.checkpoints.fingerprint import described_differences, fingerprint
 from clover_jax.checkpoints.layout import Layout
 from clover_jax.checkpoints.layouts import NATIVE, recognise
-from clover_jax.checkpoints.orbax_leaves import read_leaf
+from clover_jax.checkpoints.loading import place_as
 from clover_jax.checkpoints.sources import find_directory
 from clover_jax.checkpoints.tensor_files import TensorFiles, check_finite
 from clover_jax.checkpoints.tensor_map import fuse, stored_shapes
@@ -31,7 +39,7 @@ from clover_jax.config import DrafterConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError, reason_of
 from clover_jax.models.int8 import Int8Matrix, widen
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import atomic_directory, read_json_object
 
 _CHECKED_ROWS = 4096  # rows of a copy of a base's matrix that are compared at a time
 _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
@@ -39,13 +47,11 @@ _MATRIX_NAMES = {"lm_head": "output matrix", "embedding": "input embedding"}
 
 @dataclasses.dataclass(frozen=True)
 class StoredHead:
-    """A head of which everything but its values was checked.
+    """A head of which everything but its values was checked, in the folder `place`.
 
-    source: the name given by the user. place: the folder that holds the tensors.
     card: its draft.json, or an equivalent one for a third-party layout.
     layout: "orbax", or the name of the layout in which it was found.
-    shapes: path of a leaf -> its shape.
-    dtypes: name of a stored tensor -> its type.
+    shapes, dtypes: of each leaf by its path, of each stored tensor by its name.
     read: returns a leaf as it is stored; raises UserError naming one that is not finite.
     """
 
@@ -63,11 +69,7 @@ class StoredHead:
 
     @property
     def dtype(self) -> np.dtype:
-        """The type of all tensors.
-
-        Raises UserError naming the first tensor of another type: no single type would keep all
-        values.
-        """
+        """The type of all tensors; raises UserError where they differ: one would lose values."""
         (first, wanted), *others = self.dtypes.items()
         for name, dtype in others:
             if dtype != wanted:
@@ -111,10 +113,9 @@ def open_head(
     allow_base_mismatch: bool = False,
     cut_vocab: bool = False,
 ) -> StoredHead:
-    """Find a head and check everything but its values; the arguments are those of `load_draft`.
+    """Find a head and check everything but its values; raises and takes arguments as `load_draft`.
 
     cut_vocab: leave out the rows by which a third-party head's vocabulary exceeds the base's.
-    Raises UserError naming the part that is missing, broken or does not fit.
     """
     directory, layout = find_head(source, rope_theta)
     if layout is None:
@@ -128,8 +129,22 @@ def open_head(
         rope = dataclasses.replace(stored.layer.rope, theta=rope_theta)
         layer = dataclasses.replace(stored.layer, rope=rope)
         stored = dataclasses.replace(stored, layer=layer)
+    # Rows are cut only when asked: a longer vocabulary may be another base's.
+    config, wanted = stored, base.config.vocab_size
+    excess = stored.vocab_size - wanted
+    if excess > 0 and not cut_vocab:
+        raise UserError(
+            f"{directory}: the head's vocab_size is {stored.vocab_size}, but the base "
+            f"{base.source} has {wanted}; give the base that the head was trained for or, where "
+            f"the last {excess} rows are padding, --cut_vocab of clover_jax.convert"
+        )
+    if excess > 0:
+        try:
+            config = dataclasses.replace(stored, vocab_size=wanted)
+        except ValueError as error:  # ids of its draft vocabulary lie in the rows to cut
+            raise UserError(f"{directory}, without its last {excess} rows: {error}") from error
     # The head must treat embeddings and logits as the base does.
-    config = registry.of_base(_fit_vocabulary(stored, base, directory, cut_vocab), base.config)
+    config = registry.of_base(config, base.config)
     _check_widths(config, base, str(directory))
 
     # Every stored tensor must be accounted for.
@@ -213,27 +228,6 @@ def _open_native(
     return StoredHead(source, folder, card, NATIVE, shapes, dtypes, read)
 
 
-def _fit_vocabulary(
-    config: DrafterConfig, base: BaseModel, directory: Path, cut_vocab: bool
-) -> DrafterConfig:
-    # `_check_widths` refuses a shorter vocabulary.
-    own, wanted = config.vocab_size, base.config.vocab_size
-    if own <= wanted:
-        return config
-    # Rows are cut only when asked: a longer vocabulary may be another base's.
-    if not cut_vocab:
-        raise UserError(
-            f"{directory}: the head's vocab_size is {own}, but the base {base.source} has "
-            f"{wanted}; give the base that the head was trained for or, where the last "
-            f"{own - wanted} rows are padding, --cut_vocab of clover_jax.convert"
-        )
-
-    try:
-        return dataclasses.replace(config, vocab_size=wanted)
-    except ValueError as error:  # ids of its draft vocabulary lie in the rows to cut
-        raise UserError(f"{directory}, without its last {own - wanted} rows: {error}") from error
-
-
 def _check_widths(config: DrafterConfig, base: BaseModel, where: str) -> None:
     pairs = {
         "vocab_size": (config.vocab_size, base.config.vocab_size),
@@ -265,3 +259,74 @@ def _check_copy(files: TensorFiles, name: str, which: str, base: BaseModel) -> N
                 f"{files.directory}: {name} differs from the {_MATRIX_NAMES[which]} of the base "
                 f"{base.source} (first in row {row}); give the base that the head was trained for"
             )
+
+
+@dataclasses.dataclass(frozen=True)
+class Draft:
+    """A loaded draft: its module and config, params, its card's fields, the user's name for it."""
+
+    head: registry.DraftHead
+    # Not in the repr: an error message with all arrays in it cannot be read.
+    params: Params = dataclasses.field(repr=False)
+    tree: str | None
+    provenance: dict[str, Any]
+    source: str
+    chat_template: str | None = None
+
+
+def load_draft(
+    source: str | Path,
+    base: BaseModel,
+    dtype: jnp.dtype = FLOAT32,
+    *,
+    allow_base_mismatch: bool = False,
+    rope_theta: float | None = None,
+) -> Draft:
+    """Load a draft for a base.
+
+    source: a native draft directory, a training workdir (its best/, else its draft/), or a folder
+        or hub id in a third-party layout, recognised by its config.json and tensor names.
+    allow_base_mismatch: use it even if it was trained for another base of the same widths.
+    rope_theta: rotary base for a third-party layout that does not store it.
+    Raises UserError naming the part that is missing, broken or does not fit.
+    """
+    head = open_head(
+        str(source), base, rope_theta=rope_theta, allow_base_mismatch=allow_base_mismatch
+    )
+    return read_draft(head, dtype)
+
+
+def read_draft(head: StoredHead, dtype: jnp.dtype) -> Draft:
+    """Read the params of an opened head, cast to `dtype`, on the default device."""
+    # Leaf by leaf, so that the host holds one at a time.
+    card, place = head.card, place_as(dtype)
+    params = unflatten_dict({path: place(path, head.read(path)) for path in head.shapes})
+    built = registry.head(card.config)
+    return Draft(built, params, card.tree, card.provenance, head.source, card.chat_template)
+
+
+def write_foreign(directory: Path, head: StoredHead, layout: Layout, base: BaseModel) -> None:
+    """Write a head in a third-party layout; raises UserError where that cannot hold it."""
+    # Refused before the folder is created.
+    layout.check_exportable(head.config, base.config)
+    dtype = head.dtype
+    tensors = {}
+    for leaf in layout.leaves(head.config):
+        params = head.read(leaf.path)
+        for piece in leaf.pieces:
+            tensors[piece.name] = piece.unpermuted(params).reshape(piece.shape)
+    # Copies of the base's matrices are cast to the head's type.
+    matrices = {"lm_head": base.lm_head, "embedding": base.params["embedding"]}
+    for name, which in layout.copies.items():
+        tensors[name] = np.asarray(matrices[which][: head.config.vocab_size]).astype(dtype)
+    # Further weights have the head's type as well; ids and masks keep theirs.
+    for name, value in layout.more_tensors(head.config).items():
+        tensors[name] = value.astype(dtype) if value.dtype.kind == "f" else value
+
+    # Servers run a head in the type named by `torch_dtype`, or in float16 without it.
+    fields = layout.config_fields(head.config, base) | {"torch_dtype": str(dtype)}
+    contiguous = {name: np.ascontiguousarray(tensor) for name, tensor in tensors.items()}
+    with atomic_directory(directory) as unfinished:
+        save_file(contiguous, unfinished / layout.file, metadata={"format": "pt"})
+        text = json.dumps(fields, indent=2) + "\n"
+        (unfinished / "config.json").write_text(text, encoding="utf-8")

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import pickle
 import warnings
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 
 from clover_jax.errors import UserError, reason_of
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -30,6 +31,7 @@ READABLE = {
 # torch's names of types in safetensors' words; integers are tables of token ids.
 _TORCH_TYPES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 _TORCH_TYPES |= {"int64": "I64", "bool": "BOOL"}
+Rows = Callable[[slice], np.ndarray]  # reads rows of a stored tensor
 _CHUNK = 2**20  # elements checked together: they stay in the processor's cache
 
 
@@ -40,7 +42,8 @@ class TensorFiles:
     """
 
     def __init__(self, directory: Path):
-        self._tensors: dict[str, Any] = {}  # slices, of which a part is read when it is indexed
+        self._tensors: dict[str, Rows] = {}
+        self._types: dict[str, str] = {}
         self._places: dict[str, Path] = {}
         self._offsets: dict[str, int] = {}  # into its safetensors file
         self.directory = directory
@@ -48,9 +51,9 @@ class TensorFiles:
         # Every header is read now, so that a broken file is named before anything is loaded.
         for path in _files_of(directory):
             is_torch = path.suffix in TORCH_SUFFIXES
-            for name, tensor in (_open_torch(path) if is_torch else _open(path)).items():
-                self._tensors[name], self._places[name] = tensor, path
-                self.shapes[name] = tuple(tensor.get_shape())
+            for name, (shape, kind, rows) in (_open_torch if is_torch else _open)(path).items():
+                self._tensors[name], self._places[name] = rows, path
+                self.shapes[name], self._types[name] = tuple(shape), kind
             if not is_torch:
                 # The reader of safetensors does not say where a tensor begins. The format: eight
                 # bytes with the header's length, the header in JSON, the tensors.
@@ -64,25 +67,21 @@ class TensorFiles:
     def read(
         self, name: str, rows: slice = slice(None), types: Collection[str] = READABLE
     ) -> np.ndarray:
-        """Return one tensor, or a slice along its first axis, as it is stored (bfloat16 included).
+        """Return one tensor, or rows of it, as it is stored; `types` are the allowed stored types.
 
-        types: allowed stored types; weights are floating-point numbers.
-        Raises UserError for a quantized or otherwise unreadable tensor, or one with NaN in it.
+        Raises UserError for a tensor of another type, or one with NaN in it.
         """
         # Type first: a quantized tensor's bytes would pass the check for finite values.
         self._check_type(name, types)
-        array = self._tensors[name][rows]
+        array = self._tensors[name](rows)
         check_finite(array, name, self._places[name])
         return array
 
     def view(self, name: str) -> np.ndarray:
-        """Return one tensor as a view on its file: only the parts that are then copied are read.
-
-        Values are not checked; `check_part` does that. Raises as `read` for its type.
-        """
+        """Return one tensor, unchecked, as a view on its file: only copied parts are read."""
         dtype = self.dtype(name)
         if name not in self._offsets:
-            return self._tensors[name][:]
+            return self._tensors[name](slice(None))
         # Mapped for this view alone: a lasting map would keep everything that was read resident.
         mapped = np.memmap(self._places[name], dtype, "r", self._offsets[name], self.shapes[name])
         return mapped.view(np.ndarray)
@@ -99,7 +98,7 @@ class TensorFiles:
         return READABLE[self._check_type(name)]
 
     def _check_type(self, name: str, types: Collection[str] = READABLE) -> str:
-        stored = self._tensors[name].get_dtype()
+        stored = self._types[name]
         if stored not in types:
             unquantized = "; use an unquantized checkpoint" if types is READABLE else ""
             raise UserError(
@@ -109,10 +108,9 @@ class TensorFiles:
         return stored
 
     def check(self, expected: dict[str, tuple[int, ...]], harmless: Callable[[str], bool]) -> None:
-        """Compare names and shapes with those that a config asks for.
+        """Raise UserError naming tensors that are missing, misshapen or unknown, in this order.
 
         harmless: returns whether a tensor may be there in addition to the expected ones.
-        Raises UserError naming missing, misshapen or unknown tensors, in this order.
         """
         missing = [name for name in expected if name not in self.shapes]
         if missing:
@@ -187,41 +185,18 @@ def _shards_of(index: Path) -> list[Path]:
     return shards
 
 
-def _open(path: Path) -> Mapping[str, Any]:
-    """Return the slices of one safetensors file by name."""
+def _open(path: Path) -> dict[str, tuple[Sequence[int], str, Rows]]:
+    """Return shape, type and reader of the tensors of one safetensors file by name."""
     try:
         file = safe_open(path, framework="numpy")
-        return {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
+        slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118, no mapping
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is not a whole safetensors file: {error}") from error
+    return {n: (part.get_shape(), part.get_dtype(), part.__getitem__) for n, part in slices.items()}
 
 
-class _TorchSlice:
-    """One tensor of a PyTorch file, not yet read, with the methods of a safetensors slice."""
-
-    def __init__(self, tensor: Any):
-        self._tensor = tensor
-
-    def get_shape(self) -> list[int]:
-        return list(self._tensor.shape)
-
-    def get_dtype(self) -> str:
-        """Return its type by safetensors' name, or by torch's where that has none."""
-        name = str(self._tensor.dtype).removeprefix("torch.")
-        return _TORCH_TYPES.get(name, name)
-
-    def __getitem__(self, rows: slice) -> np.ndarray:
-        import torch
-
-        # The copy is not tied to the file. NumPy does not have bfloat16.
-        tensor = self._tensor[rows].detach().contiguous()
-        if tensor.dtype == torch.bfloat16:
-            return tensor.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
-        return tensor.numpy().copy()
-
-
-def _open_torch(path: Path) -> Mapping[str, Any]:
-    """Return the tensors of one PyTorch file by name; code in its pickle is refused by torch."""
+def _open_torch(path: Path) -> dict[str, tuple[Sequence[int], str, Rows]]:
+    """Return the same of one PyTorch file; code in its pickle is refused by torch."""
     advice = "save the weights as model.safetensors (save_pretrained of transformers does)"
     # Not imported at the top: most checkpoints need no torch, and it is slow.
     if importlib.util.find_spec("torch") is None:
@@ -238,7 +213,21 @@ def _open_torch(path: Path) -> Mapping[str, Any]:
         raise UserError(f"{path} cannot be read by torch ({reason_of(error)}); {advice}") from error
     if not isinstance(tensors, dict) or not all(map(torch.is_tensor, tensors.values())):
         raise UserError(f"{path} must hold tensors by name, as a state_dict does; {advice}")
-    return {name: _TorchSlice(tensor) for name, tensor in tensors.items()}
+
+    def read(rows: slice, tensor: Any) -> np.ndarray:
+        # The copy is not tied to the file. NumPy does not have bfloat16.
+        part = tensor[rows].detach().contiguous()
+        if part.dtype == torch.bfloat16:
+            return part.view(torch.uint16).numpy().view(ml_dtypes.bfloat16).copy()
+        return part.numpy().copy()
+
+    found: dict[str, tuple[Sequence[int], str, Rows]] = {}
+    for name, tensor in tensors.items():
+        # A type that safetensors does not have keeps torch's name.
+        kind = str(tensor.dtype).removeprefix("torch.")
+        reader = functools.partial(read, tensor=tensor)
+        found[name] = (tensor.shape, _TORCH_TYPES.get(kind, kind), reader)
+    return found
 
 
 def _listed(names: list[str], noun: str = "tensor") -> str:
@@ -249,10 +238,7 @@ def _listed(names: list[str], noun: str = "tensor") -> str:
 
 
 def check_finite(array: np.ndarray, name: str, place: Path) -> None:
-    """Raise UserError naming a tensor that holds infinities or NaN; integers never do.
-
-    A draft with one NaN would be rejected at every step without an error.
-    """
+    """Raise UserError naming a tensor with infinities or NaN, with which no draft is accepted."""
     if not is_finite(array):
         raise UserError(f"{place}: tensor {name} holds values that are not finite numbers")
 

@@ -24,10 +24,7 @@ _TOGETHER = 8  # stored rows that are transposed together: both sides stay in th
 class Piece:
     """One stored tensor and the part of a leaf that it fills.
 
-    name: the stored tensor's name.
-    shape: its stored shape.
-    split: the shape it is reshaped to ...
-    axes: ... and the permutation applied then.
+    split, axes: the shape it is reshaped to, and the permutation applied then.
     index: the part of the leaf that it fills; `...` alone is the whole leaf.
     part: the part of the stored tensor that it takes, where several pieces share one.
 
@@ -71,12 +68,7 @@ class Piece:
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """One leaf of our params.
-
-    path: its keys, from the root of the tree.
-    shape: its shape.
-    pieces: the stored tensors that make it up.
-    """
+    """One leaf of our params, at `path` in their tree, made up of stored tensors."""
 
     path: LeafPath
     shape: tuple[int, ...]
@@ -105,10 +97,7 @@ def stored_shapes(leaves: Iterable[Leaf]) -> dict[str, tuple[int, ...]]:
 
 
 class StoredLeaf:
-    """One leaf in weight files, whose parts are read when they are asked for.
-
-    Example: `leaf[0:512, :]` is an array of 512 rows, and `leaf[...]` all of it.
-    """
+    """One leaf in weight files: `leaf[0:512, :]` reads 512 rows, `leaf[...]` all of it."""
 
     def __init__(self, leaf: Leaf, stored: Mapping[str, np.ndarray], check: Check):
         """Take the stored tensors by name, best as views on their files.

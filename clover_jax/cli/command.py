@@ -23,7 +23,7 @@ from absl import flags as absl_flags
 
 from clover_jax import __version__
 from clover_jax.cli import command_flags
-from clover_jax.cli.help_text import help_text
+from clover_jax.cli.command_flags import help_text
 from clover_jax.errors import UserError
 from clover_jax.runtime.compilation_cache import use_compilation_cache
 from clover_jax.runtime.files import naming
@@ -113,10 +113,7 @@ def run(
 
 
 def report(result: dict[str, Any]) -> None:
-    """Print `result` as one line of JSON, the last line that a command prints on stdout.
-
-    Numbers of NumPy and JAX are accepted; infinity and NaN become null.
-    """
+    """Print `result` as one line of JSON, the last on stdout; infinity and NaN become null."""
     with naming("standard output"):
         print(to_json(result), flush=True)
 
@@ -125,8 +122,7 @@ def report(result: dict[str, Any]) -> None:
 def stop_signals_as_event() -> Iterator[threading.Event]:
     """Yield an event that SIGTERM and Ctrl-C set, so that a loop can save and stop.
 
-    A second Ctrl-C interrupts at once. A signal that is ignored, as in a script's background job,
-    stays ignored.
+    A second Ctrl-C interrupts at once. A signal that is ignored stays ignored.
     """
     requested = threading.Event()
     before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}

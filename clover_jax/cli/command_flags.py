@@ -1,4 +1,4 @@
-"""The flags of a command: defined from settings, parsed from arguments and flagfiles.
+"""The flags of a command: defined from settings, parsed from arguments, listed by `--help`.
 
 Flag values belong to one run and are never absl's global ones: importing a command defines nothing,
 and one process can run several commands.
@@ -6,6 +6,9 @@ and one process can run several commands.
 
 import dataclasses
 import math
+import re
+import shutil
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -35,7 +38,13 @@ def parse_flags(
     Raises UserError for an argument that is not a flag and for a flagfile that cannot be read,
     absl.flags.Error for an unknown flag or a bad value.
     """
-    flagfiles = _flagfile_names(argv)
+    # Both forms that absl takes: --flagfile=FILE and --flagfile FILE.
+    flagfiles: list[str] = []
+    for index, argument in enumerate(argv):
+        flag, equals, value = argument.partition("=")
+        if flag in ("--flagfile", "-flagfile"):
+            flagfiles.extend([value] if equals else argv[index + 1 : index + 2])
+
     values = defined(define_flags)
     values.set_gnu_getopt(True)  # so that flags after a stray argument are still checked
     try:
@@ -55,8 +64,7 @@ def parse_flags(
 def define_settings(flags: absl_flags.FlagValues, kind: type, *names: str) -> None:
     """Define a flag for every field made with `field_types.setting`, or for the named ones.
 
-    The flag has the type of the annotation, and the default, help, bounds and choices of the field;
-    `--help` lists it under the field's group. A flag that is already defined stays as it is.
+    Type, default, help, bounds and group are the field's. A flag that is there stays as it is.
     """
     kinds = field_kinds(kind)
     defaults = {field.name: field.default for field in dataclasses.fields(kind)}
@@ -97,9 +105,7 @@ def _define(
 def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) -> S:
     """Return the settings of the flags that `define_settings(flags, kind)` defined.
 
-    others: values of fields without a flag, or instead of the flag's. A setting whose flag the
-        command lacks has its default.
-    Raises UserError for a value that the settings do not accept.
+    others: values of fields without a flag, or instead of the flag's.
     """
     # absl has lists; frozen settings hold tuples.
     given = {name: flags[name].value for name in declared_settings(kind) if name in flags}
@@ -112,10 +118,7 @@ def settings_from(flags: absl_flags.FlagValues, kind: type[S], **others: Any) ->
 def flags_of(
     define_flags: Callable[[absl_flags.FlagValues], None], given: Mapping[str, Any]
 ) -> absl_flags.FlagValues:
-    """Return a command's flags with these values, as a program passes them; None is unset.
-
-    Raises UserError for an unknown name. `settings_from` checks the values.
-    """
+    """Return flags with these values, None for unset; raises UserError for an unknown name."""
     flags = defined(define_flags)
     for name, value in given.items():
         if name not in flags or name == "flagfile":
@@ -184,11 +187,47 @@ def defined(define_flags: Callable[[absl_flags.FlagValues], None]) -> absl_flags
     return values
 
 
-def _flagfile_names(argv: Sequence[str]) -> list[str]:
-    # Both forms that absl takes: --flagfile=FILE and --flagfile FILE.
-    names: list[str] = []
-    for index, argument in enumerate(argv):
-        flag, equals, value = argument.partition("=")
-        if flag in ("--flagfile", "-flagfile"):
-            names.extend([value] if equals else argv[index + 1 : index + 2])
-    return names
+_PLACEHOLDER = {"string": "TEXT", "int": "N", "float": "X"}
+_INDENT = " " * 4
+
+# Rarely needed groups: `--help` counts their flags, `--help=all` lists them.
+RARE = ("memory", "dry run", "third-party drafts")
+
+
+def help_text(
+    command: str, description: str, flags: absl_flags.FlagValues, everything: bool = False
+) -> str:
+    """Return the help of a command, folded to the terminal; everything: list groups of RARE too."""
+    width = min(shutil.get_terminal_size().columns, 100)
+    groups: dict[str, list[absl_flags.Flag]] = {}
+    for name in flags:
+        groups.setdefault(getattr(flags[name], "group", "flags"), []).append(flags[name])
+    # The flags of every command come last.
+    groups[COMMON] = groups.pop(COMMON, [])
+
+    parts = [f"usage: python -m {command} [--flag=value ...]", textwrap.dedent(description).strip()]
+    left_out = 0
+    for title, group in groups.items():
+        if title in RARE and not everything:
+            left_out += len(group)
+        elif group:
+            parts.append("\n".join([f"{title}:", *(_flag_help(flag, width) for flag in group)]))
+    if left_out:
+        parts.append(f"{left_out} more flags, rarely needed: --help=all")
+    return "\n\n".join(parts)
+
+
+def _flag_help(flag: absl_flags.Flag, width: int) -> str:
+    # absl wraps the text, and repeats what the usage line shows.
+    meaning = " ".join((flag.help or "").split())
+    meaning = meaning.removesuffix("; repeat this option to specify a list of values")
+    meaning = re.sub(r"^<[^>]*>: ", "", meaning)
+    if flag.default not in (None, "", []):
+        meaning += f" [{(flag.default_as_str or '').strip(chr(39))}]"
+    folded = textwrap.fill(meaning, width, initial_indent=_INDENT, subsequent_indent=_INDENT)
+
+    if flag.boolean:
+        return f"  --[no]{flag.name}\n{folded}"
+    choices = getattr(flag.parser, "enum_values", None)
+    value = "|".join(choices) if choices else _PLACEHOLDER.get(flag.parser.flag_type(), "VALUE")
+    return f"  --{flag.name}={value}\n{folded}"

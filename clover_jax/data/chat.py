@@ -1,4 +1,4 @@
-"""From a training record to token ids and the mask of tokens on which the base is imitated."""
+"""From a training record to tokens and loss mask, and from a prompt to the tokens to continue."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, NoReturn
 import numpy as np
 
 from clover_jax.data.chat_templates import render_template
+from clover_jax.data.prompts import Prompt
 from clover_jax.data.records import Conversation, Record, Text, TokenRow, TokenTurns, Turn
 from clover_jax.errors import UserError
 
@@ -17,11 +18,7 @@ if TYPE_CHECKING:
 
 
 class Encoded(NamedTuple):
-    """One record, tokenised.
-
-    tokens:    [n] int32.
-    loss_mask: [n] bool, True on the assistant's tokens (all tokens of plain text).
-    """
+    """One record as [n] int32 tokens and [n] bool, True on those on which the base is imitated."""
 
     tokens: np.ndarray
     loss_mask: np.ndarray
@@ -255,3 +252,53 @@ def _with_eos(encoded: Encoded, tokenizer: PreTrainedTokenizerBase, counts: bool
     if encoded.tokens.size and encoded.tokens[-1] == eos:
         return Encoded(encoded.tokens, np.append(encoded.loss_mask[:-1], counts))
     return Encoded(np.append(encoded.tokens, np.int32(eos)), np.append(encoded.loss_mask, counts))
+
+
+def encode_prompt(
+    prompt: Prompt,
+    tokenizer: PreTrainedTokenizerBase | None,
+    vocab_size: int,
+    answers: Sequence[str] = (),
+) -> list[int]:
+    """Return the token ids of the context that the base continues next.
+
+    answers: the text of the answers to the row's first turns; the next turn is encoded.
+    Raises UserError naming the row, what is wrong with it and what would be right.
+    """
+    if prompt.prompt_ids is not None:
+        ids = list(prompt.prompt_ids)
+    elif tokenizer is None:
+        raise UserError(
+            f"{prompt.source}: the base has no tokenizer files; give prompt_ids instead of text"
+        )
+    elif prompt.is_conversation and tokenizer.chat_template is not None:
+        text = render_template(tokenizer, _messages(prompt, answers), True, prompt.source)
+        # The template writes the special tokens of the start itself.
+        ids = tokenizer(text, add_special_tokens=False).input_ids
+    elif prompt.text is not None:
+        ids = tokenizer(prompt.text).input_ids
+    else:
+        # Every turn and answer ends in a newline, so that a later context begins with the earlier
+        # one and its answer, and the answer starts on a line of its own.
+        lines = (message["content"] + "\n" for message in _messages(prompt, answers))
+        ids = tokenizer("".join(lines)).input_ids
+
+    if not ids:
+        raise UserError(f"{prompt.source}: the prompt is empty; give at least one token")
+    # A row's own ids may be anything, and a tokenizer may know tokens that the base does not.
+    wrong = [id_ for id_ in (min(ids), max(ids)) if not 0 <= id_ < vocab_size]
+    if wrong:
+        raise UserError(
+            f"{prompt.source}: token id {wrong[0]} is outside the base's vocabulary, "
+            f"0 to {vocab_size - 1}"
+        )
+    return ids
+
+
+def _messages(prompt: Prompt, answers: Sequence[str]) -> list[dict[str, str]]:
+    messages = [dict(message) for message in prompt.messages or ()]
+    # Turns with their answers, then the turn that waits for one.
+    for index, turn in enumerate((prompt.turns or ())[: len(answers) + 1]):
+        messages.append({"role": "user", "content": turn})
+        messages += [{"role": "assistant", "content": text} for text in answers[index : index + 1]]
+    return messages

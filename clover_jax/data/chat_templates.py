@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import functools
 import json
 import signal
 import subprocess
@@ -21,8 +20,7 @@ from typing import TYPE_CHECKING, Any
 import clover_jax
 from clover_jax.data import template_worker
 from clover_jax.data.prompts import BadPrompt, Prompt
-from clover_jax.data.records import Conversation, Record
-from clover_jax.data.rows import shown
+from clover_jax.data.records import Conversation, Record, shown
 from clover_jax.errors import UserError
 
 if TYPE_CHECKING:
@@ -41,7 +39,6 @@ def with_chat_template(
 ) -> PreTrainedTokenizerBase | None:
     """Return the tokenizer with the named template: a file, or one of `assets/templates`.
 
-    None leaves it as it is.
     Raises UserError for a template that does not exist, cannot be read, or breaks the limits.
     """
     if name is not None:
@@ -49,8 +46,16 @@ def with_chat_template(
             raise UserError(
                 f"--chat_template={name}: the base has no tokenizer files to use it with"
             )
+        # A shipped name goes before a file of that name in the working directory.
+        shipped = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
+        path = shipped.get(name, Path(name).expanduser())
+        if not path.is_file():
+            raise UserError(
+                f"--chat_template={name}: no such file, and none of {', '.join(shipped)}, which "
+                "come with this program"
+            )
         # Newlines at the ends of the file are the editor's, not the template's.
-        tokenizer.chat_template = _find(name).read_text(encoding="utf-8").strip("\n")
+        tokenizer.chat_template = path.read_text(encoding="utf-8").strip("\n")
     # Tried once here: a template that breaks the limits would fail row by row.
     if tokenizer is not None and tokenizer.chat_template is not None:
         # A template may refuse this conversation, for want of a system's message perhaps.
@@ -85,10 +90,8 @@ def render_template(
 ) -> str:
     """Return the chat template's text of a conversation.
 
-    messages: with "role" and "content" each.
     ask: whether the text ends where the assistant's next answer begins.
-    source: where the conversation was found, for messages to the user.
-    Raises UserError for a template or a conversation that cannot be rendered within the limits.
+    Raises UserError, naming `source`, for what cannot be rendered within the limits.
     """
     template = tokenizer.chat_template
     # As transformers: of several templates, the one for conversations without tools.
@@ -104,19 +107,7 @@ def render_template(
         "add_generation_prompt": ask,
         **tokenizer.special_tokens_map,
     }
-    return _renderer().render(request, source)
-
-
-def _find(name: str) -> Path:
-    # A shipped name goes before a file of that name in the working directory.
-    shipped = {path.stem: path for path in sorted(TEMPLATES.glob("*.jinja"))}
-    path = shipped.get(name, Path(name).expanduser())
-    if not path.is_file():
-        raise UserError(
-            f"--chat_template={name}: no such file, and none of {', '.join(shipped)}, which come "
-            "with this program"
-        )
-    return path
+    return _RENDERER.render(request, source)
 
 
 class _Refusal(UserError):
@@ -130,7 +121,6 @@ class _Renderer:
         self._process: subprocess.Popen[str] | None = None
         # Samples are made in a thread while the main one renders prompts.
         self._lock = threading.Lock()
-        atexit.register(self._stop)
 
     def render(self, request: Mapping[str, Any], source: str) -> str:
         """Return the text; raises UserError naming `source`."""
@@ -156,6 +146,7 @@ class _Renderer:
     def _answer(self, request: str) -> str:
         """Return the line that answers a request; "" where the process ended instead."""
         if self._process is None:
+            atexit.register(self._stop)
             self._process = subprocess.Popen(
                 # -P: the folder of the script holds modules of ours, not of the standard library.
                 [sys.executable, "-P", template_worker.__file__],
@@ -192,7 +183,4 @@ class _Renderer:
         return process.wait()
 
 
-@functools.lru_cache(maxsize=1)
-def _renderer() -> _Renderer:
-    # One for the whole process, made on first use: many commands render nothing.
-    return _Renderer()
+_RENDERER = _Renderer()  # one for the whole process

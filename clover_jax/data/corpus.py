@@ -50,12 +50,10 @@ class Document(NamedTuple):
 def builtin_documents(
     split: Split = "train", *, root: Path | str | None = None, packages: Iterable[str] = ()
 ) -> list[Document]:
-    """Return the built-in corpus's modules of one split, sorted by name.
+    """Return the modules of a split, "train" or "heldout" (about 5 %), sorted by name.
 
-    split: "train", or "heldout" (about 5 % of the modules).
     root: the library tree to read; the running interpreter's standard library by default.
     packages: names of installed packages to add, e.g. ("numpy",).
-    Raises UserError for a package that is not installed, or a library without sources.
     """
     if split not in ("train", "heldout"):
         raise ValueError(f"split ({split!r}) must be 'train' or 'heldout'")
@@ -81,10 +79,7 @@ def builtin_documents(
 
 
 def is_heldout(name: str) -> bool:
-    """Whether the module of this relative path (forward slashes) is held out.
-
-    Example: is_heldout("textwrap.py") is the same everywhere and for ever.
-    """
+    """Whether the module of this relative path is held out, the same everywhere and for ever."""
     # A hash by Python's own `hash` would differ from run to run.
     digest = hashlib.sha256(name.encode("utf-8")).digest()
     return int.from_bytes(digest[:8], "big") < HELDOUT_FRACTION * 2**64

@@ -95,10 +95,7 @@ class TextStream:
         return piece
 
     def held(self) -> str:
-        """Return the text that is held back, as it reads if no token follows.
-
-        Bytes that nothing completed are replacement characters then.
-        """
+        """Return the text that is held back, as it reads if no token follows."""
         if self._held is None:
             self._held = _decode(self._tokenizer, self._ids)[self._num_emitted :]
         return self._held
@@ -110,10 +107,7 @@ class TextStream:
 
 @functools.lru_cache(maxsize=4)
 def _run_tokens(tokenizer: PreTrainedTokenizerBase) -> Mapping[int, bytes]:
-    """Return the byte of each token "<0x00>" to "<0xFF>", and b"" for special tokens.
-
-    A special token has no text and does not end a run.
-    """
+    """Return the byte of each token "<0x00>" to "<0xFF>", and b"" for special tokens (no text)."""
     in_run = dict.fromkeys(tokenizer.all_special_ids, b"")
     # Vocabularies of bytes (GPT-2) have no such tokens: their bytes wait as incomplete characters.
     for token, id_ in tokenizer.get_vocab().items():

@@ -53,8 +53,7 @@ def make_pipeline(
 ) -> grain.IterDataset[Batch]:
     """Return the endless dataset of batches; `iter` of it gives a checkpointable iterator.
 
-    hidden_rows: the rows of a batch that this process needs activations of; None for all. The
-        others' are zero.
+    hidden_rows: rows that this process needs activations of, the others' are zero; None for all.
     """
     dataset = (
         grain.MapDataset.source(_Numbered(samples))

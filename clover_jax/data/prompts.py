@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from clover_jax.data.rows import (
+from clover_jax.data.records import (
     STANDARD_INPUT,
     is_text,
     json_hash,
@@ -93,11 +93,7 @@ def text_prompt(text: str) -> Prompt:
 
 
 def shipped_prompts(base: Path, instead: str) -> Path:
-    """Return the file of the prompts that came with a base.
-
-    instead: flags that would say what to decode.
-    Raises UserError where none came with it.
-    """
+    """Return the prompts' file of a base; raises UserError, advising flags, where it has none."""
     path = base / SHIPPED_PROMPTS
     if not path.is_file():
         raise UserError(
@@ -109,9 +105,7 @@ def shipped_prompts(base: Path, instead: str) -> Path:
 def read_prompts(path: str | os.PathLike) -> list[Prompt]:
     """Read every row of a .jsonl file (also .gz, .xz), or of standard input for "-".
 
-    Empty lines are skipped; fields that no command reads are named on stderr.
-    Raises UserError naming file, line, what is wrong and what would be right; OSError for a file
-    that cannot be opened.
+    Raises UserError naming file, line, what is wrong and what would be right.
     """
     rows = []
     for row in read_prompts_and_mistakes(path):
@@ -122,10 +116,7 @@ def read_prompts(path: str | os.PathLike) -> list[Prompt]:
 
 
 def read_prompt_files(files: str, strict: bool = False) -> list[Prompt | BadPrompt]:
-    """Read the rows of "FILE,FILE", numbered through all files.
-
-    strict: whether a row that is wrong raises its UserError, or a BadPrompt takes its place.
-    """
+    """Read the rows of "FILE,FILE", numbered through all; strict: a wrong row raises UserError."""
     read = read_prompts if strict else read_prompts_and_mistakes
     rows: list[Prompt | BadPrompt] = []
     for name in filter(None, map(str.strip, files.split(","))):
@@ -137,10 +128,7 @@ def read_prompt_files(files: str, strict: bool = False) -> list[Prompt | BadProm
 
 
 def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPrompt]:
-    """Read every row as `read_prompts` does, with a BadPrompt in the place of a row that is wrong.
-
-    Raises as `read_prompts` does for a file that cannot be read at all or holds no rows.
-    """
+    """Read every row as `read_prompts` does, with a BadPrompt in the place of a wrong one."""
     path = Path(path)
     name = "standard input" if path == STANDARD_INPUT else str(path)
     with open_rows(path) as file:
@@ -178,10 +166,7 @@ def read_prompts_and_mistakes(path: str | os.PathLike) -> list[Prompt | BadPromp
 
 
 def _without_answer(row: Any) -> Any:
-    """Return a row without the assistant messages at its end, as rows of training data have them.
-
-    The same object is returned where there are none, or nothing else.
-    """
+    """Return a row without the assistant messages at its end; the same row where there are none."""
     messages = row.get("messages") if isinstance(row, dict) else None
     if not isinstance(messages, list):
         return row
@@ -220,10 +205,7 @@ class Failures:
 
 
 def parse_prompt(row: Any, index: int, source: str) -> Prompt:
-    """Check one row and return it; keys that mean nothing here are ignored.
-
-    Raises UserError naming `source`, what is wrong and what would be right.
-    """
+    """Check one row and return it, unknown keys ignored; raises UserError naming `source`."""
     if not isinstance(row, dict):
         raise UserError(f"{source}: expected an object, found {shown(row)}")
 
@@ -256,12 +238,9 @@ def prompts_hash(prompts: Sequence[Prompt | BadPrompt]) -> str:
 
 
 class RowField(NamedTuple):
-    """One key of a row.
+    """One key of a row, and the attribute of `Prompt` that it becomes.
 
-    attribute: of `Prompt`.
-    is_right: whether a JSON value may stand there.
-    wanted: words that follow "must be".
-    convert: from the JSON value to the attribute's.
+    is_right: whether a JSON value may stand there. wanted: words that follow "must be".
     """
 
     attribute: str
@@ -285,38 +264,6 @@ def _is_list(value: Any, is_right: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and len(value) > 0 and all(map(is_right, value))
 
 
-def _is_message(value: Any) -> bool:
-    if not isinstance(value, dict):
-        return False
-    return value.get("role") in _ROLES and is_text(value.get("content"))
-
-
-def _are_messages(value: Any) -> bool:
-    return _is_list(value, _is_message) and value[-1]["role"] != "assistant"
-
-
-def _are_stops(value: Any) -> bool:
-    # An empty list switches the command's own off.
-    return value == [] or _is_list(
-        [value] if is_text(value) else value, lambda stop: is_text(stop) and stop
-    )
-
-
-def _are_biases(value: Any) -> bool:
-    # Written as JSON writes whole numbers, or one token might stand there twice.
-    return isinstance(value, dict) and all(
-        re.fullmatch("0|[1-9][0-9]{0,9}", id_) and _is_number(bias) for id_, bias in value.items()
-    )
-
-
-def _as_biases(value: dict) -> tuple[tuple[int, float], ...]:
-    return tuple((int(id_), float(bias)) for id_, bias in value.items())
-
-
-def _as_messages(value: list) -> tuple[dict[str, str], ...]:
-    return tuple({"role": item["role"], "content": item["content"]} for item in value)
-
-
 def _whole(attribute: str, least: int) -> RowField:
     wanted = f"a whole number from {least}"
     return RowField(attribute, lambda value: _is_whole(value, least), wanted, int)
@@ -334,9 +281,19 @@ ROW_FIELDS = {
     ),
     "messages": RowField(
         "messages",
-        _are_messages,
+        lambda value: (
+            _is_list(
+                value,
+                lambda item: (
+                    isinstance(item, dict)
+                    and item.get("role") in _ROLES
+                    and is_text(item.get("content"))
+                ),
+            )
+            and value[-1]["role"] != "assistant"
+        ),
         f'a list of {{"role": {"|".join(_ROLES)}, "content": text}} that ends with a user message',
-        _as_messages,
+        lambda value: tuple({"role": item["role"], "content": item["content"]} for item in value),
     ),
     "turns": RowField(
         "turns",
@@ -352,11 +309,23 @@ ROW_FIELDS = {
     "max_new_tokens": _whole("max_new_tokens", 1),
     "min_new_tokens": _whole("min_new_tokens", 0),
     "logit_bias": RowField(
-        "logit_bias", _are_biases, 'an object {"token id": number, ...}', _as_biases
+        "logit_bias",
+        # Written as JSON writes whole numbers, or one token might stand there twice.
+        lambda value: (
+            isinstance(value, dict)
+            and all(re.fullmatch("0|[1-9][0-9]{0,9}", id_) for id_ in value)
+            and all(map(_is_number, value.values()))
+        ),
+        'an object {"token id": number, ...}',
+        lambda value: tuple((int(id_), float(bias)) for id_, bias in value.items()),
     ),
     "stop": RowField(
         "stop",
-        _are_stops,
+        # An empty list switches the command's own off.
+        lambda value: (
+            value == []
+            or _is_list([value] if is_text(value) else value, lambda stop: is_text(stop) and stop)
+        ),
         "a string or a list of strings, none of them empty",
         lambda value: (value,) if is_text(value) else tuple(value),
     ),

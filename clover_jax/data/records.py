@@ -1,14 +1,22 @@
-"""Training records: the forms that training data come in, before any token exists."""
+"""Rows of files, for prompts and training data, and the records that training rows hold."""
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
+import gzip
 import hashlib
-from collections.abc import Iterable, Sequence
-from typing import Any
+import json
+import lzma
+import sys
+import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import IO, Any
 
-from clover_jax.data.rows import is_text, json_hash
 from clover_jax.errors import UserError
+from clover_jax.runtime.progress import say
 
 HELDOUT_FRACTION = 0.05
 # Fewer records than this are all trained on: a hash could hold out most of a handful.
@@ -28,13 +36,8 @@ READ_FIELDS = frozenset().union(*_FORMS) | {
 }
 # Names of speakers in the wild -> roles of chat templates.
 _SHAREGPT_ROLES = {
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "assistant": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
+    **dict.fromkeys(("human", "user"), "user"),
+    **dict.fromkeys(("gpt", "chatgpt", "assistant", "bing", "bard"), "assistant"),
     "system": "system",
     "tool": "tool",
 }
@@ -44,7 +47,6 @@ _SHAREGPT_ROLES = {
 class Text:
     """Plain text, or a section of it; the base is imitated on all of it.
 
-    source: the file and line, for messages to the user.
     starts, ends: whether the document's first and last characters are in it.
     """
 
@@ -56,10 +58,7 @@ class Text:
 
 @dataclasses.dataclass(frozen=True)
 class Conversation:
-    """Messages; the base is imitated on what the assistant says.
-
-    messages: (role, content) pairs.
-    """
+    """Messages, as (role, content); the base is imitated on what the assistant says."""
 
     source: str
     messages: tuple[tuple[str, str], ...]
@@ -95,10 +94,7 @@ def is_row(value: Any) -> bool:
 
 
 def parse_row(row: Any, source: str) -> list[Record]:
-    """Return the records of one JSONL row; a row that reports an error holds none.
-
-    Raises UserError naming `source`, what is wrong and what would be right.
-    """
+    """Return the records of one JSONL row, none of an error's; raises UserError naming `source`."""
     if not isinstance(row, dict):
         raise UserError(f"{source}: expected an object, found {type(row).__name__}")
     if row.get("error") or row.get("skipped"):  # of those that `generate` writes
@@ -111,7 +107,15 @@ def parse_row(row: Any, source: str) -> list[Record]:
         if "messages" in row:
             pairs = [(message["role"], message["content"]) for message in row["messages"]]
         elif "conversations" in row:
-            pairs = [(_sharegpt_role(m["from"], source), m["value"]) for m in row["conversations"]]
+            pairs = []
+            for message in row["conversations"]:
+                speaker = message["from"]
+                if speaker not in _SHAREGPT_ROLES:
+                    known = ", ".join(_SHAREGPT_ROLES)
+                    raise UserError(
+                        f"{source}: a message is from {speaker!r}; it may be from {known}"
+                    )
+                pairs.append((_SHAREGPT_ROLES[speaker], message["value"]))
         elif "prompt" in row and "response" in row:
             pairs = [("user", row["prompt"]), ("assistant", row["response"])]
         # Last: rows of other forms may have a text as well.
@@ -129,13 +133,6 @@ def parse_row(row: Any, source: str) -> list[Record]:
     # A message without a role, a number in the place of a list: whatever the row's shape breaks.
     except (KeyError, TypeError, ValueError) as error:
         raise UserError(f"{source}: a malformed row: {error!r}") from None
-
-
-def _sharegpt_role(name: Any, source: str) -> str:
-    if name not in _SHAREGPT_ROLES:
-        known = ", ".join(_SHAREGPT_ROLES)
-        raise UserError(f"{source}: a message is from {name!r}; it may be from {known}")
-    return _SHAREGPT_ROLES[name]
 
 
 def _token_rows(row: dict[str, Any], source: str) -> list[Record]:
@@ -207,7 +204,6 @@ def split_by_hash(records: Sequence[Record]) -> tuple[list[Record], list[Record]
 def cut_text(record: Text, max_chars: int) -> list[Text]:
     """Cut a long text into sections, at the last line end (or else anywhere) before max_chars.
 
-    Sections can be shuffled and tokenised alone.
     Example: "ab\\ncd\\ne" with max_chars 4 gives "ab\\n", "cd\\ne".
     """
     sections, start, text = [], 0, record.text
@@ -223,3 +219,89 @@ def cut_text(record: Text, max_chars: int) -> list[Text]:
         sections.append(Text(record.source, text[start:end], starts, ends))
         start = end
     return sections
+
+
+STANDARD_INPUT = Path("-")
+# They say where a row is from, not what to do with it.
+LABELS = frozenset(
+    ("id", "index", "question_id", "prompt_id", "category", "source", "answer", "reference")
+)
+_OPENERS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".xz": lzma.open}
+
+
+def plain_name(path: Path) -> str:
+    """Return a file's name in lower case without its packing: "a.JSONL.gz" is "a.jsonl"."""
+    name = path.name.lower()
+    return name.removesuffix(path.suffix.lower()) if path.suffix.lower() in _OPENERS else name
+
+
+@contextlib.contextmanager
+def open_rows(path: Path) -> Iterator[IO[bytes]]:
+    """Open a file for reading, unpacked where its name ends in .gz or .xz; "-" is standard input.
+
+    Raises UserError where the packed file is broken, OSError where there is none.
+    """
+    if path == STANDARD_INPUT:
+        yield sys.stdin.buffer  # stays open: it is not ours
+        return
+    try:
+        with _OPENERS.get(path.suffix.lower(), open)(path, "rb") as file:
+            yield file
+    except (gzip.BadGzipFile, lzma.LZMAError, zlib.error, EOFError) as error:
+        kind = {".gz": "gzip", ".xz": "xz"}[path.suffix.lower()]
+        raise UserError(f"{path}: not a whole {kind} file ({error})") from None
+
+
+def parse_line(line: bytes, source: str) -> Any:
+    """Return the JSON value of one line; raises UserError naming `source` for none."""
+    # Some editors begin a file with a byte-order mark, which utf-8-sig drops.
+    try:
+        return json.loads(line.decode("utf-8-sig"))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{source}: not UTF-8 text ({error})") from None
+    except RecursionError:
+        raise UserError(f"{source}: not JSON that can be read: it is nested too deeply") from None
+    except ValueError as error:  # bad JSON, or a number of thousands of digits
+        raise UserError(f"{source}: not JSON ({error}); expected one object a line") from None
+
+
+def tell_unread(fields: collections.Counter[str], source: str) -> None:
+    """Say which fields of rows, labels apart, no command reads: they may be misspelt."""
+    unread = [(name, count) for name, count in fields.most_common() if name not in LABELS]
+    # Only the most frequent fields: other kinds of data may have hundreds.
+    listed = [f"{shown(n)} ({c} {'row' if c == 1 else 'rows'})" for n, c in unread[:9]]
+    if len(unread) > len(listed):
+        listed.append("...")
+    if listed:
+        say(f"{source}: no command reads {', '.join(listed)}")
+
+
+def is_text(value: Any) -> bool:
+    r"""Return whether a JSON value is a string that UTF-8 can hold.
+
+    Example: "a\ud83d", an emoji that was cut in half, is not.
+    """
+    if not isinstance(value, str):
+        return False
+    # JSON may hold half of a pair of surrogates, which no tokenizer takes.
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def json_hash(value: Any) -> str:
+    """Return SHA-256 of a JSON value; the order of keys does not matter."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def shown(value: Any) -> str:
+    """Return a JSON value for a message to the user, in about 60 characters at most."""
+    # As the user wrote it, where that can be printed.
+    text = json.dumps(value, ensure_ascii=False, default=repr)
+    if not is_text(text):
+        # Escaped, or the message itself could not be printed.
+        text = json.dumps(value, default=repr)
+        return f"{text if len(text) <= 60 else text[:57] + '...'}, which holds half a character"
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -31,8 +31,7 @@ LOOKED_AT = 64  # samples of data that are not all read beforehand
 def learnable_pieces(loss_mask: np.ndarray, seq_len: int) -> list[slice]:
     """Return the pieces, of at most `seq_len` tokens, that have a pair to learn from.
 
-    Example: 5 tokens that all count, with seq_len 2, give pieces of 2 and 2: the last token alone
-    has no pair.
+    Example: 5 tokens that count, with seq_len 2, give pieces of 2 and 2; the last has no pair.
     """
     pieces = [slice(at, at + seq_len) for at in range(0, len(loss_mask), seq_len)]
     # The mask of a piece's last token never counts: its target lies beyond.
@@ -177,11 +176,7 @@ class SampleCounts:
         return sample
 
     def check(self, samples: RecordSamples, max_cut: float | None = None) -> None:
-        """Raise UserError where nothing can be learnt, or too many samples are refused or cut.
-
-        samples: those that were counted, or that some were taken of.
-        max_cut: share of the conversations that may be longer than a row; None: all.
-        """
+        """Raise UserError where nothing can be learnt, or too many samples are refused or cut."""
         if self.refused > MAX_REFUSED * self.samples:
             raise UserError(
                 f"{self._part_of(samples)}{self.refused} of {self.samples} samples cannot be used, "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from clover_jax.errors import UserError
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -24,10 +24,7 @@ _PLAIN_TYPES = ("llama", "mistral", "baichuan")
 
 
 def load_tokenizer(directory: str | os.PathLike) -> PreTrainedTokenizerBase | None:
-    """Load the tokenizer of a Hugging Face folder without the network; None where it has none.
-
-    Raises UserError with the reason for tokenizer files that cannot be read.
-    """
+    """Load a folder's tokenizer offline, None without one; raises UserError for broken files."""
     directory = Path(directory)
     # Without a vocabulary prompts must be token ids.
     found = [name for name in _VOCABULARY_FILES if (directory / name).exists()]
@@ -110,11 +107,7 @@ def _load_sentencepiece(directory: Path) -> PreTrainedTokenizerBase:
 
 
 def tokenizer_hash(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a hash of the tokens and their ids, added tokens included.
-
-    It does not depend on library versions or on settings that leave the ids alone. The chat
-    template has a hash of its own.
-    """
+    """Return a hash of the tokens and their ids, added ones included; no setting changes it."""
     # In the order of the ids: dictionaries keep the order in which a library filled them.
     pairs = sorted((id_, token) for token, id_ in tokenizer.get_vocab().items())
     return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()

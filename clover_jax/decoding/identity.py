@@ -10,8 +10,8 @@ import jax
 import numpy as np
 
 from clover_jax.array_types import Params
-from clover_jax.checkpoints.fingerprint import checksum, lm_head_hash
-from clover_jax.data.rows import json_hash
+from clover_jax.checkpoints.base import checksum, lm_head_hash
+from clover_jax.data.records import json_hash
 from clover_jax.data.tokenizer import template_hash
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.tree_config import portable_name

@@ -13,7 +13,6 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.draft_directory import Draft, load_draft
 from clover_jax.checkpoints.loading import describe_base
 from clover_jax.checkpoints.quantization import (
     load_quantized_base,
@@ -22,7 +21,7 @@ from clover_jax.checkpoints.quantization import (
     quantize_params,
 )
 from clover_jax.checkpoints.shapes import base_shapes, cast_shapes, random_params
-from clover_jax.checkpoints.stored_head import find_head
+from clover_jax.checkpoints.stored_head import Draft, find_head, load_draft
 from clover_jax.data.chat_templates import with_chat_template
 from clover_jax.data.tokenizer import load_tokenizer, template_text
 from clover_jax.decoding.cache_reading import resolve_attention

@@ -21,9 +21,9 @@ import jax
 import jax.numpy as jnp
 
 import clover_jax
+from clover_jax.checkpoints.base import checksum, lm_head_hash
 from clover_jax.checkpoints.card import native_directory
-from clover_jax.checkpoints.fingerprint import checksum, lm_head_hash
-from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.cache_reading import cache_reader
 from clover_jax.decoding.decode_states import cache_size, fitting_context
@@ -38,8 +38,7 @@ from clover_jax.models.cache import KeyValue, read_with
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import process_count
 from clover_jax.runtime.dtypes import exact_matmuls
-from clover_jax.runtime.files import atomic_file
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import atomic_file, read_json_object
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.runtime.row_writer import manifest_path
 from clover_jax.runtime.turns import time_in_turns

@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any, NamedTuple
 
 from clover_jax.config import BaseConfig
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.detokenization import TextStream
-from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.decoding.answer_text import AnswerText, StopCut
 from clover_jax.decoding.models import Models

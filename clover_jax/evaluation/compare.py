@@ -11,8 +11,7 @@ from clover_jax.errors import UserError
 from clover_jax.evaluation.options import VANILLA
 from clover_jax.evaluation.page import EQUAL, cell_of, figures_of, groups, speed_of, table
 from clover_jax.evaluation.report import FORMAT, JSON
-from clover_jax.runtime.files import write_json, write_text
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object, write_json, write_text
 from clover_jax.runtime.jsonl import plain_values
 
 Values = Mapping[str, Any]  # of a report.json

@@ -28,9 +28,13 @@ from clover_jax.errors import UserError
 from clover_jax.evaluation.targets import Chip, Target, find_devices
 from clover_jax.evaluation.work import count_work
 from clover_jax.models.cache import key_values
-from clover_jax.models.device_bytes import bytes_per_device
 from clover_jax.models.meshes import MeshShape, make_mesh, parse_mesh
-from clover_jax.models.placement import decode_state_shardings, param_shardings, with_shardings
+from clover_jax.models.placement import (
+    bytes_per_device,
+    decode_state_shardings,
+    param_shardings,
+    with_shardings,
+)
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions

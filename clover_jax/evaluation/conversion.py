@@ -10,11 +10,9 @@ from flax.traverse_util import unflatten_dict
 
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.checkpoints.card import CARD, native_directory, write_native
-from clover_jax.checkpoints.draft_directory import read_draft
 from clover_jax.checkpoints.layouts import NATIVE, layout_for, recognise
 from clover_jax.checkpoints.loading import open_base
-from clover_jax.checkpoints.stored_head import StoredHead, open_head
-from clover_jax.checkpoints.write_head import write_foreign
+from clover_jax.checkpoints.stored_head import StoredHead, open_head, read_draft, write_foreign
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
 from clover_jax.decoding.models import Models, load
 from clover_jax.decoding.row_settings import GenerationSettings

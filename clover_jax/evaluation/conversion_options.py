@@ -32,8 +32,8 @@ class ConvertOptions:
 
     spec: ModelSpec
     # Both are refused where they are missing, so readers find text.
-    input: str = setting(None, "the head to convert")
-    output: str = setting(None, "folder to write")
+    input: str = setting("", "the head to convert")
+    output: str = setting("", "folder to write")
     to: str = setting("orbax", "layout to write", choices=TARGETS)
     cut_vocab: bool = setting(False, "leave out rows beyond the base's vocabulary (padding)")
     overwrite: bool = setting(False, "replace the draft head at --output")

@@ -27,9 +27,15 @@ from clover_jax.evaluation.compiled import account, account_lines, compile_for
 from clover_jax.evaluation.targets import NoCompiler, Target, find_devices
 from clover_jax.evaluation.work import count_work
 from clover_jax.models.batch import Batch
-from clover_jax.models.device_bytes import bytes_per_device, gathered_bytes, whole_over_rows
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
-from clover_jax.models.placement import param_shardings, row_shardings, with_shardings
+from clover_jax.models.placement import (
+    bytes_per_device,
+    gathered_bytes,
+    param_shardings,
+    row_shardings,
+    whole_over_rows,
+    with_shardings,
+)
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
 from clover_jax.training.heads import make_head

@@ -7,8 +7,8 @@ import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.chat_templates import template_notice
-from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import (
     BadPrompt,
     Prompt,

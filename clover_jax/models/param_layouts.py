@@ -69,6 +69,7 @@ LAYOUTS: dict[str, str] = {
     "token_mix": "D E",
     "block": "D - E",
     "block_bias": "- -",
+    "output_scale": "-",
     "correction_out": "V R",
     "state_in": "D -",
     "token_in": "D -",

@@ -42,10 +42,9 @@ _DISK_ERRORS = {
 
 
 class Checkpoints:
-    """The checkpoints of one run.
+    """The checkpoints of one run, written in the background; the position of the data is grain's.
 
-    `save` returns at once and writes in the background; the next call raises an error of the last
-    save. The data position is the state of a grain iterator.
+    The call after a `save` raises its error.
     """
 
     def __init__(self, directory: Path):
@@ -70,10 +69,7 @@ class Checkpoints:
         return self._manager.latest_step()
 
     def save(self, step: int, state: PyTree, batches: grain.DatasetIterator) -> None:
-        """Save a state and the position of the data after `step`; a saved step is left alone.
-
-        Raises UserError for a full or read-only disk; earlier checkpoints stay usable.
-        """
+        """Save a state and the position of the data after `step`; a saved step is left alone."""
         with disk_errors(self._refusal):
             self._manager.save(
                 step,

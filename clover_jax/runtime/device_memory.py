@@ -15,10 +15,7 @@ _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _MOST_BYTES = -1, -3, 2**31 - 1
 
 @contextlib.contextmanager
 def advise_on_memory(task: str, advice: str) -> Iterator[None]:
-    """Turn a device's lack of memory into a UserError.
-
-    Example: "decode 8 rows at once" and "give a smaller --batch_size".
-    """
+    """Turn a device's lack of memory to do a task ("decode 8 rows at once") into a UserError."""
     try:
         yield
     except jax.errors.JaxRuntimeError as error:

@@ -10,10 +10,7 @@ from clover_jax.errors import UserError
 
 
 def resolve_dtype(name: str) -> jnp.dtype:
-    """Return the dtype that `--dtype` names; auto is float32 on CPU and bfloat16 elsewhere.
-
-    Raises UserError for another name.
-    """
+    """Return the dtype that `--dtype` names; auto is float32 on CPU and bfloat16 elsewhere."""
     # Not every caller's settings have been checked.
     if name not in ("auto", "float32", "bfloat16"):
         raise UserError(f"dtype {name!r} is unknown; use auto, float32 or bfloat16")

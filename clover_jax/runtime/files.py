@@ -1,4 +1,4 @@
-"""Atomic files and folders: written under a temporary name, synced, then renamed."""
+"""Atomic files and folders: written under a temporary name, synced, then renamed; JSON read."""
 
 import contextlib
 import errno
@@ -27,10 +27,7 @@ def naming(path: str | os.PathLike) -> Iterator[None]:
 
 @contextlib.contextmanager
 def atomic_file(path: str | os.PathLike) -> Iterator[Path]:
-    """Yield a temporary path next to `path`; on success it is renamed to `path`, else deleted.
-
-    A reader sees the old file or the new one, never a part. Missing parents are created.
-    """
+    """Yield a temporary path, renamed to `path` on success: a reader never sees a part."""
     path = Path(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     # Several processes may write the same cache file.
@@ -89,18 +86,6 @@ def put_in_place(new: Path, path: Path) -> None:
     _remove(replaced)
 
 
-def place_for(path: str | os.PathLike, flag: str) -> Path:
-    """Return the path of a file that will be written after long work.
-
-    Raises UserError, naming the flag, where no file can be written.
-    """
-    # Checked before the work, since afterwards the result would be lost.
-    place = Path(path).expanduser()
-    if place.is_dir() or not place.parent.is_dir():
-        raise UserError(f"{flag}={path} must be a file in a folder that exists")
-    return place
-
-
 def write_text(path: str | os.PathLike, text: str) -> None:
     """Write a whole UTF-8 file atomically."""
     with atomic_file(path) as unfinished:
@@ -126,10 +111,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 @contextlib.contextmanager
 def only_process_in(folder: Path, what_it_does: str, flag: str) -> Iterator[None]:
-    """Lock `folder`, which is created if missing, against a second process of the same work.
-
-    Raises UserError, "another run `what_it_does` in FOLDER; ... give another `flag`".
-    """
+    """Lock `folder`, created if missing; raises UserError where another process works in it."""
     # Innermost first, the order in which they are removed if nothing is written.
     made = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
@@ -170,11 +152,7 @@ def lock(file: IO) -> bool:
 def check_replaceable(
     path: Path, overwrite: bool, what: str, is_one: Callable[[Path], bool]
 ) -> None:
-    """Raise UserError if an output folder exists and must not be deleted.
-
-    what: the name of what this command writes. is_one: whether a folder holds that; with
-        `overwrite`, such a folder or an empty one may be deleted.
-    """
+    """Raise UserError if a folder exists and is not to be replaced: not asked, or not a `what`."""
     if not os.path.lexists(path):
         return
     if not overwrite:
@@ -189,8 +167,7 @@ def check_replaceable(
 def check_renames(folder: Path) -> None:
     """Raise UserError if the file system of `folder` cannot rename a folder that is not empty.
 
-    Checkpoints and drafts are put in place that way. A bucket mounted with Cloud Storage FUSE
-    supports it only with a hierarchical namespace.
+    A bucket mounted with Cloud Storage FUSE needs a hierarchical namespace for it.
     """
     # Only a trial shows what a mounted file system supports.
     with scratch_directory(folder / "renames") as scratch:
@@ -222,3 +199,18 @@ def _sync(path: Path) -> None:
             raise
     finally:
         os.close(descriptor)
+
+
+def read_json_object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raises UserError where there is none."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise UserError(f"{path} cannot be read: {error.strerror}") from error
+    except RecursionError as error:
+        raise UserError(f"{path} is not JSON that can be read: it is nested too deeply") from error
+    except ValueError as error:  # bad JSON and bad UTF-8 alike
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path} must hold a JSON object, not a {type(value).__name__}")
+    return value

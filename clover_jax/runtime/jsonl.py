@@ -12,19 +12,15 @@ from clover_jax.runtime.files import atomic_file, naming
 
 
 def to_json(value: Any) -> str:
-    """Return `value` as one line of JSON.
+    """Return `value` as one line of JSON, with null for what is not finite.
 
-    NumPy and JAX scalars and arrays become numbers and lists, paths strings, and what is not finite
-    null, since JSON has no NaN.
+    NumPy and JAX scalars and arrays become numbers and lists, paths strings.
     """
     return json.dumps(plain_values(value), ensure_ascii=False, allow_nan=False)
 
 
 def read_rows(path: str | os.PathLike) -> Iterator[dict[str, Any]]:
-    """Yield the rows of a JSONL file, less a torn last line.
-
-    Raises UserError for a whole line that is not JSON, with its number.
-    """
+    """Yield the rows of a JSONL file, less a torn last line; raises UserError for a broken one."""
     with Path(path).open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
@@ -43,11 +39,7 @@ def append_row(path: str | os.PathLike, row: dict[str, Any]) -> None:
 
 
 def keep_rows(path: str | os.PathLike, wanted: Callable[[dict[str, Any]], bool]) -> None:
-    """Rewrite a JSONL file atomically with the rows that `wanted` accepts; drop a torn line.
-
-    Example: `keep_rows(metrics, lambda row: row["step"] <= step)` after resuming from `step`.
-    A missing file is not made.
-    """
+    """Rewrite a JSONL file, if it exists, atomically with the rows that `wanted` accepts."""
     # Missing where a run is resumed before its first row was written.
     if not Path(path).exists():
         return

@@ -14,8 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.errors import UserError
-from clover_jax.runtime.files import lock, naming, write_json
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import lock, naming, read_json_object, write_json
 from clover_jax.runtime.jsonl import read_rows, to_json
 
 _FORMAT = 1
@@ -24,10 +23,7 @@ _SECONDS_BETWEEN_NOTES = 1.0
 
 
 class RowSink(AbstractContextManager["RowSink"]):
-    """Takes rows in any order and passes them on in input order; this base class drops them.
-
-    Earlier runs have written the first `finished` rows, in `earlier_seconds`.
-    """
+    """Pass on rows in input order, after `finished` ones of earlier runs; this base drops them."""
 
     def __init__(self, finished: int = 0):
         self.finished, self.earlier_seconds = finished, 0.0
@@ -71,8 +67,7 @@ class RowWriter(RowSink):
     ):
         """Open `path` for appending, after the rows of an earlier run.
 
-        settings: everything that the rows depend on, as JSON values. prompts_hash: identifies the
-            input rows.
+        settings: everything that the rows depend on, as JSON values.
         overwrite: start again; the old rows stay until the first new row replaces them.
         Raises UserError if `path` holds rows of other settings or prompts, has no manifest, or is
         being written by another process.

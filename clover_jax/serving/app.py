@@ -17,7 +17,7 @@ from starlette.responses import FileResponse, JSONResponse, Response
 from starlette.routing import Route
 
 import clover_jax
-from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.serving.answering import Answering, as_api_error

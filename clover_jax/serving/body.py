@@ -10,7 +10,7 @@ from typing import Any, NoReturn
 
 from starlette.requests import ClientDisconnect, Request
 
-from clover_jax.data.rows import shown
+from clover_jax.data.records import shown
 from clover_jax.serving.errors import ApiError
 
 BODY_SECONDS = 30.0  # for a whole body to arrive

@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any, NamedTuple, TypeVar
 
 from clover_jax.data.prompts import Prompt
-from clover_jax.data.rows import shown
+from clover_jax.data.records import shown
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.serving.asks import Ask
 from clover_jax.serving.errors import ApiError

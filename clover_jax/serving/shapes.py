@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, TypeVar
 import pydantic
 from pydantic import AfterValidator, BeforeValidator, Field
 
-from clover_jax.data.rows import is_text, shown
+from clover_jax.data.records import is_text, shown
 from clover_jax.decoding.sampling_config import MOST_BIASED
 from clover_jax.serving.errors import ApiError
 

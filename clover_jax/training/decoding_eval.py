@@ -15,10 +15,9 @@ from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import SHIPPED_PROMPTS, read_prompts
-from clover_jax.data.records import Record
-from clover_jax.data.rows import json_hash
+from clover_jax.data.records import Record, json_hash
 from clover_jax.data.samples import RecordSamples
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.requests import AcceptedLengths, Generation, Request

@@ -12,11 +12,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Array, Params
-from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import BaseModel, fingerprint
 from clover_jax.config import BaseConfig
-from clover_jax.data.prepared import HIDDEN, PreparedSamples
-from clover_jax.data.shards import ShardWriter, in_shards, pack
+from clover_jax.data.prepared import HIDDEN, PreparedSamples, ShardWriter, in_shards, pack
 from clover_jax.decoding.programs import Placement
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError

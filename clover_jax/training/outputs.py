@@ -8,8 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from clover_jax.array_types import Params
-from clover_jax.checkpoints.card import read_card
-from clover_jax.checkpoints.draft_directory import save_draft
+from clover_jax.checkpoints.card import Card, read_card, write_native
 from clover_jax.data.tokenizer import template_text
 from clover_jax.decoding.tree_config import portable_name
 from clover_jax.runtime.checkpoint import disk_errors
@@ -66,15 +65,14 @@ class DraftWriter:
             )
 
         with disk_errors(refusal):
-            save_draft(
-                directory,
+            card = Card(
                 self._inputs.head.config,
-                params,
-                portable_name(self._inputs.tree),
                 self._inputs.base_fingerprint,
+                portable_name(self._inputs.tree),
                 provenance,
-                template_text(self._inputs.tokenizer),
+                chat_template=template_text(self._inputs.tokenizer),
             )
+            write_native(directory, card, params)
 
 
 def best_measured(workdir: Path) -> dict[str, Any] | None:

@@ -10,13 +10,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from clover_jax.checkpoints.loading import describe_base, load_base
 from clover_jax.data.chat_templates import template_notice, with_chat_template
-from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN, pack_sample
-from clover_jax.data.readers import Records, read_records
+from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN, ShardWriter, in_shards, pack_sample
 from clover_jax.data.records import Record, data_hash
 from clover_jax.data.samples import RecordSamples, SampleCounts, look_at
-from clover_jax.data.shards import ShardWriter, in_shards
 from clover_jax.data.tokenizer import load_tokenizer
-from clover_jax.data.training_data import sample_identity
+from clover_jax.data.training_data import Records, read_records, sample_identity
 from clover_jax.errors import UserError
 from clover_jax.models.meshes import mesh_for
 from clover_jax.models.placement import place_on

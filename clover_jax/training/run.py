@@ -22,8 +22,7 @@ from clover_jax.runtime.checkpoint import Checkpoints
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import agreed, is_primary, wait_for_all
-from clover_jax.runtime.files import check_renames, only_process_in, write_json
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import check_renames, only_process_in, read_json_object, write_json
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.training.metrics import EVAL, METRICS, TENSORBOARD, MetricsLog
 from clover_jax.training.optimizer import make_schedule

@@ -16,8 +16,7 @@ from clover_jax.field_types import (
     declared_settings,
     setting,
 )
-from clover_jax.runtime.files import write_json
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import read_json_object, write_json
 
 SETTINGS = "settings.json"
 # Flags of earlier versions that set one part of the loss, and the part's name in --loss.

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, NamedTuple
 
-from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.fingerprint import BaseFingerprint, described_differences, fingerprint
+from clover_jax.checkpoints.base import (
+    BaseFingerprint,
+    BaseModel,
+    described_differences,
+    fingerprint,
+)
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.shapes import shape_notice
 from clover_jax.config import BaseConfig

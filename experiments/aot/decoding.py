@@ -17,12 +17,12 @@ from clover_jax.evaluation.compiled import bytes_of, lower_step
 from clover_jax.evaluation.targets import Chip, Target
 from clover_jax.evaluation.work import count_work
 from clover_jax.models.cache import key_values
-from clover_jax.runtime.files import place_for
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions
 from experiments.aot import costs
 from experiments.aot.buffers import compile_with_buffers
 from experiments.aot.hlo import Program
+from experiments.aot.output_path import place_for
 
 ADVICE = "give a larger --mesh=tensor=N, a smaller --batch_size or --context, or --int8"
 GIGA = 1e9

@@ -15,15 +15,19 @@ from clover_jax.evaluation.dry_run import (
     step_shapes,
 )
 from clover_jax.evaluation.targets import Target
-from clover_jax.models.device_bytes import bytes_per_device, whole_over_rows
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh
-from clover_jax.models.placement import param_shardings, row_shardings
-from clover_jax.runtime.files import place_for
+from clover_jax.models.placement import (
+    bytes_per_device,
+    param_shardings,
+    row_shardings,
+    whole_over_rows,
+)
 from clover_jax.runtime.progress import passing_note
 from clover_jax.training.settings import TrainSettings
 from experiments.aot import costs
 from experiments.aot.buffers import compile_with_buffers
 from experiments.aot.hlo import Program, Sent
+from experiments.aot.output_path import place_for
 
 MEGA = 1e6
 PARTS = ("teacher", "head", "loss", "update")  # scopes of the step

@@ -13,8 +13,13 @@ from tokenizers import Tokenizer
 
 from clover_jax.data.corpus import Document, builtin_documents
 from clover_jax.errors import UserError
-from clover_jax.runtime.files import atomic_file, check_replaceable, only_process_in, write_json
-from clover_jax.runtime.json_files import read_json_object
+from clover_jax.runtime.files import (
+    atomic_file,
+    check_replaceable,
+    only_process_in,
+    read_json_object,
+    write_json,
+)
 from clover_jax.runtime.jsonl import append_row, keep_rows
 from clover_jax.runtime.progress import Progress, progress_bar
 from experiments.tiny_base.pretrain_card import is_made_here

@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from clover_jax.checkpoints.families import ARCHITECTURES, read_base_config
+from clover_jax.checkpoints.loading import ARCHITECTURES, read_checkpoint
 from clover_jax.config import RopeConfig
 from clover_jax.errors import UserError
 
@@ -34,7 +34,7 @@ def read_fields(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps(values))
         if generation is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps(generation))
-        return read_base_config(tmp_path)
+        return read_checkpoint(tmp_path).config
 
     return read_fields
 

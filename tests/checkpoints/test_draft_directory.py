@@ -8,9 +8,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.card import save_params
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from tests.tiny_checkpoints import (
@@ -20,6 +20,7 @@ from tests.tiny_checkpoints import (
     random_base,
     random_leaves,
 )
+from tests.tiny_folders import save_draft
 from tests.tiny_models import TINY
 
 PROVENANCE = {"flags": {"steps": 3}, "tau": 2.5}

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from clover_jax.checkpoints.fingerprint import BaseFingerprint, checksum, differences, fingerprint
+from clover_jax.checkpoints.base import BaseFingerprint, checksum, differences, fingerprint
 from clover_jax.checkpoints.loading import load_base
 from tests.tiny_checkpoints import random_base
 from tests.tiny_models import TINY

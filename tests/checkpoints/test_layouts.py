@@ -11,9 +11,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 
 from clover_jax.checkpoints.clover2 import COPIES
-from clover_jax.checkpoints.draft_directory import load_draft
 from clover_jax.checkpoints.layouts import recognise
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError

@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import WhitespaceSplit
 
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.tensor_files import is_finite
-from clover_jax.data.prompt_encoding import encode_prompt
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError

@@ -12,9 +12,9 @@ import pytest
 from safetensors.numpy import load_file
 
 from clover_jax.checkpoints import tensor_files
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.drafters import registry
 from tests.tiny_checkpoints import (
     assert_same_tensors,
@@ -23,7 +23,7 @@ from tests.tiny_checkpoints import (
     edit_json,
     edit_tensors,
 )
-from tests.tiny_folders import SPEAKING, save_tiny_base
+from tests.tiny_folders import SPEAKING, save_draft, save_tiny_base
 
 WEIGHTS = "model.safetensors"
 MLP = "clover_head_mlp.weight"
@@ -263,7 +263,7 @@ def test_what_is_there_is_replaced_only_when_asked(command, reference, tmp_path)
     arguments = (f"--base={reference / 'base'}", f"--input={reference / 'clover2'}")
     (tmp_path / "out").mkdir()
     status, _, error = command(*arguments, f"--output={tmp_path / 'out'}")
-    assert (status, "is there already; give another --output, or --overwrite" in error) == (2, True)
+    assert (status, "exists already; give another --output, or --overwrite" in error) == (2, True)
     assert command(*arguments, f"--output={tmp_path / 'out'}", "--overwrite")[0] == 0
     assert (tmp_path / "out" / "draft.json").is_file()
 
@@ -274,7 +274,7 @@ def test_what_is_no_head_is_not_replaced_nor_what_holds_the_input(command, refer
     base = f"--base={reference / 'base'}"
     flags = (base, f"--input={reference / 'clover2'}", "--overwrite")
     status, _, error = command(*flags, f"--output={tmp_path / 'notes'}")
-    assert (status, "is no draft head, so it is none of this command's folders" in error) == (
+    assert (status, "is not a draft head, so --overwrite does not delete it" in error) == (
         2,
         True,
     )
@@ -295,7 +295,7 @@ def test_a_base_is_not_replaced_by_a_head(command, reference, tmp_path):
     for output, message in {
         base: "is or holds the base; give another folder",
         base.parent: "is or holds the base; give another folder",
-        other: "is no draft head, so it is none of this command's folders",
+        other: "is not a draft head, so --overwrite does not delete it",
     }.items():
         status, _, error = command(*given, f"--output={output}")
         assert (status, message in error) == (2, True)

@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import pickle
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +12,6 @@ import pytest
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.evaluation import conversion
 from clover_jax.evaluation.conversion_options import ConvertOptions
-from tests.convert.corrupt_archives import TORCH
 from tests.convert.spoiling import (
     DOWN,
     MLP,
@@ -89,11 +90,11 @@ CLOVER2 = {
     "other head count": (config(num_key_value_heads=4), "k_proj.weight has shape"),
     "as many layers as stars": (
         config(clover={"num_heads": 5, "num_layers": 10**9}),
-        "clover.num_layers is 1000000000, and more than 10000 cannot be",
+        "clover.num_layers is 1000000000; at most 10000 are possible",
     ),
     "as many layers in the base": (
         base_config(num_hidden_layers=10**9),
-        "num_hidden_layers is 1000000000, and",
+        "num_hidden_layers is 1000000000; at most",
     ),
     "not a number": (config(intermediate_size="big"), "intermediate_size must be a positive"),
     "another activation": (config(hidden_act="gelu"), "hidden_act 'gelu' is not supported"),
@@ -124,7 +125,7 @@ CLOVER2 = {
     ),
     "shard elsewhere": (
         index_with("../elsewhere.safetensors"),
-        "lists the shard '../elsewhere.safetensors', which is no file beside it",
+        "lists the shard '../elsewhere.safetensors', which is not a file next to it",
     ),
     "shard by an absolute path": (index_with("/etc/passwd"), "lists the shard '/etc/passwd'"),
     "shard missing": (index_with("model-2.safetensors"), "lacks shard model-2.safetensors"),
@@ -241,6 +242,65 @@ NATIVE = {
         f"tokenizer 222222222222 against {OUR_TOKENIZER}; give the base that it was trained for",
     ),
     "number for a hash": (card(files={"d": 1}), "params/d is missing; was the draft copied whole"),
+}
+
+
+# PyTorch archives that are none, or hold more than weights.
+class RunsCode:
+    """Leaves a file behind when it is unpickled."""
+
+    def __reduce__(self):
+        return (Path.touch, (Path("was_executed"),))
+
+
+def torch_archive(write):
+    def spoil(folder):
+        (folder / "head" / WEIGHTS).unlink()
+        write(folder / "head" / "pytorch_model.bin")
+
+    return spoil
+
+
+def zipped(entries, compression=zipfile.ZIP_STORED):
+    def write(path):
+        with zipfile.ZipFile(path, "w", compression) as archive:
+            for name, data in entries.items():
+                archive.writestr(name, data)
+
+    return torch_archive(write)
+
+
+NOT_READ = "pytorch_model.bin cannot be read by torch"
+TORCH = {
+    "pickle with code": (
+        zipped({"archive/data.pkl": pickle.dumps(RunsCode()), "archive/version": "3\n"}),
+        NOT_READ,
+    ),
+    "bare pickle with code": (
+        torch_archive(lambda path: path.write_bytes(pickle.dumps(RunsCode()))),
+        NOT_READ,
+    ),
+    "zip bomb": (
+        zipped({"archive/data.pkl": b"\0" * 50_000_000}, zipfile.ZIP_DEFLATED),
+        NOT_READ,
+    ),
+    "compressed entries": (
+        zipped({"a/data.pkl": bytes(range(250))}, zipfile.ZIP_LZMA),
+        NOT_READ,
+    ),
+    "path tricks": (
+        zipped({"archive/../../escaped": b"x"}),
+        NOT_READ,
+    ),
+    "absolute path": (zipped({"/escaped": b"x"}), NOT_READ),
+    "archive cut": (
+        lambda folder: (
+            zipped({"archive/data.pkl": b"x" * 500})(folder),
+            cut_file("head/pytorch_model.bin", 300)(folder),
+        ),
+        NOT_READ,
+    ),
+    "archive without tensors": (zipped({"readme": b"x"}), NOT_READ),
 }
 
 

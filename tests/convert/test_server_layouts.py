@@ -1,8 +1,8 @@
 """What vLLM and SGLang look for in a folder: class, fields, names, shapes and types.
 
 `test_vllm.py` runs vLLM where it is installed, which takes an environment of its own. Here is what
-the readers of both ask for, by the files named in `checkpoints/eagle.py`, `speculators.py` and
-`medusa.py`.
+the readers of both ask for, by the files named in `checkpoints/eagle.py` and
+`checkpoints/medusa.py`.
 """
 
 import dataclasses
@@ -16,16 +16,16 @@ from safetensors.numpy import load_file
 from transformers import AutoConfig
 
 from clover_jax import convert
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.layouts import LAYOUTS, NATIVE
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.shapes import cast_shapes
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
 from clover_jax.evaluation.conversion_options import TARGETS
 from tests.tiny_checkpoints import random_leaves
-from tests.tiny_folders import SPEAKING, save_tiny_base
+from tests.tiny_folders import SPEAKING, save_draft, save_tiny_base
 
 BASE = dataclasses.replace(SPEAKING, num_layers=8, num_kv_heads=2)
 ROPE = {"rope": RopeConfig(5e5, "llama3", 8.0)}

@@ -4,10 +4,10 @@ import lzma
 
 import pytest
 
-from clover_jax.data import readers
+from clover_jax.data import training_data
 from clover_jax.data.corpus import Document
-from clover_jax.data.readers import read_records
 from clover_jax.data.records import Text, TokenRow
+from clover_jax.data.training_data import read_records
 from clover_jax.errors import UserError
 
 ROW = json.dumps({"text": "hello"}) + "\n"
@@ -117,7 +117,7 @@ def test_fields_of_records_that_are_not_read_are_named_once(tmp_path, capsys):
 
 def test_the_built_in_corpus_keeps_its_own_split(monkeypatch):
     monkeypatch.setattr(
-        readers, "builtin_documents", lambda split: [Document(f"{split}.py", split)]
+        training_data, "builtin_documents", lambda split: [Document(f"{split}.py", split)]
     )
     records = read_records("builtin:python")
     assert records.train == [Text("train.py", "train")]

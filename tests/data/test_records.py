@@ -107,10 +107,3 @@ def test_hashes_ignore_where_and_heed_what():
     a, b = Text("here", "x"), Text("there", "x")
     assert content_hash(a) == content_hash(b) != content_hash(Text("here", "y"))
     assert data_hash([a]) == data_hash([b]) != data_hash([a, b])
-
-
-def test_a_role_that_is_unknown_is_said_once():
-    row = {"conversations": [{"from": "narrator", "value": "x"}]}
-    with pytest.raises(UserError) as raised:
-        parse_row(row, "f:1")
-    assert str(raised.value).startswith("f:1: a message is from 'narrator'; it may be from human")

@@ -1,6 +1,3 @@
-import json
-
-import numpy as np
 import pytest
 
 from clover_jax.data.chat import encode_record
@@ -194,16 +191,3 @@ def test_a_template_file_is_read_and_a_missing_one_refused(tmp_path):
         with_chat_template(tokenizer, "alpaca")
     with pytest.raises(UserError, match="no tokenizer files"):
         with_chat_template(None, "vicuna")
-
-
-def test_a_json_list_holds_rows(tmp_path):
-    from clover_jax.data.readers import read_records
-
-    path = tmp_path / "share.json"
-    turns = [{"from": "human", "value": "hi"}, {"from": "gpt", "value": "ho"}]
-    path.write_text(json.dumps([{"id": "a", "conversations": turns}]))
-    (record,) = read_records(str(path)).train
-    assert record.messages == (("user", "hi"), ("assistant", "ho"))
-    assert record.source == f"{path}[0]"
-    path.write_text('{"text": "an object is a text"}')
-    assert np.size(read_records(str(path)).train[0].text)

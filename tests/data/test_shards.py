@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from clover_jax.data.shards import ShardReader, ShardWriter, in_shards, pack, unpack
+from clover_jax.data.prepared import ShardReader, ShardWriter, in_shards, pack, unpack
 from clover_jax.errors import UserError
 
 MADE_FROM = {"data_hash": "abc", "seq_len": 8}

@@ -125,7 +125,7 @@ RACED = (
     SETUP
     + """
 import os
-from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.decoding.models import Models
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.models.placement import param_shardings

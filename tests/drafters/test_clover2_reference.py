@@ -4,8 +4,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.draft_directory import load_draft
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.drafters.drafter import frozen_from_base, select_features
 from clover_jax.drafters.tokens import shift_left
 from clover_jax.models.batch import Batch

@@ -9,8 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.draft_directory import load_draft
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.drafters import registry
 from clover_jax.drafters.block_layer import _placed, _repeated
 from clover_jax.drafters.dflash2 import feature_layers

@@ -8,10 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.draft_directory import load_draft, save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import BaseModel, fingerprint
 from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.config import LossSpec
 from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
@@ -29,6 +28,7 @@ from clover_jax.models.decoder import Decoder, causal_mask
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, head_loss, init_state, make_train_step
 from clover_jax.training.teacher import teach
+from tests.tiny_folders import save_draft
 from tests.tiny_models import DRAFTERS, LLAMA3_8B, TINY, lively_params, random_base, random_head
 from tests.training.training_data import random_batch
 

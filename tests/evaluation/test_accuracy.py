@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters.drafter import frozen_from_base

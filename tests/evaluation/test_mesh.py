@@ -32,7 +32,7 @@ from pathlib import Path
 import jax, numpy as np
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
-from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.evaluation import accuracy, equality
 from clover_jax.evaluation.equality import read_again
 from clover_jax.evaluation.methods import Method

@@ -7,7 +7,7 @@ import jax
 import pytest
 
 from clover_jax.checkpoints.base import BaseModel
-from clover_jax.checkpoints.draft_directory import Draft
+from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree_config import parse_tree

@@ -12,10 +12,10 @@ from pathlib import Path
 import jax
 import pytest
 
-from clover_jax.checkpoints.draft_directory import save_draft
-from clover_jax.checkpoints.fingerprint import fingerprint
+from clover_jax.checkpoints.base import fingerprint
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.drafters import registry
+from tests.tiny_folders import save_draft
 
 ROWS = int(os.environ.get("CLOVER_JAX_SOAK_ROWS", "10000"))
 BASE = "builtin:tiny"

@@ -39,25 +39,40 @@ def apply(request, monkeypatch):
     name, _, on_tpu = request.param.partition(" on ")
     if on_tpu:
         monkeypatch.setattr(jax.lax, "platform_dependent", lambda *given, tpu, default: tpu(*given))
-    way = getattr(experts, name)
-    monkeypatch.setattr(experts, "MOST_TOKENS", 3)  # of the 4 tokens: two parts
-    monkeypatch.setattr(experts, "_way_for", lambda *counts: way)
+    # 3 of the 4 tokens: two parts.
+    most = {"_all_in_parts": 3, "_grouped": 0}.get(name, 10**6)
+    monkeypatch.setattr(experts, "MOST_TOKENS", most)
+    monkeypatch.setattr(experts, "MOST_PAIRS", 0)
+    replaced = {"_chosen": "_all", "_grouped": "_all_in_parts"}.get(name, name)
+    monkeypatch.setattr(experts, replaced, getattr(experts, name))
     return jax.jit(lambda params, tokens: EXPERTS.apply({"params": params}, tokens))
 
 
-def test_the_way_follows_the_number_of_tokens():
-    few = {"pairs": 8, "tokens": 1, "number": 128}  # plain decoding of Qwen3-30B-A3B
-    tree = {"pairs": 208, "tokens": 26, "number": 128}
-    mixtral = {"pairs": 4, "tokens": 2, "number": 8}
-    prompt = {"pairs": 8192, "tokens": 1024, "number": 128}
-    ways = [experts._way_for(**counts).__name__ for counts in (few, tree, mixtral, prompt)]
-    assert ways == ["_chosen", "_all", "_all", "_many"]
+def test_the_way_follows_the_number_of_tokens(monkeypatch):
+    seen = set()
+    for name in ("_chosen", "_all", "_grouped", "_all_in_parts"):
+
+        def way(activation, experts, routed, name=name):
+            seen.add(name)
+            return routed.tokens.astype(jnp.float32)
+
+        monkeypatch.setattr(experts, name, way)
+    for tokens, number, each, ways in (
+        (1, 128, 8, {"_chosen"}),  # plain decoding of Qwen3-30B-A3B
+        (26, 128, 8, {"_all"}),  # a tree of it
+        (2, 8, 2, {"_all"}),  # Mixtral
+        (1024, 128, 8, {"_grouped", "_all_in_parts"}),  # a prompt
+    ):
+        seen.clear()
+        config = dataclasses.replace(CONFIG, num_experts=number, experts_per_token=each)
+        x = jnp.zeros((tokens, CONFIG.hidden_size))
+        jax.eval_shape(ExpertMLP(config).init, jax.random.key(0), x)
+        assert seen == ways
 
 
 def test_the_last_part_of_the_tokens_may_be_shorter(params, monkeypatch):
     tokens = jax.random.normal(jax.random.key(2), (1, 5, CONFIG.hidden_size))
     at_once = EXPERTS.apply({"params": params}, tokens)
-    monkeypatch.setattr(experts, "_way_for", lambda *counts: experts._all_in_parts)
     monkeypatch.setattr(experts, "MOST_TOKENS", 4)
     in_parts = EXPERTS.apply({"params": params}, tokens)
     np.testing.assert_allclose(in_parts, at_once, atol=1e-5)

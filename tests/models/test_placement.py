@@ -13,9 +13,13 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.models.device_bytes import bytes_per_device
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh, parse_mesh
-from clover_jax.models.placement import decode_state_shardings, param_shardings, row_shardings
+from clover_jax.models.placement import (
+    bytes_per_device,
+    decode_state_shardings,
+    param_shardings,
+    row_shardings,
+)
 from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state
 from tests.tiny_models import LLAMA3_8B, TINY

@@ -24,7 +24,7 @@ from tests.prepare.prepared_data import FLAGS, load
 def test_a_killed_run_goes_on_where_it_was(command, base, data, prepared, tmp_path, writes):
     source = (
         "import os, sys; from clover_jax import cli, prepare\n"
-        "from clover_jax.data import shards\n"
+        "from clover_jax.data import prepared as shards\n"
         "from clover_jax.training import features, prepare_run as run\n"
         "features.SHARD_BYTES, run.SHARD_BYTES = 40_000, 4_000\n"
         "write, left = shards.ShardWriter.write, [int(sys.argv[1])]\n"

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from clover_jax import cli, prepare
+from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prepared import PreparedSamples
-from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError

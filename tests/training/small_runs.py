@@ -8,8 +8,8 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from clover_jax.checkpoints.draft_directory import load_draft
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.step import make_train_step
 from tests.conftest import REPOSITORY

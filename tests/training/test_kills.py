@@ -11,8 +11,8 @@ import jax
 import numpy as np
 import pytest
 
-from clover_jax.checkpoints.draft_directory import load_draft
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.checkpoints.stored_head import load_draft
 from tests.conftest import REPOSITORY, WARNINGS
 
 BASE = REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base"

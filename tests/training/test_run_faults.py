@@ -74,7 +74,7 @@ def fail(*arguments, **named):
     "module, name, message",
     [
         (checkpoint, "write_json", r"the disk is full; .*\(checkpoint \d is whole"),
-        (outputs, "save_draft", r"cannot write .*/draft: the disk is full"),
+        (outputs, "write_native", r"cannot write .*/draft: the disk is full"),
     ],
     ids=["checkpoint", "draft"],
 )
