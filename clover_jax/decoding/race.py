@@ -26,8 +26,7 @@ from clover_jax.checkpoints.fingerprint import checksum, lm_head_hash
 from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.cache_reading import cache_reader
-from clover_jax.decoding.decode_states import cache_size, fitting_context
-from clover_jax.decoding.models import Models, needs_no_file
+from clover_jax.decoding.models import Models, cache_size, fitting_context, needs_no_file
 from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams

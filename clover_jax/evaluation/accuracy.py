@@ -24,7 +24,7 @@ from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.tree import target_ids
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Method
 from clover_jax.evaluation.rows import TurnRow
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project

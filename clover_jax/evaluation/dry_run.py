@@ -23,18 +23,16 @@ from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import DRAFT_ROWS, with_draft_rows
 from clover_jax.errors import UserError
-from clover_jax.evaluation.compiled import account, account_lines, compile_for
+from clover_jax.evaluation.compiled import account, account_lines, compile_for, count_work
 from clover_jax.evaluation.targets import NoCompiler, Target, find_devices
-from clover_jax.evaluation.work import count_work
 from clover_jax.models.batch import Batch
 from clover_jax.models.device_bytes import bytes_per_device, gathered_bytes, whole_over_rows
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from clover_jax.models.placement import param_shardings, row_shardings, with_shardings
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
-from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import check_rows, pipeline_config, step_config
+from clover_jax.training.setup import check_rows, make_head, pipeline_config, step_config
 from clover_jax.training.step import (
     TrainState,
     TrainStepConfig,

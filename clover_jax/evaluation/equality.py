@@ -25,8 +25,7 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, gumbel, warp
 from clover_jax.decoding.state import DecodeState, bucket
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.evaluation.methods import Method
-from clover_jax.evaluation.plan import Plan, TimedPass
+from clover_jax.evaluation.plan import Method, Plan, TimedPass
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask

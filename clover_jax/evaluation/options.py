@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -13,6 +14,22 @@ from clover_jax.field_types import setting
 
 VANILLA = "vanilla"  # plain decoding's name in files
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # of a draft, which names a file
+
+# Written out, as the table of layouts imports JAX and `--help` must not; a test compares both.
+TARGETS = (
+    "orbax",
+    "clover2",
+    "eagle",
+    "eagle_vllm",
+    "eagle_sglang",
+    "eagle3",
+    "dflash2",
+    "medusa",
+    "medusa_vllm",
+    "speculators",
+)
+
+_verifying = functools.partial(setting, group="verifying")
 
 
 def display_name(method: str) -> str:
@@ -153,3 +170,30 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
             raise UserError(f"--tree: {item!r} should be NAME=TREE; the drafts are {known}")
         trees[name] = value
     return [DraftChoice(name, source, trees.get(name)) for name, source in sources.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """The flags of `convert` in addition to those of `ModelSpec`, which names the head's base."""
+
+    spec: ModelSpec
+    # Both are refused where they are missing, so readers find text.
+    input: str = setting(None, "the head to convert")
+    output: str = setting(None, "folder to write")
+    to: str = setting("orbax", "layout to write", choices=TARGETS)
+    cut_vocab: bool = setting(False, "leave out rows beyond the base's vocabulary (padding)")
+    overwrite: bool = setting(False, "replace the draft head at --output")
+    verify: bool = _verifying(False, "decode with both heads; fail where accepted lengths differ")
+    prompts: str | None = _verifying(
+        None, "prompts to verify with [the base's prompts.jsonl, else tokens of its vocabulary]"
+    )
+    num_prompts: int = _verifying(8, "maximum number of prompts to verify with", least=1)
+    max_new_tokens: int = _verifying(64, "tokens to decode for each prompt", least=2)
+
+    def __post_init__(self):
+        for name in ("input", "output"):
+            if not getattr(self, name):
+                raise UserError(f"--{name} is missing; give the folder")
+        # A flag without an effect is a misunderstanding.
+        if self.prompts and not self.verify:
+            raise UserError(f"--prompts={self.prompts} needs --verify")

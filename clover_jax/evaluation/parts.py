@@ -12,16 +12,17 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from clover_jax.array_types import PyTree
-from clover_jax.decoding.decode_states import running_state
-from clover_jax.decoding.models import Models
-from clover_jax.decoding.programs import Placement, options_here
+from clover_jax.array_types import Array, Int, PyTree
+from clover_jax.decoding.models import Models, running_state
+from clover_jax.decoding.programs import Placement, decode_chunk, loops_on_device, options_here
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import (
     StepConfig,
     Weights,
+    absorb_and_draft,
     absorb_pending,
     accept,
     commit,
@@ -30,16 +31,84 @@ from clover_jax.decoding.step import (
     speculate_and_verify,
     verify_tree,
 )
+from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import CopyTree, Tree, TreeConfig
-from clover_jax.evaluation.loops import STEPS, step_loop, steps_at_once
-from clover_jax.evaluation.work import Work, count_work
+from clover_jax.evaluation.compiled import Work, count_work
 from clover_jax.models.cache import key_values
 from clover_jax.runtime.turns import Run
+
+STEPS = 8  # as in the engine's chunks
 
 _BUFFERS = ("tokens", "cache", "draft_cache")  # fields of the state that a step updates in place
 
 # (weights, state, ...) -> (state with its buffers updated, anything else to be consumed)
 Stage = Callable[..., tuple[DecodeState, Any]]
+
+
+def steps_at_once() -> int:
+    """Return the number of steps that a program below runs on this platform."""
+    return STEPS if loops_on_device() else 1
+
+
+def step_loop(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, Int[Array, ""]]:
+    """Run whole steps, in which no row may end."""
+    if not loops_on_device():
+        state, record = speculate_and_verify(config, weights, state)
+        return state, record.emitted.sum()
+
+    # Every slot holds a row, or the chunk would end at once.
+    filled = jnp.ones_like(state.finish, bool)
+    state, records = decode_chunk(config, STEPS, weights, state, filled)
+    return state, records.emitted.sum()
+
+
+def draft_loop(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """Absorb and draft, with the token drafted last as the next root.
+
+    Each draft depends on the previous one. Otherwise the compiler would compute a head that reads
+    no token (Medusa), and copies of the text, once before the loop, and of other heads only the
+    levels that lead to the next root.
+    """
+
+    def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, root = carry
+        state, drafted = absorb_and_draft(config, weights, state, root)
+        tokens = drafted.tree.tokens
+
+        # Token ids are 0 or more, so this adds 0, but the compiler cannot know.
+        zero = jnp.minimum(tokens.max(axis=1), 0)
+        state = state.replace(
+            features=state.features + zero[:, None, None].astype(state.features.dtype),
+            next_tokens=state.next_tokens + zero[:, None],
+            length=state.length + zero,
+        )
+        # A slot without a token holds -1, which is not a valid id.
+        return state, jnp.maximum(tokens[:, -1], 0) + zero
+
+    return _repeat(body, (state, roots(state)))
+
+
+def verify_loop(
+    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
+) -> Int[Array, "B T"]:
+    """Verify a tree; each iteration fills its slots with the base's choices of the last one."""
+    # Sampling is not a part of verification, and greedy choices need no random keys.
+    config = dataclasses.replace(config, sampling=GREEDY)
+
+    def body(tokens: Array) -> Array:
+        return verify_tree(config, weights, state, tree.replace(tokens=tokens)).predicted
+
+    return _repeat(body, tree.tokens)
+
+
+def _repeat(body: Callable[[Any], Any], carry: Any) -> Any:
+    if not loops_on_device():
+        return body(carry)
+    return jax.lax.scan(lambda carry, _: (body(carry), None), carry, length=STEPS)[0]
 
 
 @dataclasses.dataclass(frozen=True)

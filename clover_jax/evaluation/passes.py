@@ -11,9 +11,8 @@ from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.generate_run import memory_advice
 from clover_jax.decoding.row_stream import RowStream
 from clover_jax.evaluation.equality import compare_passes
-from clover_jax.evaluation.methods import Method, warm_up
 from clover_jax.evaluation.options import VANILLA, display_name
-from clover_jax.evaluation.plan import PassJournal, PassKey, Plan, TimedPass, speed
+from clover_jax.evaluation.plan import Method, PassJournal, PassKey, Plan, TimedPass, speed, warm_up
 from clover_jax.evaluation.rows import RowFile, RowMaker, turns_of
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.jsonl import plain_values

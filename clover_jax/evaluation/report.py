@@ -12,15 +12,14 @@ from typing import Any
 
 import jax
 
-from clover_jax.decoding.identity import identity_of
+from clover_jax.decoding.models import identity_of
 from clover_jax.decoding.tree_config import portable_name
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
-from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.page import report_text, speed_of
 from clover_jax.evaluation.passes import Evaluation
-from clover_jax.evaluation.plan import TimedPass, speed, split_rounds
+from clover_jax.evaluation.plan import Method, TimedPass, speed, split_rounds
 from clover_jax.evaluation.plots import draw_plots
 from clover_jax.evaluation.stage_times import METHOD, StageTimes
 from clover_jax.runtime.files import write_json, write_text

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clover_jax.data.prompts import Prompt
-from clover_jax.decoding.identity import identity_of
-from clover_jax.decoding.output import RowSink, open_rows
+from clover_jax.decoding.generate_run import RowSink, open_rows
+from clover_jax.decoding.models import identity_of
 from clover_jax.decoding.requests import AcceptedLengths
-from clover_jax.decoding.row_stream import RowEvent
-from clover_jax.decoding.row_totals import RowTotals, turn_columns
-from clover_jax.evaluation.methods import Method
+from clover_jax.decoding.row_stream import RowEvent, RowTotals, turn_columns
 from clover_jax.evaluation.options import Options
-from clover_jax.evaluation.plan import Plan
+from clover_jax.evaluation.plan import Method, Plan
 from clover_jax.runtime.distributed import from_primary
 
 _FIRST_BIN = 64

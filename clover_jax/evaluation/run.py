@@ -24,10 +24,17 @@ from clover_jax.decoding.tree_config import AUTO
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, stage_times
 from clover_jax.evaluation.equality import compare_passes, judge
-from clover_jax.evaluation.methods import Method, load_methods, make_engines, sizes_on
 from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.passes import Evaluation
-from clover_jax.evaluation.plan import PassJournal, Plan, group_by_task
+from clover_jax.evaluation.plan import (
+    Method,
+    PassJournal,
+    Plan,
+    group_by_task,
+    load_methods,
+    make_engines,
+    sizes_on,
+)
 from clover_jax.evaluation.report import (
     Measured,
     build_report,

@@ -22,8 +22,8 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import StepConfig, Weights, absorb_and_draft, roots, weights_for
 from clover_jax.decoding.tree import TokenTree
-from clover_jax.evaluation.loops import STEPS, draft_loop, step_loop, steps_at_once, verify_loop
-from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.parts import STEPS, draft_loop, step_loop, steps_at_once, verify_loop
+from clover_jax.evaluation.plan import Method
 
 METHOD = (
     "the whole step, drafting and verification, each compiled and run alone (on CPU in a loop on "

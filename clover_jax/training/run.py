@@ -25,9 +25,17 @@ from clover_jax.runtime.distributed import agreed, is_primary, wait_for_all
 from clover_jax.runtime.files import check_renames, only_process_in, write_json
 from clover_jax.runtime.json_files import read_json_object
 from clover_jax.runtime.progress import progress_bar
-from clover_jax.training.metrics import EVAL, METRICS, TENSORBOARD, MetricsLog
-from clover_jax.training.optimizer import make_schedule
-from clover_jax.training.outputs import BEST, DRAFT, DraftWriter, Measurement, best_measured
+from clover_jax.training.outputs import (
+    BEST,
+    DRAFT,
+    EVAL,
+    METRICS,
+    TENSORBOARD,
+    DraftWriter,
+    Measurement,
+    MetricsLog,
+    best_measured,
+)
 from clover_jax.training.settings import (
     SETTINGS,
     TrainSettings,
@@ -36,7 +44,7 @@ from clover_jax.training.settings import (
     recorded_settings,
 )
 from clover_jax.training.setup import TrainInputs, load_inputs, optimizer_config
-from clover_jax.training.step import TrainState, TrainStepConfig, init_state
+from clover_jax.training.step import TrainState, TrainStepConfig, init_state, make_schedule
 from clover_jax.training.trainer import Trainer
 
 CHECKPOINTS, RESULT = "checkpoints", "result.json"

@@ -19,12 +19,16 @@ from clover_jax.models.placement import place_rows
 from clover_jax.runtime.checkpoint import Checkpoints
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.progress import Progress
-from clover_jax.training.metrics import MetricsLog
-from clover_jax.training.optimizer import make_schedule
-from clover_jax.training.outputs import Measurement
+from clover_jax.training.outputs import Measurement, MetricsLog
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.setup import TrainInputs
-from clover_jax.training.step import StepMetrics, TrainState, fit_scale, make_train_step
+from clover_jax.training.step import (
+    StepMetrics,
+    TrainState,
+    fit_scale,
+    make_schedule,
+    make_train_step,
+)
 
 
 @dataclasses.dataclass

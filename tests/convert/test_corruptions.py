@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.evaluation import conversion
-from clover_jax.evaluation.conversion_options import ConvertOptions
+from clover_jax.evaluation.options import ConvertOptions
 from tests.convert.corrupt_archives import TORCH
 from tests.convert.spoiling import (
     DOWN,

@@ -15,8 +15,7 @@ from clover_jax.decoding.state import empty_state
 from clover_jax.decoding.step import StepConfig, Weights
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import frozen_from_base, output_matrix, with_draft_rows
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, init_state, train_step
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state, train_step
 from tests.layer_heads import KINDS, lively_head
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 from tests.training.training_data import random_batch

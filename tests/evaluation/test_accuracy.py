@@ -12,7 +12,7 @@ from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.accuracy import TOP
-from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Method
 from clover_jax.evaluation.rows import TurnRow
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask, project

@@ -9,8 +9,7 @@ import pytest
 
 from clover_jax import bench, cli
 from clover_jax.decoding import decode_states, programs
-from clover_jax.decoding.decode_states import fitting_context
-from clover_jax.decoding.models import load, load_shapes
+from clover_jax.decoding.models import fitting_context, load, load_shapes
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.state import empty_state
 from clover_jax.evaluation.measured import Ceilings, room_for
@@ -87,7 +86,7 @@ def precisions(command, monkeypatch):
         return dict.fromkeys(runs, 1.0)
 
     monkeypatch.setattr("clover_jax.evaluation.measured.measure_ceilings", limits)
-    monkeypatch.setattr("clover_jax.evaluation.sweep.time_in_turns", seconds)
+    monkeypatch.setattr("clover_jax.evaluation.measured.time_in_turns", seconds)
     with jax.default_matmul_precision("default"):
         yield found
 

@@ -20,7 +20,7 @@ from clover_jax.evaluation.equality import (
     first_difference,
     summarize,
 )
-from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Method
 from clover_jax.models.meshes import MeshShape, make_mesh
 from tests.tiny_models import TINY, decode_all, random_base, random_prompts
 

@@ -6,11 +6,10 @@ from collections import Counter
 import jax
 import pytest
 
-from clover_jax.decoding.decode_states import running_state
-from clover_jax.decoding.models import load
+from clover_jax.decoding.models import load, running_state
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.step import absorb_and_draft, roots
-from clover_jax.evaluation.loops import STEPS, draft_loop
+from clover_jax.evaluation.parts import STEPS, draft_loop
 from experiments.aot.hlo import Program
 
 PRODUCTS = ("dot", "custom-call", "convolution")

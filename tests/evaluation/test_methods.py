@@ -7,15 +7,14 @@ import pytest
 
 from clover_jax.data.prompts import BadPrompt
 from clover_jax.decoding import race
-from clover_jax.decoding.identity import identity_of
-from clover_jax.decoding.models import TREES, Models
+from clover_jax.decoding.models import TREES, Models, identity_of
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
-from clover_jax.evaluation.methods import choose_baselines, load_methods, sizes_on
 from clover_jax.evaluation.options import VANILLA, Options
+from clover_jax.evaluation.plan import choose_baselines, load_methods, sizes_on
 from clover_jax.evaluation.run import make_plan
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh
 from clover_jax.runtime.row_writer import manifest_path

@@ -12,7 +12,7 @@ from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.evaluation import stage_times
-from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Method
 from clover_jax.models.meshes import MeshShape, make_mesh
 from tests.tiny_models import TINY, random_base, random_head
 

@@ -6,7 +6,7 @@ from clover_jax.decoding.models import load
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.evaluation import sweep
-from clover_jax.evaluation.loops import steps_at_once
+from clover_jax.evaluation.parts import steps_at_once
 
 SECONDS = {"plain": 0.002, "step": 0.005, "draft": 0.0009}
 

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 
-from clover_jax.evaluation.work import Work, count_work
+from clover_jax.evaluation.compiled import Work, count_work
 
 
 def test_a_product_reads_its_weight_and_a_look_up_reads_nothing():

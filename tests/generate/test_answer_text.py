@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from clover_jax.decoding.answer_text import AnswerText, StopCut, find_stop, settled_length
+from clover_jax.decoding.row_state import AnswerText, StopCut, find_stop, settled_length
 
 # Tokens 0 to 9 as a tokenizer might have them: of one letter, of several, of none.
 WORDS = ["a", "b", "-", "--", "a-", "-b", "", "ab", "b--a", "c"]

@@ -9,7 +9,7 @@ import pytest
 
 from clover_jax.data.prompts import parse_prompt
 from clover_jax.data.tokenizer import load_tokenizer
-from clover_jax.decoding.output import LiveText
+from clover_jax.decoding.generate_run import LiveText
 from clover_jax.decoding.requests import Generation, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.row_state import RowState

@@ -7,8 +7,8 @@ import jax.monitoring
 import pytest
 
 from clover_jax.data.prompts import parse_prompt
+from clover_jax.decoding.generate_run import decode_with_bar
 from clover_jax.decoding.models import load
-from clover_jax.decoding.output import decode_with_bar
 from clover_jax.decoding.requests import Generation
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.row_state import (
@@ -18,8 +18,7 @@ from clover_jax.decoding.row_state import (
     forward_groups,
     forwards_until,
 )
-from clover_jax.decoding.row_stream import RowEvent, open_stream
-from clover_jax.decoding.row_totals import RowTotals
+from clover_jax.decoding.row_stream import RowEvent, RowTotals, open_stream
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.runtime import compile_clock

@@ -16,8 +16,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.device_bytes import bytes_per_device
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh, parse_mesh
 from clover_jax.models.placement import decode_state_shardings, param_shardings, row_shardings
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, init_state
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state
 from tests.tiny_models import LLAMA3_8B, TINY
 
 MESH = make_abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))

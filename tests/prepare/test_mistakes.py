@@ -8,7 +8,7 @@ from clover_jax import prepare
 from clover_jax.cli.command_flags import parse_flags
 from clover_jax.errors import UserError
 from clover_jax.training import features
-from clover_jax.training.prepare_options import PrepareOptions
+from clover_jax.training.settings import PrepareOptions
 from tests.prepare.prepared_data import SEQ_LEN
 
 

@@ -17,7 +17,7 @@ def test_preview_marks_what_counts(command, base, data):
 
 
 def test_preview_is_in_colour_on_a_terminal(command, base, data, monkeypatch):
-    monkeypatch.setattr("clover_jax.training.preview.wants_color", lambda file: True)
+    monkeypatch.setattr("clover_jax.training.prepare_run.wants_color", lambda file: True)
     _, out, _ = command("--preview", base=base, data=data, seq_len=SEQ_LEN)
     assert "[assistant]\033[0m\033[32m" in out
     assert out.splitlines()[0].endswith("to learn, in green")

@@ -9,8 +9,12 @@ import pytest
 
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, accumulated_gradient, batch_gradient
+from clover_jax.training.step import (
+    OptimizerConfig,
+    TrainStepConfig,
+    accumulated_gradient,
+    batch_gradient,
+)
 from tests.tiny_models import TINY, init_head, random_base
 from tests.training.training_data import random_batch
 

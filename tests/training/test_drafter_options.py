@@ -4,8 +4,8 @@ from clover_jax.checkpoints.base import BaseModel
 from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
+from clover_jax.training.setup import make_head
 from tests.tiny_models import TINY
 
 

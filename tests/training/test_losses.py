@@ -12,8 +12,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.models.batch import Batch
 from clover_jax.training.losses import distillation_loss
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, head_loss
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
 from tests.foreign_heads import read_layout
 from tests.tiny_models import TINY, init_head, random_base, random_head

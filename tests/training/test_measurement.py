@@ -6,8 +6,7 @@ import types
 from clover_jax.runtime.jsonl import append_row, read_rows
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.training.decoding_eval import DecodingReport
-from clover_jax.training.metrics import MetricsLog, comparable
-from clover_jax.training.outputs import Measurement
+from clover_jax.training.outputs import Measurement, MetricsLog, comparable
 from clover_jax.training.run import _report
 from clover_jax.training.settings import TrainSettings
 

@@ -22,7 +22,7 @@ import jax, numpy as np
 from clover_jax.drafters import registry
 from clover_jax.models.meshes import make_mesh, parse_mesh
 from clover_jax.models.placement import param_shardings, place_rows
-from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.step import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch

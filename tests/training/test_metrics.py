@@ -2,7 +2,7 @@ import json
 
 import pytest
 
-from clover_jax.training.metrics import MetricsLog
+from clover_jax.training.outputs import MetricsLog
 
 
 @pytest.fixture

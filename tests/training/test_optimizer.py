@@ -2,7 +2,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from clover_jax.training.optimizer import OptimizerConfig, make_optimizer, make_schedule
+from clover_jax.training.step import OptimizerConfig, make_optimizer, make_schedule
 
 
 def test_schedule_gives_the_docstrings_example():

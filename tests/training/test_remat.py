@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 
 from clover_jax.drafters import registry
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, batch_gradient, head_loss
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, batch_gradient, head_loss
 from clover_jax.training.teacher import teach
 from tests.tiny_models import DRAFTERS, TINY, init_head, random_base, random_head
 from tests.training.training_data import random_batch

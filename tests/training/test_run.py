@@ -10,7 +10,7 @@ from clover_jax import train
 from clover_jax.checkpoints.card import native_directory, read_card
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.evaluation import conversion
-from clover_jax.evaluation.conversion_options import ConvertOptions
+from clover_jax.evaluation.options import ConvertOptions
 from clover_jax.training import trainer
 from clover_jax.training.run import run_training
 from tests.training.small_runs import BASE, assert_same_params, params_of, rows, settings

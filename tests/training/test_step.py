@@ -11,8 +11,13 @@ import pytest
 from clover_jax.checkpoints.shapes import base_shapes
 from clover_jax.drafters import registry
 from clover_jax.models.batch import Batch
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, init_state, make_train_step, train_step
+from clover_jax.training.step import (
+    OptimizerConfig,
+    TrainStepConfig,
+    init_state,
+    make_train_step,
+    train_step,
+)
 from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head
 from tests.training.training_data import random_batch
 

@@ -6,7 +6,7 @@ import pytest
 from clover_jax.data.records import TokenRow
 from clover_jax.data.samples import RecordSamples
 from clover_jax.errors import UserError
-from clover_jax.training.heads import count_tokens, most_frequent
+from clover_jax.training.setup import count_tokens, most_frequent
 
 
 def test_only_what_the_base_is_imitated_on_is_counted():
