@@ -49,12 +49,7 @@ CEILING_ROUNDS = 7
 
 
 def measure_and_describe(
-    spec: ModelSpec,
-    *,
-    batch: int,
-    context: int | None,
-    rounds: int,
-    force_accept: int | None,
+    spec: ModelSpec, *, batch: int, context: int | None, rounds: int, force_accept: int | None
 ) -> dict[str, Any]:
     """Time a step and its parts, print the table, return all of it as JSON values.
 
@@ -76,11 +71,7 @@ def measure_and_describe(
     context = context or fitting_context(models, room_for(models, rounds, force_accept))
     # As in `generate`: --attention=auto is measured at this batch size.
     models = with_attention(models, spec.attention, batch)
-    with (
-        passing_note("measuring"),
-        exact_matmuls(str(models.dtype)),
-        CompileClock() as compiling,
-    ):
+    with passing_note("measuring"), exact_matmuls(str(models.dtype)), CompileClock() as compiling:
         timed = measure(models, batch, context, rounds, force_accept)
     print("\n".join(table(timed, force_accept)))
 

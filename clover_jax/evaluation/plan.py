@@ -15,12 +15,7 @@ from typing import Any, NamedTuple
 
 from jax.sharding import Mesh
 
-from clover_jax.data.prompts import (
-    BadPrompt,
-    Prompt,
-    read_prompts_and_mistakes,
-    shipped_prompts,
-)
+from clover_jax.data.prompts import BadPrompt, Prompt, read_prompts_and_mistakes, shipped_prompts
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models, check_names, load
 from clover_jax.decoding.programs import Placement

@@ -30,11 +30,7 @@ from clover_jax.models.meshes import AnyMesh, shape_of
 from clover_jax.models.placement import place_on
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
-from clover_jax.training.decoding_eval import (
-    DecodingEvaluator,
-    NoPromptFits,
-    evaluation_prompts,
-)
+from clover_jax.training.decoding_eval import DecodingEvaluator, NoPromptFits, evaluation_prompts
 from clover_jax.training.settings import TrainSettings
 from clover_jax.training.step import OptimizerConfig, TrainStepConfig
 from clover_jax.training.teacher import stored_names

@@ -96,11 +96,7 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     return optax.chain(
         clip,
         optax.adamw(
-            make_schedule(config),
-            b1=0.9,
-            b2=config.b2,
-            eps=1e-8,
-            weight_decay=config.weight_decay,
+            make_schedule(config), b1=0.9, b2=config.b2, eps=1e-8, weight_decay=config.weight_decay
         ),
     )
 
@@ -293,11 +289,7 @@ def batch_gradient(
 
 
 def accumulated_gradient(
-    config: TrainStepConfig,
-    params: Params,
-    base_params: Params,
-    batch: Batch,
-    key: Array,
+    config: TrainStepConfig, params: Params, base_params: Params, batch: Batch, key: Array
 ) -> BatchGradient:
     """Return the whole batch's loss and gradient, one part of its rows after another.
 
