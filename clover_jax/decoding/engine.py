@@ -476,7 +476,12 @@ class Engine:
             "top_p": np.array([params.top_p], np.float32),
         }
         if self.config.sampling.biased:
-            settings = {"bias": _row_bias(request, limit)} | settings
+            ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
+            values = np.zeros((1, MOST_BIASED), np.float32)
+            for number, (id_, value) in enumerate(request.logit_bias):
+                ids[0, number], values[0, number] = id_, value
+            eos_from = np.array([min(length + request.min_new_tokens, limit)], np.int32)
+            settings["bias"] = ids, values, eos_from
         # A row without a seed still draws the same text in any batch: its index stands for it. A
         # later turn may draw at positions of an earlier one.
         index = request.index if request.seed is None else -1
@@ -521,16 +526,6 @@ class Engine:
         # A prompt shorter than the pending tokens leaves no beginning that could be restored.
         size = max(len(text) - pending, prompt) if prompt > pending else 0
         return text[:size].copy()
-
-
-def _row_bias(request: Request, limit: int) -> tuple[np.ndarray, ...]:
-    """Return the fields of a row's RowBias; limit: where the row ends."""
-    ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
-    values = np.zeros((1, MOST_BIASED), np.float32)
-    for index, (id_, value) in enumerate(request.logit_bias):
-        ids[0, index], values[0, index] = id_, value
-    eos_from = min(len(request.prompt_ids) + request.min_new_tokens, limit)
-    return ids, values, np.array([eos_from], np.int32)
 
 
 def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: float) -> NewTokens:

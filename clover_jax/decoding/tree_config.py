@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -345,13 +345,15 @@ def default_tree(max_depth: int | None) -> str:
 
 
 def _read_tree(name: str, path: Path) -> TreeConfig:
-    def is_path(value: Any) -> bool:
-        # Not isinstance for the ranks: JSON's true is an int, too.
-        return isinstance(value, list) and bool(value) and all(type(rank) is int for rank in value)
-
     try:
         paths = json.loads(path.read_text())
-        if not (isinstance(paths, list) and paths and all(map(is_path, paths))):
+        # Not isinstance for the ranks: JSON's true is an int, too.
+        if not (
+            isinstance(paths, list)
+            and paths
+            and all(isinstance(ranks, list) and ranks for ranks in paths)
+            and all(type(rank) is int for ranks in paths for rank in ranks)
+        ):
             raise ValueError(f"found {str(paths)[:60]}")
         return TreeConfig(name, tuple(map(tuple, paths)))
     except OSError as error:

@@ -46,7 +46,8 @@ class Evaluation:
             key
             for key in self.keys
             # A pass also runs again where rows are missing: a row file drops a torn last line.
-            if key not in self.journal or not self.files[key.method].has_all(key.task)
+            if key not in self.journal
+            or {one.index for one in self.plan.tasks[key.task]} - self.files[key.method].rows.keys()
         ]
 
     def num_rows(self, keys: Iterable[PassKey]) -> int:
@@ -136,13 +137,11 @@ class Evaluation:
             if name != VANILLA and tally.tau is not None:
                 text += f", tau {tally.tau:.2f}, "
                 text += f"{ratio['median']:.2f}x, " if ratio else ""
-                text += f"{self._num_equal(name, task)} of {tally.rows} rows equal"
+                # Rows that have plain decoding's text in every pass so far.
+                rows = {one.index: file.rows[one.index] for one in self.plan.tasks[task]}
+                later = self.journal.select(task=task, method=name)
+                compared = compare_passes(rows, later, self.files[VANILLA].rows)
+                equal = sum(bool(texts) and not any(texts) for texts in compared.values())
+                text += f"{equal} of {tally.rows} rows equal"
             parts.append(text)
         return f"{task} (batch size {batch_size}): {'; '.join(parts)}"
-
-    def _num_equal(self, name: str, task: str) -> int:
-        """Return how many rows have plain decoding's text in every pass so far."""
-        plain, mine = self.files[VANILLA].rows, self.files[name].rows
-        rows = {prompt.index: mine[prompt.index] for prompt in self.plan.tasks[task]}
-        compared = compare_passes(rows, self.journal.select(task=task, method=name), plain)
-        return sum(bool(texts) and not any(texts) for texts in compared.values())

@@ -292,12 +292,6 @@ class Method:
         """Drafted tokens on the longest path; 0 for plain decoding."""
         return self.models.tree.depth
 
-    @property
-    def is_trained(self) -> bool:
-        """Whether it has a head with weights."""
-        head = self.models.head
-        return head is not None and head.config.kind not in TRAINING_FREE
-
 
 def load_methods(
     options: Options,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
@@ -238,26 +239,20 @@ def conditions(mesh: str | None) -> dict[str, Any]:
 
 def hardware() -> dict[str, Any]:
     """Return the hardware of the run."""
-    device = jax.devices()[0]
+    device, processor = jax.devices()[0], platform.processor()
+    # JAX calls every CPU "cpu"; Linux has the processor's name.
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = names[0] if names else processor
     return {
         "backend": jax.default_backend(),
         "device": device.device_kind,
         "num_devices": jax.device_count(),
-        "processor": _processor(),
+        "processor": processor,
         "cores": os.cpu_count(),
         "system": platform.platform(),
     }
-
-
-def _processor() -> str:
-    """Return the processor's name where the system has it (Linux)."""
-    # JAX calls every CPU "cpu".
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _draft(method: Method) -> dict[str, Any]:

@@ -53,13 +53,16 @@ class RowMaker:
     """Makes output rows from events; one for each pass over prompts."""
 
     def __init__(self):
-        self._forwards: dict[int, dict[str, list]] = {}
+        # Prompt's index -> columns; each list has an entry for every turn.
+        self._forwards: dict[int, dict[str, list]] = collections.defaultdict(
+            lambda: {"proposed": [], "ranks": [], "copied": [], "num_cut": []}
+        )
 
     def take(self, event: RowEvent) -> dict[str, Any] | None:
         """Read an event; return the output row if it ended one, with the prompt's index."""
         progress = event.progress
         if progress is not None and progress.ended:
-            columns = self._forwards.setdefault(event.prompt.index, _empty_columns())
+            columns = self._forwards[event.prompt.index]
             # A stop string also cuts the forwards of the tokens after it.
             count = len(progress.turn.accepted)
             columns["proposed"].append(progress.generation.proposed[:count])
@@ -70,7 +73,7 @@ class RowMaker:
             return None
 
         # A row that failed after some turns keeps none of them, as in `generate`.
-        columns = self._forwards.pop(event.row["index"], _empty_columns())
+        columns = self._forwards.pop(event.row["index"], {})
         if "output_ids" not in event.row:
             return event.row
         # A tree without copies has counted none.
@@ -80,10 +83,6 @@ class RowMaker:
         if isinstance(event.prompt, Prompt) and event.prompt.num_turns == 1:
             columns = {name: values[0] for name, values in columns.items()}
         return {**event.row, **columns}
-
-
-def _empty_columns() -> dict[str, list]:
-    return {"proposed": [], "ranks": [], "copied": [], "num_cut": []}
 
 
 class Tally(RowTotals):
@@ -249,10 +248,6 @@ class RowFile:
         # Only tokens are compared: times and counts may differ between passes.
         old, new = ([turn.output_ids for turn in turns_of(one)] for one in (before, row))
         return None if old == new else placed
-
-    def has_all(self, task: str) -> bool:
-        """Whether every row of a task is there."""
-        return all(prompt.index in self.rows for prompt in self._plan.tasks[task])
 
     def tally(self, task: str | None = None) -> Tally:
         """Return the sums over the rows that are there, of one task or of all."""

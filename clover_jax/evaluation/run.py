@@ -21,6 +21,7 @@ from clover_jax.decoding.models import Models
 from clover_jax.decoding.race import check_one_process
 from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
 from clover_jax.decoding.tree_config import AUTO
+from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
 from clover_jax.evaluation import accuracy, stage_times
 from clover_jax.evaluation.equality import compare_passes, judge
@@ -201,7 +202,8 @@ def _accuracy(
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
     # A baseline has no probabilities to rank.
-    if not method.is_trained:
+    head = method.models.head
+    if head is None or head.config.kind in TRAINING_FREE:
         bar.update(len(plain))
         return hits
     for index, hits_of_turn in accuracy.measure(method, [turn for _, turn in numbered]):

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import threading
 import time
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -78,19 +76,6 @@ class MetricsLog:
     def close(self) -> None:
         if self._board is not None:
             self._board.close()
-
-
-def comparable(rows: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the rows of eval.jsonl since what they are measured with last changed.
-
-    Rows of versions that did not record it are comparable with each other.
-    """
-    if not rows:
-        return []
-    # From the newest row backwards, as far as nothing changed.
-    wanted = rows[-1].get("measured_with")
-    newest = itertools.takewhile(lambda row: row.get("measured_with") == wanted, reversed(rows))
-    return list(newest)[::-1]
 
 
 class TensorBoard:

@@ -215,23 +215,19 @@ def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_c
     parts, end = [], 0
     for counts, run in itertools.groupby(sample.loss_mask.tolist()):
         start, end = end, end + len(list(run))
-        text = _text_between(sample, tokenizer, start, end)
+        if tokenizer is None:
+            text = "".join(f"{token} " for token in sample.tokens[start:end])
+        else:
+            # Decoders look at neighbours, so a part is what it adds to the whole.
+            before, whole = (
+                str(tokenizer.decode(sample.tokens[:stop].tolist())) for stop in (start, end)
+            )
+            text = whole[len(before) :]
         if in_colour:
             parts.append(f"{_COUNTED if counts else _REST}{text}{_RESET}")
         else:
             parts.append(f"{_OPEN}{text}{_CLOSE}" if counts else text)
     return "".join(parts)
-
-
-def _text_between(
-    sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, start: int, end: int
-) -> str:
-    # Without words, the ids themselves.
-    if tokenizer is None:
-        return "".join(f"{token} " for token in sample.tokens[start:end])
-    # Decoders look at neighbours, so a part is what it adds to the whole.
-    decoded = [str(tokenizer.decode(sample.tokens[:stop].tolist())) for stop in (start, end)]
-    return decoded[1][len(decoded[0]) :]
 
 
 def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]:

@@ -106,44 +106,27 @@ def reduce_vocabulary(
     """
     vocab_size = base.config.vocab_size
     with passing_note("counting the tokens of the training data"):
-        counts = count_tokens(samples, vocab_size)
+        # How often each token is one that the base is imitated on.
+        counts = np.zeros(vocab_size, np.int64)
+        for index in range(len(samples)):
+            sample = samples[index]
+            counts += np.bincount(sample.tokens[sample.loss_mask], minlength=vocab_size)
 
     special = set(base.config.eos_token_ids) | set(tokenizer.all_special_ids if tokenizer else ())
     # A tokenizer may know tokens that the base has no row for.
-    vocabulary = most_frequent(counts, size, (token for token in special if token < vocab_size))
-    say(
-        f"draft vocabulary: {size} of {vocab_size} tokens, {vocabulary.coverage:.2%} of the "
-        "training data's"
-    )
+    ids, coverage = most_frequent(counts, size, [token for token in special if token < vocab_size])
+    say(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of the training data's")
     # The ids fix the shapes of every program of the head, so they are part of its config.
-    config = dataclasses.replace(head.config, draft_to_target=vocabulary.ids)
-    return registry.head(config), vocabulary.coverage
+    config = dataclasses.replace(head.config, draft_to_target=ids)
+    return registry.head(config), coverage
 
 
-class DraftVocabulary(NamedTuple):
-    """A part of the base's vocabulary.
+def most_frequent(
+    counts: np.ndarray, size: int, always: Iterable[int] = ()
+) -> tuple[tuple[int, ...], float]:
+    """Return the ids of the `size` most frequent tokens, ascending, and their share of all counts.
 
-    ids: ascending.
-    coverage: the share of the counted tokens that it includes.
-    """
-
-    ids: tuple[int, ...]
-    coverage: float
-
-
-def count_tokens(samples: Samples, vocab_size: int) -> np.ndarray:
-    """Return [vocab_size] how often each token is one that the base is imitated on."""
-    counts = np.zeros(vocab_size, np.int64)
-    for index in range(len(samples)):
-        sample = samples[index]
-        counts += np.bincount(sample.tokens[sample.loss_mask], minlength=vocab_size)
-    return counts
-
-
-def most_frequent(counts: np.ndarray, size: int, always: Iterable[int] = ()) -> DraftVocabulary:
-    """Return the `size` most frequent tokens; `always` are among them however rare.
-
-    Among equally frequent ones the lower id comes first.
+    `always` are among them however rare. Among equally frequent ones the lower id comes first.
     Raises UserError for a size that cannot be.
 
     Example: counts [5, 0, 3, 0, 9], size 3, always [1] give ids (0, 1, 4).
@@ -161,7 +144,7 @@ def most_frequent(counts: np.ndarray, size: int, always: Iterable[int] = ()) -> 
     ids = np.sort(np.concatenate([np.array(wanted, np.int64), others]))
     # Without a counted token the coverage is 0.
     coverage = counts[ids].sum() / max(counts.sum(), 1)
-    return DraftVocabulary(tuple(ids.tolist()), float(coverage))
+    return tuple(ids.tolist()), float(coverage)
 
 
 class TrainInputs(NamedTuple):

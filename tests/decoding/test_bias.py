@@ -6,11 +6,11 @@ import pytest
 
 from clover_jax.decoding import programs
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.reference import _logits
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import GREEDY, MOST_BIASED, SamplingConfig, SamplingParams
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.errors import UserError
+from tests.decoding.reference import _logits
 from tests.tiny_models import SMALL_TREE, TINY, random_base, random_head, random_prompts
 
 EOS = 7

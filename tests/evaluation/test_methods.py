@@ -136,4 +136,3 @@ def test_trees_and_copies_of_the_drafts_are_not_those_of_baselines(options):
     assert trees == {VANILLA: "none", "a": "chain:1+copy:2", "b": "chain:1+copy:2"} | {
         "lookup": TREES["lookup"]
     }
-    assert [method.is_trained for method in methods] == [False, True, True, False]

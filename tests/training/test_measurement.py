@@ -3,10 +3,10 @@ import io
 import threading
 import types
 
-from clover_jax.runtime.jsonl import append_row, read_rows
+from clover_jax.runtime.jsonl import append_row
 from clover_jax.runtime.progress import progress_bar
 from clover_jax.training.decoding_eval import DecodingReport
-from clover_jax.training.outputs import Measurement, MetricsLog, comparable
+from clover_jax.training.outputs import Measurement, MetricsLog
 from clover_jax.training.run import _report
 from clover_jax.training.settings import TrainSettings
 
@@ -70,5 +70,3 @@ def test_a_tau_is_compared_with_those_of_the_same_prompts_and_tree_only(tmp_path
     assert best["step"] == 6
     kept = [step for name, step in writer.written if name == "best"]
     assert kept == [3, 4, 5, 6]
-    rows = read_rows(tmp_path / "eval.jsonl")
-    assert [row["step"] for row in comparable(list(rows))] == [6]
