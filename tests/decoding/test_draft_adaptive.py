@@ -173,7 +173,7 @@ def test_text_equals_plain_text(name, batch_size, verify):
         ("clover4:5", "must be dynamic"),
     ],
 )
-def test_a_wrong_name_says_what_would_be_right(name, message):
+def test_a_wrong_adaptive_name_says_what_would_be_right(name, message):
     with pytest.raises(UserError, match=message):
         parse_tree(name)
 
