@@ -114,7 +114,6 @@ class LiveText:
         self._is_begun = False
 
     def take(self, event: RowEvent) -> None:
-        """Write the new text of an event."""
         # Failed and skipped rows, which have no progress, are reported elsewhere.
         progress = event.progress
         if progress is None or isinstance(event.prompt, BadPrompt):
@@ -223,7 +222,6 @@ def _decode(
     prompts: Sequence[Prompt | BadPrompt],
     sink: RowSink,
 ) -> dict[str, Any]:
-    """Decode the rows that are not in the sink, and return the figures of all rows."""
     totals = RowTotals(sink.kept())
     tokens_before = totals.tokens
     if sink.finished:

@@ -91,12 +91,10 @@ class Models:
 
     @property
     def head(self) -> registry.DraftHead | None:
-        """The draft's module and config; None for plain decoding."""
         return self.draft.head if self.draft else None
 
     @property
     def draft_params(self) -> Params | None:
-        """The head's params; None without a head."""
         return self.draft.params if self.draft else None
 
     @property
@@ -121,15 +119,12 @@ class Models:
         return StepConfig(self.base.config, self.head, self.tree, sampling, self.attention)
 
     def plain(self) -> Models:
-        """Return the base alone."""
         return dataclasses.replace(self, draft=None, tree=TreeConfig.root_only())
 
     def with_tree(self, tree: Tree) -> Models:
-        """Return the same models with another tree."""
         return dataclasses.replace(self, tree=tree)
 
     def engine(self, batch_size: int, sampling: SamplingConfig = GREEDY, **options: Any) -> Engine:
-        """Return an engine with `batch_size` slots; options are those of `Engine`."""
         options |= {"batch_size": batch_size, "mesh": self.mesh, "attention": self.attention}
         return Engine(self.base.config, self.head, self.tree, sampling, **options)
 
@@ -138,7 +133,6 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     """Load the models that a spec names.
 
     plain: models whose base, tokenizer, mesh and int8 are shared; None loads the spec's.
-    Raises UserError for models that are missing, broken or do not fit together.
     """
     # A mistake in a name should be reported before a base is loaded, which may take minutes.
     check_names(spec)
@@ -220,10 +214,7 @@ def needs_no_file(draft: str) -> bool:
 def _open_head(
     spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> Draft:
-    """Return the head that a spec names, in the base's dtype.
-
-    Raises UserError for a broken head, or one trained for another base or chat template.
-    """
+    """Return the head that a spec names, in the base's dtype."""
     if needs_no_file(spec.draft):
         # The seed differs from that of a base with random weights, which is 0.
         draft = fresh_head(spec.draft, base)
@@ -290,10 +281,7 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
 
 
 def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Return the token ids of a file that every row may copy from.
-
-    Raises UserError for a file that cannot be read, or has more than MOST_COPIED_FROM tokens.
-    """
+    """Return the token ids of a file that every row may copy from."""
     if path is None:
         return ()
     if tokenizer is None:

@@ -110,7 +110,6 @@ class Placement:
         return jax.device_put(weights, param_shardings(weights, self.mesh))
 
     def state(self, state: DecodeState) -> DecodeState:
-        """Split a state over the mesh."""
         if self.mesh is None:
             return state
         return jax.device_put(state, decode_state_shardings(state, self.mesh))
@@ -154,7 +153,6 @@ class Placement:
         return _copies(self.mesh)(arrays)
 
     def read(self, arrays: PyTree) -> PyTree:
-        """Bring arrays to this host, also from the devices of other hosts."""
         return jax.device_get(self.copies(arrays))
 
 

@@ -78,7 +78,6 @@ class Choice:
     path: Path | None
 
     def apply(self, models: Models) -> Models:
-        """Return the models with the chosen tree, or without the draft."""
         return models.plain() if self.name == PLAIN else models.with_tree(parse_tree(self.name))
 
     def __str__(self) -> str:
@@ -296,7 +295,6 @@ def _places(models: Models) -> list[Path]:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """Return the choices in a file; none where it is missing or cannot be read."""
     try:
         entries = list(read_json_object(path)["choices"])
         return [entry for entry in entries if {"key", "tree", "tokens_per_second"} <= set(entry)]

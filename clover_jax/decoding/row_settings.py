@@ -100,7 +100,6 @@ class GenerationSettings(SamplingParams):
 
     @property
     def warping(self) -> SamplingParams:
-        """How these settings warp a distribution."""
         return SamplingParams(self.temperature, self.top_k, self.top_p)
 
     def for_row(self, prompt: Prompt) -> GenerationSettings:
@@ -141,7 +140,6 @@ def sampling_for(
     """Return the cheapest sampling rules that can decode all of these rows.
 
     An engine whose rows are all greedy reduces logits to their argmax; top-k and top-p cost a sort.
-    Raises UserError for rules that exclude each other.
     """
     # The command's settings always count: the search for a tree uses them alone.
     rows = [settings]
@@ -206,12 +204,10 @@ class GenerateOptions:
 
     @property
     def searches_tree(self) -> bool:
-        """Whether the tree is chosen by measurement."""
         return self.spec.tree == AUTO
 
     @property
     def path(self) -> Path | None:
-        """The file for the rows."""
         return None if self.output is None else Path(self.output).expanduser()
 
     @property
@@ -221,5 +217,4 @@ class GenerateOptions:
 
     @property
     def is_live(self) -> bool:
-        """Whether one row is streamed."""
         return self.prompts is None

@@ -79,7 +79,6 @@ class AnswerText:
         return piece
 
     def whole(self) -> str:
-        """Return the text of all tokens, if no more follow."""
         return self._text + self._pieces.held()
 
 
@@ -265,7 +264,6 @@ class RowState:
 
     @property
     def is_finished(self) -> bool:
-        """Whether every turn has its answer."""
         return len(self._turns) == self.prompt.num_turns
 
     @property
@@ -373,7 +371,6 @@ class RowState:
             yield from ((forward, *part) for part in parts)
 
     def output_row(self) -> dict[str, Any]:
-        """Return the finished row's output; with several turns each value is a list."""
         columns = [dataclasses.asdict(turn) for turn in self._turns]
         if self.prompt.num_turns == 1:
             return {"index": self.prompt.index, **columns[0]}

@@ -38,7 +38,6 @@ class RowTotals:
 
     @property
     def tokens(self) -> int:
-        """Emitted tokens, with EOS and the token of prefill."""
         return self._lengths.tokens
 
     @property
@@ -47,7 +46,6 @@ class RowTotals:
         return self._lengths.tau
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for a report."""
         return {
             "tau": self.tau,
             "tokens": self.tokens,
@@ -59,7 +57,6 @@ class RowTotals:
         }
 
     def summary(self, tokens_per_second: float | None) -> str:
-        """Return the figures in one line for a person."""
         tau = "none" if self.tau is None else f"{self.tau:.2f}"
         speed = "" if tokens_per_second is None else f", {tokens_per_second:.0f} tokens/s"
         forwards = self._lengths.forwards
@@ -118,7 +115,6 @@ def open_stream(
         rows, so that these are the same as in one run.
     strict: a row that fails raises its UserError after the rows before it are finished.
     is_watched: whether events bring text while a row runs.
-    Raises UserError for a batch size below 1.
     """
     if not isinstance(batch_size, numbers.Integral):
         raise UserError(f"batch_size must be a whole number, not {batch_size!r}")
@@ -245,7 +241,6 @@ class RowStream:
                 yield request
 
     def _request(self, prompt: Prompt | BadPrompt) -> Request | None:
-        """Return a row's next request, or None if it failed or was skipped."""
         try:
             if isinstance(prompt, BadPrompt):
                 raise UserError(prompt.error)

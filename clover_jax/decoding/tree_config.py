@@ -73,17 +73,14 @@ class TreeConfig(JsonConfig):
 
     @classmethod
     def root_only(cls) -> TreeConfig:
-        """Return the tree without drafted nodes: plain decoding."""
         return cls("none")
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes, the root not counted."""
         return len(self.paths)
 
     @property
     def num_slots(self) -> int:
-        """T: drafted nodes and the root."""
         return len(self.paths) + 1
 
     @property
@@ -181,12 +178,10 @@ class AdaptiveTree(JsonConfig):
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes, the root not counted."""
         return self.nodes
 
     @property
     def num_slots(self) -> int:
-        """T: drafted nodes and the root."""
         return self.nodes + 1
 
     @property
@@ -238,12 +233,10 @@ class CopyTree(JsonConfig):
 
     @property
     def num_nodes(self) -> int:
-        """Drafted and copied nodes, the root not counted."""
         return self.drafted.num_nodes + self.copies
 
     @property
     def num_slots(self) -> int:
-        """T: drafted and copied nodes and the root."""
         return self.num_nodes + 1
 
     @property
@@ -281,7 +274,6 @@ def parse_tree(name: str) -> Tree:
     +copy:NODES after a tree's name, or copy:NODES alone, adds nodes that are copied from the text.
     A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]] is the tree
     paths:0/1/0.0.
-    Raises UserError for an unknown name, unusable paths or an unusable file.
     """
     # Copies, in addition to another tree or alone.
     drafted, _, copies = name.rpartition("copy:")

@@ -47,7 +47,6 @@ class Hits(NamedTuple):
     hits: np.ndarray
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shares for a report."""
         shares = np.where(self.pairs > 0, self.hits / np.maximum(self.pairs, 1), np.nan)
         return {
             "pairs": self.pairs.tolist(),

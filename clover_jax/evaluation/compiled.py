@@ -318,7 +318,6 @@ def compile_and_describe(
     """Compile the step, print the compiler's account, return it as JSON values.
 
     context: None takes what fits, see `fitting_context`.
-    Raises UserError as `lower_step` and `compile_for` do.
     """
     # Shapes are enough: no weights are read or allocated.
     models = load_shapes(spec, target.platform)

@@ -114,10 +114,7 @@ class StepShapes(NamedTuple):
 
 
 def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
-    """Return the step of a run with these settings on one device, from the base's config alone.
-
-    Raises UserError for settings that cannot work.
-    """
+    """Return the step of a run with these settings on one device, from the base's config alone."""
     base = describe_base(settings.base)
     head = make_head(settings, base)
     pipeline_config(settings, base, head)  # raises for rows that cannot be
@@ -166,7 +163,6 @@ class DryRun:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of a device in all."""
         return sum(self.bytes_per_device.values())
 
     def check_memory(self, at_rest: bool = False) -> None:
@@ -194,7 +190,6 @@ class DryRun:
         )
 
     def lines(self) -> list[str]:
-        """Return the figures for a reader."""
         of, estimated = "", ON_A_CPU
         if self.device_memory is not None:
             of, estimated = f" of {gigabytes(self.device_memory)}", "activations are estimated"
@@ -218,7 +213,6 @@ class DryRun:
         ]
 
     def to_row(self) -> dict[str, Any]:
-        """Return the figures as JSON."""
         row = dataclasses.asdict(self) | {"mesh": str(self.mesh), "total_bytes": self.total_bytes}
         return {"dry_run": True} | row
 
@@ -228,7 +222,6 @@ def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = N
 
     mesh: as `--mesh`; it may have more devices than this machine. target: the hardware; None is
         the devices of this process.
-    Raises UserError for settings that cannot work.
     """
     # Check the settings before anything is traced.
     shape = _mesh_shape(mesh, target)

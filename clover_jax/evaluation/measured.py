@@ -54,7 +54,6 @@ def measure_and_describe(
     """Time a step and its parts, print the table, return all of it as JSON values.
 
     context: None takes what fits, see `fitting_context`.
-    Raises UserError as `load` and `measure` do.
     """
     with passing_note(f"loading {spec.base}"):
         models = load(spec)
@@ -120,7 +119,6 @@ def measure(
 
     force_accept: drafted tokens that every step accepts; None does not force any. A part's floor
     is the time of the bytes that it must read, or of its products, on this machine.
-    Raises UserError if the tree does not suit the head, or the context the base.
     """
     sampling = SamplingConfig(force_accept=force_accept)
     room = room_for(models, rounds, force_accept)
@@ -311,7 +309,6 @@ def sweep_and_describe(
     """Time batch sizes and tree sizes, print the table, return it as JSON values.
 
     context: None takes what fits, see `fitting_context`.
-    Raises UserError as `load` and `sweep` do.
     """
     with passing_note(f"loading {spec.base}"):
         models = load(spec)

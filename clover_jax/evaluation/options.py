@@ -105,16 +105,13 @@ class Options:
 
     @property
     def directory(self) -> Path:
-        """The folder for the report."""
         return Path(self.output or self.workdir).expanduser()
 
     def rows_path(self, name: str) -> Path:
-        """Return where a method's rows are kept."""
         return self.directory / "rows" / f"{name}.jsonl"
 
     @property
     def draft_choices(self) -> list[DraftChoice]:
-        """The drafts, in the order in which they were given."""
         return parse_drafts(self.drafts or "", self.tree)
 
     @property
@@ -140,7 +137,6 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
 
     Example: "a=x,b=y" with the trees "b=chain:4" gives a=x with its own tree and b=y with chain:4;
     "runs/eagle" is eagle=runs/eagle.
-    Raises UserError for text of another form.
     """
     sources: dict[str, str] = {}
     for item in filter(None, map(str.strip, drafts.split(","))):

@@ -140,7 +140,6 @@ class Bench:
 
     @property
     def state(self) -> DecodeState:
-        """The whole state, as it is now."""
         return self._small.replace(**self._buffers)
 
     def updating(self, stage: Stage, *more: Any, cache_bytes: float = 0.0) -> Part:

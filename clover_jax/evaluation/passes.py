@@ -36,12 +36,10 @@ class Evaluation:
 
     @property
     def keys(self) -> list[PassKey]:
-        """The keys of all passes, in the order in which they run."""
         return list(self.plan.passes(method.name for method in self.methods))
 
     @property
     def todo(self) -> list[PassKey]:
-        """The keys of the passes that are not done, in order."""
         return [
             key
             for key in self.keys
@@ -51,7 +49,6 @@ class Evaluation:
         ]
 
     def num_rows(self, keys: Iterable[PassKey]) -> int:
-        """Return how many rows passes decode."""
         return sum(len(self.plan.tasks[key.task]) for key in keys)
 
     def run_passes(self) -> None:

@@ -71,7 +71,6 @@ class Plan:
 
     @property
     def prompts(self) -> list[Prompt | BadPrompt]:
-        """All rows, task by task."""
         return [prompt for rows in self.tasks.values() for prompt in rows]
 
     @property
@@ -159,13 +158,11 @@ class TimedPass:
     changed: Sequence[Mapping[str, Any]] = ()
 
     def to_row(self) -> dict[str, Any]:
-        """Return the row of the journal."""
         own = {name: getattr(self, name) for name in _OWN}
         return {**self.key._asdict(), **own, **self.origin._asdict()}
 
     @classmethod
     def from_row(cls, row: Mapping[str, Any]) -> TimedPass:
-        """Read a row of the journal."""
         key = PassKey(*(row[name] for name in PassKey._fields))
         origin = Origin(*(row[name] for name in Origin._fields))
         return cls(key, origin, **{name: row[name] for name in _OWN})
@@ -224,7 +221,6 @@ class PassJournal:
         self._passes[timed.key] = timed
 
     def select(self, **wanted: Any) -> list[TimedPass]:
-        """Return the passes whose keys have these values."""
         return [one for one in self._passes.values() if one.key._asdict().items() >= wanted.items()]
 
     def of(self, keys: Collection[PassKey]) -> list[TimedPass]:
@@ -345,10 +341,7 @@ def load_methods(
 
 
 def choose_baselines(options: Options, settings: GenerationSettings) -> list[DraftChoice]:
-    """Return the baselines to measure: all training-free drafts, or those of `--baselines`.
-
-    Raises UserError for another name.
-    """
+    """Return the baselines to measure: all training-free drafts, or those of `--baselines`."""
     names = [name.strip() for name in (options.baselines or "").split(",")]
     names = list(dict.fromkeys(filter(None, names)))
     if names == [NO_DRAFT]:

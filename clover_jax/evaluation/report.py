@@ -155,7 +155,6 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 def _cell(
     method: Method, evaluation: Evaluation, measured: Measured, task: str | None
 ) -> dict[str, Any]:
-    """Return a method's figures on one task, or on all."""
     cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell

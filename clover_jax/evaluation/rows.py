@@ -144,7 +144,6 @@ class Tally(RowTotals):
             context += accepted + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for a report."""
         lengths, depth = self._lengths, self._depth
         # Plain decoding drafts nothing, so its forwards are not drafts.
         per_position = lengths.reaching(depth)

@@ -196,7 +196,6 @@ def _measure(evaluation: Evaluation) -> Measured:
 def _accuracy(
     method: Method, plain: Mapping[int, Any], bar: Progress
 ) -> dict[int, list[accuracy.Hits]]:
-    """Return row -> the hits of its turns."""
     # Turns are batched by their length, so each has the number of its row.
     numbered = [(number, turn) for number, row in plain.items() for turn in turns_of(row)]
     bar.show(f"top-k accuracy of {method.name}")

@@ -65,7 +65,6 @@ class DecodingReport:
     measured_with: dict[str, Any]
 
     def to_row(self, step: int) -> dict[str, Any]:
-        """Return the row of eval.jsonl."""
         return {"step": step, **dataclasses.asdict(self)}
 
 

@@ -53,10 +53,7 @@ class Place(NamedTuple):
 
 
 def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
-    """Return the activations to keep: --features names them or a drafter that reads them.
-
-    Raises UserError for a name that is neither.
-    """
+    """Return the activations to keep: --features names them or a drafter that reads them."""
     if spec == "none":
         return ()
     # A drafter's name stands for the activations that it is trained on.

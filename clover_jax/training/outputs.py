@@ -70,7 +70,6 @@ class MetricsLog:
         self._board.write(row["step"], scalars)
 
     def evaluated_at(self, step: int) -> dict[str, Any] | None:
-        """Return the row of eval.jsonl of a step, if it was measured."""
         return next((row for row in self._evaluated if row["step"] == step), None)
 
     def close(self) -> None:
@@ -216,5 +215,4 @@ class Measurement:
         )
 
     def export(self, step: int, state: TrainState) -> None:
-        """Write the draft of a step, with what was measured at this very step, if anything."""
         self.writer.write(DRAFT, state.params, step, self.log.evaluated_at(step))

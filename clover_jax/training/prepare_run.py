@@ -59,15 +59,11 @@ class Reading(NamedTuple):
     eos_token_ids: tuple[int, ...]
 
     def samples(self, records: Sequence[Record]) -> RecordSamples:
-        """Return the samples of records."""
         return RecordSamples(records, *self)
 
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:
-    """Do what is asked for, or what an earlier run has left of it; return the report.
-
-    Raises UserError for whatever cannot work.
-    """
+    """Do what is asked for, or what an earlier run has left of it; return the report."""
     if process_count() > 1 and not options.runs_base:
         raise UserError(
             f"{process_count()} processes run a base for --regenerate or --features; without "
@@ -135,10 +131,7 @@ def _prepare(
 
 
 def _write_samples(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
-    """Write both splits, or what is missing of them; return their figures for the report.
-
-    Raises UserError for what is wrong with the samples.
-    """
+    """Write both splits, or what is missing of them; return their figures for the report."""
     if options.regenerate:
         records = records._replace(train=read_answered(options.directory))
     # A look at some finds out in a second what reading all would find out in the end.
@@ -235,7 +228,6 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
 
     The rows are kept in OUTPUT/regenerated.jsonl, as `generate` writes them, and a stopped run is
     resumed. Several processes do it together, as for `generate`.
-    Raises UserError for text, which has no answers.
     """
     # Before the models: a text among the records is a mistake that needs no base to be found.
     prompts = [_prompt(index, record) for index, record in enumerate(records)]
@@ -273,10 +265,7 @@ def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]
 
 
 def read_answered(directory: Path) -> list[Record]:
-    """Return the records with the answers that were kept in a folder.
-
-    Raises UserError where no row could be decoded.
-    """
+    """Return the records with the answers that were kept in a folder."""
     # Rows that failed or were left out have no answer. Row 0 is the file's line 1.
     path = directory / REGENERATED
     answered = (row for row in read_rows(path) if "output_ids" in row)

@@ -212,7 +212,6 @@ class Clock:
         self._restart()
 
     def count(self, tokens: int) -> None:
-        """Add tokens that were trained on (padding included)."""
         self._tokens += tokens
 
     @contextlib.contextmanager
@@ -230,7 +229,6 @@ class Clock:
         self._paused += self._now() - entered
 
     def read(self) -> tuple[float, float]:
-        """Return (tokens per second, share of waiting) and start again."""
         elapsed = max(self._now() - self._started - self._paused, 1e-9)
         result = self._tokens / elapsed, self._waited / elapsed
         self._restart()
@@ -396,7 +394,6 @@ def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> st
 
 
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:
-    """Return the report of a run that has done all its steps."""
     # A finished run of more steps than `settings.steps` has done these too.
     path = workdir / RESULT
     report = read_json_object(path) if path.exists() else None

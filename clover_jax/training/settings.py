@@ -251,10 +251,8 @@ class PrepareOptions:
 
     @property
     def runs_base(self) -> bool:
-        """Whether the base is run, and not only its tokenizer."""
         return self.regenerate or self.features != "none"
 
     @property
     def directory(self) -> Path:
-        """The folder to write."""
         return Path(self.output or self.workdir).expanduser()

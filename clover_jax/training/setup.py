@@ -41,10 +41,7 @@ if TYPE_CHECKING:
 
 
 def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
-    """Return the head that the settings describe, without params.
-
-    Raises UserError for a setting that this kind of drafter does not have or cannot take.
-    """
+    """Return the head that the settings describe, without params."""
     if settings.drafter in registry.TRAINING_FREE:
         raise UserError(
             f"--drafter={settings.drafter} has nothing to train; decode with "
@@ -72,10 +69,7 @@ def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
 
 
 def make_loss(text: str | None, default: LossSpec) -> LossSpec:
-    """Return the method's loss, changed by --loss.
-
-    Raises UserError for an unknown part or a bad value.
-    """
+    """Return the method's loss, changed by --loss."""
     known = typing.get_type_hints(LossSpec)
     options = parse_values("--loss=", text or "", known, "the loss has no part")
     # D-PACE computes the weights of positions itself.
@@ -102,7 +96,6 @@ def reduce_vocabulary(
 
     Special tokens and those that end a text are always among them: they are rare, and a text that
     cannot be drafted to its end costs a forward more.
-    Raises UserError for an impossible size.
     """
     vocab_size = base.config.vocab_size
     with passing_note("counting the tokens of the training data"):
@@ -127,7 +120,6 @@ def most_frequent(
     """Return the ids of the `size` most frequent tokens, ascending, and their share of all counts.
 
     `always` are among them however rare. Among equally frequent ones the lower id comes first.
-    Raises UserError for a size that cannot be.
 
     Example: counts [5, 0, 3, 0, 9], size 3, always [1] give ids (0, 1, 4).
     """
@@ -169,7 +161,6 @@ class TrainInputs(NamedTuple):
 
     @property
     def head(self) -> DraftHead:
-        """The head that is trained, without params."""
         return self.step.head
 
     @property
@@ -182,7 +173,6 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
     """Load and check everything; the slowest comes last.
 
     mesh: the base is read straight into its shards; None puts it on one device.
-    Raises UserError for settings that cannot work.
     """
     # First the checks of flags alone, before anything large is read.
     tree = parse_tree(settings.tree) if settings.tree else None
@@ -302,10 +292,7 @@ def step_config(
 
 
 def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
-    """Return the optimiser's settings; a warm-up longer than the run is shortened to its length.
-
-    Raises UserError for impossible values.
-    """
+    """Return the optimiser's settings; a warm-up longer than the run is shortened to its length."""
     return OptimizerConfig(
         steps=settings.steps,
         learning_rate=settings.learning_rate,
