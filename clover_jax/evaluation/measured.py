@@ -357,7 +357,13 @@ def sweep(
             "draft": bench.updating(functools.partial(draft_loop, config)).run,
         }
         for count in sorted({slots, *(each + 1 for each in nodes)}):  # the root is a slot too
-            runs[f"verify {count}"] = _verifying(bench, batch, count)
+            # The base's forward over a root, whose parent is -1, and its children.
+            shape, vocabulary = (batch, count), models.base.config.vocab_size
+            tokens = jax.random.randint(jax.random.key(3), shape, 0, vocabulary, jnp.int32)
+            tree = TokenTree(tokens, jnp.where(jnp.arange(count) == 0, -1, 0)[None], depth=1)
+            runs[f"verify {count}"] = bench.reading(
+                functools.partial(verify_loop, config), tree
+            ).run
         with placement.in_use():
             timed = time_in_turns(runs, rounds)
 
@@ -379,15 +385,3 @@ def sweep(
                 }
             )
     return cells
-
-
-def _verifying(bench: Bench, batch: int, count: int) -> Run:
-    """Return the base's forward over `count` slots: a root and its children."""
-    models = bench.models
-    tokens = jax.random.randint(
-        jax.random.key(3), (batch, count), 0, models.base.config.vocab_size, jnp.int32
-    )
-    # The parent of the root is -1, all other slots are its children.
-    parent = jnp.where(jnp.arange(count) == 0, -1, 0)[None]
-    tree = TokenTree(tokens, parent, depth=1)
-    return bench.reading(functools.partial(verify_loop, models.step()), tree).run

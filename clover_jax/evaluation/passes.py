@@ -112,12 +112,12 @@ class Evaluation:
         self.journal.add(
             TimedPass(
                 key,
-                self.journal.origin,
                 rows=len(prompts),
                 tokens=tokens,
                 seconds=compiling.now() - started,
                 compile_seconds=compiling.seconds - compiled_before,
                 changed=plain_values(changed),
+                **self.journal.origin,
             )
         )
 

@@ -129,55 +129,36 @@ def group_by_task(prompts: Sequence[Prompt | BadPrompt], limit: int | None = Non
     return tasks
 
 
-class Origin(NamedTuple):
-    """Where times come from.
-
-    session: number of the start of the command, from 0. conditions: hardware, versions and mesh,
-    as JSON values. revision: of this code, as `git_revision` returns it.
-    """
-
-    session: int
-    conditions: Mapping[str, Any]
-    revision: str | None
-
-
 @dataclasses.dataclass(frozen=True)
 class TimedPass:
     """One method decoding one task once.
 
     seconds: wall time, compilation taken out. compile_seconds: what was taken out.
     changed: the rows whose tokens differ from those of the method's first pass, as they came out.
+    session: number of the start of the command, from 0. conditions: hardware, versions and mesh,
+    as JSON values. revision: of this code, as `git_revision` returns it.
     """
 
     key: PassKey
-    origin: Origin
     rows: int
     tokens: int
     seconds: float
     compile_seconds: float
-    changed: Sequence[Mapping[str, Any]] = ()
-
-    def to_row(self) -> dict[str, Any]:
-        own = {name: getattr(self, name) for name in _OWN}
-        return {**self.key._asdict(), **own, **self.origin._asdict()}
-
-    @classmethod
-    def from_row(cls, row: Mapping[str, Any]) -> TimedPass:
-        key = PassKey(*(row[name] for name in PassKey._fields))
-        origin = Origin(*(row[name] for name in Origin._fields))
-        return cls(key, origin, **{name: row[name] for name in _OWN})
+    changed: Sequence[Mapping[str, Any]]
+    session: int
+    conditions: Mapping[str, Any]
+    revision: str | None
 
 
-# Fields outside of key and origin; together with those they are the columns of the journal.
-_OWN = ("rows", "tokens", "seconds", "compile_seconds", "changed")
-_COLUMNS = {*PassKey._fields, *_OWN, *Origin._fields}
+_OWN = [field.name for field in dataclasses.fields(TimedPass) if field.name != "key"]
+_COLUMNS = {*PassKey._fields, *_OWN}  # of the journal
 
 
 class PassJournal:
     """The finished passes; passes of earlier sessions count under the same conditions.
 
     num_dropped: rows of other conditions or of another version, which are measured again.
-    origin: of the passes of this session.
+    origin: of the passes of this session: the last three fields of a TimedPass.
     """
 
     def __init__(
@@ -204,12 +185,19 @@ class PassJournal:
         # Rewritten at every start: a torn last line must go before a row is appended to it.
         keep_rows(self._path, is_usable)
 
-        passes = [TimedPass.from_row(row) for row in rows if is_usable(row)]
         # Of a pass that was begun twice the last one counts.
-        self._passes = {one.key: one for one in passes}
-        self.num_dropped = len(rows) - len(passes)
-        sessions = (one.origin.session for one in self._passes.values())
-        self.origin = Origin(max(sessions, default=-1) + 1, conditions, revision)
+        self._passes: dict[PassKey, TimedPass] = {}
+        usable = [row for row in rows if is_usable(row)]
+        for row in usable:
+            key = PassKey(*(row[name] for name in PassKey._fields))
+            self._passes[key] = TimedPass(key, **{name: row[name] for name in _OWN})
+        self.num_dropped = len(rows) - len(usable)
+        session = max((one.session for one in self._passes.values()), default=-1) + 1
+        self.origin: dict[str, Any] = {
+            "session": session,
+            "conditions": conditions,
+            "revision": revision,
+        }
 
     def __contains__(self, key: PassKey) -> bool:
         return key in self._passes
@@ -217,7 +205,8 @@ class PassJournal:
     def add(self, timed: TimedPass) -> None:
         """Record a pass that has just ended; only the primary process writes it."""
         if is_primary():
-            append_row(self._path, timed.to_row())
+            own = {name: getattr(timed, name) for name in _OWN}
+            append_row(self._path, timed.key._asdict() | own)
         self._passes[timed.key] = timed
 
     def select(self, **wanted: Any) -> list[TimedPass]:
@@ -264,7 +253,7 @@ def split_rounds(passes: Iterable[TimedPass]) -> list[dict[str, Any]]:
     sessions: dict[tuple[int, str, int], set[int]] = {}
     for one in passes:
         size, task, repeat, _ = one.key
-        sessions.setdefault((size, task, repeat), set()).add(one.origin.session)
+        sessions.setdefault((size, task, repeat), set()).add(one.session)
     return [
         {"batch_size": size, "task": task, "repeat": repeat}
         for (size, task, repeat), numbers in sessions.items()

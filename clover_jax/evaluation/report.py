@@ -7,7 +7,7 @@ import dataclasses
 import datetime
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,10 +19,10 @@ from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
 from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.page import report_text, speed_of
+from clover_jax.evaluation.parts import METHOD, StageTimes
 from clover_jax.evaluation.passes import Evaluation
 from clover_jax.evaluation.plan import Method, TimedPass, speed, split_rounds
 from clover_jax.evaluation.plots import draw_plots
-from clover_jax.evaluation.stage_times import METHOD, StageTimes
 from clover_jax.runtime.files import write_json, write_text
 from clover_jax.runtime.jsonl import plain_values
 from clover_jax.runtime.provenance import versions
@@ -55,9 +55,13 @@ def build_report(
     passes = journal.of(evaluation.keys)
     times = measured.times
     steps = {name: one.to_dict(times[VANILLA]) for name, one in times.items()}
+    # The revisions of the code that timed the passes and of this, the oldest first.
+    by_age = [one.revision for one in sorted(passes, key=lambda one: one.session)]
+    revisions = dict.fromkeys([*by_age, journal.origin["revision"]])
+    named = ", ".join(revision or "unknown" for revision in revisions) if any(revisions) else None
     report = {
         "format": FORMAT,
-        "manifest": manifest | {"git_revision": _revisions(passes, journal.origin.revision)},
+        "manifest": manifest | {"git_revision": named},
         "tasks": tasks,
         "sampling": plan.sampling.to_dict(),
         "is_equality_expected": plan.is_equality_expected,
@@ -72,7 +76,7 @@ def build_report(
             for method in methods
         },
         "speed": {str(size): _speeds(evaluation, size, passes) for size in plan.batch_sizes},
-        "sessions": sorted({one.origin.session for one in passes}),
+        "sessions": sorted({one.session for one in passes}),
         "split_turns": split_rounds(passes),
         "step_timing": METHOD,
         "divergences": {
@@ -191,16 +195,6 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
         }
         for method in evaluation.methods
     }
-
-
-def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
-    """Return the revisions of the code that timed the passes and of this, the oldest first."""
-    # Sessions are numbered in order; this revision comes last.
-    by_age = sorted((one.origin for one in passes), key=lambda origin: origin.session)
-    revisions = dict.fromkeys([*(origin.revision for origin in by_age), here])
-    if set(revisions) <= {None}:
-        return None
-    return ", ".join(revision or "unknown" for revision in revisions)
 
 
 def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, Any]) -> dict:

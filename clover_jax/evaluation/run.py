@@ -23,7 +23,7 @@ from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
 from clover_jax.decoding.tree_config import AUTO
 from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
-from clover_jax.evaluation import accuracy, stage_times
+from clover_jax.evaluation import accuracy, parts
 from clover_jax.evaluation.equality import compare_passes, judge
 from clover_jax.evaluation.options import Options
 from clover_jax.evaluation.passes import Evaluation
@@ -187,7 +187,7 @@ def _measure(evaluation: Evaluation) -> Measured:
         ]
         engines = evaluation.engines[plan.batch_sizes[0]]
         times = {
-            method.name: stage_times.measure(method, engines[method.name], first)
+            method.name: parts.measure(method, engines[method.name], first)
             for method in (evaluation.methods if first else ())
         }
     return Measured(comparisons, divergences, hits, times)

@@ -194,7 +194,7 @@ class Measurement:
         if self.evaluator is None or self.log.evaluated_at(step):
             return
         try:
-            row = self.evaluator.measure(state.params, self.stop).to_row(step)
+            row = {"step": step} | self.evaluator.measure(state.params, self.stop)
         except Interrupted:
             return  # the step is measured when the run resumes
 

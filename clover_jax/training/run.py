@@ -278,7 +278,14 @@ def run_training(
                 wait_for_all("overwrite")
             # What the run depends on is known only now: the hashes of what was loaded.
             if is_primary():
-                check_resumable(workdir, settings, inputs.identity, _has_learnt(workdir))
+                # An empty log, or a folder for checkpoints, may be of a run that was refused.
+                metrics = workdir / METRICS
+                has_learnt = (
+                    (metrics.exists() and metrics.stat().st_size > 0)
+                    or (workdir / DRAFT).exists()
+                    or any((workdir / CHECKPOINTS).glob("[0-9]*"))
+                )
+                check_resumable(workdir, settings, inputs.identity, has_learnt)
             if finished is None:
                 return _train(settings, inputs, workdir, agreed(stop))
             # All its steps are done; what differs may change, such as how it is measured.
@@ -299,17 +306,6 @@ def _delete_run(workdir: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _has_learnt(workdir: Path) -> bool:
-    """Return whether a run has left rows, a draft or a checkpoint in a workdir."""
-    # An empty log, or a folder for checkpoints, is what a run that was refused may have left.
-    metrics = workdir / METRICS
-    return (
-        (metrics.exists() and metrics.stat().st_size > 0)
-        or (workdir / DRAFT).exists()
-        or any((workdir / CHECKPOINTS).glob("[0-9]*"))
-    )
 
 
 def _train(
@@ -348,7 +344,13 @@ def _train(
         if done:
             progress.write(f"resuming {workdir} from step {done}")
         if done and before is not None and before.steps != settings.steps:
-            progress.write(_schedule_notice(before, settings, done))
+            then, now = (make_schedule(optimizer_config(one)) for one in (before, settings))
+            progress.write(
+                f"--steps={settings.steps} instead of {before.steps} changes the schedule: the "
+                f"learning rate was {float(then(done - 1)):.3g} at step {done} and is "
+                f"{float(now(done)):.3g} at step {done + 1}; it falls to 0 after step "
+                f"{settings.steps}"
+            )
 
         writer, best = DraftWriter(workdir, settings, inputs), best_measured(workdir)
         measurement = Measurement(inputs.evaluator, log, writer, progress, stop, best)
@@ -381,16 +383,6 @@ def restore_or_init(
     # Without out_shardings the optimiser's state would lie on one device.
     init = jax.jit(init_state, static_argnums=(0, 2), out_shardings=placed)
     return init(config, base.params, seed), 0
-
-
-def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> str:
-    """Say what becomes of the learning rate where a run resumes with another number of steps."""
-    then, following = (make_schedule(optimizer_config(one)) for one in (before, now))
-    return (
-        f"--steps={now.steps} instead of {before.steps} changes the schedule: the learning rate "
-        f"was {float(then(done - 1)):.3g} at step {done} and is {float(following(done)):.3g} at "
-        f"step {done + 1}; it falls to 0 after step {now.steps}"
-    )
 
 
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:

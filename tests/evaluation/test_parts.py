@@ -15,7 +15,7 @@ from clover_jax.decoding.requests import Request
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.step import absorb_and_draft, roots
 from clover_jax.decoding.tree_config import parse_tree
-from clover_jax.evaluation import parts, stage_times
+from clover_jax.evaluation import parts
 from clover_jax.evaluation.parts import STEPS, draft_loop
 from clover_jax.evaluation.plan import Method
 from clover_jax.models.meshes import MeshShape, make_mesh
@@ -103,7 +103,7 @@ def test_one_state_is_held_and_every_program_knows_the_mesh(way, method, monkeyp
         return wait(arrays)
 
     monkeypatch.setattr(jax, "block_until_ready", waiting)
-    times = stage_times.measure(method, engine, REQUESTS)
+    times = parts.measure(method, engine, REQUESTS)
     assert min(times.step, times.draft, times.verify) > 0
     assert (times.batch_size, times.context) == (ROWS, 4)
     state = engine.prefilled(method.models.base.params, method.models.draft_params, REQUESTS)
@@ -114,6 +114,6 @@ def test_one_state_is_held_and_every_program_knows_the_mesh(way, method, monkeyp
 
 
 def test_the_compiler_gets_the_options_of_decoding(method, monkeypatch):
-    monkeypatch.setattr(stage_times, "options_here", lambda: {"no_such_option": True})
+    monkeypatch.setattr(parts, "options_here", lambda: {"no_such_option": True})
     with pytest.raises(jax.errors.JaxRuntimeError, match="no_such_option"):
-        stage_times.measure(method, method.models.engine(ROWS), REQUESTS)
+        parts.measure(method, method.models.engine(ROWS), REQUESTS)

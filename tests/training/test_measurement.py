@@ -11,7 +11,7 @@ from clover_jax.data.records import TokenRow
 from clover_jax.errors import UserError
 from clover_jax.runtime.jsonl import append_row
 from clover_jax.runtime.progress import progress_bar
-from clover_jax.training.decoding_eval import DecodingReport, evaluation_prompts
+from clover_jax.training.decoding_eval import evaluation_prompts
 from clover_jax.training.outputs import Measurement, MetricsLog
 from clover_jax.training.run import _report
 from clover_jax.training.settings import TrainSettings
@@ -79,15 +79,8 @@ class Recorder:
 
 
 def measured(tau, tree="chain:1"):
-    return DecodingReport(
-        tau=tau,
-        hit_rate=[0.5],
-        equal=1,
-        prompts=1,
-        tokens=int(10 * tau),
-        forwards=10,
-        measured_with={"tree": tree},
-    )
+    counts = {"hit_rate": [0.5], "equal": 1, "prompts": 1, "tokens": int(10 * tau), "forwards": 10}
+    return {"tau": tau, **counts, "measured_with": {"tree": tree}}
 
 
 def measure(workdir, writer, reports, done=0, best=None):
