@@ -1,4 +1,4 @@
-"""One run of `generate`: prompts, models, engine, rows, figures."""
+"""One run of `generate`: prompts, models, engine, where its rows go, figures."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Models: a base, a draft head and a tree, loaded once for the commands and the library."""
+"""Models: a base, a draft head and a tree, loaded once; their hashes; states to measure them with."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How rows are decoded: the settings of the command, and of a single row."""
+"""How rows are decoded: the settings of a single row, and the flags of `generate`."""
 
 from __future__ import annotations
 

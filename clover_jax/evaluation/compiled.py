@@ -1,6 +1,9 @@
-"""`bench --target`: compile the decode step for absent hardware, print the compiler's account.
+"""Count the work of a traced program; compile the decode step for absent hardware (`bench --target`).
 
-`experiments/aot` reads the compiled program itself: bytes moved, copies, time by part.
+Every product with a weight reads that weight: a matrix used by five draft levels is read five
+times, as if no cache held it. Looking up rows (embeddings) is left out. A product of grouped rows
+(experts) reads one matrix for each row, at most all. `experiments/aot` reads the compiled program
+itself: bytes moved, copies, time by part.
 """
 
 from __future__ import annotations

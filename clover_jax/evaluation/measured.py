@@ -1,4 +1,7 @@
-"""`bench`: time a plain and a speculative step, and all parts of the latter, alternating."""
+"""`bench`: time a plain and a speculative step, and all parts of the latter, alternating.
+
+`--sweep`: the cost of verification by batch size and nodes, and when speculation pays.
+"""
 
 from __future__ import annotations
 

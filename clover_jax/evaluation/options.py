@@ -1,4 +1,4 @@
-"""The options of `evaluate`, checked before anything is loaded."""
+"""The options of `evaluate` and of `convert`, checked before anything is loaded."""
 
 from __future__ import annotations
 

@@ -1,7 +1,12 @@
 """Jit the functions that a step calls, one by one, to time them as its parts.
 
-All parts work on one state at one length: their changes of small arrays are dropped, so a part
-costs the same at every call. Buffers that a part writes to are donated, as in the engine.
+On CPU the engine's chunk is a loop on the device, so a part is timed in such a loop; starting it
+from the host could take longer than the part. Each iteration uses the result of the last, so the
+compiler cannot hoist the part out of the loop. On other devices a program runs its part once.
+
+All parts of a `Bench` work on one state at one length: their changes of small arrays are dropped,
+so a part costs the same at every call. Buffers that a part writes to are donated, as in the engine.
+`measure` times a step of an engine with its slots full of a run's own prompts.
 """
 
 from __future__ import annotations

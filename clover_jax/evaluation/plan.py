@@ -1,4 +1,4 @@
-"""The plan of a run: prompts by task, the order of timed passes, and the journal of finished ones.
+"""The plan of a run: its methods, prompts by task, the order of timed passes, and their journal.
 
 A timed pass is one method decoding one task once. Within a repeat the methods alternate, so that a
 slow phase of the machine affects all of them. A throughput is tokens / wall seconds, with prefill

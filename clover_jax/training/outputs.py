@@ -1,4 +1,4 @@
-"""The drafts of a run: WORKDIR/draft, the last step, and WORKDIR/best, by tau."""
+"""The logs of a run and its drafts: WORKDIR/draft, the last step, and WORKDIR/best, by tau."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The settings of a training run, and which of them may change when it is resumed."""
+"""The settings of `train`, which of them may change when it is resumed, and those of `prepare`."""
 
 from __future__ import annotations
 

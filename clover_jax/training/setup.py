@@ -1,4 +1,4 @@
-"""From settings to the inputs of a run, each checked before anything is trained."""
+"""From settings to the head and the inputs of a run, each checked before anything is trained."""
 
 from __future__ import annotations
 

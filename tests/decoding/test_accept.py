@@ -1,4 +1,4 @@
-"""The definitions of tau and of hit rates, counted by hand."""
+"""tau and hit rates counted by hand; which drafted tokens a step accepts."""
 
 import itertools
 

@@ -1,4 +1,4 @@
-"""`--attention=auto`: the kernel is compared at the run's shapes, and left out where it fails."""
+"""`--attention`: kernels read the cache as XLA's program does; the choice of auto."""
 
 import dataclasses
 import functools

@@ -1,4 +1,4 @@
-"""Copies of the text in a tree: which nodes they are, and that no text changes by them."""
+"""Copies of the text, and drafts over a reduced vocabulary: no text changes by them."""
 
 import dataclasses
 import functools

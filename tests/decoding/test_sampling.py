@@ -1,4 +1,4 @@
-"""Rows that change the base's logits: a bias of some tokens, and no EOS before a length."""
+"""Draws, warping, and rows that change the base's logits."""
 
 import functools
 

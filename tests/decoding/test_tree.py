@@ -1,4 +1,4 @@
-"""Adaptive trees against the same rules written out with loops over one row."""
+"""Trees: names, static shapes, and adaptive ones against rules written out with loops."""
 
 import functools
 import json

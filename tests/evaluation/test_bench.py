@@ -1,4 +1,4 @@
-"""The bench command at tiny size: what it prints, reports and refuses."""
+"""The bench command at tiny size: what it prints, reports and refuses, measured or swept."""
 
 import dataclasses
 import json

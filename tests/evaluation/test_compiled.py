@@ -1,4 +1,4 @@
-"""`bench --target`: a compiler's account of a step; here this machine's compiler is asked."""
+"""Counting what a program reads and multiplies; targets; a compiler's account of a step."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The parts of a step: what they are handed, so that nothing of a step is left out of its time."""
+"""The parts of a step: whole, compiled and placed as the steps of an engine."""
 
 import dataclasses
 import functools

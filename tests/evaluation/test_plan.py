@@ -1,4 +1,4 @@
-"""Which rows belong to which task, and times: speed-ups are ratios within a repeat."""
+"""The flags of `evaluate`, its tasks, methods and timed passes: speed-ups within a repeat."""
 
 import dataclasses
 import json

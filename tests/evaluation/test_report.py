@@ -1,4 +1,4 @@
-"""What a run measures and writes: the report, its figures, times, page and plots."""
+"""What a run measures, writes, compares and takes up again, and what makes it fail."""
 
 import copy
 import json
@@ -33,7 +33,7 @@ def test_everything_is_measured_and_the_last_line_says_the_key_figures(finished)
 
 
 def test_figures_are_those_of_the_rows(finished):
-    # tau, rates and histograms are counted again in test_recount.py.
+    # tau, rates and histograms are counted again in test_tally.py.
     for name, depth in (("chain", 2), ("short", 1)):
         cells = finished.report["methods"][name]
         turns = [turn for row in finished.rows(name) for turn in turns_of(row)]

@@ -1,4 +1,4 @@
-"""The definitions, on accepted lists that are counted by hand."""
+"""The definitions, on accepted lists counted by hand, and whole runs counted again."""
 
 import collections
 import json

@@ -1,4 +1,4 @@
-"""Stop strings cut at the same place however the tokens come."""
+"""Stop strings cut at the same place however the tokens come; text while it comes."""
 
 import dataclasses
 import io

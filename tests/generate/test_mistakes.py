@@ -1,4 +1,4 @@
-"""The generate command and what it cannot decode: bad rows, flags, contexts, memory."""
+"""The generate command and what it cannot decode; the settings of a row."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""What a prepared folder holds: the samples and activations that raw data would give."""
+"""What a prepared folder holds, previews, and data that is refused."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""The most frequent tokens of the data that the base is imitated on, and those always kept."""
+"""The head that the flags describe: its options, its loss, its vocabulary."""
 
 import dataclasses
 import json

@@ -1,3 +1,5 @@
+"""What a run logs and measures, and which head is the best."""
+
 import contextlib
 import io
 import json

@@ -1,4 +1,4 @@
-"""Whole runs of `train` on a tiny base: what they write."""
+"""Whole runs of `train` on a tiny base: the clock, what they write, faults of device and disk."""
 
 import errno
 import json

@@ -1,4 +1,4 @@
-"""A batch in parts: the same loss and gradient as all at once."""
+"""One step: its optimizer, a batch in parts, gradient checkpointing, what is trained."""
 
 import dataclasses
 import functools
