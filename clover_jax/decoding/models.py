@@ -1,4 +1,4 @@
-"""Models: a base, a draft head and a tree, loaded once; their hashes; states to measure them with."""
+"""Models: a base, a draft head and a tree, loaded once; their hashes; states to time them with."""
 
 from __future__ import annotations
 

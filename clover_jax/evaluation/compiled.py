@@ -1,4 +1,4 @@
-"""Count the work of a traced program; compile the decode step for absent hardware (`bench --target`).
+"""Count the work of a traced program; compile the decode step for hardware that is not here.
 
 Every product with a weight reads that weight: a matrix used by five draft levels is read five
 times, as if no cache held it. Looking up rows (embeddings) is left out. A product of grouped rows

@@ -73,6 +73,11 @@ def test_a_portable_name_holds_the_paths_of_a_file(tmp_path):
         ("file:/nowhere.json", "cannot be read: No such file"),
         ("paths:0/x", "must be rank paths like paths:0/1/0.0: invalid literal"),
         ("paths:0.1", r"must be rank paths .* path \[0, 1\] needs its parent \[0\]"),
+        ("dynamic", "as in dynamic:25"),
+        ("dynamic:x", "as in dynamic:25"),
+        ("dynamic:0", r"nodes \(0\)"),
+        ("dynamic:99:1:8", "1 levels of width 8 draft 8 nodes, fewer than the 99 wanted"),
+        ("clover4:5", "must be dynamic"),
     ],
 )
 def test_a_wrong_name_says_what_would_be_right(name, message):
@@ -266,21 +271,6 @@ def test_text_equals_plain_text(name, batch_size, verify):
     rows = decode_all(engine, random_base(), draft_params, prompts, 20)
     assert [row.output_ids for row in rows] == expected
     assert max(max(row.accepted) for row in rows) >= 1
-
-
-@pytest.mark.parametrize(
-    ("name", "message"),
-    [
-        ("dynamic", "as in dynamic:25"),
-        ("dynamic:x", "as in dynamic:25"),
-        ("dynamic:0", r"nodes \(0\)"),
-        ("dynamic:99:1:8", "1 levels of width 8 draft 8 nodes, fewer than the 99 wanted"),
-        ("clover4:5", "must be dynamic"),
-    ],
-)
-def test_a_wrong_adaptive_name_says_what_would_be_right(name, message):
-    with pytest.raises(UserError, match=message):
-        parse_tree(name)
 
 
 def test_sampled_children_are_refused():

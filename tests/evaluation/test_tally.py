@@ -30,21 +30,6 @@ def tally(*rows, depth=3):
     return result
 
 
-def test_tau_leaves_out_what_prefill_gave():
-    # 1 + (2+1) + (0+1) + (3+1) tokens, the last forward cut by one.
-    figures = tally(row([9] * 8, [2, 0, 3])).to_dict()
-    assert figures["tau"] == pytest.approx(7 / 3)
-    assert figures["extra_tokens"] == pytest.approx(4 / 3)
-    assert (figures["tokens"], figures["target_forwards"]) == (8, 3)
-
-
-def test_hit_rates_of_four_forwards():
-    figures = tally(row([9] * 9, [2, 0, 3]), row([9] * 3, [1])).to_dict()
-    assert figures["hit_rate"] == [3 / 4, 2 / 4, 1 / 4]
-    assert figures["conditional_hit_rate"] == [3 / 4, 2 / 3, 1 / 2]
-    assert figures["accepted_histogram"] == [1, 1, 1, 1]
-
-
 def test_a_position_that_was_never_reached_has_no_conditional_hit_rate():
     figures = tally(row([9] * 3, [1])).to_dict()
     assert figures["hit_rate"] == [1, 0, 0]

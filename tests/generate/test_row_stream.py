@@ -9,6 +9,7 @@ import pytest
 
 from clover_jax import api
 from clover_jax.data.prompts import parse_prompt
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.generate_run import decode_with_bar
 from clover_jax.decoding.models import load
 from clover_jax.decoding.requests import Generation
@@ -60,14 +61,13 @@ def test_warming_up_compiles_everything_and_reads_no_prompt(base, monkeypatch):
     models = load(ModelSpec(str(base), dtype="float32"))
     prompt = parse_prompt({"prompt_ids": [7] * 100}, index=0, source="here")
     stream = open_stream(models, [prompt], GenerationSettings(max_new_tokens=4))
-    engine, starts = stream._engine, []
-    read_prompt = engine.read_prompt
+    starts, read_chunk = [], Engine._read_chunk
 
-    def counted(weights, row, request, start):
-        starts.append(start)
-        return read_prompt(weights, row, request, start)
+    def counted(engine, slot):
+        starts.append(engine._rows[slot].num_read)
+        return read_chunk(engine, slot)
 
-    monkeypatch.setattr(engine, "read_prompt", counted)
+    monkeypatch.setattr(Engine, "_read_chunk", counted)
     stream.warm_up()
     assert starts == [0]
     with CompileClock() as compiling:
@@ -143,13 +143,13 @@ def test_nothing_decoded_has_no_tau_and_plain_decoding_no_shares():
 
 
 @pytest.fixture(scope="module")
-def base():
+def tiny():
     return api.load_base()
 
 
 @pytest.fixture(scope="module")
-def plain(base):
-    return decode(base, [{"prompt": prompt} for prompt in PROMPTS])
+def plain(tiny):
+    return decode(tiny, [{"prompt": prompt} for prompt in PROMPTS])
 
 
 def decode(models, rows):
@@ -161,8 +161,8 @@ def forwards(rows):
     return [row["target_forwards"] for row in rows]
 
 
-def test_a_right_prediction_makes_text_arrive_sooner_and_a_wrong_one_changes_nothing(base, plain):
-    models = api.load_draft(base, "lookup", "copy:12")
+def test_a_right_prediction_makes_text_arrive_sooner_and_a_wrong_one_changes_nothing(tiny, plain):
+    models = api.load_draft(tiny, "lookup", "copy:12")
     right = [
         {"prompt": p, "prediction": row["text"]} for p, row in zip(PROMPTS, plain, strict=True)
     ]
@@ -180,30 +180,30 @@ def test_a_right_prediction_makes_text_arrive_sooner_and_a_wrong_one_changes_not
     assert forwards(mixed)[0] == forwards(helped)[0]
 
 
-def test_all_rows_copy_from_one_file(base, plain, tmp_path):
+def test_all_rows_copy_from_one_file(tiny, plain, tmp_path):
     path = tmp_path / "corpus.txt"
     path.write_text("\n".join(row["text"] for row in plain))
-    models = api.load_draft(base, "lookup", "copy:12", copy_from=path)
+    models = api.load_draft(tiny, "lookup", "copy:12", copy_from=path)
     rows = decode(models, [{"prompt": p} for p in PROMPTS])
     assert [row["text"] for row in rows] == [row["text"] for row in plain]
     assert max(forwards(rows)) < min(forwards(plain)) / 3
 
 
-def test_copies_beside_a_tree_are_asked_for_by_flag_or_by_name(base):
-    assert api.load_draft(base, "lookup").tree.name == "copy:25"
-    assert api.load_draft(base, "lookup", copy=4).tree.name == "copy:4"
-    beside = api.load_draft(base, "lookup", "chain:2", copy=4).tree
+def test_copies_beside_a_tree_are_asked_for_by_flag_or_by_name(tiny):
+    assert api.load_draft(tiny, "lookup").tree.name == "copy:25"
+    assert api.load_draft(tiny, "lookup", copy=4).tree.name == "copy:4"
+    beside = api.load_draft(tiny, "lookup", "chain:2", copy=4).tree
     assert (beside.name, beside.num_nodes, beside.depth) == ("chain:2+copy:4", 6, 4)
     with pytest.raises(UserError, match="has copies already"):
-        api.load_draft(base, "lookup", "copy:3", copy=4)
+        api.load_draft(tiny, "lookup", "copy:3", copy=4)
     with pytest.raises(UserError, match="--copy=4 needs a draft"):
-        api.load_draft(base, "none", copy=4)
+        api.load_draft(tiny, "none", copy=4)
     with pytest.raises(UserError, match="has no copies"):
-        api.load_draft(base, "random:clover2", copy_from=__file__)
+        api.load_draft(tiny, "random:clover2", copy_from=__file__)
 
 
-def test_a_file_to_copy_from_that_cannot_be_read_is_named(base, tmp_path):
+def test_a_file_to_copy_from_that_cannot_be_read_is_named(tiny, tmp_path):
     with pytest.raises(UserError, match="--copy_from=.*nothing"):
-        api.load_draft(base, "lookup", copy_from=tmp_path / "nothing")
+        api.load_draft(tiny, "lookup", copy_from=tmp_path / "nothing")
     with pytest.raises(UserError, match="prediction must be a string"):
         parse_prompt(json.loads('{"prompt": "a", "prediction": 5}'), 0, "rows")

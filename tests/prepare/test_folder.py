@@ -162,30 +162,18 @@ def test_large_files_need_consent_and_a_disk(monkeypatch, tmp_path, capsys, free
     assert "20.0 GB for activations" in capsys.readouterr().err
 
 
-def test_samples_of_another_tokenizer_are_refused_with_both_hashes(prepared):
-    with pytest.raises(
-        UserError, match=r"another tokenizer than the base's: \w{12} against \w{12}"
+def test_samples_of_other_settings_are_refused_with_both(base, prepared):
+    own, edited = load_tokenizer(base), load_tokenizer(base)
+    edited.chat_template += "{# edited #}"
+    other, size = load_tokenizer(REPOSITORY / "clover_jax/assets/tiny"), SPEAKING.vocab_size
+    for given, message in (
+        ((other, 300, SEQ_LEN), r"another tokenizer than the base's: \w{12} against \w{12}"),
+        ((own, 200, SEQ_LEN), "for a vocabulary of 261 tokens and the base has 200"),
+        ((edited, size, SEQ_LEN), "was prepared with another chat template than"),
+        ((own, size, 32), "prepared with --seq_len=64, not 32"),
     ):
-        load_training_data(
-            str(prepared), load_tokenizer(REPOSITORY / "clover_jax/assets/tiny"), 300, SEQ_LEN
-        )
-
-
-def test_samples_for_a_larger_vocabulary_are_refused(base, prepared):
-    with pytest.raises(UserError, match="for a vocabulary of 261 tokens and the base has 200"):
-        load_training_data(str(prepared), load_tokenizer(base), 200, SEQ_LEN)
-
-
-def test_samples_of_another_chat_template_are_refused(base, prepared):
-    tokenizer = load_tokenizer(base)
-    tokenizer.chat_template += "{# edited #}"
-    with pytest.raises(UserError, match="was prepared with another chat template than"):
-        load_training_data(str(prepared), tokenizer, SPEAKING.vocab_size, SEQ_LEN)
-
-
-def test_another_row_length_is_refused(base, prepared):
-    with pytest.raises(UserError, match="prepared with --seq_len=64, not 32"):
-        load_training_data(str(prepared), load_tokenizer(base), SPEAKING.vocab_size, 32)
+        with pytest.raises(UserError, match=message):
+            load_training_data(str(prepared), *given)
 
 
 def test_a_prepared_folder_among_others_is_not_read_as_raw_data(base, data, prepared):

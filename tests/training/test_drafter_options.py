@@ -190,10 +190,3 @@ def test_the_most_frequent_tokens_become_the_heads_vocabulary(fixtures_dir, data
     assert (
         "draft vocabulary: 4 of 96 tokens, 92.31% of the training data's" in capsys.readouterr().err
     )
-
-
-def test_a_vocabulary_larger_than_the_bases_is_refused(fixtures_dir, data):
-    base = str(fixtures_dir / "clover2_reference" / "base")
-    settings = TrainSettings(base=base, data=data, seq_len=32, draft_vocab=97)
-    with pytest.raises(UserError, match=r"--draft_vocab=97 must lie between 1 .* and 96, the base"):
-        load_inputs(settings)
