@@ -81,19 +81,14 @@ def test_the_context_is_no_longer_than_the_docstring_says():
 
 @pytest.fixture
 def precisions(command, monkeypatch):
-    """The precisions of products at which this machine's limits, or a sweep, are measured."""
+    """The precisions of products at which this machine's limits are measured."""
     found = []
 
     def limits(dtype):
         found.append(jax.config.jax_default_matmul_precision)
         return Ceilings(1e9, 1e10)
 
-    def seconds(runs, rounds):
-        found.append(jax.config.jax_default_matmul_precision)
-        return dict.fromkeys(runs, 1.0)
-
     monkeypatch.setattr("clover_jax.evaluation.measured.measure_ceilings", limits)
-    monkeypatch.setattr("clover_jax.evaluation.measured.time_in_turns", seconds)
     with jax.default_matmul_precision("default"):
         yield found
 
@@ -115,7 +110,12 @@ def test_a_base_alone_is_timed_too_and_float32_as_it_is_decoded(command, precisi
     assert report["context"] == 400 - 7 * 8
 
 
-def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
+def test_a_sweep_times_float32_as_it_is_decoded(command, precisions, monkeypatch):
+    def seconds(runs, rounds):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        return dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr(measured, "time_in_turns", seconds)
     status, lines, _ = command(*BASE, "--sweep", "--batch_sizes=1", "--nodes=1", "--dtype=float32")
     assert status == 0
     assert len(json.loads(lines[-1])["cells"]) == 1
