@@ -263,10 +263,6 @@ class RowState:
             )
 
     @property
-    def is_finished(self) -> bool:
-        return len(self._turns) == self.prompt.num_turns
-
-    @property
     def is_followed(self) -> bool:
         """Whether its text is needed before its end: it is streamed, or may be cut."""
         return bool(self._watched_by or self._settings.stop)
@@ -370,7 +366,11 @@ class RowState:
                 parts = copied_parts(row, forward, ids)
             yield from ((forward, *part) for part in parts)
 
-    def output_row(self) -> dict[str, Any]:
+    def output_row(self) -> dict[str, Any] | None:
+        """Return the output row; None until every turn has its answer."""
+        if len(self._turns) < self.prompt.num_turns:
+            return None
+        # Of a row with several turns each value is a list.
         columns = [dataclasses.asdict(turn) for turn in self._turns]
         if self.prompt.num_turns == 1:
             return {"index": self.prompt.index, **columns[0]}

@@ -197,9 +197,9 @@ class RowStream:
             yield from self._take_not_decoded()
             # The next turn of a conversation needs this answer; another row may take the slot.
             state = self._states[progress.row.index]
-            taken, row = state.take(progress), None
-            if state.is_finished:
-                row = self._states.pop(state.prompt.index).output_row()
+            taken, row = state.take(progress), state.output_row()
+            if row is not None:
+                del self._states[state.prompt.index]
             elif taken.ended:
                 self._next_turns.append(state.prompt)
             yield RowEvent(state.prompt, taken, row)

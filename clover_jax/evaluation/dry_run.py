@@ -212,10 +212,6 @@ class DryRun:
             time,
         ]
 
-    def to_row(self) -> dict[str, Any]:
-        row = dataclasses.asdict(self) | {"mesh": str(self.mesh), "total_bytes": self.total_bytes}
-        return {"dry_run": True} | row
-
 
 def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = None) -> DryRun:
     """Return what a run with these settings would take.

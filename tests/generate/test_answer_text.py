@@ -186,15 +186,14 @@ def show(file, tokenizer, row, ids, accepted, stop=(), at_once=False):
     ends = [1]
     for count in accepted:
         ends.append(min(ends[-1] + count + 1, len(ids)))
-    while not state.is_finished:
+    while state.output_row() is None:
         turn = Generation(0, list(state.next_request().prompt_ids))
         for number, end in enumerate(ends):
             if at_once and number < len(accepted):
                 continue
             turn.output_ids, turn.accepted = ids[:end], accepted[:number]
             progress = state.take(RowUpdate(turn, [], done=number == len(accepted)))
-            row = state.output_row() if state.is_finished else None
-            screen.take(RowEvent(prompt, progress, row))
+            screen.take(RowEvent(prompt, progress, state.output_row()))
             if progress.ended:
                 break
     return file.getvalue()
