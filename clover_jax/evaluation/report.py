@@ -9,7 +9,7 @@ import os
 import platform
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -20,12 +20,14 @@ from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
 from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.page import report_text, speed_of
 from clover_jax.evaluation.parts import METHOD, StageTimes
-from clover_jax.evaluation.passes import Evaluation
 from clover_jax.evaluation.plan import Method, TimedPass, speed, split_rounds
 from clover_jax.evaluation.plots import draw_plots
 from clover_jax.runtime.files import write_json, write_text
 from clover_jax.runtime.jsonl import plain_values
 from clover_jax.runtime.provenance import versions
+
+if TYPE_CHECKING:
+    from clover_jax.evaluation.run import Evaluation
 
 FORMAT = 1
 JSON, MARKDOWN, PLOTS = "report.json", "report.md", "plots"

@@ -1,4 +1,4 @@
-"""What the compilers make of the step: one trace, no cache-sized copy, every platform."""
+"""What a step commits, and what the compilers make of it: one trace, no cache-sized copy."""
 
 import contextlib
 import functools

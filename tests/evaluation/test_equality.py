@@ -1,4 +1,4 @@
-"""Texts against plain decoding: differences and near-ties; teacher-forced accuracy against loops."""
+"""Texts against plain decoding, near-ties; teacher-forced accuracy against loops."""
 
 import dataclasses
 

@@ -154,8 +154,7 @@ def test_no_bar_counts_compilation(folder, monkeypatch):
         clocks[desc] = compiling
         return progress_bar(total, desc, unit, compiling=compiling, **options)
 
-    for module in ("passes", "run"):
-        monkeypatch.setattr(f"clover_jax.evaluation.{module}.progress_bar", with_its_clock)
+    monkeypatch.setattr("clover_jax.evaluation.run.progress_bar", with_its_clock)
     accuracy.count_hits.clear_cache()  # another test's program would need no compilation
     write_rows(folder, "single.jsonl", [{"prompt": "he"}])
     one = (f"--drafts=chain={folder / 'work'}", "--tree=chain:2", "--repeats=1")

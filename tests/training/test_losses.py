@@ -1,3 +1,5 @@
+"""The loss against a plain one, and which pairs of head and text it counts."""
+
 import dataclasses
 import functools
 
