@@ -206,7 +206,7 @@ def test_the_report_is_of_the_head_in_best_after_a_resume_from_before_it(
     measured = DecodingEvaluator.measure
 
     def measure(evaluator, params, stop):
-        return dataclasses.replace(measured(evaluator, params, threading.Event()), tau=next(taus))
+        return measured(evaluator, params, threading.Event()) | {"tau": next(taus)}
 
     monkeypatch.setattr(DecodingEvaluator, "measure", measure)
     chosen = settings(data, eval_every=2, checkpoint_every=2)
