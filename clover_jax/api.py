@@ -296,6 +296,5 @@ def _chosen(kind: type[Settings], given: dict[str, Any]) -> Settings:
 
 
 def _execute(command: ModuleType, settings: dict[str, Any], **named: Any) -> dict[str, Any]:
-    """Run a command with these settings, named as its flags."""
     given = {name: v.tolist() if hasattr(v, "tolist") else v for name, v in settings.items()}
     return command.execute(flags_of(command.define_flags, named | given))

@@ -85,8 +85,7 @@ def _measure(flags) -> dict:
     # Before JAX is imported, so that the answer comes at once.
     if flags.mesh is not None:
         raise UserError(f"--mesh={flags.mesh}: bench times one device; leave --mesh out")
-    from clover_jax.evaluation.measured import measure_and_describe
-    from clover_jax.evaluation.sweep import sweep_and_describe
+    from clover_jax.evaluation.measured import measure_and_describe, sweep_and_describe
     from clover_jax.runtime.device_memory import advise_on_memory
 
     # No head was trained for a base with random weights.

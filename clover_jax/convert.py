@@ -22,7 +22,7 @@ import sys
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.decoding.spec import ModelSpec
-from clover_jax.evaluation.conversion_options import ConvertOptions
+from clover_jax.evaluation.options import ConvertOptions
 from clover_jax.runtime.progress import say
 
 

@@ -11,8 +11,7 @@ import sys
 
 from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
-from clover_jax.decoding.generate_options import GenerateOptions
-from clover_jax.decoding.row_settings import GenerationSettings
+from clover_jax.decoding.row_settings import GenerateOptions, GenerationSettings
 from clover_jax.decoding.spec import ModelSpec
 
 

@@ -24,8 +24,7 @@ from clover_jax import cli
 from clover_jax.cli.command_flags import define_settings, settings_from
 from clover_jax.decoding.sampling_config import SamplingParams
 from clover_jax.decoding.spec import ModelSpec
-from clover_jax.training.prepare_options import PrepareOptions
-from clover_jax.training.settings import TrainSettings
+from clover_jax.training.settings import PrepareOptions, TrainSettings
 
 
 def define_flags(flags: absl_flags.FlagValues) -> None:

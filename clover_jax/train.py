@@ -94,7 +94,9 @@ def _dry_run(settings: TrainSettings, asked: DryRunSettings, mesh: str | None) -
     compiled = dry_run_compiled(settings, estimate, target) if target else None
     if compiled is None:
         estimate.check_memory()
-    cli.report(estimate.to_row() | {"compiled": compiled})
+    figures = {"mesh": str(estimate.mesh), "total_bytes": estimate.total_bytes}
+    row = {"dry_run": True} | dataclasses.asdict(estimate) | figures
+    cli.report(row | {"compiled": compiled})
     return 0
 
 

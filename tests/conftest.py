@@ -113,9 +113,9 @@ def fresh_programs() -> Iterator[None]:
 def way(request, monkeypatch, fresh_programs) -> str:
     """How a program runs again and again: as on CPU, and as on an accelerator."""
     from clover_jax.decoding import programs
-    from clover_jax.evaluation import loops
+    from clover_jax.evaluation import parts
 
-    for module in (programs, loops):
+    for module in (programs, parts):
         monkeypatch.setattr(module, "loops_on_device", lambda: request.param == "in a loop")
     return request.param
 

@@ -17,16 +17,14 @@ from clover_jax.checkpoints.quantization import (
     quantize_base,
     quantize_params,
 )
-from clover_jax.decoding.decode_states import state_shapes
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.identity import identity_of
-from clover_jax.decoding.models import load, load_shapes
+from clover_jax.decoding.models import identity_of, load, load_shapes, state_shapes
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.step import speculate_and_verify
 from clover_jax.decoding.tree_config import TreeConfig
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.errors import UserError
-from clover_jax.evaluation.work import Work, count_work
+from clover_jax.evaluation.compiled import Work, count_work
 from clover_jax.models.batch import Batch
 from clover_jax.models.int8 import Int8Matrix, quantize, widen
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh

@@ -138,7 +138,6 @@ class Engine:
         mesh: devices to decode on, None for one. Slots are then split over its data and fsdp axes;
             their number is rounded up so that all devices have as many.
         attention: implementation that reads the KV cache, as in `StepConfig`.
-        Raises UserError when the tree does not suit the head (see StepConfig).
         """
         # A CPU computes a chunk slowly, so a small one wastes less on short prompts.
         prefill_size = prefill_size or (64 if jax.default_backend() == "cpu" else 256)
@@ -163,7 +162,6 @@ class Engine:
         self._reset(Weights({}, {}), CompileClock())
 
     def _reset(self, weights: Weights, compiling: CompileClock) -> None:
-        """Empty all slots."""
         self._weights, self._compiling = weights, compiling
         self.state: DecodeState | None = None
         self._rows: list[_Row | None] = [None] * self.batch_size
@@ -258,7 +256,6 @@ class Engine:
             raise UserError("log-probabilities need an engine that adapts to its rows")
 
     def programs(self, requests: Iterable[Request]) -> Programs:
-        """Return the compiled functions that decode these requests in one batch."""
         sampling = self.config.sampling
         if self._adapts:
             sampling = least_sampling(sampling, requests)
@@ -280,14 +277,10 @@ class Engine:
 
     @property
     def num_reading(self) -> int:
-        """Rows whose prompts are still to be read."""
         return len(self._reading)
 
     def add(self, request: Request) -> int:
-        """Put a request into a free slot and return the slot; `read_prompts` reads its prompt.
-
-        Raises UserError for a request that the engine refuses.
-        """
+        """Put a request into a free slot and return the slot; `read_prompts` reads its prompt."""
         self.check(request)
         prompt = self._sharable(request)
 
@@ -436,7 +429,6 @@ class Engine:
         return end
 
     def _empty_state(self, size: int) -> DecodeState:
-        """Return empty slots with buffers of `size` positions."""
         return self.states.empty(self.batch_size, size, self._weights.base["embedding"].dtype)
 
     def _new_row(self, request: Request, batch: DecodeState) -> DecodeState:
@@ -476,7 +468,12 @@ class Engine:
             "top_p": np.array([params.top_p], np.float32),
         }
         if self.config.sampling.biased:
-            settings = {"bias": _row_bias(request, limit)} | settings
+            ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
+            values = np.zeros((1, MOST_BIASED), np.float32)
+            for number, (id_, value) in enumerate(request.logit_bias):
+                ids[0, number], values[0, number] = id_, value
+            eos_from = np.array([min(length + request.min_new_tokens, limit)], np.int32)
+            settings["bias"] = ids, values, eos_from
         # A row without a seed still draws the same text in any batch: its index stands for it. A
         # later turn may draw at positions of an earlier one.
         index = request.index if request.seed is None else -1
@@ -521,16 +518,6 @@ class Engine:
         # A prompt shorter than the pending tokens leaves no beginning that could be restored.
         size = max(len(text) - pending, prompt) if prompt > pending else 0
         return text[:size].copy()
-
-
-def _row_bias(request: Request, limit: int) -> tuple[np.ndarray, ...]:
-    """Return the fields of a row's RowBias; limit: where the row ends."""
-    ids = np.full((1, MOST_BIASED), NO_TOKEN, np.int32)
-    values = np.zeros((1, MOST_BIASED), np.float32)
-    for index, (id_, value) in enumerate(request.logit_bias):
-        ids[0, index], values[0, index] = id_, value
-    eos_from = min(len(request.prompt_ids) + request.min_new_tokens, limit)
-    return ids, values, np.array([eos_from], np.int32)
 
 
 def _collect(row: _Row, slot: int, text: Text, record: StepRecord, seconds: float) -> NewTokens:

@@ -1,18 +1,20 @@
-"""Models: a base, a draft head and a tree, loaded once for the commands and the library."""
+"""Models: a base, a draft head and a tree, loaded once; their hashes; states to time them with."""
 
 from __future__ import annotations
 
 import dataclasses
 import functools
+import hashlib
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from clover_jax.array_types import Params
-from clover_jax.checkpoints.base import BaseModel
+from clover_jax.checkpoints.base import BaseModel, checksum, lm_head_hash
 from clover_jax.checkpoints.loading import describe_base
 from clover_jax.checkpoints.quantization import (
     load_quantized_base,
@@ -23,11 +25,13 @@ from clover_jax.checkpoints.quantization import (
 from clover_jax.checkpoints.shapes import base_shapes, cast_shapes, random_params
 from clover_jax.checkpoints.stored_head import Draft, find_head, load_draft
 from clover_jax.data.chat_templates import with_chat_template
-from clover_jax.data.tokenizer import load_tokenizer, template_text
+from clover_jax.data.records import json_hash
+from clover_jax.data.tokenizer import load_tokenizer, template_hash, template_text
 from clover_jax.decoding.cache_reading import resolve_attention
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.spec import NO_DRAFT, RANDOM, ModelSpec
+from clover_jax.decoding.state import EOS_ROOM, RUNNING, DecodeState, bucket, empty_state
 from clover_jax.decoding.step import StepConfig, Weights, weights_for
 from clover_jax.decoding.tree_config import (
     CopyTree,
@@ -35,12 +39,14 @@ from clover_jax.decoding.tree_config import (
     TreeConfig,
     default_tree,
     parse_tree,
+    portable_name,
     with_copies,
 )
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
 from clover_jax.models.meshes import mesh_for
 from clover_jax.models.placement import param_shardings, place_on
+from clover_jax.runtime.distributed import to_host
 from clover_jax.runtime.dtypes import resolve_dtype
 
 if TYPE_CHECKING:
@@ -49,6 +55,8 @@ if TYPE_CHECKING:
 MOST_COPIED_FROM = 2**16  # tokens of --copy_from
 # A draft without weights costs little more than the base's forward, so its trees are deep.
 TREES = {"lookup": "copy:25", "recycle": "dynamic:25:20:3"}
+
+MOST_CONTEXT = 1024  # the default
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,12 +89,10 @@ class Models:
 
     @property
     def head(self) -> registry.DraftHead | None:
-        """The draft's module and config; None for plain decoding."""
         return self.draft.head if self.draft else None
 
     @property
     def draft_params(self) -> Params | None:
-        """The head's params; None without a head."""
         return self.draft.params if self.draft else None
 
     @property
@@ -111,15 +117,12 @@ class Models:
         return StepConfig(self.base.config, self.head, self.tree, sampling, self.attention)
 
     def plain(self) -> Models:
-        """Return the base alone."""
         return dataclasses.replace(self, draft=None, tree=TreeConfig.root_only())
 
     def with_tree(self, tree: Tree) -> Models:
-        """Return the same models with another tree."""
         return dataclasses.replace(self, tree=tree)
 
     def engine(self, batch_size: int, sampling: SamplingConfig = GREEDY, **options: Any) -> Engine:
-        """Return an engine with `batch_size` slots; options are those of `Engine`."""
         options |= {"batch_size": batch_size, "mesh": self.mesh, "attention": self.attention}
         return Engine(self.base.config, self.head, self.tree, sampling, **options)
 
@@ -128,7 +131,6 @@ def load(spec: ModelSpec, plain: Models | None = None) -> Models:
     """Load the models that a spec names.
 
     plain: models whose base, tokenizer, mesh and int8 are shared; None loads the spec's.
-    Raises UserError for models that are missing, broken or do not fit together.
     """
     # A mistake in a name should be reported before a base is loaded, which may take minutes.
     check_names(spec)
@@ -210,10 +212,7 @@ def needs_no_file(draft: str) -> bool:
 def _open_head(
     spec: ModelSpec, base: BaseModel, tokenizer: PreTrainedTokenizerBase | None
 ) -> Draft:
-    """Return the head that a spec names, in the base's dtype.
-
-    Raises UserError for a broken head, or one trained for another base or chat template.
-    """
+    """Return the head that a spec names, in the base's dtype."""
     if needs_no_file(spec.draft):
         # The seed differs from that of a base with random weights, which is 0.
         draft = fresh_head(spec.draft, base)
@@ -280,10 +279,7 @@ def _with_draft(plain: Models, draft: Draft, spec: ModelSpec) -> Models:
 
 
 def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) -> tuple[int, ...]:
-    """Return the token ids of a file that every row may copy from.
-
-    Raises UserError for a file that cannot be read, or has more than MOST_COPIED_FROM tokens.
-    """
+    """Return the token ids of a file that every row may copy from."""
     if path is None:
         return ()
     if tokenizer is None:
@@ -303,3 +299,101 @@ def _read_source(path: str | None, tokenizer: PreTrainedTokenizerBase | None) ->
             f"file of at most {MOST_COPIED_FROM} tokens"
         )
     return tuple(ids)
+
+
+def identity_of(models: Models) -> dict[str, Any]:
+    """Return JSON values that differ where the decoded rows may differ."""
+    # A tree has the same name here, whichever file it was read from.
+    tree = dataclasses.replace(models.tree, name=portable_name(models.tree))
+    values = {
+        "dtype": str(models.dtype),
+        "int8": list(models.int8),
+        # The hash is the same for any dtype of loading; the checksum shows any changed weight.
+        "base_hash": lm_head_hash(models.base),
+        "base_params": checksum(models.base.params),
+        "base_config": json_hash(models.base.config.to_dict()),
+        "chat_template": template_hash(models.tokenizer),
+        "draft_hash": params_hash(models.draft_params) if models.draft else None,
+        "draft_config": json_hash(models.head.config.to_dict()) if models.head else None,
+        "tree": tree.name,
+        "tree_hash": json_hash(tree.to_dict()),
+    }
+    # Only where they are used, so that older outputs resume.
+    if models.copy_from:
+        ids = np.array(models.copy_from, np.int32)
+        values["copy_from"] = hashlib.sha256(ids.tobytes()).hexdigest()
+    if models.attention != "xla":
+        values["attention"] = models.attention
+    return values
+
+
+def params_hash(params: Params) -> str:
+    """Return SHA-256 over the names and values of all params."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        # The name too: two matrices of one shape could have changed places.
+        digest.update(jax.tree_util.keystr(path).encode())
+        digest.update(to_host(leaf).tobytes())
+    return digest.hexdigest()
+
+
+def fitting_context(models: Models, room: int) -> int:
+    """Return the default number of committed positions of a measurement, at most MOST_CONTEXT.
+
+    Example: 112 for a base of 1024 positions where the room is 912.
+    """
+    # At least 1: if even that does not fit, `cache_size` raises the error.
+    return max(1, min(MOST_CONTEXT, models.base.config.max_position_embeddings - room))
+
+
+def cache_size(models: Models, context: int, room: int) -> int:
+    """Return the buffer length for `context` committed positions and `room` more.
+
+    room: positions that a measurement advances by, 0 where it stays in place.
+    Raises UserError where the base's context is shorter.
+    """
+    longest = models.base.config.max_position_embeddings
+    if context + room > longest:
+        needed = f" and the {room} positions that --rounds takes need" if room else " needs"
+        fewer = " or --rounds" if room else ""
+        raise UserError(
+            f"--context={context}{needed} more than {longest}, the base's context; give a smaller "
+            f"--context{fewer}"
+        )
+    depth = models.tree.depth
+    return bucket(context + room + depth, longest + depth)  # as in an engine
+
+
+def state_shapes(models: Models, batch: int, size: int) -> DecodeState:
+    """Return a decode state as ShapeDtypeStructs."""
+    return jax.eval_shape(lambda: _empty(models, batch, size))
+
+
+def running_state(models: Models, batch: int, size: int, context: int) -> DecodeState:
+    """Return a state whose rows have `context` committed positions and run without end.
+
+    KV caches are zero, since their values do not change the cost. Tokens and features are random,
+    and the largest number of accepted positions waits for `absorb`.
+    """
+    # One program makes all buffers; without jit each would compile a program of its own.
+    state = jax.jit(lambda: _empty(models, batch, size))()
+    tokens, features = jax.random.split(jax.random.key(2))
+    vocabulary, pending = models.base.config.vocab_size, state.next_tokens.shape[1]
+    full = jnp.full((batch,), context, jnp.int32)
+    # No row reaches the limit: a row that ends would cost less than one that runs.
+    return state.replace(
+        tokens=jax.random.randint(tokens, (batch, size), 0, vocabulary, jnp.int32),
+        length=full,
+        end=full + 1,
+        limit=full + size,
+        finish=jnp.full((batch,), RUNNING, jnp.int32),
+        features=jax.random.normal(features, state.features.shape, models.dtype),
+        next_tokens=jax.random.randint(tokens, state.next_tokens.shape, 0, vocabulary, jnp.int32),
+        count=jnp.full((batch,), pending, jnp.int32),
+    )
+
+
+def _empty(models: Models, batch: int, size: int) -> DecodeState:
+    # EOS_ROOM, as in an engine, makes shapes and programs the engine's.
+    base, head, tree = models.base.config, models.head, models.tree
+    return empty_state(base, head, tree, batch, size, EOS_ROOM, models.dtype)

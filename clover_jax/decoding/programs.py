@@ -110,7 +110,6 @@ class Placement:
         return jax.device_put(weights, param_shardings(weights, self.mesh))
 
     def state(self, state: DecodeState) -> DecodeState:
-        """Split a state over the mesh."""
         if self.mesh is None:
             return state
         return jax.device_put(state, decode_state_shardings(state, self.mesh))
@@ -154,7 +153,6 @@ class Placement:
         return _copies(self.mesh)(arrays)
 
     def read(self, arrays: PyTree) -> PyTree:
-        """Bring arrays to this host, also from the devices of other hosts."""
         return jax.device_get(self.copies(arrays))
 
 
@@ -322,31 +320,19 @@ def decode_chunk(
 
     # A row that ends in a filled slot stops the chunk, so that the slot is refilled. Empty slots
     # never run, and stop nothing.
-    def goes_on(done: Array, state: DecodeState) -> Bool[Array, ""]:
+    def goes_on(carry: tuple[Array, DecodeState, StepRecord]) -> Bool[Array, ""]:
+        done, state, _ = carry
         return (done < most) & ((state.finish == RUNNING) | ~filled).all()
-
-    records = _no_records(num_steps, filled.shape[0], config)
-    step = functools.partial(speculate_and_verify, config, weights)
-    return recorded_steps(step, goes_on, state, records)
-
-
-def recorded_steps(
-    step: Callable[[DecodeState], tuple[DecodeState, StepRecord]],
-    goes_on: Callable[[Array, DecodeState], Bool[Array, ""]],
-    state: DecodeState,
-    records: StepRecord,
-) -> tuple[DecodeState, StepRecord]:
-    """Run steps while goes_on(steps done, state); write each step's record at its number."""
 
     def body(carry: tuple[Array, DecodeState, StepRecord]):
         done, state, records = carry
-        state, record = step(state)
+        state, record = speculate_and_verify(config, weights, state)
         # A loop's carry has a fixed shape, so each record overwrites its row of zeros.
         records = jax.tree.map(lambda every, one: every.at[done].set(one), records, record)
         return done + 1, state, records
 
-    start = (jnp.int32(0), state, records)
-    return jax.lax.while_loop(lambda carry: goes_on(*carry[:2]), body, start)[1:]
+    start = (jnp.int32(0), state, _no_records(num_steps, filled.shape[0], config))
+    return jax.lax.while_loop(goes_on, body, start)[1:]
 
 
 def _no_records(num_steps: int, batch: int, config: StepConfig) -> StepRecord:

@@ -26,8 +26,7 @@ from clover_jax.checkpoints.card import native_directory
 from clover_jax.data.chat import encode_prompt
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.cache_reading import cache_reader
-from clover_jax.decoding.decode_states import cache_size, fitting_context
-from clover_jax.decoding.models import Models, needs_no_file
+from clover_jax.decoding.models import Models, cache_size, fitting_context, needs_no_file
 from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig, SamplingParams
@@ -78,7 +77,6 @@ class Choice:
     path: Path | None
 
     def apply(self, models: Models) -> Models:
-        """Return the models with the chosen tree, or without the draft."""
         return models.plain() if self.name == PLAIN else models.with_tree(parse_tree(self.name))
 
     def __str__(self) -> str:
@@ -296,7 +294,6 @@ def _places(models: Models) -> list[Path]:
 
 
 def _entries(path: Path) -> list[dict[str, Any]]:
-    """Return the choices in a file; none where it is missing or cannot be read."""
     try:
         entries = list(read_json_object(path)["choices"])
         return [entry for entry in entries if {"key", "tree", "tokens_per_second"} <= set(entry)]

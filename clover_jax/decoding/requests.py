@@ -50,12 +50,10 @@ class Request:
 
     @property
     def is_biased(self) -> bool:
-        """Whether the base's logits are changed."""
         return self.min_new_tokens > 0 or len(self.logit_bias) > 0
 
     @property
     def is_scored(self) -> bool:
-        """Whether any log-probabilities are wanted."""
         return self.wants_scores or self.wants_prompt_scores
 
 
@@ -141,7 +139,6 @@ class Generation:
 
     @property
     def target_forwards(self) -> int:
-        """Base forwards after prefill."""
         return len(self.accepted)
 
     @property

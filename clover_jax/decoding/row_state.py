@@ -4,19 +4,148 @@ from __future__ import annotations
 
 import dataclasses
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from clover_jax.config import BaseConfig
 from clover_jax.data.chat import encode_prompt
-from clover_jax.data.detokenization import TextStream
+from clover_jax.data.detokenization import INCOMPLETE, TextStream
 from clover_jax.data.prompts import Prompt
-from clover_jax.decoding.answer_text import AnswerText, StopCut
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.errors import UserError
+
+
+class StopCut(NamedTuple):
+    """Where a stop string ends a text.
+
+    num_kept: tokens whose text ends before the stop string; a token that contains its beginning
+        does not. text: the text before it.
+    """
+
+    num_kept: int
+    text: str
+
+
+class AnswerText:
+    """The text of one answer, detokenized while its tokens arrive.
+
+    `take` finds stop strings as `find_stop` does; `settled` returns the new text.
+    """
+
+    def __init__(self, stops: Sequence[str], open_pieces: Callable[[], TextStream]):
+        """Begin a text; `open_pieces` returns a stream that starts at its first token."""
+        self._stops, self._open = stops, open_pieces
+        self._pieces = open_pieces()
+        # A stop string may begin in one piece and end in the next.
+        self._overlap = max(map(len, stops), default=1) - 1
+        self._text = ""
+        # Tokens without a stop string in their text, and characters that `rest` has returned.
+        self._num_tokens = self._num_handed_out = 0
+
+    def take(self, ids: Sequence[int]) -> StopCut | None:
+        """Take in all tokens so far; return where a stop string ends their text, if one does."""
+        new = ids[self._num_tokens :]
+        # Token by token if a later one may change the text of earlier ones, else all at once.
+        is_fragile = self._stops and self._pieces.holds_back(new)
+        for part in [[id_] for id_ in new] if is_fragile else [new]:
+            # Only the end can contain a new stop string.
+            recent = max(len(self._text) - self._overlap, 0)
+            self._text += self._pieces.push(part)
+            text = _readable(self._text[recent:], self._pieces) if self._stops else ""
+            if _first(text, self._stops) is not None:
+                # The token that completes it decides the cut.
+                return find_stop(self._open, ids, self._stops, self._num_tokens)
+        self._num_tokens = len(ids)
+        return None
+
+    def settled(self) -> str:
+        """Return the new text that neither later tokens nor stop strings can change."""
+        return self.rest(self._text[: settled_length(self._text, self._stops)])
+
+    @property
+    def is_settled(self) -> bool:
+        """Whether no later stop string can begin in the text so far."""
+        if not self._stops:
+            return True
+        return self._num_handed_out == len(self._text) and not self._pieces.held()
+
+    def rest(self, text: str) -> str:
+        """Return the part of this text, which a stop string may have cut, that is new."""
+        piece = text[self._num_handed_out :]
+        self._num_handed_out += len(piece)
+        return piece
+
+    def whole(self) -> str:
+        return self._text + self._pieces.held()
+
+
+def find_stop(
+    open_pieces: Callable[[], TextStream],
+    ids: Sequence[int],
+    stops: Sequence[str],
+    num_clean: int = 0,
+) -> StopCut | None:
+    """Return where the first stop string ends the text of `ids`, if there is one.
+
+    The first is the one that the fewest tokens complete, and of several the leftmost, so the result
+    does not depend on how many tokens arrive at a time. A replacement character at the end counts
+    only with the token after it: it may be the beginning of another character.
+
+    num_clean: this many first tokens are known to contain no stop string.
+
+    Example: with one letter a token, "a-b--c" and the stop "--" give StopCut(3, "a-b").
+    """
+    pieces = open_pieces()
+    # Clean tokens at once, then one at a time to find the first that completes a stop string.
+    settled = pieces.push(ids[:num_clean])
+    for num_seen in range(num_clean + 1, len(ids) + 1):
+        settled += pieces.push(ids[num_seen - 1 : num_seen])
+        text = _readable(settled, pieces)
+        start = _first(text, stops)
+        if start is not None:
+            return StopCut(_num_before(open_pieces, ids[:num_seen], start), text[:start])
+    return None
+
+
+def settled_length(text: str, stops: Sequence[str]) -> int:
+    """Return the length of the text that no stop string can cut any more.
+
+    Example: for "so\\n" and the stop "\\n\\n" it is 2, since another newline would complete it.
+    It is 2 for "so\\n\\nbe" too.
+    """
+    settled = len(text)
+    for stop in stops:
+        # Where the stop string begins, or the longest end of the text that may become one.
+        lengths = range(min(len(text), len(stop) - 1), 0, -1)
+        open_ends = (len(text) - n for n in lengths if text.endswith(stop[:n]))
+        found = text.find(stop)
+        settled = min(settled, next(open_ends, settled) if found < 0 else found)
+    return settled
+
+
+def _readable(settled: str, pieces: TextStream) -> str:
+    """Return a text with its held-back end, except for a character that may lack bytes."""
+    return settled + pieces.held().rstrip(INCOMPLETE)
+
+
+def _num_before(open_pieces: Callable[[], TextStream], ids: Sequence[int], position: int) -> int:
+    """Return how many tokens have a text that ends at `position` or before."""
+
+    def length(count: int) -> int:
+        # From the start each time, since fewer tokens may change a held-back character.
+        pieces = open_pieces()
+        return len(pieces.push(ids[:count]) + pieces.held())
+
+    # A stop string is short: the cut is near.
+    return next((count for count in reversed(range(len(ids))) if length(count) <= position), 0)
+
+
+def _first(text: str, stops: Sequence[str]) -> int | None:
+    starts = [start for stop in stops if (start := text.find(stop)) >= 0]
+    return min(starts, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,11 +263,6 @@ class RowState:
             )
 
     @property
-    def is_finished(self) -> bool:
-        """Whether every turn has its answer."""
-        return len(self._turns) == self.prompt.num_turns
-
-    @property
     def is_followed(self) -> bool:
         """Whether its text is needed before its end: it is streamed, or may be cut."""
         return bool(self._watched_by or self._settings.stop)
@@ -242,8 +366,11 @@ class RowState:
                 parts = copied_parts(row, forward, ids)
             yield from ((forward, *part) for part in parts)
 
-    def output_row(self) -> dict[str, Any]:
-        """Return the finished row's output; with several turns each value is a list."""
+    def output_row(self) -> dict[str, Any] | None:
+        """Return the output row; None until every turn has its answer."""
+        if len(self._turns) < self.prompt.num_turns:
+            return None
+        # Of a row with several turns each value is a list.
         columns = [dataclasses.asdict(turn) for turn in self._turns]
         if self.prompt.num_turns == 1:
             return {"index": self.prompt.index, **columns[0]}

@@ -6,17 +6,81 @@ import collections
 import dataclasses
 import itertools
 import numbers
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 from clover_jax.data.prompts import BadPrompt, Prompt
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models
-from clover_jax.decoding.requests import Request, RowUpdate
+from clover_jax.decoding.requests import AcceptedLengths, Request, RowUpdate
 from clover_jax.decoding.row_settings import GenerationSettings, Grain, sampling_for
 from clover_jax.decoding.row_state import RowState, Skipped, TurnProgress
 from clover_jax.errors import UserError
 from clover_jax.runtime.dtypes import exact_matmuls
+
+
+class RowTotals:
+    """Sums over output rows, of an earlier run too."""
+
+    def __init__(self, rows: Iterable[dict[str, Any]] = ()):
+        self.rows = self.failed = self.skipped = 0
+        self._lengths = AcceptedLengths()
+        for row in rows:
+            self.add(row)
+
+    def add(self, row: dict[str, Any]) -> None:
+        """Count an output row."""
+        self.rows += 1
+        self.failed += "error" in row
+        self.skipped += "skipped" in row
+        for output_ids, accepted in turn_columns(row, ("output_ids", "accepted")):
+            self._lengths.add(len(output_ids), accepted)
+
+    @property
+    def tokens(self) -> int:
+        return self._lengths.tokens
+
+    @property
+    def tau(self) -> float | None:
+        """Emitted tokens per target forward pass, without prefill."""
+        return self._lengths.tau
+
+    def to_dict(self) -> dict[str, Any]:
+        return {
+            "tau": self.tau,
+            "tokens": self.tokens,
+            "target_forwards": self._lengths.forwards,
+            "accepted_histogram": self._lengths.histogram(),
+            "rows": self.rows,
+            "failed": self.failed,
+            "skipped": self.skipped,
+        }
+
+    def summary(self, tokens_per_second: float | None) -> str:
+        tau = "none" if self.tau is None else f"{self.tau:.2f}"
+        speed = "" if tokens_per_second is None else f", {tokens_per_second:.0f} tokens/s"
+        forwards = self._lengths.forwards
+        counts = self._lengths.histogram()
+        # Lengths that never happened are left out, since copies may accept 25 tokens at once.
+        shares = []
+        for accepted, count in enumerate(counts):
+            share = 100 * count / max(forwards, 1)
+            if count:
+                shares.append(f"{accepted}: {f'{share:.0f}' if share >= 0.5 else 'below 1'} %")
+        drafted = f"; drafted tokens accepted a forward: {', '.join(shares)}" if counts[1:] else ""
+        return f"tau {tau}, {self.tokens} tokens in {forwards} forwards{speed}{drafted}"
+
+
+def turn_columns(row: Mapping[str, Any], names: Sequence[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield these columns of every turn of an output row; none of a failed or skipped row."""
+    if "output_ids" not in row:
+        return
+    columns = [row[name] for name in names]
+    if isinstance(row["finish_reason"], list):
+        # Several turns: each column is a list with one entry per turn.
+        yield from zip(*columns, strict=True)
+    else:
+        yield tuple(columns)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,7 +115,6 @@ def open_stream(
         rows, so that these are the same as in one run.
     strict: a row that fails raises its UserError after the rows before it are finished.
     is_watched: whether events bring text while a row runs.
-    Raises UserError for a batch size below 1.
     """
     if not isinstance(batch_size, numbers.Integral):
         raise UserError(f"batch_size must be a whole number, not {batch_size!r}")
@@ -134,9 +197,9 @@ class RowStream:
             yield from self._take_not_decoded()
             # The next turn of a conversation needs this answer; another row may take the slot.
             state = self._states[progress.row.index]
-            taken, row = state.take(progress), None
-            if state.is_finished:
-                row = self._states.pop(state.prompt.index).output_row()
+            taken, row = state.take(progress), state.output_row()
+            if row is not None:
+                del self._states[state.prompt.index]
             elif taken.ended:
                 self._next_turns.append(state.prompt)
             yield RowEvent(state.prompt, taken, row)
@@ -178,7 +241,6 @@ class RowStream:
                 yield request
 
     def _request(self, prompt: Prompt | BadPrompt) -> Request | None:
-        """Return a row's next request, or None if it failed or was skipped."""
         try:
             if isinstance(prompt, BadPrompt):
                 raise UserError(prompt.error)

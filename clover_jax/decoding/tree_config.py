@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
@@ -73,17 +73,14 @@ class TreeConfig(JsonConfig):
 
     @classmethod
     def root_only(cls) -> TreeConfig:
-        """Return the tree without drafted nodes: plain decoding."""
         return cls("none")
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes, the root not counted."""
         return len(self.paths)
 
     @property
     def num_slots(self) -> int:
-        """T: drafted nodes and the root."""
         return len(self.paths) + 1
 
     @property
@@ -181,12 +178,10 @@ class AdaptiveTree(JsonConfig):
 
     @property
     def num_nodes(self) -> int:
-        """Drafted nodes, the root not counted."""
         return self.nodes
 
     @property
     def num_slots(self) -> int:
-        """T: drafted nodes and the root."""
         return self.nodes + 1
 
     @property
@@ -238,12 +233,10 @@ class CopyTree(JsonConfig):
 
     @property
     def num_nodes(self) -> int:
-        """Drafted and copied nodes, the root not counted."""
         return self.drafted.num_nodes + self.copies
 
     @property
     def num_slots(self) -> int:
-        """T: drafted and copied nodes and the root."""
         return self.num_nodes + 1
 
     @property
@@ -281,7 +274,6 @@ def parse_tree(name: str) -> Tree:
     +copy:NODES after a tree's name, or copy:NODES alone, adds nodes that are copied from the text.
     A file holds a JSON list of paths, each a list of child ranks: [[0], [1], [0, 0]] is the tree
     paths:0/1/0.0.
-    Raises UserError for an unknown name, unusable paths or an unusable file.
     """
     # Copies, in addition to another tree or alone.
     drafted, _, copies = name.rpartition("copy:")
@@ -345,13 +337,15 @@ def default_tree(max_depth: int | None) -> str:
 
 
 def _read_tree(name: str, path: Path) -> TreeConfig:
-    def is_path(value: Any) -> bool:
-        # Not isinstance for the ranks: JSON's true is an int, too.
-        return isinstance(value, list) and bool(value) and all(type(rank) is int for rank in value)
-
     try:
         paths = json.loads(path.read_text())
-        if not (isinstance(paths, list) and paths and all(map(is_path, paths))):
+        # Not isinstance for the ranks: JSON's true is an int, too.
+        if not (
+            isinstance(paths, list)
+            and paths
+            and all(isinstance(ranks, list) and ranks for ranks in paths)
+            and all(type(rank) is int for ranks in paths for rank in ranks)
+        ):
             raise ValueError(f"found {str(paths)[:60]}")
         return TreeConfig(name, tuple(map(tuple, paths)))
     except OSError as error:

@@ -24,7 +24,7 @@ from clover_jax.decoding.step import weights_for
 from clover_jax.decoding.tree import target_ids
 from clover_jax.drafters.drafter import frozen_from_base
 from clover_jax.drafters.registry import DraftHead
-from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Method
 from clover_jax.evaluation.rows import TurnRow
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import project
@@ -47,7 +47,6 @@ class Hits(NamedTuple):
     hits: np.ndarray
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the shares for a report."""
         shares = np.where(self.pairs > 0, self.hits / np.maximum(self.pairs, 1), np.nan)
         return {
             "pairs": self.pairs.tolist(),

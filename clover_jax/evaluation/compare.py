@@ -33,7 +33,6 @@ def compare_reports(names: str, output: str | None) -> dict[str, Any]:
     names: "A,B", each a folder with a report.json or such a file. output: a folder for the page
     and its values; None writes nothing.
     Differences of the conditions are listed on stderr and on the page.
-    Raises UserError for names that are not two reports.
     """
     parts = [name.strip() for name in names.split(",")]
     if len(parts) != 2 or not all(parts):

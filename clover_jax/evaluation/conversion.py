@@ -16,11 +16,10 @@ from clover_jax.checkpoints.stored_head import StoredHead, open_head, read_draft
 from clover_jax.data.prompts import SHIPPED_PROMPTS, Prompt, read_prompts
 from clover_jax.decoding.models import Models, load
 from clover_jax.decoding.row_settings import GenerationSettings
-from clover_jax.decoding.row_stream import open_stream
-from clover_jax.decoding.row_totals import RowTotals
+from clover_jax.decoding.row_stream import RowTotals, open_stream
 from clover_jax.decoding.tree_config import default_tree, parse_tree
 from clover_jax.errors import UserError
-from clover_jax.evaluation.conversion_options import ConvertOptions
+from clover_jax.evaluation.options import ConvertOptions
 from clover_jax.runtime.files import check_replaceable, put_in_place, scratch_directory
 from clover_jax.runtime.progress import say
 

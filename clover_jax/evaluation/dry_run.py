@@ -23,9 +23,8 @@ from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import DRAFT_ROWS, with_draft_rows
 from clover_jax.errors import UserError
-from clover_jax.evaluation.compiled import account, account_lines, compile_for
+from clover_jax.evaluation.compiled import account, account_lines, compile_for, count_work
 from clover_jax.evaluation.targets import NoCompiler, Target, find_devices
-from clover_jax.evaluation.work import count_work
 from clover_jax.models.batch import Batch
 from clover_jax.models.meshes import MeshShape, make_abstract_mesh, make_mesh, parse_mesh
 from clover_jax.models.placement import (
@@ -38,9 +37,8 @@ from clover_jax.models.placement import (
 )
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
-from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.setup import check_rows, pipeline_config, step_config
+from clover_jax.training.setup import check_rows, make_head, pipeline_config, step_config
 from clover_jax.training.step import (
     TrainState,
     TrainStepConfig,
@@ -122,10 +120,7 @@ class StepShapes(NamedTuple):
 
 
 def step_shapes(settings: TrainSettings, dtype: jnp.dtype) -> StepShapes:
-    """Return the step of a run with these settings on one device, from the base's config alone.
-
-    Raises UserError for settings that cannot work.
-    """
+    """Return the step of a run with these settings on one device, from the base's config alone."""
     base = describe_base(settings.base)
     head = make_head(settings, base)
     pipeline_config(settings, base, head)  # raises for rows that cannot be
@@ -174,7 +169,6 @@ class DryRun:
 
     @property
     def total_bytes(self) -> int:
-        """Bytes of a device in all."""
         return sum(self.bytes_per_device.values())
 
     def check_memory(self, at_rest: bool = False) -> None:
@@ -202,7 +196,6 @@ class DryRun:
         )
 
     def lines(self) -> list[str]:
-        """Return the figures for a reader."""
         of, estimated = "", ON_A_CPU
         if self.device_memory is not None:
             of, estimated = f" of {gigabytes(self.device_memory)}", "activations are estimated"
@@ -225,18 +218,12 @@ class DryRun:
             time,
         ]
 
-    def to_row(self) -> dict[str, Any]:
-        """Return the figures as JSON."""
-        row = dataclasses.asdict(self) | {"mesh": str(self.mesh), "total_bytes": self.total_bytes}
-        return {"dry_run": True} | row
-
 
 def dry_run(settings: TrainSettings, mesh: str | None, target: Target | None = None) -> DryRun:
     """Return what a run with these settings would take.
 
     mesh: as `--mesh`; it may have more devices than this machine. target: the hardware; None is
         the devices of this process.
-    Raises UserError for settings that cannot work.
     """
     # Check the settings before anything is traced.
     shape = _mesh_shape(mesh, target)

@@ -18,15 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from clover_jax.array_types import Array, Float, Int, Params
+from clover_jax.array_types import Array, Int, Params
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.programs import options_here, repeated
 from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling import TOKEN, gumbel, warp
 from clover_jax.decoding.state import DecodeState, bucket
 from clover_jax.decoding.step import StepConfig, Weights
-from clover_jax.evaluation.methods import Method
-from clover_jax.evaluation.plan import Plan, TimedPass
+from clover_jax.evaluation.plan import Method, Plan, TimedPass
 from clover_jax.evaluation.rows import turns_of
 from clover_jax.models.cache import Cache, ordered_after, write_rows
 from clover_jax.models.decoder import Decoder, base_logits, causal_mask
@@ -304,7 +303,13 @@ def add_scores(
     index = (newest - start)[:, None, None]
     hidden = jnp.take_along_axis(output.hidden["post_norm"], index, axis=1)
     logits = base_logits(config.base, weights.base, hidden)[:, 0]
-    scores = _noisy(config, state, logits, newest + 1)
+    # Scores whose argmax is the next token, before top-k and top-p cut any: logits / temperature +
+    # the position's noise, or the logits at temperature 0.
+    scores, rows = logits, state.sampling
+    if config.sampling.verify != "greedy":
+        noise = gumbel(rows, (newest + 1)[:, None], TOKEN, logits.shape[-1])[:, 0]
+        noisy = warp(logits[:, None], rows, truncate=False)[:, 0] + noise
+        scores = jnp.where(rows.temperature[:, None] > 0, noisy, logits)
 
     best = top_k(scores, 2).values
     emitted = jnp.take_along_axis(tokens, jnp.minimum(newest + 1, tokens.shape[1] - 1)[:, None], 1)
@@ -316,18 +321,3 @@ def add_scores(
     # The cache is written only after the scores that need it as it was.
     write_at = ordered_after(start, scores)
     return over_rows_and_heads(write_rows, cache, output.fresh, write_at), filled
-
-
-def _noisy(
-    config: StepConfig, state: DecodeState, logits: Float[Array, "B V"], position: Array
-) -> Float[Array, "B V"]:
-    """Return scores whose argmax is the next token, before top-k and top-p cut any.
-
-    They are logits / temperature + the position's noise, or the logits at temperature 0.
-    """
-    rows = state.sampling
-    if config.sampling.verify == "greedy":
-        return logits
-    scaled = warp(logits[:, None], rows, truncate=False)[:, 0]
-    noise = gumbel(rows, position[:, None], TOKEN, logits.shape[-1])[:, 0]
-    return jnp.where(rows.temperature[:, None] > 0, scaled + noise, logits)

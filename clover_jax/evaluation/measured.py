@@ -1,4 +1,7 @@
-"""`bench`: time a plain and a speculative step, and all parts of the latter, alternating."""
+"""`bench`: time a plain and a speculative step, and all parts of the latter, alternating.
+
+`--sweep`: the cost of verification by batch size and nodes, and when speculation pays.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +10,7 @@ import functools
 import itertools
 import math
 import statistics
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from typing import Any
 
 import jax
@@ -16,15 +19,25 @@ import numpy as np
 
 from clover_jax.array_types import Params
 from clover_jax.checkpoints.shapes import base_shapes
-from clover_jax.decoding.decode_states import cache_size, fitting_context
-from clover_jax.decoding.models import Models, load
+from clover_jax.decoding.models import Models, cache_size, fitting_context, load
+from clover_jax.decoding.programs import Placement
 from clover_jax.decoding.race import with_attention
 from clover_jax.decoding.requests import Generation, Request, RowUpdate
 from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.spec import ModelSpec
+from clover_jax.decoding.tree import TokenTree
 from clover_jax.errors import UserError
-from clover_jax.evaluation.loops import STEPS
-from clover_jax.evaluation.parts import Bench, chunk_run, stage_parts, step_part
+from clover_jax.evaluation.parts import (
+    STEPS,
+    Bench,
+    chunk_run,
+    draft_loop,
+    stage_parts,
+    step_loop,
+    step_part,
+    steps_at_once,
+    verify_loop,
+)
 from clover_jax.models.int8 import Int8Matrix
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.dtypes import exact_matmuls
@@ -39,17 +52,11 @@ CEILING_ROUNDS = 7
 
 
 def measure_and_describe(
-    spec: ModelSpec,
-    *,
-    batch: int,
-    context: int | None,
-    rounds: int,
-    force_accept: int | None,
+    spec: ModelSpec, *, batch: int, context: int | None, rounds: int, force_accept: int | None
 ) -> dict[str, Any]:
     """Time a step and its parts, print the table, return all of it as JSON values.
 
     context: None takes what fits, see `fitting_context`.
-    Raises UserError as `load` and `measure` do.
     """
     with passing_note(f"loading {spec.base}"):
         models = load(spec)
@@ -66,11 +73,7 @@ def measure_and_describe(
     context = context or fitting_context(models, room_for(models, rounds, force_accept))
     # As in `generate`: --attention=auto is measured at this batch size.
     models = with_attention(models, spec.attention, batch)
-    with (
-        passing_note("measuring"),
-        exact_matmuls(str(models.dtype)),
-        CompileClock() as compiling,
-    ):
+    with passing_note("measuring"), exact_matmuls(str(models.dtype)), CompileClock() as compiling:
         timed = measure(models, batch, context, rounds, force_accept)
     print("\n".join(table(timed, force_accept)))
 
@@ -119,7 +122,6 @@ def measure(
 
     force_accept: drafted tokens that every step accepts; None does not force any. A part's floor
     is the time of the bytes that it must read, or of its products, on this machine.
-    Raises UserError if the tree does not suit the head, or the context the base.
     """
     sampling = SamplingConfig(force_accept=force_accept)
     room = room_for(models, rounds, force_accept)
@@ -297,3 +299,92 @@ def measure_ceilings(dtype: jnp.dtype) -> Ceilings:
     product: dict[str, Run] = {"product": functools.partial(multiply, matrix, matrix)}
     (seconds,) = time_in_turns(product, CEILING_ROUNDS).values()
     return Ceilings(bandwidth, 2 * size**3 / seconds)  # a product and a sum are two operations
+
+
+def sweep_and_describe(
+    spec: ModelSpec,
+    *,
+    batch_sizes: Sequence[int],
+    nodes: Sequence[int],
+    context: int | None,
+    rounds: int,
+) -> dict[str, Any]:
+    """Time batch sizes and tree sizes, print the table, return it as JSON values.
+
+    context: None takes what fits, see `fitting_context`.
+    """
+    with passing_note(f"loading {spec.base}"):
+        models = load(spec)
+    context = context or fitting_context(models, room=0)
+    # In float32 products are exact, as they are when rows are decoded.
+    with passing_note("measuring"), exact_matmuls(str(models.dtype)):
+        cells = sweep(models, batch_sizes, nodes, context, rounds)
+
+    lines = [
+        f"drafting as for tree {models.tree.name}",
+        f"{'batch':>5}{'nodes':>7}{'plain ms':>10}{'verify ms':>11}{'x plain':>9}"
+        f"{'draft ms':>10}{'break-even':>12}",
+    ]
+    for batch, count, plain, verify, draft, break_even in (cell.values() for cell in cells):
+        lines.append(
+            f"{batch:>5}{count:>7}{plain:>10.3f}{verify:>11.3f}{verify / plain:>9.2f}{draft:>10.3f}"
+            f"{break_even:>12.2f}"
+        )
+    print("\n".join(lines))
+    return describe_run(models, spec) | {"context": context, "rounds": rounds, "cells": cells}
+
+
+def sweep(
+    models: Models, batch_sizes: Sequence[int], nodes: Sequence[int], context: int, rounds: int
+) -> list[dict[str, Any]]:
+    """Time every batch size with every number of nodes, in milliseconds.
+
+    A cell has the draft of the models' tree and the verification of a tree of `nodes` nodes.
+    break_even: drafted tokens that such a step must accept to be as fast as plain decoding.
+    Raises UserError for a base alone, which has nothing to verify.
+    """
+    if models.head is None:
+        raise UserError("--sweep needs a draft; give --draft=random:clover2 or a folder")
+    config, slots = models.step(), models.tree.num_slots  # raises if the head cannot draft the tree
+    size = cache_size(models, context, room=0)
+    placement = Placement(models.mesh)
+
+    cells = []
+    for batch in batch_sizes:
+        bench = Bench(models, batch, size, context)
+        plain = Bench(models.plain(), batch, size, context)
+        plain_step = functools.partial(step_loop, plain.models.step())
+        runs: dict[str, Run] = {
+            "plain": plain.updating(plain_step).run,
+            "step": bench.updating(functools.partial(step_loop, config)).run,
+            "draft": bench.updating(functools.partial(draft_loop, config)).run,
+        }
+        for count in sorted({slots, *(each + 1 for each in nodes)}):  # the root is a slot too
+            # The base's forward over a root, whose parent is -1, and its children.
+            shape, vocabulary = (batch, count), models.base.config.vocab_size
+            tokens = jax.random.randint(jax.random.key(3), shape, 0, vocabulary, jnp.int32)
+            tree = TokenTree(tokens, jnp.where(jnp.arange(count) == 0, -1, 0)[None], depth=1)
+            runs[f"verify {count}"] = bench.reading(
+                functools.partial(verify_loop, config), tree
+            ).run
+        with placement.in_use():
+            timed = time_in_turns(runs, rounds)
+
+        ms = {name: 1e3 * seconds / steps_at_once() for name, seconds in timed.items()}
+        # The rest of a step, accepting and committing, is a small difference: noise may make it
+        # negative.
+        rest = max(ms["step"] - ms["draft"] - ms[f"verify {slots}"], 0.0)
+        for count in nodes:
+            step = ms["draft"] + ms[f"verify {count + 1}"] + rest
+            cells.append(
+                {
+                    "batch_size": batch,
+                    "nodes": count,
+                    "plain_ms": round(ms["plain"], 4),
+                    "verify_ms": round(ms[f"verify {count + 1}"], 4),
+                    "draft_ms": round(ms["draft"], 4),
+                    # A step as long as n plain ones must emit n tokens; one is the base's own.
+                    "break_even": round(step / ms["plain"] - 1, 3),
+                }
+            )
+    return cells

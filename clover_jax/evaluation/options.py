@@ -1,8 +1,9 @@
-"""The options of `evaluate`, checked before anything is loaded."""
+"""The options of `evaluate` and of `convert`, checked before anything is loaded."""
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from pathlib import Path
 
@@ -13,6 +14,22 @@ from clover_jax.field_types import setting
 
 VANILLA = "vanilla"  # plain decoding's name in files
 _NAME = re.compile(r"[A-Za-z0-9][\w.+-]*")  # of a draft, which names a file
+
+# Written out, as the table of layouts imports JAX and `--help` must not; a test compares both.
+TARGETS = (
+    "orbax",
+    "clover2",
+    "eagle",
+    "eagle_vllm",
+    "eagle_sglang",
+    "eagle3",
+    "dflash2",
+    "medusa",
+    "medusa_vllm",
+    "speculators",
+)
+
+_verifying = functools.partial(setting, group="verifying")
 
 
 def display_name(method: str) -> str:
@@ -88,16 +105,13 @@ class Options:
 
     @property
     def directory(self) -> Path:
-        """The folder for the report."""
         return Path(self.output or self.workdir).expanduser()
 
     def rows_path(self, name: str) -> Path:
-        """Return where a method's rows are kept."""
         return self.directory / "rows" / f"{name}.jsonl"
 
     @property
     def draft_choices(self) -> list[DraftChoice]:
-        """The drafts, in the order in which they were given."""
         return parse_drafts(self.drafts or "", self.tree)
 
     @property
@@ -123,7 +137,6 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
 
     Example: "a=x,b=y" with the trees "b=chain:4" gives a=x with its own tree and b=y with chain:4;
     "runs/eagle" is eagle=runs/eagle.
-    Raises UserError for text of another form.
     """
     sources: dict[str, str] = {}
     for item in filter(None, map(str.strip, drafts.split(","))):
@@ -153,3 +166,30 @@ def parse_drafts(drafts: str, tree: str | None) -> list[DraftChoice]:
             raise UserError(f"--tree: {item!r} should be NAME=TREE; the drafts are {known}")
         trees[name] = value
     return [DraftChoice(name, source, trees.get(name)) for name, source in sources.items()]
+
+
+@dataclasses.dataclass(frozen=True)
+class ConvertOptions:
+    """The flags of `convert` in addition to those of `ModelSpec`, which names the head's base."""
+
+    spec: ModelSpec
+    # Both are refused where they are missing, so readers find text.
+    input: str = setting(None, "the head to convert")
+    output: str = setting(None, "folder to write")
+    to: str = setting("orbax", "layout to write", choices=TARGETS)
+    cut_vocab: bool = setting(False, "leave out rows beyond the base's vocabulary (padding)")
+    overwrite: bool = setting(False, "replace the draft head at --output")
+    verify: bool = _verifying(False, "decode with both heads; fail where accepted lengths differ")
+    prompts: str | None = _verifying(
+        None, "prompts to verify with [the base's prompts.jsonl, else tokens of its vocabulary]"
+    )
+    num_prompts: int = _verifying(8, "maximum number of prompts to verify with", least=1)
+    max_new_tokens: int = _verifying(64, "tokens to decode for each prompt", least=2)
+
+    def __post_init__(self):
+        for name in ("input", "output"):
+            if not getattr(self, name):
+                raise UserError(f"--{name} is missing; give the folder")
+        # A flag without an effect is a misunderstanding.
+        if self.prompts and not self.verify:
+            raise UserError(f"--prompts={self.prompts} needs --verify")

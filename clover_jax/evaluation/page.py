@@ -302,11 +302,13 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
     def joined(part: Mapping[str, Any]) -> str:
         return ", ".join(f"{name} {value}" for name, value in part.items())
 
-    def drafted_by(draft: Mapping[str, Any]) -> str:
+    drafts = []
+    for name, draft in manifest["drafts"].items():
+        origin = f"{draft['source']}, step {draft['steps']}, {draft['hash']}"
         # Lookup and recycle have no weights.
         if draft["steps"] is None and draft["source"] == draft["kind"]:
-            return f"{draft['kind']}, from the text"
-        return f"{draft['kind']}, {draft['source']}, step {draft['steps']}, {draft['hash']}"
+            origin = "from the text"
+        drafts.append([f"draft {name}", f"{draft['kind']}, {origin}"])
 
     # None stands for a flag that was left out.
     flags = manifest["flags"].items()
@@ -317,7 +319,7 @@ def _manifest(manifest: Mapping[str, Any]) -> str:
         ["hardware", joined(manifest["hardware"])],
         ["base", f"{manifest['base']['source']}, {manifest['base']['hash']}"],
         ["prompts", f"{manifest['prompts']['source']}, {manifest['prompts']['hash']}"],
-        *([f"draft {name}", drafted_by(one)] for name, one in manifest["drafts"].items()),
+        *drafts,
         ["flags", " ".join(f"--{name}={value}" for name, value in flags if value is not None)],
     ]
     return table(["entry", "value"], rows)

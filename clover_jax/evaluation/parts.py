@@ -1,27 +1,36 @@
 """Jit the functions that a step calls, one by one, to time them as its parts.
 
-All parts work on one state at one length: their changes of small arrays are dropped, so a part
-costs the same at every call. Buffers that a part writes to are donated, as in the engine.
+On CPU the engine's chunk is a loop on the device, so a part is timed in such a loop; starting it
+from the host could take longer than the part. Each iteration uses the result of the last, so the
+compiler cannot hoist the part out of the loop. On other devices a program runs its part once.
+
+All parts of a `Bench` work on one state at one length: their changes of small arrays are dropped,
+so a part costs the same at every call. Buffers that a part writes to are donated, as in the engine.
+`measure` times a step of an engine with its slots full of a run's own prompts.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from clover_jax.array_types import PyTree
-from clover_jax.decoding.decode_states import running_state
-from clover_jax.decoding.models import Models
-from clover_jax.decoding.programs import Placement, options_here
+from clover_jax.array_types import Array, Int, PyTree
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.models import Models, running_state
+from clover_jax.decoding.programs import Placement, decode_chunk, loops_on_device, options_here
+from clover_jax.decoding.requests import Request
 from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
-from clover_jax.decoding.state import DecodeState
+from clover_jax.decoding.state import RUNNING, DecodeState
 from clover_jax.decoding.step import (
     StepConfig,
     Weights,
+    absorb_and_draft,
     absorb_pending,
     accept,
     commit,
@@ -29,17 +38,93 @@ from clover_jax.decoding.step import (
     roots,
     speculate_and_verify,
     verify_tree,
+    weights_for,
 )
+from clover_jax.decoding.tree import TokenTree
 from clover_jax.decoding.tree_config import CopyTree, Tree, TreeConfig
-from clover_jax.evaluation.loops import STEPS, step_loop, steps_at_once
-from clover_jax.evaluation.work import Work, count_work
+from clover_jax.evaluation.compiled import Work, count_work
+from clover_jax.evaluation.plan import Method
 from clover_jax.models.cache import key_values
 from clover_jax.runtime.turns import Run
+
+STEPS = 8  # as in the engine's chunks
 
 _BUFFERS = ("tokens", "cache", "draft_cache")  # fields of the state that a step updates in place
 
 # (weights, state, ...) -> (state with its buffers updated, anything else to be consumed)
 Stage = Callable[..., tuple[DecodeState, Any]]
+
+METHOD = (
+    "the whole step, drafting and verification, each compiled and run alone (on CPU in a loop on "
+    "the device) at the run's batch size on its first prompts, alternately; the fastest of 7"
+)
+_REPEATS = 7
+
+
+def steps_at_once() -> int:
+    """Return the number of steps that a program below runs on this platform."""
+    return STEPS if loops_on_device() else 1
+
+
+def step_loop(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, Int[Array, ""]]:
+    """Run whole steps, in which no row may end."""
+    if not loops_on_device():
+        state, record = speculate_and_verify(config, weights, state)
+        return state, record.emitted.sum()
+
+    # Every slot holds a row, or the chunk would end at once.
+    filled = jnp.ones_like(state.finish, bool)
+    state, records = decode_chunk(config, STEPS, weights, state, filled)
+    return state, records.emitted.sum()
+
+
+def draft_loop(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, Int[Array, " B"]]:
+    """Absorb and draft, with the token drafted last as the next root.
+
+    Each draft depends on the previous one. Otherwise the compiler would compute a head that reads
+    no token (Medusa), and copies of the text, once before the loop, and of other heads only the
+    levels that lead to the next root.
+    """
+
+    def body(carry: tuple[DecodeState, Array]) -> tuple[DecodeState, Array]:
+        state, root = carry
+        state, drafted = absorb_and_draft(config, weights, state, root)
+        tokens = drafted.tree.tokens
+
+        # Token ids are 0 or more, so this adds 0, but the compiler cannot know.
+        zero = jnp.minimum(tokens.max(axis=1), 0)
+        state = state.replace(
+            features=state.features + zero[:, None, None].astype(state.features.dtype),
+            next_tokens=state.next_tokens + zero[:, None],
+            length=state.length + zero,
+        )
+        # A slot without a token holds -1, which is not a valid id.
+        return state, jnp.maximum(tokens[:, -1], 0) + zero
+
+    return _repeat(body, (state, roots(state)))
+
+
+def verify_loop(
+    config: StepConfig, weights: Weights, state: DecodeState, tree: TokenTree
+) -> Int[Array, "B T"]:
+    """Verify a tree; each iteration fills its slots with the base's choices of the last one."""
+    # Sampling is not a part of verification, and greedy choices need no random keys.
+    config = dataclasses.replace(config, sampling=GREEDY)
+
+    def body(tokens: Array) -> Array:
+        return verify_tree(config, weights, state, tree.replace(tokens=tokens)).predicted
+
+    return _repeat(body, tree.tokens)
+
+
+def _repeat(body: Callable[[Any], Any], carry: Any) -> Any:
+    if not loops_on_device():
+        return body(carry)
+    return jax.lax.scan(lambda carry, _: (body(carry), None), carry, length=STEPS)[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +156,6 @@ class Bench:
 
     @property
     def state(self) -> DecodeState:
-        """The whole state, as it is now."""
         return self._small.replace(**self._buffers)
 
     def updating(self, stage: Stage, *more: Any, cache_bytes: float = 0.0) -> Part:
@@ -195,3 +279,95 @@ def cut_tree(tree: Tree, depth: int) -> Tree:
 
 def _num_bytes(tree: PyTree) -> int:
     return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+@dataclasses.dataclass(frozen=True)
+class StageTimes:
+    """Seconds of one step with a full batch, and of its parts; draft is 0 for plain decoding."""
+
+    batch_size: int
+    context: int
+    step: float
+    draft: float
+    verify: float
+
+    def to_dict(self, plain: StageTimes) -> dict[str, Any]:
+        """Return seconds, shares, and the cost of a step in steps of plain decoding."""
+        # Parts that overlap within a step may add up to more than the step.
+        rest = max(self.step - self.draft - self.verify, 0.0)
+        total = self.draft + self.verify + rest
+        return {
+            **dataclasses.asdict(self),
+            "rest": rest,
+            "draft_share": self.draft / total,
+            "verify_share": self.verify / total,
+            "rest_share": rest / total,
+            # A draft gains time where its tau exceeds this.
+            "break_even_tau": self.step / plain.step,
+        }
+
+
+def measure(method: Method, engine: Engine, requests: Sequence[Request]) -> StageTimes:
+    """Time a step of the engine and its parts, with its slots full.
+
+    The programs alternate on one state, as a second one may not fit into memory.
+    """
+    models, placement = method.models, engine.placement
+    weights = weights_for(engine.config.head, models.base.params, models.draft_params)
+    weights = placement.weights(weights)
+    # Every slot is in use, as in the middle of a run, so short inputs are repeated.
+    slots = [requests[i % len(requests)] for i in range(engine.batch_size)]
+    slots = [dataclasses.replace(request, index=i) for i, request in enumerate(slots)]
+
+    def compiled(part: Callable) -> Callable:
+        part = functools.partial(part, engine.config)
+        return placement.compiled(part, donate_argnums=1, compiler_options=options_here())
+
+    state = engine.prefilled(weights.base, models.draft_params, slots)
+    # No row may end, or the steps would too; writes beyond the buffer are cut off.
+    state = state.replace(
+        limit=state.limit + (1 << 20),
+        eos=jnp.full_like(state.eos, -1),
+        finish=jnp.full_like(state.finish, RUNNING),
+    )
+
+    # A drafted tree for verification to read; each run fills in new tokens.
+    state, tree = compiled(_draft)(weights, state)
+    verify = compiled(lambda config, w, state, tree: (state, verify_loop(config, w, state, tree)))
+    programs = {"step": (compiled(_steps),), "verify": (verify, tree)}
+    if engine.config.head is not None:
+        programs["draft"] = (compiled(draft_loop),)
+
+    times: dict[str, list[float]] = {name: [] for name in programs}
+    for _ in range(_REPEATS + 1):
+        for name, (program, *more) in programs.items():
+            started = time.perf_counter()
+            # STEPS steps in total, in one call or in several.
+            for _ in range(STEPS // steps_at_once()):
+                state, result = program(weights, state, *more)
+            jax.block_until_ready((state, result))
+            times[name].append(time.perf_counter() - started)
+    # The first run compiles. The fastest is the one that nothing else disturbed.
+    fastest = {name: min(seconds[1:]) / STEPS for name, seconds in times.items()}
+    return StageTimes(
+        batch_size=engine.batch_size,
+        context=max(len(request.prompt_ids) for request in slots) + 1,
+        **{"draft": 0.0, **fastest},
+    )
+
+
+def _steps(config: StepConfig, weights: Weights, state: DecodeState) -> tuple[DecodeState, Array]:
+    """Run steps; every call starts from the same place in the text."""
+    # The caches are passed on, since they were donated; everything else stays.
+    new, emitted = step_loop(config, weights, state)
+    return state.replace(cache=new.cache, draft_cache=new.draft_cache), emitted
+
+
+def _draft(
+    config: StepConfig, weights: Weights, state: DecodeState
+) -> tuple[DecodeState, TokenTree]:
+    root = roots(state)
+    if config.head is None:
+        return state, TokenTree.root_only(root)
+    state, drafted = absorb_and_draft(config, weights, state, root)
+    return state, drafted.tree

@@ -272,10 +272,5 @@ def _legend(figure: Figure, axes: Axes) -> None:
     lines = sum(name.count("\n") + 1 for name in names) / columns
     figure.set_figheight(figure.get_figheight() + 0.2 * (lines - 1))
     figure.legend(
-        handles,
-        names,
-        loc="outside lower left",
-        ncols=columns,
-        frameon=False,
-        handlelength=2.4,
+        handles, names, loc="outside lower left", ncols=columns, frameon=False, handlelength=2.4
     )

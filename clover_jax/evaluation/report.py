@@ -2,30 +2,32 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
 import platform
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
-from clover_jax.decoding.identity import identity_of
+from clover_jax.decoding.models import identity_of
 from clover_jax.decoding.tree_config import portable_name
 from clover_jax.evaluation import accuracy
 from clover_jax.evaluation.equality import Comparisons, Divergence, summarize
-from clover_jax.evaluation.methods import Method
 from clover_jax.evaluation.options import VANILLA, display_name
 from clover_jax.evaluation.page import report_text, speed_of
-from clover_jax.evaluation.passes import Evaluation
-from clover_jax.evaluation.plan import TimedPass, speed, split_rounds
+from clover_jax.evaluation.parts import METHOD, StageTimes
+from clover_jax.evaluation.plan import Method, TimedPass, speed, split_rounds
 from clover_jax.evaluation.plots import draw_plots
-from clover_jax.evaluation.stage_times import METHOD, StageTimes
 from clover_jax.runtime.files import write_json, write_text
 from clover_jax.runtime.jsonl import plain_values
 from clover_jax.runtime.provenance import versions
+
+if TYPE_CHECKING:
+    from clover_jax.evaluation.run import Evaluation
 
 FORMAT = 1
 JSON, MARKDOWN, PLOTS = "report.json", "report.md", "plots"
@@ -55,9 +57,13 @@ def build_report(
     passes = journal.of(evaluation.keys)
     times = measured.times
     steps = {name: one.to_dict(times[VANILLA]) for name, one in times.items()}
+    # The revisions of the code that timed the passes and of this, the oldest first.
+    by_age = [one.revision for one in sorted(passes, key=lambda one: one.session)]
+    revisions = dict.fromkeys([*by_age, journal.origin["revision"]])
+    named = ", ".join(revision or "unknown" for revision in revisions) if any(revisions) else None
     report = {
         "format": FORMAT,
-        "manifest": manifest | {"git_revision": _revisions(passes, journal.origin.revision)},
+        "manifest": manifest | {"git_revision": named},
         "tasks": tasks,
         "sampling": plan.sampling.to_dict(),
         "is_equality_expected": plan.is_equality_expected,
@@ -72,7 +78,7 @@ def build_report(
             for method in methods
         },
         "speed": {str(size): _speeds(evaluation, size, passes) for size in plan.batch_sizes},
-        "sessions": sorted({one.origin.session for one in passes}),
+        "sessions": sorted({one.session for one in passes}),
         "split_turns": split_rounds(passes),
         "step_timing": METHOD,
         "divergences": {
@@ -155,7 +161,6 @@ def key_figures(report: Mapping[str, Any], directory: Path) -> dict[str, Any]:
 def _cell(
     method: Method, evaluation: Evaluation, measured: Measured, task: str | None
 ) -> dict[str, Any]:
-    """Return a method's figures on one task, or on all."""
     cell = evaluation.files[method.name].tally(task).to_dict()
     if method.name == VANILLA:
         return cell
@@ -194,16 +199,6 @@ def _speeds(evaluation: Evaluation, size: int, passes: Sequence[TimedPass]) -> d
     }
 
 
-def _revisions(passes: Iterable[TimedPass], here: str | None) -> str | None:
-    """Return the revisions of the code that timed the passes and of this, the oldest first."""
-    # Sessions are numbered in order; this revision comes last.
-    by_age = sorted((one.origin for one in passes), key=lambda origin: origin.session)
-    revisions = dict.fromkeys([*(origin.revision for origin in by_age), here])
-    if set(revisions) <= {None}:
-        return None
-    return ", ".join(revision or "unknown" for revision in revisions)
-
-
 def manifest(flags: dict[str, Any], methods: list[Method], prompts: dict[str, Any]) -> dict:
     """Return the manifest of a run.
 
@@ -239,26 +234,20 @@ def conditions(mesh: str | None) -> dict[str, Any]:
 
 def hardware() -> dict[str, Any]:
     """Return the hardware of the run."""
-    device = jax.devices()[0]
+    device, processor = jax.devices()[0], platform.processor()
+    # JAX calls every CPU "cpu"; Linux has the processor's name.
+    with contextlib.suppress(OSError):
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+        names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        processor = names[0] if names else processor
     return {
         "backend": jax.default_backend(),
         "device": device.device_kind,
         "num_devices": jax.device_count(),
-        "processor": _processor(),
+        "processor": processor,
         "cores": os.cpu_count(),
         "system": platform.platform(),
     }
-
-
-def _processor() -> str:
-    """Return the processor's name where the system has it (Linux)."""
-    # JAX calls every CPU "cpu".
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.processor()
-    names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor()
 
 
 def _draft(method: Method) -> dict[str, Any]:

@@ -12,14 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from clover_jax.data.prompts import Prompt
-from clover_jax.decoding.identity import identity_of
-from clover_jax.decoding.output import RowSink, open_rows
+from clover_jax.decoding.generate_run import RowSink, open_rows
+from clover_jax.decoding.models import identity_of
 from clover_jax.decoding.requests import AcceptedLengths
-from clover_jax.decoding.row_stream import RowEvent
-from clover_jax.decoding.row_totals import RowTotals, turn_columns
-from clover_jax.evaluation.methods import Method
+from clover_jax.decoding.row_stream import RowEvent, RowTotals, turn_columns
 from clover_jax.evaluation.options import Options
-from clover_jax.evaluation.plan import Plan
+from clover_jax.evaluation.plan import Method, Plan
 from clover_jax.runtime.distributed import from_primary
 
 _FIRST_BIN = 64
@@ -55,13 +53,16 @@ class RowMaker:
     """Makes output rows from events; one for each pass over prompts."""
 
     def __init__(self):
-        self._forwards: dict[int, dict[str, list]] = {}
+        # Prompt's index -> columns; each list has an entry for every turn.
+        self._forwards: dict[int, dict[str, list]] = collections.defaultdict(
+            lambda: {"proposed": [], "ranks": [], "copied": [], "num_cut": []}
+        )
 
     def take(self, event: RowEvent) -> dict[str, Any] | None:
         """Read an event; return the output row if it ended one, with the prompt's index."""
         progress = event.progress
         if progress is not None and progress.ended:
-            columns = self._forwards.setdefault(event.prompt.index, _empty_columns())
+            columns = self._forwards[event.prompt.index]
             # A stop string also cuts the forwards of the tokens after it.
             count = len(progress.turn.accepted)
             columns["proposed"].append(progress.generation.proposed[:count])
@@ -72,7 +73,7 @@ class RowMaker:
             return None
 
         # A row that failed after some turns keeps none of them, as in `generate`.
-        columns = self._forwards.pop(event.row["index"], _empty_columns())
+        columns = self._forwards.pop(event.row["index"], {})
         if "output_ids" not in event.row:
             return event.row
         # A tree without copies has counted none.
@@ -82,10 +83,6 @@ class RowMaker:
         if isinstance(event.prompt, Prompt) and event.prompt.num_turns == 1:
             columns = {name: values[0] for name, values in columns.items()}
         return {**event.row, **columns}
-
-
-def _empty_columns() -> dict[str, list]:
-    return {"proposed": [], "ranks": [], "copied": [], "num_cut": []}
 
 
 class Tally(RowTotals):
@@ -147,7 +144,6 @@ class Tally(RowTotals):
             context += accepted + 1
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the figures for a report."""
         lengths, depth = self._lengths, self._depth
         # Plain decoding drafts nothing, so its forwards are not drafts.
         per_position = lengths.reaching(depth)
@@ -251,10 +247,6 @@ class RowFile:
         # Only tokens are compared: times and counts may differ between passes.
         old, new = ([turn.output_ids for turn in turns_of(one)] for one in (before, row))
         return None if old == new else placed
-
-    def has_all(self, task: str) -> bool:
-        """Whether every row of a task is there."""
-        return all(prompt.index in self.rows for prompt in self._plan.tasks[task])
 
     def tally(self, task: str | None = None) -> Tally:
         """Return the sums over the rows that are there, of one task or of all."""

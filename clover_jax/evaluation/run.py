@@ -2,32 +2,48 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from clover_jax.data.chat import encode_prompt
 from clover_jax.data.chat_templates import template_notice
 from clover_jax.data.prompts import (
     BadPrompt,
+    Failures,
     Prompt,
     prompts_hash,
     read_prompt_files,
     read_prompts_and_mistakes,
     shipped_prompts,
 )
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.generate_run import memory_advice
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.race import check_one_process
 from clover_jax.decoding.row_settings import GenerationSettings, sampling_for
+from clover_jax.decoding.row_stream import RowStream
 from clover_jax.decoding.tree_config import AUTO
+from clover_jax.drafters.registry import TRAINING_FREE
 from clover_jax.errors import UserError
-from clover_jax.evaluation import accuracy, stage_times
+from clover_jax.evaluation import accuracy, parts
 from clover_jax.evaluation.equality import compare_passes, judge
-from clover_jax.evaluation.methods import Method, load_methods, make_engines, sizes_on
-from clover_jax.evaluation.options import Options
-from clover_jax.evaluation.passes import Evaluation
-from clover_jax.evaluation.plan import PassJournal, Plan, group_by_task
+from clover_jax.evaluation.options import VANILLA, Options, display_name
+from clover_jax.evaluation.plan import (
+    Method,
+    PassJournal,
+    PassKey,
+    Plan,
+    TimedPass,
+    group_by_task,
+    load_methods,
+    make_engines,
+    sizes_on,
+    speed,
+    warm_up,
+)
 from clover_jax.evaluation.report import (
     Measured,
     build_report,
@@ -36,11 +52,138 @@ from clover_jax.evaluation.report import (
     manifest,
     write_report,
 )
-from clover_jax.evaluation.rows import open_row_files, turns_of
+from clover_jax.evaluation.rows import RowFile, RowMaker, open_row_files, turns_of
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.dtypes import exact_matmuls, resolve_dtype
+from clover_jax.runtime.jsonl import plain_values
 from clover_jax.runtime.progress import Progress, passing_note, progress_bar, say
 from clover_jax.runtime.provenance import git_revision
+
+
+@dataclasses.dataclass(frozen=True)
+class Evaluation:
+    """A run of `evaluate`: its plan and methods, and its rows and times.
+
+    methods: plain decoding first. engines: batch size -> method's name -> engine.
+    files: method's name -> its rows. journal: of timed passes. failures: rows that failed.
+    """
+
+    methods: Sequence[Method]
+    engines: Mapping[int, Mapping[str, Engine]]
+    plan: Plan
+    files: Mapping[str, RowFile]
+    journal: PassJournal
+    failures: Failures = dataclasses.field(default_factory=Failures)
+
+    @property
+    def keys(self) -> list[PassKey]:
+        return list(self.plan.passes(method.name for method in self.methods))
+
+    @property
+    def todo(self) -> list[PassKey]:
+        return [
+            key
+            for key in self.keys
+            # A pass also runs again where rows are missing: a row file drops a torn last line.
+            if key not in self.journal
+            or {one.index for one in self.plan.tasks[key.task]} - self.files[key.method].rows.keys()
+        ]
+
+    def num_rows(self, keys: Iterable[PassKey]) -> int:
+        return sum(len(self.plan.tasks[key.task]) for key in keys)
+
+    def run_passes(self) -> None:
+        """Run the passes left: a bar for each batch size, a line for every finished task."""
+        # Keys come batch size by batch size, and there task by task.
+        with CompileClock() as compiling:
+            for batch_size, at_size in itertools.groupby(self.todo, lambda key: key.batch_size):
+                keys = list(at_size)
+                # All programs compile before the bar starts to estimate the time left.
+                for method in self.methods:
+                    name = display_name(method.name)
+                    note = f"compiling for {name}, batch size {batch_size}"
+                    with passing_note(note), memory_advice(batch_size):
+                        warm_up(method, self.engines[batch_size][method.name], self.plan.longest)
+
+                # Finished rows count too, or the bar of a resumed run would start at 0.
+                total = self.num_rows(key for key in self.keys if key.batch_size == batch_size)
+                done = total - self.num_rows(keys)
+                desc = f"batch size {batch_size}"
+                with progress_bar(total, desc, "row", initial=done) as bar:
+                    for task, of_task in itertools.groupby(keys, lambda key: key.task):
+                        for key in of_task:
+                            self._run_pass(key, compiling, bar)
+                        bar.write(self._task_line(batch_size, task))
+        for line in self.failures.counts():
+            say(line)
+
+    def _run_pass(self, key: PassKey, compiling: CompileClock, bar: Progress) -> None:
+        """Decode a task once; keep its rows in the method's file and its time in the journal."""
+        prompts, file = self.plan.tasks[key.task], self.files[key.method]
+        (models,) = (method.models for method in self.methods if method.name == key.method)
+        engine = self.engines[key.batch_size][key.method]
+        stream = RowStream(engine, models, prompts, self.plan.settings)
+        maker, tokens, changed = RowMaker(), 0, []
+        # The clock stops while programs compile.
+        started, compiled_before = compiling.now(), compiling.seconds
+
+        with memory_advice(key.batch_size):
+            for event in stream:
+                row = maker.take(event)
+                if row is None:
+                    continue
+                tokens += sum(len(turn.output_ids) for turn in turns_of(row))
+                is_new = row["index"] not in file.rows
+                another_text = file.add(row)
+                if another_text is not None:
+                    # Kept with the pass: it is judged as well as the row's first text.
+                    changed.append(another_text)
+
+                # A row that fails in every pass and with every method is reported once.
+                line = self.failures.add(row) if is_new or another_text else None
+                if line is not None:
+                    bar.write(line)
+                tau, rate = file.tally(key.task).tau, tokens / (compiling.now() - started)
+                figures = "" if tau is None else f"tau {tau:.2f}, "
+                place = f"{key.task} {display_name(key.method)} #{key.repeat + 1}"
+                bar.show(f"{place}, {figures}{rate:.0f} tokens/s")
+                bar.update()
+
+        # Compilation after the warmup is not the method's time.
+        self.journal.add(
+            TimedPass(
+                key,
+                rows=len(prompts),
+                tokens=tokens,
+                seconds=compiling.now() - started,
+                compile_seconds=compiling.seconds - compiled_before,
+                changed=plain_values(changed),
+                **self.journal.origin,
+            )
+        )
+
+    def _task_line(self, batch_size: int, task: str) -> str:
+        """Return the figures of a task that every method has finished."""
+        plain = self.journal.select(batch_size=batch_size, task=task, method=VANILLA)
+        parts = []
+        for name, file in self.files.items():
+            passes = self.journal.select(batch_size=batch_size, task=task, method=name)
+            measured, tally = speed(passes, plain), file.tally(task)
+            rate, ratio = measured["tokens_per_second"], measured["speedup"]
+            text = display_name(name)
+            text += f" {rate['median']:.0f} tokens/s" if rate else ""
+            if name != VANILLA and tally.tau is not None:
+                text += f", tau {tally.tau:.2f}, "
+                text += f"{ratio['median']:.2f}x, " if ratio else ""
+                # Rows that have plain decoding's text in every pass so far.
+                rows = {one.index: file.rows[one.index] for one in self.plan.tasks[task]}
+                later = self.journal.select(task=task, method=name)
+                compared = compare_passes(rows, later, self.files[VANILLA].rows)
+                equal = sum(bool(texts) and not any(texts) for texts in compared.values())
+                text += f"{equal} of {tally.rows} rows equal"
+            parts.append(text)
+        return f"{task} (batch size {batch_size}): {'; '.join(parts)}"
 
 
 def evaluate(
@@ -179,7 +322,7 @@ def _measure(evaluation: Evaluation) -> Measured:
         ]
         engines = evaluation.engines[plan.batch_sizes[0]]
         times = {
-            method.name: stage_times.measure(method, engines[method.name], first)
+            method.name: parts.measure(method, engines[method.name], first)
             for method in (evaluation.methods if first else ())
         }
     return Measured(comparisons, divergences, hits, times)
@@ -188,13 +331,13 @@ def _measure(evaluation: Evaluation) -> Measured:
 def _accuracy(
     method: Method, plain: Mapping[int, Any], bar: Progress
 ) -> dict[int, list[accuracy.Hits]]:
-    """Return row -> the hits of its turns."""
     # Turns are batched by their length, so each has the number of its row.
     numbered = [(number, turn) for number, row in plain.items() for turn in turns_of(row)]
     bar.show(f"top-k accuracy of {method.name}")
     hits: dict[int, list[accuracy.Hits]] = {number: [] for number in plain}
     # A baseline has no probabilities to rank.
-    if not method.is_trained:
+    head = method.models.head
+    if head is None or head.config.kind in TRAINING_FREE:
         bar.update(len(plain))
         return hits
     for index, hits_of_turn in accuracy.measure(method, [turn for _, turn in numbered]):

@@ -37,7 +37,6 @@ class Chip:
     clock: float = 0.0
 
     def floor(self, num_bytes: float, flops: float) -> float:
-        """Return the least seconds for this many bytes and operations."""
         return max(num_bytes / self.bandwidth, flops / self.matrix_rate)
 
 

@@ -33,7 +33,6 @@ LAYOUTS: dict[str, str] = {
     "lm_head": "V D",
     "draft_lm_head": "V D",
     "scale": "-",
-    "output_scale": "-",
     "qkv": "D K - -",
     "qkv_bias": "K - -",
     "query_norm": "-",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import sys
 import threading
 from collections.abc import Sequence
@@ -43,31 +42,6 @@ class NoPromptFits(UserError):
     """No prompt fits the base's context."""
 
 
-@dataclasses.dataclass(frozen=True)
-class DecodingReport:
-    """Greedy decoding of the prompts with the head, against the base alone.
-
-    tau: emitted tokens per target forward, bonus included, without prefill's token and forward.
-    hit_rate: joint by position: share of forwards whose positions 0..i were all accepted.
-    equal, prompts: outputs equal to plain decoding token for token, of how many.
-    tokens, forwards: the sums behind tau.
-    measured_with: the tree, the prompts' hash and the tokens decoded for each; only taus with equal
-        values compare.
-    """
-
-    tau: float
-    hit_rate: list[float]
-    equal: int
-    prompts: int
-    tokens: int
-    forwards: int
-    measured_with: dict[str, Any]
-
-    def to_row(self, step: int) -> dict[str, Any]:
-        """Return the row of eval.jsonl."""
-        return {"step": step, **dataclasses.asdict(self)}
-
-
 class DecodingEvaluator:
     """Decodes the same prompts at every measurement; the plain outputs are computed once."""
 
@@ -99,9 +73,13 @@ class DecodingEvaluator:
         }
         self._plain_outputs: list[list[int]] | None = None
 
-    def measure(self, params: Params, stop: threading.Event) -> DecodingReport:
-        """Decode every prompt with the head's params and report.
+    def measure(self, params: Params, stop: threading.Event) -> dict[str, Any]:
+        """Decode every prompt with the head's params; return the row of eval.jsonl but its step.
 
+        tau: emitted tokens per target forward, bonus included, without prefill's token and forward.
+        hit_rate: joint by position: share of forwards whose positions 0..i were all accepted.
+        equal, prompts: outputs equal to plain decoding token for token, of how many.
+        tokens, forwards: the sums behind tau. measured_with: only taus with equal values compare.
         Raises Interrupted when `stop` is set meanwhile.
         """
         # As a user will decode: in the base's dtype, not in the optimiser's.
@@ -118,15 +96,15 @@ class DecodingEvaluator:
         lengths = AcceptedLengths()
         for row in rows:
             lengths.add(len(row.output_ids), row.accepted)
-        return DecodingReport(
-            tau=lengths.tau or 0.0,
-            hit_rate=lengths.hit_rate(self._depth) or [0.0] * self._depth,
-            equal=sum(row.output_ids == plain for row, plain in pairs),
-            prompts=len(rows),
-            tokens=lengths.tokens - len(rows),  # prefill gave the first of each
-            forwards=lengths.forwards,
-            measured_with=self._measured_with,
-        )
+        return {
+            "tau": lengths.tau or 0.0,
+            "hit_rate": lengths.hit_rate(self._depth) or [0.0] * self._depth,
+            "equal": sum(row.output_ids == plain for row, plain in pairs),
+            "prompts": len(rows),
+            "tokens": lengths.tokens - len(rows),  # prefill gave the first of each
+            "forwards": lengths.forwards,
+            "measured_with": self._measured_with,
+        }
 
     def _decode(
         self, engine: Engine, params: Params | None, stop: threading.Event

@@ -21,7 +21,7 @@ from clover_jax.errors import UserError
 from clover_jax.models.placement import row_shardings
 from clover_jax.runtime.distributed import from_primary
 from clover_jax.runtime.progress import progress_bar, say
-from clover_jax.training.prepare_options import PrepareOptions
+from clover_jax.training.settings import PrepareOptions
 from clover_jax.training.teacher import read_base, stored_names
 
 # Activations are thousands of times as large as tokens: a smaller shard would have few samples.
@@ -51,10 +51,7 @@ class Place(NamedTuple):
 
 
 def feature_names(spec: str, base: BaseConfig) -> tuple[str, ...]:
-    """Return the activations to keep: --features names them or a drafter that reads them.
-
-    Raises UserError for a name that is neither.
-    """
+    """Return the activations to keep: --features names them or a drafter that reads them."""
     if spec == "none":
         return ()
     # A drafter's name stands for the activations that it is trained on.

@@ -281,10 +281,7 @@ def _dpace(owned: Params, hidden: Array, operands: Operands) -> Float[Array, "P 
 
 
 def _of_pairs(
-    function: Callable[..., Float[Array, " c"]],
-    owned: Params,
-    hidden: Array,
-    operands: Operands,
+    function: Callable[..., Float[Array, " c"]], owned: Params, hidden: Array, operands: Operands
 ) -> Float[Array, "P r s"]:
     """Return `function` of every pair, by compact slot, in an extra pass over all chunks."""
 
@@ -297,11 +294,7 @@ def _of_pairs(
 
 
 def _by_position(
-    function: Callable[..., Any],
-    owned: Params,
-    hidden: Array,
-    operands: Operands,
-    number: Array,
+    function: Callable[..., Any], owned: Params, hidden: Array, operands: Operands, number: Array
 ) -> Iterator[Any]:
     """Yield `function` of chunk `number`, [r, ...], for one position after the other."""
     # So of the head's logits only one [c, V] is live at a time.

@@ -178,7 +178,6 @@ class Terms(NamedTuple):
 
     @classmethod
     def alike(cls, value: Array) -> Terms:
-        """Return `value` for each term."""
         return cls(*[value] * len(cls._fields))
 
 

@@ -3,35 +3,54 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TextIO
 
 from clover_jax.checkpoints.loading import describe_base, load_base
+from clover_jax.data.chat import Encoded
 from clover_jax.data.chat_templates import template_notice, with_chat_template
-from clover_jax.data.prepared import HELDOUT, HIDDEN, TRAIN, ShardWriter, in_shards, pack_sample
-from clover_jax.data.records import Record, data_hash
+from clover_jax.data.prepared import (
+    HELDOUT,
+    HIDDEN,
+    REGENERATED,
+    TRAIN,
+    ShardWriter,
+    in_shards,
+    pack_sample,
+)
+from clover_jax.data.prompts import Prompt
+from clover_jax.data.records import Conversation, Record, Text, TokenRow, data_hash, parse_row
 from clover_jax.data.samples import RecordSamples, SampleCounts, look_at
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import Records, read_records, sample_identity
+from clover_jax.decoding.generate_run import decode_with_bar, memory_advice, open_rows, wants_color
+from clover_jax.decoding.models import identity_of, load
+from clover_jax.decoding.row_settings import GenerationSettings
+from clover_jax.decoding.row_stream import RowTotals, open_stream
 from clover_jax.errors import UserError
 from clover_jax.models.meshes import mesh_for
 from clover_jax.models.placement import place_on
+from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import from_primary, is_primary, process_count
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.files import only_process_in
+from clover_jax.runtime.jsonl import read_rows
 from clover_jax.runtime.progress import passing_note, progress_bar, say
 from clover_jax.training.features import feature_names, write_features
-from clover_jax.training.prepare_options import PrepareOptions
-from clover_jax.training.preview import show_samples
-from clover_jax.training.regenerate import answer, read_answered
+from clover_jax.training.settings import PrepareOptions
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 SHARD_BYTES = 32 << 20  # what a killed run loses at most
+
+_COUNTED, _REST, _RESET = "\033[32m", "\033[2m", "\033[0m"
+# Where there are no colours; no chat template has these.
+_OPEN, _CLOSE = "⟦", "⟧"
 
 
 class Reading(NamedTuple):
@@ -46,15 +65,11 @@ class Reading(NamedTuple):
     eos_token_ids: tuple[int, ...]
 
     def samples(self, records: Sequence[Record]) -> RecordSamples:
-        """Return the samples of records."""
         return RecordSamples(records, *self)
 
 
 def run_prepare(options: PrepareOptions) -> dict[str, Any]:
-    """Do what is asked for, or what an earlier run has left of it; return the report.
-
-    Raises UserError for whatever cannot work.
-    """
+    """Do what is asked for, or what an earlier run has left of it; return the report."""
     if process_count() > 1 and not options.runs_base:
         raise UserError(
             f"{process_count()} processes run a base for --regenerate or --features; without "
@@ -122,10 +137,7 @@ def _prepare(
 
 
 def _write_samples(records: Records, reading: Reading, options: PrepareOptions) -> dict[str, Any]:
-    """Write both splits, or what is missing of them; return their figures for the report.
-
-    Raises UserError for what is wrong with the samples.
-    """
+    """Write both splits, or what is missing of them; return their figures for the report."""
     if options.regenerate:
         records = records._replace(train=read_answered(options.directory))
     # A look at some finds out in a second what reading all would find out in the end.
@@ -179,3 +191,123 @@ def _write_split(
     if manifest == TRAIN:
         counts.judge(samples, options.max_truncated)
     return writer.finish(counts=counts.to_dict())
+
+
+def show_samples(
+    samples: RecordSamples, count: int, tokenizer: PreTrainedTokenizerBase | None, file: TextIO
+) -> None:
+    """Write some samples, spread evenly: what counts in green, or in brackets on no terminal."""
+    in_colour = wants_color(file)
+    marks = "in green" if in_colour else f"between {_OPEN} and {_CLOSE}"
+    # Rounded up, so that no more are shown than were asked for.
+    for index in range(0, len(samples), max(1, -(-len(samples) // count))):
+        sample = samples[index]
+        source, size = samples.sections[index].source, len(sample.tokens)
+        file.write(f"== {source}: {size} tokens, {sample.loss_mask.sum()} to learn, {marks}\n")
+        file.write(f"{marked_text(sample, tokenizer, in_colour)}\n")
+    file.flush()
+
+
+def marked_text(sample: Encoded, tokenizer: PreTrainedTokenizerBase | None, in_colour: bool) -> str:
+    """Return a sample's text, special tokens included, with what counts marked."""
+    # Each run of tokens with the same mask is decoded as one part.
+    parts, end = [], 0
+    for counts, run in itertools.groupby(sample.loss_mask.tolist()):
+        start, end = end, end + len(list(run))
+        if tokenizer is None:
+            text = "".join(f"{token} " for token in sample.tokens[start:end])
+        else:
+            # Decoders look at neighbours, so a part is what it adds to the whole.
+            before, whole = (
+                str(tokenizer.decode(sample.tokens[:stop].tolist())) for stop in (start, end)
+            )
+            text = whole[len(before) :]
+        if in_colour:
+            parts.append(f"{_COUNTED if counts else _REST}{text}{_RESET}")
+        else:
+            parts.append(f"{_OPEN}{text}{_CLOSE}" if counts else text)
+    return "".join(parts)
+
+
+def answer(records: Sequence[Record], options: PrepareOptions) -> dict[str, Any]:
+    """Answer the conversations, answer by answer, and return the figures.
+
+    The rows are kept in OUTPUT/regenerated.jsonl, as `generate` writes them, and a stopped run is
+    resumed. Several processes do it together, as for `generate`.
+    """
+    # Before the models: a text among the records is a mistake that needs no base to be found.
+    prompts = [_prompt(index, record) for index, record in enumerate(records)]
+    with passing_note(f"loading {options.spec.base}"):
+        models = load(options.spec)
+
+    # A conversation that outgrows the context is left out, not cut: its answers would be others.
+    settings = GenerationSettings(
+        **vars(options.warping), max_new_tokens=options.max_new_tokens, context_overflow="skip"
+    )
+
+    path = options.directory / REGENERATED
+    depends_on = {"run_seed": options.seed, **settings.to_dict(), **identity_of(models)}
+    with open_rows(path, prompts, depends_on, options.overwrite) as rows:
+        figures, done = RowTotals(rows.kept()), rows.finished
+        # Where nothing is left, an engine would be compiled for nothing.
+        if done < len(prompts):
+            stream = open_stream(
+                models,
+                prompts,
+                settings,
+                batch_size=options.batch_size,
+                seed=options.seed,
+                part=slice(done, None),
+            )
+            with (
+                CompileClock() as clock,
+                progress_bar(
+                    len(prompts), "regenerate", "row", initial=done, first_compiles=True
+                ) as bar,
+                memory_advice(options.batch_size),
+            ):
+                decode_with_bar(stream, rows, figures, bar, clock)
+    return figures.to_dict()
+
+
+def read_answered(directory: Path) -> list[Record]:
+    """Return the records with the answers that were kept in a folder."""
+    # Rows that failed or were left out have no answer. Row 0 is the file's line 1.
+    path = directory / REGENERATED
+    answered = (row for row in read_rows(path) if "output_ids" in row)
+    records = [
+        record for row in answered for record in parse_row(row, f"{path}:{row['index'] + 1}")
+    ]
+    if not records:
+        raise UserError(f"{path}: no row could be decoded; its rows say why")
+    return records
+
+
+def _prompt(index: int, record: Record) -> Prompt:
+    """Return what the base is asked: the user's turns, or the ids before the first answer."""
+    if isinstance(record, Text):
+        raise UserError(
+            f"{record.source}: plain text has no answers to regenerate; give conversations, or "
+            "leave out --regenerate"
+        )
+    if isinstance(record, Conversation):
+        return _conversation_prompt(index, record)
+    # Later turns replied to answers that are replaced now.
+    ids = record.prompt_ids if isinstance(record, TokenRow) else record.turns[0][0]
+    return Prompt(index, record.source, prompt_ids=ids)
+
+
+def _conversation_prompt(index: int, record: Conversation) -> Prompt:
+    """Return system messages and the user's turns.
+
+    Messages of one side in a row are one turn; an answer before the first question is left out.
+    """
+    # The system speaks before the first turn, wherever its message was found.
+    system = [content for role, content in record.messages if role == "system"]
+    others = [message for message in record.messages if message[0] != "system"]
+    runs = itertools.groupby(others, key=lambda message: message[0] == "assistant")
+    turns = ["\n".join(content for _, content in run) for is_answer, run in runs if not is_answer]
+    if not turns:
+        raise UserError(f"{record.source}: nobody asks anything, so there is nothing to answer")
+    messages = tuple({"role": "system", "content": content} for content in system)
+    return Prompt(index, record.source, messages=messages or None, turns=tuple(turns))

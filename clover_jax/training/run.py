@@ -1,32 +1,44 @@
-"""One run of `train`: load, check and assemble everything, then run the loop."""
+"""One run of `train`: load, check and assemble everything, then the loop, its log and its end."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import io
+import math
 import shutil
 import sys
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import grain
 import jax
 from jax.sharding import Mesh
 
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.data.pipeline import make_pipeline
+from clover_jax.drafters.drafter import with_draft_rows
 from clover_jax.errors import UserError
-from clover_jax.models.placement import param_shardings, rows_of_process, with_shardings
+from clover_jax.models.placement import param_shardings, place_rows, rows_of_process, with_shardings
 from clover_jax.runtime.checkpoint import Checkpoints
 from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.device_memory import advise_on_memory
 from clover_jax.runtime.distributed import agreed, is_primary, wait_for_all
 from clover_jax.runtime.files import check_renames, only_process_in, read_json_object, write_json
-from clover_jax.runtime.progress import progress_bar
-from clover_jax.training.metrics import EVAL, METRICS, TENSORBOARD, MetricsLog
-from clover_jax.training.optimizer import make_schedule
-from clover_jax.training.outputs import BEST, DRAFT, DraftWriter, Measurement, best_measured
+from clover_jax.runtime.progress import Progress, progress_bar
+from clover_jax.training.outputs import (
+    BEST,
+    DRAFT,
+    EVAL,
+    METRICS,
+    TENSORBOARD,
+    DraftWriter,
+    Measurement,
+    MetricsLog,
+    best_measured,
+)
 from clover_jax.training.settings import (
     SETTINGS,
     TrainSettings,
@@ -35,10 +47,195 @@ from clover_jax.training.settings import (
     recorded_settings,
 )
 from clover_jax.training.setup import TrainInputs, load_inputs, optimizer_config
-from clover_jax.training.step import TrainState, TrainStepConfig, init_state
-from clover_jax.training.trainer import Trainer
+from clover_jax.training.step import (
+    StepMetrics,
+    TrainState,
+    TrainStepConfig,
+    fit_scale,
+    init_state,
+    make_schedule,
+    make_train_step,
+)
 
 CHECKPOINTS, RESULT = "checkpoints", "result.json"
+
+
+@dataclasses.dataclass
+class Trainer:
+    """The loop, and everything that it uses."""
+
+    settings: TrainSettings
+    inputs: TrainInputs
+    batches: grain.DatasetIterator
+    checkpoints: Checkpoints
+    log: MetricsLog
+    progress: Progress
+    compiling: CompileClock
+    measurement: Measurement
+    stop: threading.Event
+
+    def run(self, state: TrainState, done: int) -> int:
+        """Train from step `done` to the last, or until `stop` is set; return the steps done.
+
+        Raises UserError where loss or gradient is not finite, naming the step.
+        """
+        config, steps = self.inputs.step, self.settings.steps
+        mesh = config.mesh
+        train_step = make_train_step(config)
+        # lm_head's rows of a reduced vocabulary are gathered once for the run, not in each step.
+        base_params = with_draft_rows(self.inputs.base.params, config.head.config)
+        if done:
+            # A killed run may have left the draft of a later step than its checkpoint's.
+            self.measurement.export(done, state)
+            if self._measured_at(done):
+                self.measurement(done, state)  # unless it was before the run was stopped
+
+        watch, clock = FiniteWatch(self.checkpoints, done), Clock(self.compiling)
+        shown = done
+        # Read once a step: a stop between two reads would end an unsaved run.
+        is_stopping = self.stop.is_set()
+        while done < steps and not is_stopping:
+            # The step is dispatched and not waited for: the next batch is made meanwhile.
+            with clock.waiting():
+                batch = next(self.batches)
+                batch = place_rows(batch, mesh) if isinstance(mesh, Mesh) else batch
+            if not done:
+                state = fit_scale(config, state, base_params, batch)
+            state, metrics = train_step(state, base_params, batch)
+            done += 1
+            watch.take(done, metrics)
+            clock.count(batch.tokens.size)
+
+            # Nothing is logged, saved or measured of a step that is not known to be finite.
+            if self._due(self.settings.log_every, done):
+                self._log(done, watch.settle(), clock)
+            # Saved before it is measured: a run that is stopped meanwhile measures when it resumes.
+            # The clock stands still, so that tokens a second are those of training alone.
+            is_saved = self._due(self.settings.checkpoint_every, done)
+            if is_saved:
+                watch.settle()
+                with clock.paused():
+                    self.save(done, state)
+            if self._measured_at(done):
+                watch.settle()
+                with clock.paused():
+                    self.measurement(done, state)
+            is_stopping = self.stop.is_set()
+            if is_stopping and not is_saved:
+                watch.settle()
+                self.save(done, state)
+            # The step just dispatched may still run: progress counts finished steps only.
+            self.progress.update(watch.finished - shown)
+            shown = watch.finished
+        return done
+
+    def save(self, done: int, state: TrainState) -> None:
+        """Write the draft and the checkpoint of this step.
+
+        In this order, so that a run that resumes from a checkpoint finds the draft of its step.
+        """
+        self.measurement.export(done, state)
+        self.checkpoints.save(done, state, self.batches)
+
+    def _measured_at(self, done: int) -> bool:
+        # --eval_every=0 means never, not even at the last step (checkpoints always have that one).
+        every = self.settings.eval_every
+        return every > 0 and self._due(every, done)
+
+    def _due(self, every: int, done: int) -> bool:
+        return done == self.settings.steps or (every > 0 and done % every == 0)
+
+    def _log(self, done: int, metrics: StepMetrics, clock: Clock) -> None:
+        """Write a step's own values: total loss, lists by draft position, rate and speed."""
+        tokens_per_second, waited = clock.read()
+        host = jax.device_get(metrics)
+        of_positions = {**host.positions.terms._asdict(), "accuracy": host.positions.accuracy}
+        of_positions["pairs"] = host.positions.pairs
+        row: dict[str, Any] = {
+            "step": done,
+            "loss": float(host.loss),
+            **{name: value.tolist() for name, value in of_positions.items()},
+            "gradient_norm": float(host.gradient_norm),
+            # optax counts from 0: this is the rate that step `done` was made with.
+            "learning_rate": make_schedule(self.inputs.step.optimizer)(done - 1),
+            "tokens_per_second": round(tokens_per_second, 1),
+            "data_wait": round(waited, 4),
+        }
+        self.log.write("train", row)
+        accuracies = " ".join(f"{value:.2f}" for value in row["accuracy"])
+        self.progress.show(
+            f"loss {row['loss']:.3f}, accuracy {accuracies}, {tokens_per_second:.0f} tokens/s"
+        )
+
+
+class FiniteWatch:
+    """Looks at every step's loss and gradient, one step late so that the device never waits.
+
+    finished: the last step whose values are known.
+    """
+
+    def __init__(self, checkpoints: Checkpoints, finished: int = 0):
+        """Take the checkpoints, to say which one is left."""
+        self._checkpoints, self.finished = checkpoints, finished
+        self._pending: tuple[int, StepMetrics] | None = None
+
+    def take(self, step: int, metrics: StepMetrics) -> None:
+        """Check the step before and remember this one."""
+        if self._pending is not None:
+            self.settle()
+        self._pending = (step, metrics)
+
+    def settle(self) -> StepMetrics:
+        """Check the step taken last, waiting for it, and return its metrics."""
+        # Reading a value waits for the device, so every caller has a reason to wait anyway.
+        assert self._pending is not None  # a step was taken
+        step, metrics = self._pending
+        for name, value in (("loss", metrics.loss), ("gradient", metrics.gradient_norm)):
+            if not math.isfinite(float(value)):
+                saved = self._checkpoints.latest_step()
+                rest = "none was saved" if saved is None else f"that of step {saved} is"
+                raise UserError(
+                    f"the {name} is {float(value)} at step {step}; lower --learning_rate and "
+                    f"start in another --workdir (last checkpoint before it: {rest})"
+                )
+        self.finished = step
+        return metrics
+
+
+class Clock:
+    """Tokens per second since the last reading, and the share of time spent waiting for data."""
+
+    def __init__(self, compiling: CompileClock):
+        """Start; the clock stands still while programs are compiled."""
+        self._now = compiling.now
+        self._restart()
+
+    def count(self, tokens: int) -> None:
+        self._tokens += tokens
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the time within as waiting for data."""
+        entered = self._now()
+        yield
+        self._waited += self._now() - entered
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave the time within out altogether."""
+        entered = self._now()
+        yield
+        self._paused += self._now() - entered
+
+    def read(self) -> tuple[float, float]:
+        elapsed = max(self._now() - self._started - self._paused, 1e-9)
+        result = self._tokens / elapsed, self._waited / elapsed
+        self._restart()
+        return result
+
+    def _restart(self) -> None:
+        self._started, self._tokens = self._now(), 0
+        self._waited = self._paused = 0.0
 
 
 def run_training(
@@ -80,7 +277,14 @@ def run_training(
                 wait_for_all("overwrite")
             # What the run depends on is known only now: the hashes of what was loaded.
             if is_primary():
-                check_resumable(workdir, settings, inputs.identity, _has_learnt(workdir))
+                # An empty log, or a folder for checkpoints, may be of a run that was refused.
+                metrics = workdir / METRICS
+                has_learnt = (
+                    (metrics.exists() and metrics.stat().st_size > 0)
+                    or (workdir / DRAFT).exists()
+                    or any((workdir / CHECKPOINTS).glob("[0-9]*"))
+                )
+                check_resumable(workdir, settings, inputs.identity, has_learnt)
             if finished is None:
                 return _train(settings, inputs, workdir, agreed(stop))
             # All its steps are done; what differs may change, such as how it is measured.
@@ -101,17 +305,6 @@ def _delete_run(workdir: Path) -> None:
             shutil.rmtree(path)
         else:
             path.unlink(missing_ok=True)
-
-
-def _has_learnt(workdir: Path) -> bool:
-    """Return whether a run has left rows, a draft or a checkpoint in a workdir."""
-    # An empty log, or a folder for checkpoints, is what a run that was refused may have left.
-    metrics = workdir / METRICS
-    return (
-        (metrics.exists() and metrics.stat().st_size > 0)
-        or (workdir / DRAFT).exists()
-        or any((workdir / CHECKPOINTS).glob("[0-9]*"))
-    )
 
 
 def _train(
@@ -150,7 +343,13 @@ def _train(
         if done:
             progress.write(f"resuming {workdir} from step {done}")
         if done and before is not None and before.steps != settings.steps:
-            progress.write(_schedule_notice(before, settings, done))
+            then, now = (make_schedule(optimizer_config(one)) for one in (before, settings))
+            progress.write(
+                f"--steps={settings.steps} instead of {before.steps} changes the schedule: the "
+                f"learning rate was {float(then(done - 1)):.3g} at step {done} and is "
+                f"{float(now(done)):.3g} at step {done + 1}; it falls to 0 after step "
+                f"{settings.steps}"
+            )
 
         writer, best = DraftWriter(workdir, settings, inputs), best_measured(workdir)
         measurement = Measurement(inputs.evaluator, log, writer, progress, stop, best)
@@ -185,18 +384,7 @@ def restore_or_init(
     return init(config, base.params, seed), 0
 
 
-def _schedule_notice(before: TrainSettings, now: TrainSettings, done: int) -> str:
-    """Say what becomes of the learning rate where a run resumes with another number of steps."""
-    then, following = (make_schedule(optimizer_config(one)) for one in (before, now))
-    return (
-        f"--steps={now.steps} instead of {before.steps} changes the schedule: the learning rate "
-        f"was {float(then(done - 1)):.3g} at step {done} and is {float(following(done)):.3g} at "
-        f"step {done + 1}; it falls to 0 after step {now.steps}"
-    )
-
-
 def _finished_report(workdir: Path, settings: TrainSettings) -> dict[str, Any] | None:
-    """Return the report of a run that has done all its steps."""
     # A finished run of more steps than `settings.steps` has done these too.
     path = workdir / RESULT
     report = read_json_object(path) if path.exists() else None

@@ -1,8 +1,13 @@
-"""From settings to the inputs of a run, each checked before anything is trained."""
+"""From settings to the head and the inputs of a run, each checked before anything is trained."""
 
 from __future__ import annotations
 
+import dataclasses
+import typing
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from clover_jax.checkpoints.base import (
     BaseFingerprint,
@@ -12,35 +17,130 @@ from clover_jax.checkpoints.base import (
 )
 from clover_jax.checkpoints.loading import load_base
 from clover_jax.checkpoints.shapes import shape_notice
-from clover_jax.config import BaseConfig
+from clover_jax.config import BaseConfig, LossSpec, RopeConfig
 from clover_jax.data.chat_templates import template_notice, with_chat_template
 from clover_jax.data.pipeline import PipelineConfig
 from clover_jax.data.prepared import PreparedSamples
-from clover_jax.data.samples import RecordSamples
+from clover_jax.data.samples import RecordSamples, Samples
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import TrainingData, load_training_data
 from clover_jax.decoding.step import check_tree
 from clover_jax.decoding.tree_config import Tree, default_tree, parse_tree
+from clover_jax.drafters import registry
 from clover_jax.drafters.registry import DraftHead
 from clover_jax.errors import UserError
+from clover_jax.field_types import parse_values
 from clover_jax.models.meshes import AnyMesh, shape_of
 from clover_jax.models.placement import place_on
 from clover_jax.runtime.dtypes import resolve_dtype
 from clover_jax.runtime.progress import passing_note, say
-from clover_jax.training.decoding_eval import (
-    DecodingEvaluator,
-    NoPromptFits,
-    evaluation_prompts,
-)
-from clover_jax.training.heads import make_head, reduce_vocabulary
-from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.decoding_eval import DecodingEvaluator, NoPromptFits, evaluation_prompts
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.step import TrainStepConfig
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig
 from clover_jax.training.teacher import stored_names
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh
     from transformers import PreTrainedTokenizerBase
+
+
+def make_head(settings: TrainSettings, base: BaseModel) -> DraftHead:
+    """Return the head that the settings describe, without params."""
+    if settings.drafter in registry.TRAINING_FREE:
+        raise UserError(
+            f"--drafter={settings.drafter} has nothing to train; decode with "
+            f"--draft={settings.drafter} at once"
+        )
+    text = settings.drafter_options or ""
+    options = registry.parse_options("--drafter_options=", text, settings.drafter)
+    # Two options are common enough to have flags of their own.
+    for name in ("num_positions", "num_augmenting_layers"):
+        if getattr(settings, name) is not None:
+            if name in options:
+                raise UserError(f"give --{name} or {name} in --drafter_options, not both")
+            options[name] = getattr(settings, name)
+    if settings.draft_rope_theta is not None:
+        options["rope"] = RopeConfig(theta=settings.draft_rope_theta)
+
+    # The config finds a wrong value but knows no flags, so its message gets the flag here.
+    try:
+        config = registry.config_for_base(settings.drafter, base.config, **options)
+    except UserError as error:
+        raise UserError(f"--drafter={settings.drafter}: {error}") from error
+    except ValueError as error:
+        raise UserError(str(error)) from error
+    return registry.head(dataclasses.replace(config, loss=make_loss(settings.loss, config.loss)))
+
+
+def make_loss(text: str | None, default: LossSpec) -> LossSpec:
+    """Return the method's loss, changed by --loss."""
+    known = typing.get_type_hints(LossSpec)
+    options = parse_values("--loss=", text or "", known, "the loss has no part")
+    # D-PACE computes the weights of positions itself.
+    dpace = options.get("dpace", default.dpace)
+    if "decay" in options and dpace:
+        raise UserError(
+            f"--loss={text}: decay ({options['decay']}) has no effect with dpace ({dpace}); add "
+            "dpace=0"
+        )
+    try:
+        return dataclasses.replace(default, **options)
+    except ValueError as error:
+        raise UserError(f"--loss={text}: {error}") from error
+
+
+def reduce_vocabulary(
+    head: DraftHead,
+    size: int,
+    base: BaseModel,
+    tokenizer: PreTrainedTokenizerBase | None,
+    samples: Samples,
+) -> tuple[DraftHead, float]:
+    """Return the head over the `size` most frequent tokens, and their share of the data; print it.
+
+    Special tokens and those that end a text are always among them: they are rare, and a text that
+    cannot be drafted to its end costs a forward more.
+    """
+    vocab_size = base.config.vocab_size
+    with passing_note("counting the tokens of the training data"):
+        # How often each token is one that the base is imitated on.
+        counts = np.zeros(vocab_size, np.int64)
+        for index in range(len(samples)):
+            sample = samples[index]
+            counts += np.bincount(sample.tokens[sample.loss_mask], minlength=vocab_size)
+
+    special = set(base.config.eos_token_ids) | set(tokenizer.all_special_ids if tokenizer else ())
+    # A tokenizer may know tokens that the base has no row for.
+    ids, coverage = most_frequent(counts, size, [token for token in special if token < vocab_size])
+    say(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.2%} of the training data's")
+    # The ids fix the shapes of every program of the head, so they are part of its config.
+    config = dataclasses.replace(head.config, draft_to_target=ids)
+    return registry.head(config), coverage
+
+
+def most_frequent(
+    counts: np.ndarray, size: int, always: Iterable[int] = ()
+) -> tuple[tuple[int, ...], float]:
+    """Return the ids of the `size` most frequent tokens, ascending, and their share of all counts.
+
+    `always` are among them however rare. Among equally frequent ones the lower id comes first.
+
+    Example: counts [5, 0, 3, 0, 9], size 3, always [1] give ids (0, 1, 4).
+    """
+    wanted = sorted(set(always))
+    if not max(len(wanted), 1) <= size <= len(counts):
+        raise UserError(
+            f"--draft_vocab={size} must lie between {max(len(wanted), 1)} (the special tokens) "
+            f"and {len(counts)}, the base's vocabulary"
+        )
+
+    # Stable, so that ties go by id on every machine.
+    rank = np.argsort(-counts, kind="stable")
+    others = rank[~np.isin(rank, wanted)][: size - len(wanted)]
+    ids = np.sort(np.concatenate([np.array(wanted, np.int64), others]))
+    # Without a counted token the coverage is 0.
+    coverage = counts[ids].sum() / max(counts.sum(), 1)
+    return tuple(ids.tolist()), float(coverage)
 
 
 class TrainInputs(NamedTuple):
@@ -65,7 +165,6 @@ class TrainInputs(NamedTuple):
 
     @property
     def head(self) -> DraftHead:
-        """The head that is trained, without params."""
         return self.step.head
 
     @property
@@ -78,7 +177,6 @@ def load_inputs(settings: TrainSettings, mesh: Mesh | None = None) -> TrainInput
     """Load and check everything; the slowest comes last.
 
     mesh: the base is read straight into its shards; None puts it on one device.
-    Raises UserError for settings that cannot work.
     """
     # First the checks of flags alone, before anything large is read.
     tree = parse_tree(settings.tree) if settings.tree else None
@@ -198,10 +296,7 @@ def step_config(
 
 
 def optimizer_config(settings: TrainSettings) -> OptimizerConfig:
-    """Return the optimiser's settings; a warm-up longer than the run is shortened to its length.
-
-    Raises UserError for impossible values.
-    """
+    """Return the optimiser's settings; a warm-up longer than the run is shortened to its length."""
     return OptimizerConfig(
         steps=settings.steps,
         learning_rate=settings.learning_rate,

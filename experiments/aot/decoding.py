@@ -7,15 +7,13 @@ import functools
 from typing import Any
 
 from clover_jax.array_types import PyTree
-from clover_jax.decoding.decode_states import fitting_context
-from clover_jax.decoding.models import Models, load_shapes
+from clover_jax.decoding.models import Models, fitting_context, load_shapes
 from clover_jax.decoding.programs import options_for
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.state import DecodeState
 from clover_jax.decoding.step import absorb_and_draft, roots
-from clover_jax.evaluation.compiled import bytes_of, lower_step
+from clover_jax.evaluation.compiled import bytes_of, count_work, lower_step
 from clover_jax.evaluation.targets import Chip, Target
-from clover_jax.evaluation.work import count_work
 from clover_jax.models.cache import key_values
 from clover_jax.runtime.progress import passing_note
 from clover_jax.runtime.provenance import compiler_versions

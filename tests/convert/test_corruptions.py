@@ -11,7 +11,7 @@ import pytest
 
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.evaluation import conversion
-from clover_jax.evaluation.conversion_options import ConvertOptions
+from clover_jax.evaluation.options import ConvertOptions
 from tests.convert.spoiling import (
     DOWN,
     MLP,

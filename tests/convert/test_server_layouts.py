@@ -23,7 +23,7 @@ from clover_jax.checkpoints.shapes import cast_shapes
 from clover_jax.checkpoints.stored_head import load_draft
 from clover_jax.config import RopeConfig
 from clover_jax.drafters import registry
-from clover_jax.evaluation.conversion_options import TARGETS
+from clover_jax.evaluation.options import TARGETS
 from tests.tiny_checkpoints import random_leaves
 from tests.tiny_folders import SPEAKING, save_draft, save_tiny_base
 

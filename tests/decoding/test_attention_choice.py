@@ -1,6 +1,7 @@
-"""`--attention=auto`: the kernel is compared at the run's shapes, and left out where it fails."""
+"""`--attention`: kernels read the cache as XLA's program does; the choice of auto."""
 
 import dataclasses
+import functools
 from pathlib import Path
 
 import jax
@@ -9,11 +10,96 @@ import pytest
 
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.decoding import race
-from clover_jax.decoding.cache_reading import cache_reader
+from clover_jax.decoding.cache_reading import cache_reader, resolve_attention
+from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.race import with_attention
-from clover_jax.decoding.tree_config import TreeConfig
-from tests.tiny_models import TINY, random_base
+from clover_jax.decoding.state import empty_state
+from clover_jax.decoding.step import StepConfig, Weights, speculate_and_verify
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.errors import UserError
+from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
+
+SMALL = dataclasses.replace(TINY, num_layers=1)
+
+
+def decoded(tree, attention, name="clover2", base=SMALL, count=2):
+    head, params = random_head(base, name)
+    engine = Engine(base, head, tree, batch_size=2, attention=attention)
+    return decode_all(engine, random_base(base), params, random_prompts(count), 12)
+
+
+@pytest.mark.parametrize(
+    ("name", "tree"),
+    [
+        ("medusa", SMALL_TREE),  # no attention of its own, so only the base's is compiled
+        pytest.param("clover2", SMALL_TREE, marks=pytest.mark.slow),
+        pytest.param("clover_lr", parse_tree("dynamic:9:3"), marks=pytest.mark.slow),
+        pytest.param("eagle", parse_tree("paper25"), marks=pytest.mark.slow),
+        pytest.param("dflash2", parse_tree("paper25"), marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
+def test_the_kernel_writes_the_text_that_xla_writes(name, tree):
+    by_kernel = decoded(tree, "pallas", name)
+    by_xla = decoded(tree, "xla", name)
+    assert [row.output_ids for row in by_kernel] == [row.output_ids for row in by_xla]
+    assert [row.accepted for row in by_kernel] == [row.accepted for row in by_xla]
+
+
+def test_the_kernel_leaves_no_trace_in_other_programs():
+    root = TreeConfig.root_only()
+    state = empty_state(SMALL, None, root, 2, 64, 8, jnp.float32)
+
+    def program(config):
+        step = functools.partial(speculate_and_verify, config)
+        return jax.jit(step).lower(Weights(random_base(SMALL), {}), state).as_text()
+
+    usual = StepConfig(SMALL, None, root)
+    before = program(usual)
+    assert "read_cache" in program(dataclasses.replace(usual, attention="pallas"))
+    assert program(usual) == before
+    assert "read_cache" not in before
+
+
+# A kernel is split by hand: each device reads the rows and heads that it has.
+ON_A_MESH = """
+import json, sys
+from clover_jax.decoding.engine import Engine
+from clover_jax.models.meshes import make_mesh, parse_mesh
+from tests.tiny_models import SMALL_TREE, TINY, decode_all, random_base, random_head, random_prompts
+
+head, params = random_head()
+for shape, attention in (("", "xla"), ("data=2,tensor=2", "pallas"), ("tensor=4", "pallas")):
+    mesh = make_mesh(parse_mesh(shape, 4)) if shape else None
+    engine = Engine(TINY, head, SMALL_TREE, batch_size=3, mesh=mesh, attention=attention)
+    rows = decode_all(engine, random_base(), params, random_prompts(6), 12)
+    print(json.dumps([[row.output_ids, row.accepted] for row in rows]))
+"""
+
+
+@pytest.mark.slow
+def test_on_a_mesh_the_kernel_reads_the_rows_and_heads_of_each_device(run_python):
+    alone, *split = run_python(ON_A_MESH, devices=4).splitlines()
+    assert split == [alone] * 2
+
+
+@pytest.mark.slow
+def test_the_kernel_knows_windows_and_soft_caps():
+    base = dataclasses.replace(TINY, num_layers=2, sliding_window=7, score_cap=1.0)
+    by_kernel = decoded(SMALL_TREE, "pallas", base=base)
+    by_xla = decoded(SMALL_TREE, "xla", base=base)
+    assert [row.output_ids for row in by_kernel] == [row.output_ids for row in by_xla]
+
+
+def test_each_platform_has_its_own_kernel():
+    assert resolve_attention("auto", "cuda") == resolve_attention("xla", "cuda") == "xla"
+    assert resolve_attention("pallas", "tpu") == "pallas"
+    with pytest.raises(UserError, match="--attention=pallas is a kernel for TPU"):
+        resolve_attention("pallas", "cuda")
+    assert resolve_attention("cudnn", "cuda") == "cudnn"
+    with pytest.raises(UserError, match="--attention=cudnn is for NVIDIA's GPUs; tpu takes xla"):
+        resolve_attention("cudnn", "tpu")
 
 
 @pytest.fixture

@@ -1,3 +1,9 @@
+"""What a step commits, and what the compilers make of it: one trace, no cache-sized copy."""
+
+import contextlib
+import functools
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -5,7 +11,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from clover_jax.checkpoints.shapes import base_shapes, cast_shapes
+from clover_jax.decoding import programs
 from clover_jax.decoding.accept import Accepted
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.programs import Placement, decode_chunk
+from clover_jax.decoding.requests import Request
+from clover_jax.decoding.sampling_config import GREEDY, SamplingConfig
 from clover_jax.decoding.state import EOS, LENGTH, RUNNING, empty_state
 from clover_jax.decoding.step import (
     StepConfig,
@@ -16,14 +28,20 @@ from clover_jax.decoding.step import (
     commit,
     cut,
     sibling_ranks,
+    speculate_and_verify,
     verify_tree,
+    weights_for,
     write_tokens,
 )
 from clover_jax.decoding.tree import TokenTree, ancestor_mask, node_depth
-from clover_jax.decoding.tree_config import TreeConfig
+from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from clover_jax.drafters import registry
 from clover_jax.models.cache import write_rows
 from clover_jax.models.decoder import Decoder, causal_mask
-from tests.tiny_models import TINY, random_base
+from experiments.aot.hlo import Program
+from tests.tiny_models import LLAMA3_8B, TINY, decode_all, random_base, random_head, random_prompts
+
+MOST_STEPS = 6
 
 
 def test_cut_of_the_docstring():
@@ -178,3 +196,194 @@ def _verify(params, state, tree):
 
 
 _empty_state = jax.jit(empty_state, static_argnums=tuple(range(7)))
+
+
+def chunk_and_shapes(
+    base, dtype, batch=3, size=512, steps=4, kind="clover2", tree="paper25", sampling=GREEDY
+):
+    """Return the jitted chunk of steps and its arguments as shapes; kind None decodes plainly.
+
+    steps: 0 is the step by itself, as accelerators run it.
+    """
+    head = registry.head(registry.config_for_base(kind, base)) if kind else None
+    tree = parse_tree(tree) if head else TreeConfig.root_only()
+    base_params = base_shapes(base, dtype)
+    params = cast_shapes(registry.init_shapes(head, base_params), dtype) if head else {}
+    state = jax.eval_shape(lambda: empty_state(base, head, tree, batch, size, 8, dtype))
+    weights, config = Weights(base_params, params), StepConfig(base, head, tree, sampling)
+    if not steps:
+        step = functools.partial(speculate_and_verify, config)
+        return jax.jit(step, donate_argnums=1), (weights, state)
+    chunk = jax.jit(functools.partial(decode_chunk, config, steps), donate_argnums=1)
+    return chunk, (weights, state, jax.ShapeDtypeStruct((batch,), bool))
+
+
+STEPS = {
+    "tree": {},
+    "adaptive": {"tree": "dynamic:8:3:2"},
+    "forced": {"sampling": SamplingConfig(force_accept=2)},
+    "plain": {"kind": None},
+    "chunk of one": {"kind": None, "steps": 1},
+    "step": {"steps": 0},
+    "plain step": {"kind": None, "steps": 0},
+}
+# The other batch of each is slow, and the forced step, which is that of the tree.
+USUAL = {
+    *(("tree", 3), ("adaptive", 1), ("plain", 1), ("chunk of one", 3)),
+    *(("step", 1), ("plain step", 3)),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "batch"),
+    [
+        pytest.param(name, batch, marks=() if (name, batch) in USUAL else pytest.mark.slow)
+        for name in STEPS
+        for batch in (1, 3)
+    ],
+)
+def test_the_compiled_step_copies_no_cache(name, batch):
+    # Sizes that nothing else in the program has.
+    function, shapes = chunk_and_shapes(TINY, jnp.float32, batch=batch, size=768, **STEPS[name])
+    compiled, state = function.lower(*shapes).compile(), shapes[1]
+    caches = jax.tree.leaves((state.cache, state.draft_cache))
+    assert {x.shape for x in caches} == {(batch, 2, 768, 8)}
+    assert Program(compiled.as_text()).made((batch, 2, 768, 8)) == []
+    cache_bytes = sum(x.size * 4 for x in caches)
+    assert compiled.memory_analysis().alias_size_in_bytes >= cache_bytes
+
+
+@pytest.mark.parametrize(
+    "what", [{"steps": 4}, {"steps": 0}, {"sampling": SamplingConfig(verify="lossless")}], ids=str
+)
+def test_the_compiled_step_copies_no_table_of_successors(what):
+    function, shapes = chunk_and_shapes(TINY, jnp.float32, kind="recycle", tree="chain:4", **what)
+    compiled, state = function.lower(*shapes).compile(), shapes[1]
+    table = state.draft_cache
+    assert table.shape == (3, 8, TINY.vocab_size)
+    assert Program(compiled.as_text()).made(table.shape) == []
+    kept = sum(x.size * 4 for x in jax.tree.leaves((state.cache, table)))
+    assert compiled.memory_analysis().alias_size_in_bytes >= kept
+
+
+@functools.cache
+def lowered_step(base, dtype, platform):
+    """Return the step as it is handed to the compiler of a platform."""
+    return traced_step(base, dtype).lower(lowering_platforms=(platform,)).as_text()
+
+
+@functools.cache  # once for all platforms
+def traced_step(base, dtype):
+    function, shapes = chunk_and_shapes(base, dtype, batch=4, size=2048, steps=0)
+    return function.trace(*shapes)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+@pytest.mark.parametrize(
+    ("base", "dtype"), [(TINY, jnp.float32), (LLAMA3_8B, jnp.bfloat16)], ids=["tiny", "8b"]
+)
+def test_the_step_lowers_for_accelerators(platform, base, dtype):
+    assert "stablehlo.dot_general" in lowered_step(base, dtype, platform)
+
+
+def test_a_bfloat16_step_widens_no_matrix():
+    function, shapes = chunk_and_shapes(TINY, jnp.bfloat16)
+    text = function.lower(*shapes).as_text()
+    products = re.findall(r"stablehlo.dot_general.*: \((\S+), (\S+)\) ->", text)
+    assert products
+    assert [p for p in products if "f32" in p[0] + p[1]] == []
+
+
+def test_what_a_gpu_gets_as_top_k_has_rank_two():
+    text = lowered_step(LLAMA3_8B, jnp.bfloat16, "cuda")
+    operands = re.findall(r"chlo.top_k\(.*: tensor<(\S+)xf32>", text)
+    assert operands
+    assert [shape for shape in operands if shape.count("x") != 1] == []
+
+
+def test_a_second_run_of_the_same_bucket_compiles_nothing():
+    head, draft_params = random_head()
+    engine = Engine(TINY, head, parse_tree("chain:2"), batch_size=2)
+    with compilations() as first:
+        decode_all(engine, random_base(), draft_params, random_prompts(3), 20)
+    assert first  # the event still has this name
+    with compilations() as again:
+        decode_all(engine, random_base(), draft_params, random_prompts(5, seed=1), 30)
+    assert again == []
+
+
+@contextlib.contextmanager
+def compilations():
+    """Collect the compilations that happen inside, found in a cache on disk or not."""
+    seen = []
+
+    def listen(event, duration, **_):
+        if event == "/jax/core/compile/backend_compile_duration":
+            seen.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        yield seen
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+
+
+def plain_chunk(room, filled):
+    """Return a state's rows before and after a chunk of plain steps, and its records.
+
+    room: tokens that each row emits after its first, one a step.
+    """
+    engine = Engine(TINY, None, TreeConfig.root_only(), batch_size=len(filled))
+    prompts = random_prompts(len(room), seed=3)
+    requests = [Request(i, p, 1 + n) for i, (p, n) in enumerate(zip(prompts, room, strict=True))]
+    state = engine.prefilled(random_base(), None, requests)
+    end = np.asarray(state.end)
+    run = programs.compile_chunk(engine.config, MOST_STEPS, Placement(None))
+    weights = weights_for(None, random_base(), None)
+    state, records = run(weights, state, np.array(filled))
+    return end, state, programs.read_records(records)
+
+
+def test_a_chunk_runs_all_its_steps_where_no_row_ends(way):
+    end, state, record = plain_chunk([50, 50], [True, True])
+    assert record.emitted.tolist() == [[1, 1]] * MOST_STEPS
+    assert (state.end - end).tolist() == [MOST_STEPS, MOST_STEPS]
+
+
+def test_a_chunk_ends_where_a_row_ends(way):
+    end, state, record = plain_chunk([50, 2], [True, True])
+    steps = {"in a loop": 2, "by calls": 2 + programs.QUEUED - 1}[way]
+    assert record.emitted[:, 0].tolist() == [1] * steps + [0] * (len(record.emitted) - steps)
+    assert record.emitted[:, 1].sum() == 2
+    assert (state.end - end).tolist() == [steps, 2]
+    assert (np.asarray(state.finish) == RUNNING).tolist() == [True, False]
+
+
+def test_empty_slots_end_no_chunk(way):
+    _, _, record = plain_chunk([50], [True, False])
+    assert record.emitted.tolist() == [[1, 0]] * MOST_STEPS
+
+
+def test_a_row_that_ended_with_its_prompt_ends_the_chunk(way):
+    _, _, record = plain_chunk([0, 50], [True, True])
+    assert record.emitted[:, 1].sum() == {"in a loop": 0, "by calls": programs.QUEUED}[way]
+
+
+@pytest.mark.parametrize("tree", [pytest.param("paper25", marks=pytest.mark.slow), "dynamic:8:3:2"])
+def test_calls_and_loops_decode_the_same(tree, monkeypatch, fresh_programs):
+    head, params = random_head()
+    requests = [Request(i, p, 5 + 9 * (i % 3)) for i, p in enumerate(random_prompts(7, seed=6))]
+
+    def rows():
+        engine = Engine(TINY, head, parse_tree(tree), batch_size=3)
+        done = [p.row for p in engine.stream(random_base(), params, requests) if p.done]
+        return {
+            row.index: (row.output_ids, row.accepted, row.proposed, row.ranks, row.finish_reason)
+            for row in done
+        }
+
+    looped = rows()
+    monkeypatch.setattr(programs, "loops_on_device", lambda: False)
+    programs.compile_programs.cache_clear()
+    assert rows() == looped
+    assert len(looped) == 7

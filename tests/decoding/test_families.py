@@ -8,10 +8,9 @@ import pytest
 
 from clover_jax.config import RopeConfig
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.reference import plain_greedy
 from clover_jax.decoding.tree_config import TreeConfig, default_tree, parse_tree
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state, make_train_step
+from tests.decoding.reference import plain_greedy
 from tests.tiny_models import (
     DRAFTERS,
     SMALL_TREE,

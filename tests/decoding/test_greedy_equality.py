@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.reference import plain_greedy, speculative_greedy
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
+from tests.decoding.reference import plain_greedy, speculative_greedy
 from tests.tiny_models import (
     DRAFTERS,
     SMALL_TREE,

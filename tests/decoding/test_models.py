@@ -6,9 +6,8 @@ import jax
 import pytest
 
 from clover_jax.config import RopeConfig
-from clover_jax.decoding.identity import identity_of, params_hash
+from clover_jax.decoding.models import identity_of, load_shapes, params_hash
 from clover_jax.decoding.models import load as load_spec
-from clover_jax.decoding.models import load_shapes
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError

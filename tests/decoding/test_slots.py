@@ -5,12 +5,12 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.reference import _logits
 from clover_jax.decoding.requests import Generation, Request
 from clover_jax.decoding.sampling_config import SamplingConfig, SamplingParams
 from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.runtime.compile_clock import CompileClock
+from tests.decoding.reference import _logits
 from tests.tiny_models import TINY, decode_all, random_base, random_head, random_prompts
 
 

@@ -16,10 +16,9 @@ from clover_jax.drafters.eagle import noise_like
 from clover_jax.errors import UserError
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.training.heads import make_head
-from clover_jax.training.optimizer import OptimizerConfig
 from clover_jax.training.settings import TrainSettings
-from clover_jax.training.step import TrainStepConfig, head_loss
+from clover_jax.training.setup import make_head
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
 from tests import tiny_checkpoints
 from tests.layer_heads import lively_head

@@ -14,8 +14,7 @@ from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import frozen_from_base, with_draft_rows
 from clover_jax.drafters.eagle3 import feature_layers
 from clover_jax.models.batch import Batch
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, head_loss
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, head_loss
 from clover_jax.training.teacher import teach
 from tests.layer_heads import lively_head
 from tests.tiny_models import TINY, random_base

@@ -25,8 +25,13 @@ from clover_jax.drafters.drafter import (
 from clover_jax.errors import UserError
 from clover_jax.models.batch import Batch
 from clover_jax.models.decoder import Decoder, causal_mask
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, head_loss, init_state, make_train_step
+from clover_jax.training.step import (
+    OptimizerConfig,
+    TrainStepConfig,
+    head_loss,
+    init_state,
+    make_train_step,
+)
 from clover_jax.training.teacher import teach
 from tests.tiny_folders import save_draft
 from tests.tiny_models import DRAFTERS, LLAMA3_8B, TINY, lively_params, random_base, random_head

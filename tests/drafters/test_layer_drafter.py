@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 from clover_jax.decoding.engine import Engine
-from clover_jax.decoding.reference import speculative_greedy
 from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.models.decoder import causal_mask
+from tests.decoding.reference import speculative_greedy
 from tests.layer_heads import lively_head
 from tests.tiny_models import TINY, decode_all, random_base, random_prompts
 

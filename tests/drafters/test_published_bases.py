@@ -13,8 +13,13 @@ from clover_jax.config import RopeConfig
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.tree_config import TreeConfig, default_tree, parse_tree
 from clover_jax.drafters import registry
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, fit_scale, init_state, make_train_step
+from clover_jax.training.step import (
+    OptimizerConfig,
+    TrainStepConfig,
+    fit_scale,
+    init_state,
+    make_train_step,
+)
 from tests.decoding.test_families import EXPERTS, GEMMA, GPT_OSS
 from tests.tiny_models import DRAFTERS, TINY, decode_all, random_base, random_prompts
 from tests.training.training_data import random_batch

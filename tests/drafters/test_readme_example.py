@@ -16,8 +16,7 @@ from clover_jax.decoding.tree_config import parse_tree
 from clover_jax.drafters import registry
 from clover_jax.drafters.drafter import AcceptedPositions, frozen_from_base
 from clover_jax.errors import UserError
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state, make_train_step
 from tests.conftest import REPOSITORY
 from tests.tiny_folders import save_tiny_base
 from tests.tiny_models import TINY, decode_all, init_head, random_base, random_prompts

@@ -11,7 +11,7 @@ import pytest
 
 from clover_jax import cli, evaluate
 from clover_jax.decoding.sampling_config import GREEDY
-from clover_jax.evaluation import stage_times
+from clover_jax.evaluation import parts
 
 ROWS = [
     {"question_id": 81, "category": "writing", "turns": ["the hat", "and the cat"]},
@@ -21,12 +21,12 @@ ROWS = [
 ]
 
 
-_stage_times, _measure = {}, stage_times.measure
+_stage_times, _measure = {}, parts.measure
 
 
 def measure_once(method, engine, requests):
     """Compile and time the parts of a step once for like engines, not in every test."""
-    # Whatever rows are sampled and however long they are: test_stage_times.py is about times.
+    # Whatever rows are sampled and however long they are: test_parts.py is about times.
     key = dataclasses.replace(engine.config, sampling=GREEDY), engine.batch_size
     if key not in _stage_times:
         _stage_times[key] = _measure(method, engine, requests)
@@ -74,6 +74,6 @@ def run(folder, output, *argv, prompts="bench.jsonl"):
         contextlib.redirect_stdout(out),
         contextlib.redirect_stderr(err),
     ):
-        patch.setattr(stage_times, "measure", measure_once)
+        patch.setattr(parts, "measure", measure_once)
         status = cli.run(evaluate.main, evaluate.define_flags, arguments)
     return Finished(status, out.getvalue().splitlines(), err.getvalue(), output)

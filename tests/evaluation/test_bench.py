@@ -1,4 +1,4 @@
-"""The bench command at tiny size: what it prints, reports and refuses."""
+"""The bench command at tiny size: what it prints, reports and refuses, measured or swept."""
 
 import dataclasses
 import json
@@ -8,14 +8,20 @@ import jax
 import pytest
 
 from clover_jax import bench, cli
-from clover_jax.decoding import decode_states, programs
-from clover_jax.decoding.decode_states import fitting_context
-from clover_jax.decoding.models import load, load_shapes
+from clover_jax.decoding import models, programs
+from clover_jax.decoding.models import fitting_context, load, load_shapes
+from clover_jax.decoding.sampling_config import SamplingConfig
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.decoding.state import empty_state
-from clover_jax.evaluation.measured import Ceilings, room_for
+from clover_jax.errors import UserError
+from clover_jax.evaluation import measured
+from clover_jax.evaluation.measured import Ceilings, engine_run, room_for
+from clover_jax.evaluation.parts import steps_at_once
+from clover_jax.runtime.turns import WARM_UP
 
 BASE = ("--base=shape:64x1x96", "--context=100", "--rounds=3")
+
+SECONDS = {"plain": 0.002, "step": 0.005, "draft": 0.0009}
 
 
 @pytest.fixture
@@ -39,7 +45,7 @@ def test_every_part_is_timed_next_to_its_floor(command, monkeypatch):
         buffer_lengths.add(size)
         return empty_state(base, head, tree, batch, size, *more, **named)
 
-    for module in (programs, decode_states):
+    for module in (programs, models):
         monkeypatch.setattr(module, "empty_state", spied)
     head = "--draft=random:clover2:num_augmenting_layers=1"  # one layer compiles sooner than two
     status, lines, _ = command(*BASE, head, "--tree=chain:2", "--force_accept=1", "--batch_size=2")
@@ -75,19 +81,14 @@ def test_the_context_is_no_longer_than_the_docstring_says():
 
 @pytest.fixture
 def precisions(command, monkeypatch):
-    """The precisions of products at which this machine's limits, or a sweep, are measured."""
+    """The precisions of products at which this machine's limits are measured."""
     found = []
 
     def limits(dtype):
         found.append(jax.config.jax_default_matmul_precision)
         return Ceilings(1e9, 1e10)
 
-    def seconds(runs, rounds):
-        found.append(jax.config.jax_default_matmul_precision)
-        return dict.fromkeys(runs, 1.0)
-
     monkeypatch.setattr("clover_jax.evaluation.measured.measure_ceilings", limits)
-    monkeypatch.setattr("clover_jax.evaluation.sweep.time_in_turns", seconds)
     with jax.default_matmul_precision("default"):
         yield found
 
@@ -109,7 +110,12 @@ def test_a_base_alone_is_timed_too_and_float32_as_it_is_decoded(command, precisi
     assert report["context"] == 400 - 7 * 8
 
 
-def test_a_sweep_times_float32_as_it_is_decoded(command, precisions):
+def test_a_sweep_times_float32_as_it_is_decoded(command, precisions, monkeypatch):
+    def seconds(runs, rounds):
+        precisions.append(jax.config.jax_default_matmul_precision)
+        return dict.fromkeys(runs, 1.0)
+
+    monkeypatch.setattr(measured, "time_in_turns", seconds)
     status, lines, _ = command(*BASE, "--sweep", "--batch_sizes=1", "--nodes=1", "--dtype=float32")
     assert status == 0
     assert len(json.loads(lines[-1])["cells"]) == 1
@@ -152,3 +158,98 @@ def test_mistakes_are_one_line_and_status_2(argv, said, command):
     status, lines, error = command(*BASE[:1], *argv)
     assert (status, lines, error.count("\n")) == (2, [], 1)
     assert re.search(said, error)
+
+
+@pytest.fixture
+def measure(monkeypatch):
+    """Measure on a machine where every part takes a second."""
+
+    def run(models, limits):
+        monkeypatch.setattr(
+            measured, "time_in_turns", lambda runs, *_, **__: dict.fromkeys(runs, 1.0)
+        )
+        monkeypatch.setattr(measured, "measure_ceilings", lambda dtype: limits)
+        return measured.measure(models, batch=1, context=100, rounds=3, force_accept=0)
+
+    return run
+
+
+def test_the_share_of_the_bandwidth_is_the_bytes_where_products_take_longer(measure):
+    models = load(ModelSpec("shape:64x1x96", dtype="float32"))
+    found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
+    weights = 4 * (64 * 192 + 64 * 64 + 3 * 64 * 192 + 96 * 64)
+    keys = 2 * 4 * 64 * 100
+    assert found["parts"]["plain step"]["floor_ms"] == pytest.approx(2 * weights / 4)
+    share = (weights + keys) / 1e6
+    assert found["plain_step_share_of_bandwidth"] == pytest.approx(share, abs=1e-3)
+
+
+def test_a_level_is_timed_only_where_the_head_drafts_it(measure):
+    models = load(
+        ModelSpec("shape:64x1x96", draft="random:clover", tree="clover4", dtype="float32")
+    )
+    found = measure(models, Ceilings(bandwidth=1e6, matrix_rate=1e3))
+    levels = [name for name in found["parts"] if name.startswith("draft level")]
+    assert levels == ["draft level 1", "draft level 2", "draft level 3"]
+    assert found["sum_of_parts_ms"] == 5e3  # absorb, draft, verify, accept, commit
+
+
+@pytest.mark.parametrize("int8", [(), ("draft",), ("base", "draft")])
+def test_parameters_are_counted_alike_whatever_is_quantized(int8):
+    spec = ModelSpec("shape:64x1x96", draft="random:clover", dtype="float32", int8=int8)
+    models = load(spec)
+    about = measured.describe_run(models, spec)
+    matrices = 64 * 192 + 64 * 64 + 3 * 64 * 192 + 2 * 96 * 64
+    assert about["base_parameters"] == matrices + 3 * 64  # and the norms
+    plain = load(ModelSpec("shape:64x1x96", draft="random:clover", dtype="float32"))
+    assert about["draft_parameters"] == sum(x.size for x in jax.tree.leaves(plain.draft_params))
+
+
+@pytest.mark.parametrize("pace", [2, None])
+def test_the_round_in_the_middle_begins_at_the_context(pace):
+    context, rounds, batch = 200, 3, 2
+    models = load(
+        ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:2", dtype="float32")
+    )
+    forced = SamplingConfig(force_accept=1)
+    run = engine_run(models, forced, batch, context, context + 160, rounds, pace)
+    for _ in range(WARM_UP + rounds // 2):
+        rows = run()
+    # The token that was emitted last is not committed yet.
+    assert [len(row.prompt_ids + row.output_ids) - 1 for row in rows] == [context] * batch
+
+
+@pytest.fixture(scope="module")
+def swept():
+    return load(ModelSpec("shape:64x1x96", draft="random:clover2", tree="chain:3", dtype="float32"))
+
+
+def test_a_cell_adds_up_what_a_step_costs(swept, monkeypatch):
+    asked = []
+
+    def seconds(runs, rounds):
+        asked.append([name for name in runs if name.startswith("verify")])
+        verify = {name: 0.001 * int(name.split()[1]) for name in asked[-1]}
+        return {name: steps_at_once() * each for name, each in (SECONDS | verify).items()}
+
+    monkeypatch.setattr(measured, "time_in_turns", seconds)
+    cells = measured.sweep(swept, [1, 2], [5, 1], context=10, rounds=3)
+    assert [(cell["batch_size"], cell["nodes"]) for cell in cells] == [
+        *((1, 5), (1, 1), (2, 5), (2, 1))
+    ]
+    # A root and the nodes; of the tree of 3 nodes too, whose whole step is timed.
+    assert asked == [["verify 2", "verify 4", "verify 6"]] * 2
+    # The rest of a step is 5 - 0.9 - 4 = 0.1 ms.
+    assert cells[1] == {
+        "batch_size": 1,
+        "nodes": 1,
+        "plain_ms": 2.0,
+        "verify_ms": 2.0,
+        "draft_ms": 0.9,
+        "break_even": pytest.approx(0.5),
+    }
+
+
+def test_a_base_alone_has_nothing_to_sweep(swept):
+    with pytest.raises(UserError, match="--sweep needs a draft"):
+        measured.sweep(swept.plain(), [1], [4], 10, 3)

@@ -1,19 +1,82 @@
-"""`bench --target`: a compiler's account of a step; here this machine's compiler is asked."""
+"""Counting what a program reads and multiplies; targets; a compiler's account of a step."""
 
 import json
+import re
 import types
 
 import jax
+import jax.numpy as jnp
 import pytest
+from jax.experimental import topologies
 
 from clover_jax import bench, cli
 from clover_jax.decoding.models import load_shapes
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.evaluation import compiled
-from clover_jax.evaluation.targets import CHIPS, Target, parse_target
+from clover_jax.evaluation.compiled import Work, count_work
+from clover_jax.evaluation.targets import (
+    CHIPS,
+    NoCompiler,
+    Target,
+    find_devices,
+    parse_target,
+    prepare_environment,
+)
 
 HERE = Target("here", "cpu", CHIPS["v6e"], "1")
+
+
+def test_a_product_reads_its_weight_and_a_look_up_reads_nothing():
+    def function(weights, x):
+        return jnp.einsum("bd,vd->bv", x, weights["matrix"]) + weights["table"][3]
+
+    weights = {"matrix": jnp.zeros((7, 5)), "table": jnp.zeros((4, 7))}
+    assert count_work(function, weights, jnp.zeros((2, 5))) == Work(7 * 5 * 4, 140, 140)
+    # One without weights counts among all products only; a part of a weight as large as it is.
+    assert count_work(lambda w, x: x @ x, jnp.zeros(3), jnp.zeros((4, 4))) == Work(0, 0, 128)
+    part = count_work(lambda w, x: x @ w[0].T, jnp.zeros((2, 3, 5)), jnp.zeros((1, 5)))
+    assert part == Work(60, 30, 30)
+
+
+def test_inner_functions_and_loops_count_as_often_as_they_run():
+    def function(weights, x):
+        def body(x, _):
+            return jax.jit(lambda w, x: x @ w)(weights, x), None
+
+        return jax.lax.scan(body, x, length=3)[0]
+
+    assert count_work(function, jnp.zeros((5, 5)), jnp.zeros((1, 5))) == Work(300, 150, 150)
+
+
+def test_loops_over_data_count_as_often_as_the_caller_says_and_branches_once():
+    def function(weights, x, count):
+        x = jax.lax.fori_loop(0, count, lambda _, x: x @ x, x)
+        return jax.lax.cond(count > 2, lambda x: x @ x, lambda x: x, x)
+
+    given = jnp.zeros(()), jnp.zeros((4, 4)), jax.ShapeDtypeStruct((), jnp.int32)
+    assert count_work(function, *given, loop_trips=3) == Work(0, 0, (3 + 1) * 2 * 4**3)
+
+
+def test_of_the_ways_for_platforms_that_of_the_platform_counts():
+    def function(weights, x):
+        ways = {"tpu": lambda x: x @ weights, "default": lambda x: x @ weights @ weights}
+        return jax.lax.platform_dependent(x, **ways)
+
+    given = jnp.zeros((5, 5)), jnp.zeros((1, 5))
+    assert count_work(function, *given, platform="tpu") == Work(100, 50, 50)
+    assert count_work(function, *given, platform="cuda") == Work(200, 100, 100)
+    assert count_work(function, *given) == Work(200, 100, 100)  # on this CPU
+
+
+def test_grouped_rows_read_a_matrix_each_at_most():
+    def function(weights, rows):
+        return jax.lax.ragged_dot(rows, weights, jnp.array([1, 0, len(rows) - 1]))
+
+    matrix, size = 5 * 7, 4 * 5 * 7
+    for rows, read in ((2, 2), (9, 3)):
+        work = count_work(function, jnp.zeros((3, 5, 7)), jnp.zeros((rows, 5)))
+        assert work == Work(read * size, 2 * rows * matrix, 2 * rows * matrix)
 
 
 def test_the_command_prints_what_the_compiler_says(capsys, monkeypatch):
@@ -104,3 +167,45 @@ def test_a_program_for_a_target_is_not_cached():
     compiled.compile_for(HERE, lowered, "")
     assert seen == [False]
     assert jax.config.jax_enable_compilation_cache == before
+
+
+def test_names_stand_for_chips_and_arrangements():
+    target = parse_target("tpu-v6e:2x2")
+    assert (target.platform, target.topology, target.chip) == ("tpu", "v6e:2x2", CHIPS["v6e"])
+    assert parse_target("gpu-h200").platform == "cuda"
+    for name in ("tpu-v6e", "tpu-v9:2x2", "gpu-h100", "v6e:2x2", "tpu-v6e:2"):
+        with pytest.raises(UserError, match=f"--target={re.escape(name)} is unknown; .*gpu-h200"):
+            parse_target(name)
+
+
+def test_what_the_user_set_in_the_environment_stays():
+    environment = {"JAX_PLATFORMS": "tpu", "XLA_FLAGS": "--xla_dump_to=/x"}
+    prepare_environment(parse_target("gpu-h200"), environment)
+    assert environment["JAX_PLATFORMS"] == "tpu"
+    assert environment["XLA_FLAGS"] == "--xla_dump_to=/x --xla_gpu_autotune_level=0"
+
+
+@pytest.mark.parametrize(
+    ("target", "error", "message", "is_missing"),
+    [
+        ("tpu-v5e:4x4", RuntimeError("no\nlong"), r'\(no\); pip install "jax\[tpu\]==\d', True),
+        ("gpu-h200", RuntimeError("no"), r'pip install "jax\[cuda13\]==', True),
+        (
+            "tpu-v6e:3x3",
+            jax.errors.JaxRuntimeError("INVALID_ARGUMENT: 3x3 is not divisible by 2x2x1"),
+            r"--target=tpu-v6e:3x3: .* cannot be arranged .*3x3 is not.*; give .* 2x2 or 4x4",
+            False,
+        ),
+    ],
+)
+def test_a_missing_compiler_is_told_from_an_impossible_arrangement(
+    target, error, message, is_missing, monkeypatch
+):
+    def fail(**_):
+        raise error
+
+    monkeypatch.setattr(topologies, "get_topology_desc", fail)
+    with pytest.raises(UserError, match=message) as raised:
+        find_devices(parse_target(target))
+    # `train --dry_run` goes on without a compiler, not without an arrangement.
+    assert isinstance(raised.value, NoCompiler) == is_missing

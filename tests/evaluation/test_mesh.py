@@ -35,7 +35,7 @@ from clover_jax.decoding.tree_config import TreeConfig, parse_tree
 from clover_jax.checkpoints.stored_head import Draft
 from clover_jax.evaluation import accuracy, equality
 from clover_jax.evaluation.equality import read_again
-from clover_jax.evaluation.methods import Method
+from clover_jax.evaluation.plan import Method
 from clover_jax.evaluation.rows import TurnRow
 from clover_jax.decoding.models import Models
 from clover_jax.models.meshes import make_mesh, parse_mesh

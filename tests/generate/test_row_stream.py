@@ -2,13 +2,16 @@
 
 import dataclasses
 import io
+import json
 
 import jax.monitoring
 import pytest
 
+from clover_jax import api
 from clover_jax.data.prompts import parse_prompt
+from clover_jax.decoding.engine import Engine
+from clover_jax.decoding.generate_run import decode_with_bar
 from clover_jax.decoding.models import load
-from clover_jax.decoding.output import decode_with_bar
 from clover_jax.decoding.requests import Generation
 from clover_jax.decoding.row_settings import GenerationSettings
 from clover_jax.decoding.row_state import (
@@ -18,8 +21,7 @@ from clover_jax.decoding.row_state import (
     forward_groups,
     forwards_until,
 )
-from clover_jax.decoding.row_stream import RowEvent, open_stream
-from clover_jax.decoding.row_totals import RowTotals
+from clover_jax.decoding.row_stream import RowEvent, RowTotals, open_stream
 from clover_jax.decoding.spec import ModelSpec
 from clover_jax.errors import UserError
 from clover_jax.runtime import compile_clock
@@ -29,6 +31,8 @@ from clover_jax.runtime.row_writer import RowSink
 from tests.tiny_models import TINY
 
 BASE = dataclasses.replace(TINY, max_position_embeddings=16, bos_token_id=0)
+
+PROMPTS = ("def read_lines(path):\n", "class Stack:\n    def push", "import os\n\ndef main(")
 
 
 def fit(ids, policy, max_new_tokens=4):
@@ -57,14 +61,13 @@ def test_warming_up_compiles_everything_and_reads_no_prompt(base, monkeypatch):
     models = load(ModelSpec(str(base), dtype="float32"))
     prompt = parse_prompt({"prompt_ids": [7] * 100}, index=0, source="here")
     stream = open_stream(models, [prompt], GenerationSettings(max_new_tokens=4))
-    engine, starts = stream._engine, []
-    read_prompt = engine.read_prompt
+    starts, read_chunk = [], Engine._read_chunk
 
-    def counted(weights, row, request, start):
-        starts.append(start)
-        return read_prompt(weights, row, request, start)
+    def counted(engine, slot):
+        starts.append(engine._rows[slot].num_read)
+        return read_chunk(engine, slot)
 
-    monkeypatch.setattr(engine, "read_prompt", counted)
+    monkeypatch.setattr(Engine, "_read_chunk", counted)
     stream.warm_up()
     assert starts == [0]
     with CompileClock() as compiling:
@@ -137,3 +140,70 @@ def test_nothing_decoded_has_no_tau_and_plain_decoding_no_shares():
     assert RowTotals([row([1], [])]).summary(None) == "tau none, 1 tokens in 0 forwards"
     plain = RowTotals([row([1, 2, 3], [0, 0])])
     assert plain.summary(None) == "tau 1.00, 3 tokens in 2 forwards"
+
+
+@pytest.fixture(scope="module")
+def tiny():
+    return api.load_base()
+
+
+@pytest.fixture(scope="module")
+def plain(tiny):
+    return decode(tiny, [{"prompt": prompt} for prompt in PROMPTS])
+
+
+def decode(models, rows):
+    decoded = api.generate_rows(models, rows, max_new_tokens=48, batch_size=2)
+    return sorted(decoded, key=lambda row: row["index"])
+
+
+def forwards(rows):
+    return [row["target_forwards"] for row in rows]
+
+
+def test_a_right_prediction_makes_text_arrive_sooner_and_a_wrong_one_changes_nothing(tiny, plain):
+    models = api.load_draft(tiny, "lookup", "copy:12")
+    right = [
+        {"prompt": p, "prediction": row["text"]} for p, row in zip(PROMPTS, plain, strict=True)
+    ]
+    predictions = ("Nothing of this is Python. " * 9, "a" * 100_000, "a" * 100_000)
+    wrong = [{"prompt": p, "prediction": w} for p, w in zip(PROMPTS, predictions, strict=True)]
+    alone, helped, misled = (
+        decode(models, rows) for rows in ([{"prompt": p} for p in PROMPTS], right, wrong)
+    )
+    for rows in (alone, helped, misled):
+        assert [row["text"] for row in rows] == [row["text"] for row in plain]
+    assert max(forwards(helped)) < min(forwards(plain)) / 4
+    assert sum(forwards(helped)) < sum(forwards(alone))
+    # What one row brings is no other's.
+    mixed = decode(models, [right[0], {"prompt": PROMPTS[1]}, wrong[2]])
+    assert forwards(mixed)[0] == forwards(helped)[0]
+
+
+def test_all_rows_copy_from_one_file(tiny, plain, tmp_path):
+    path = tmp_path / "corpus.txt"
+    path.write_text("\n".join(row["text"] for row in plain))
+    models = api.load_draft(tiny, "lookup", "copy:12", copy_from=path)
+    rows = decode(models, [{"prompt": p} for p in PROMPTS])
+    assert [row["text"] for row in rows] == [row["text"] for row in plain]
+    assert max(forwards(rows)) < min(forwards(plain)) / 3
+
+
+def test_copies_beside_a_tree_are_asked_for_by_flag_or_by_name(tiny):
+    assert api.load_draft(tiny, "lookup").tree.name == "copy:25"
+    assert api.load_draft(tiny, "lookup", copy=4).tree.name == "copy:4"
+    beside = api.load_draft(tiny, "lookup", "chain:2", copy=4).tree
+    assert (beside.name, beside.num_nodes, beside.depth) == ("chain:2+copy:4", 6, 4)
+    with pytest.raises(UserError, match="has copies already"):
+        api.load_draft(tiny, "lookup", "copy:3", copy=4)
+    with pytest.raises(UserError, match="--copy=4 needs a draft"):
+        api.load_draft(tiny, "none", copy=4)
+    with pytest.raises(UserError, match="has no copies"):
+        api.load_draft(tiny, "random:clover2", copy_from=__file__)
+
+
+def test_a_file_to_copy_from_that_cannot_be_read_is_named(tiny, tmp_path):
+    with pytest.raises(UserError, match="--copy_from=.*nothing"):
+        api.load_draft(tiny, "lookup", copy_from=tmp_path / "nothing")
+    with pytest.raises(UserError, match="prediction must be a string"):
+        parse_prompt(json.loads('{"prompt": "a", "prediction": 5}'), 0, "rows")

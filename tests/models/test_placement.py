@@ -20,8 +20,7 @@ from clover_jax.models.placement import (
     param_shardings,
     row_shardings,
 )
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, init_state
+from clover_jax.training.step import OptimizerConfig, TrainStepConfig, init_state
 from tests.tiny_models import LLAMA3_8B, TINY
 
 MESH = make_abstract_mesh(MeshShape(data=2, fsdp=2, tensor=2))

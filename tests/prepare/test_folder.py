@@ -1,16 +1,26 @@
-"""What a prepared folder holds: the samples and activations that raw data would give."""
+"""What a prepared folder holds, previews, and data that is refused."""
+
+import dataclasses
+import json
+import shutil
 
 import jax
 import numpy as np
 import pytest
 
+from clover_jax import prepare
 from clover_jax.checkpoints.loading import load_base
+from clover_jax.cli.command_flags import parse_flags
 from clover_jax.data.prepared import PreparedSamples, heldout_rows
 from clover_jax.data.samples import SampleCounts
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.data.training_data import load_training_data
+from clover_jax.errors import UserError
 from clover_jax.models.decoder import Decoder, causal_mask
+from clover_jax.training import features
 from clover_jax.training.features import feature_names
+from clover_jax.training.settings import PrepareOptions
+from tests.conftest import REPOSITORY
 from tests.prepare.prepared_data import SEQ_LEN, batches, load
 from tests.tiny_folders import SPEAKING
 from tests.tiny_models import TINY
@@ -89,3 +99,97 @@ def test_shards_of_earlier_versions_are_no_useless_data():
     assert SampleCounts.total([counts, counts]).pieces == 4
     del counts["pieces"]
     assert SampleCounts.total([counts]).pieces == 5
+
+
+def test_preview_marks_what_counts(command, base, data):
+    status, out, _ = command("--preview", base=base, data=data, seq_len=SEQ_LEN)
+    assert status == 0
+    lines = out.splitlines()
+    assert lines[0].startswith(f"== {data}:")
+    assert lines[0].endswith("to learn, between ⟦ and ⟧")
+    assert lines[1].startswith("<s>[user]")
+    assert lines[1].index("[assistant]") + len("[assistant]") == lines[1].index("⟦")
+    assert json.loads(lines[-1])["looked_at"]["counted"] > 0
+
+
+def test_preview_is_in_colour_on_a_terminal(command, base, data, monkeypatch):
+    monkeypatch.setattr("clover_jax.training.prepare_run.wants_color", lambda file: True)
+    _, out, _ = command("--preview", base=base, data=data, seq_len=SEQ_LEN)
+    assert "[assistant]\033[0m\033[32m" in out
+    assert out.splitlines()[0].endswith("to learn, in green")
+    assert "⟦" not in out
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"features": "clover9"}, "'clover9' is neither a drafter"),
+        ({"features": "layer_2"}, "layer_0 to layer_1"),
+        ({"seq_len": 4096}, "--seq_len=4096 is longer than the base's context, 128"),
+        ({"seq_len": 8, "max_truncated": 0.05}, "would be truncated"),
+        ({"data": "/missing.jsonl"}, "no such file"),
+        ({"draft": "x"}, "--draft is for --regenerate"),
+        ({"mesh": "data=2"}, "--mesh=data=2 is for --regenerate and --features"),
+        ({"chat_template": "alpaca"}, "no such file, and none of"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_a_mistake_is_one_line_and_status_2(command, base, data, tmp_path, changes, message):
+    flags = {"base": base, "data": data, "output": tmp_path / "out", "seq_len": SEQ_LEN}
+    status, out, err = command(**(flags | changes))
+    assert (status, out) == (2, "")
+    (line,) = err.splitlines()
+    assert message in line
+    assert not list(tmp_path.glob("out/*.array_record"))
+
+
+def test_every_option_has_a_flag():
+    flags = parse_flags(prepare.define_flags, [])
+    names = {field.name for field in dataclasses.fields(PrepareOptions)}
+    assert names - {"spec", "warping"} <= set(flags)
+
+
+@pytest.mark.parametrize(
+    "free, yes, message", [(1e12, False, "add --yes"), (1e9, True, "too small")]
+)
+def test_large_files_need_consent_and_a_disk(monkeypatch, tmp_path, capsys, free, yes, message):
+    monkeypatch.setattr(
+        features.shutil, "disk_usage", lambda path: type("Usage", (), {"free": free})
+    )
+    options = type("Options", (), {"directory": tmp_path, "yes": yes})
+    with pytest.raises(UserError, match=message):
+        features._agree_to_size(20_000_000_000, 0, options)
+    assert "20.0 GB for activations" in capsys.readouterr().err
+
+
+def test_samples_of_other_settings_are_refused_with_both(base, prepared):
+    own, edited = load_tokenizer(base), load_tokenizer(base)
+    edited.chat_template += "{# edited #}"
+    other, size = load_tokenizer(REPOSITORY / "clover_jax/assets/tiny"), SPEAKING.vocab_size
+    for given, message in (
+        ((other, 300, SEQ_LEN), r"another tokenizer than the base's: \w{12} against \w{12}"),
+        ((own, 200, SEQ_LEN), "for a vocabulary of 261 tokens and the base has 200"),
+        ((edited, size, SEQ_LEN), "was prepared with another chat template than"),
+        ((own, size, 32), "prepared with --seq_len=64, not 32"),
+    ):
+        with pytest.raises(UserError, match=message):
+            load_training_data(str(prepared), *given)
+
+
+def test_a_prepared_folder_among_others_is_not_read_as_raw_data(base, data, prepared):
+    with pytest.raises(UserError, match="was made by `prepare`.*give it to `train`, alone"):
+        load(f"{data},{prepared}", base)
+
+
+@pytest.mark.parametrize("written", ["heldout.json", "regenerated.jsonl.manifest.json"])
+def test_a_folder_that_is_not_finished_is_not_read_as_raw_data(base, prepared, tmp_path, written):
+    for name in (written, "regenerated.jsonl"):
+        shutil.copy(prepared / "heldout.json", tmp_path / name)
+    with pytest.raises(UserError, match="is not complete; repeat the `prepare`"):
+        load(str(tmp_path), base)
+
+
+def test_a_train_json_of_the_users_is_raw_data(base, tmp_path):
+    rows = [{"prompt_ids": [1, 2], "output_ids": [3, 4, n]} for n in range(5, 25)]
+    (tmp_path / "train.json").write_text(json.dumps(rows))
+    assert len(load(str(tmp_path), base).samples)

@@ -11,7 +11,7 @@ from clover_jax.data.prepared import PreparedSamples
 from clover_jax.data.records import Conversation, Text, TokenRow, TokenTurns
 from clover_jax.data.tokenizer import load_tokenizer
 from clover_jax.errors import UserError
-from clover_jax.training.regenerate import _prompt
+from clover_jax.training.prepare_run import _prompt
 from tests.killed_processes import lines_in, run_through_kills
 from tests.tiny_folders import save_tiny_base, save_tiny_draft
 from tests.tiny_tokenizers import CHAT_TEMPLATE

@@ -6,7 +6,7 @@ import threading
 import numpy as np
 import pytest
 
-from clover_jax.training import trainer
+from clover_jax.training import run
 from clover_jax.training.run import run_training
 from tests.training.small_runs import cached_step, settings
 
@@ -27,7 +27,7 @@ def data(tmp_path_factory):
 @pytest.fixture
 def one_compiled_step(monkeypatch):
     """Keep the compiled step from run to run."""
-    monkeypatch.setattr(trainer, "make_train_step", cached_step)
+    monkeypatch.setattr(run, "make_train_step", cached_step)
 
 
 @pytest.fixture(scope="session")

@@ -1,12 +1,21 @@
+"""The head that the flags describe: its options, its loss, its vocabulary."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
 import pytest
 
 from clover_jax.checkpoints.base import BaseModel
 from clover_jax.config import LossSpec
+from clover_jax.data.records import TokenRow
+from clover_jax.data.samples import RecordSamples
 from clover_jax.drafters import registry
 from clover_jax.errors import UserError
-from clover_jax.training.heads import make_head
 from clover_jax.training.settings import TrainSettings
-from tests.tiny_models import TINY
+from clover_jax.training.setup import load_inputs, make_head, most_frequent, reduce_vocabulary
+from tests.tiny_models import TINY, random_head
 
 
 @pytest.fixture
@@ -134,3 +143,50 @@ def test_settings_of_an_earlier_version_keep_their_parts_of_the_loss():
     assert TrainSettings.from_dict({"label_mask": False, "soft_ce_weight": None}).loss is None
     with pytest.raises(ValueError, match="label_mask was dropped"):
         TrainSettings.from_dict({"label_mask": True})
+
+
+def test_only_what_the_base_is_imitated_on_is_counted():
+    config = dataclasses.replace(TINY, eos_token_ids=())
+    records = [TokenRow("a", (1, 2), (3, 3, 4)), TokenRow("b", (3,), (0,))]
+    samples = RecordSamples(records, None, config.vocab_size, 32)
+    head, _ = random_head(config, "medusa")
+    base = BaseModel(config, {}, Path(), "random")
+    for size, ids, coverage in ((1, (3,), 2 / 4), (2, (0, 3), 3 / 4), (4, (0, 1, 3, 4), 1)):
+        reduced, share = reduce_vocabulary(head, size, base, None, samples)
+        assert (reduced.config.draft_to_target, share) == (ids, coverage)
+
+
+def test_equally_frequent_tokens_come_in_order_and_none_twice():
+    assert most_frequent(np.array([5, 0, 3, 0, 9]), 3, [1]) == ((0, 1, 4), 14 / 17)
+    assert most_frequent(np.array([1, 2, 2, 2]), 2, [2, 2])[0] == (1, 2)
+    assert most_frequent(np.array([0, 0, 0]), 3)[0] == (0, 1, 2)
+    assert most_frequent(np.array([0, 0]), 1)[1] == 0.0
+
+
+@pytest.mark.parametrize("size", [2, 6])
+def test_an_impossible_size_is_refused(size):
+    message = rf"--draft_vocab={size} must lie between 3 \(the special tokens\) and 5, the base's"
+    with pytest.raises(UserError, match=message):
+        most_frequent(np.ones(5, np.int64), size, [0, 3, 4])
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    path = tmp_path_factory.mktemp("data") / "rows.jsonl"
+    rows = [{"prompt_ids": [90, 91], "output_ids": [7, 8, 9, 7]}] * 3
+    rows += [{"prompt_ids": [90], "output_ids": [50]}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.mark.parametrize("kind", ["clover2", "eagle", "eagle3"])
+def test_the_most_frequent_tokens_become_the_heads_vocabulary(fixtures_dir, data, capsys, kind):
+    base = str(fixtures_dir / "clover2_reference" / "base")
+    settings = TrainSettings(base=base, data=data, drafter=kind, seq_len=32, draft_vocab=4)
+    inputs = load_inputs(settings)
+    # 2 ends a text of this base, so it is kept although the data lack it.
+    assert inputs.head.config.draft_to_target == (2, 7, 8, 9)
+    assert inputs.draft_vocab_coverage == 12 / 13
+    assert (
+        "draft vocabulary: 4 of 96 tokens, 92.31% of the training data's" in capsys.readouterr().err
+    )

@@ -1,15 +1,73 @@
+"""What a run logs and measures, and which head is the best."""
+
 import contextlib
 import io
+import json
 import threading
 import types
 
-from clover_jax.runtime.jsonl import append_row, read_rows
+import pytest
+
+from clover_jax.checkpoints.loading import load_base
+from clover_jax.data.records import TokenRow
+from clover_jax.errors import UserError
+from clover_jax.runtime.jsonl import append_row
 from clover_jax.runtime.progress import progress_bar
-from clover_jax.training.decoding_eval import DecodingReport
-from clover_jax.training.metrics import MetricsLog, comparable
-from clover_jax.training.outputs import Measurement
+from clover_jax.training.decoding_eval import evaluation_prompts
+from clover_jax.training.outputs import Measurement, MetricsLog
 from clover_jax.training.run import _report
 from clover_jax.training.settings import TrainSettings
+from clover_jax.training.setup import load_inputs
+from tests.conftest import REPOSITORY
+
+BASE = str(REPOSITORY / "tests" / "fixtures" / "clover2_reference" / "base")
+
+
+@pytest.fixture
+def events_of():
+    from tensorboardX.proto.event_pb2 import Event
+
+    def read(path):
+        data, events = path.read_bytes(), []
+        while data:
+            size = int.from_bytes(data[:8], "little")
+            events.append(Event.FromString(data[12 : 12 + size]))
+            data = data[16 + size :]
+        return events
+
+    return read
+
+
+def test_rows_go_to_jsonl_and_tensorboard(tmp_path, events_of):
+    log = MetricsLog(tmp_path, 0)
+    log.write("train", {"step": 2, "loss": 1.5, "accuracy": [0.5, 0.25], "note": "x"})
+    log.write("eval", {"step": 2, "tau": 2.0})
+    log.close()
+    assert json.loads((tmp_path / "metrics.jsonl").read_text())["loss"] == 1.5
+    assert log.evaluated_at(2) == {"step": 2, "tau": 2.0}
+    (file,) = (tmp_path / "tensorboard").iterdir()
+    scalars = {
+        value.tag: value.simple_value
+        for event in events_of(file)
+        for value in event.summary.value
+        if event.step == 2
+    }
+    assert scalars == {
+        "train/loss": 1.5,
+        "train/accuracy/0": 0.5,
+        "train/accuracy/1": 0.25,
+        "eval/tau": 2.0,
+    }
+
+
+def test_rows_after_the_step_of_a_resume_are_cut(tmp_path):
+    log = MetricsLog(tmp_path, 0)
+    for step in (1, 2, 3):
+        log.write("train", {"step": step, "loss": 0.0})
+    log.close()
+    MetricsLog(tmp_path, 2).close()
+    rows = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
 
 
 class Recorder:
@@ -23,15 +81,8 @@ class Recorder:
 
 
 def measured(tau, tree="chain:1"):
-    return DecodingReport(
-        tau=tau,
-        hit_rate=[0.5],
-        equal=1,
-        prompts=1,
-        tokens=int(10 * tau),
-        forwards=10,
-        measured_with={"tree": tree},
-    )
+    counts = {"hit_rate": [0.5], "equal": 1, "prompts": 1, "tokens": int(10 * tau), "forwards": 10}
+    return {"tau": tau, **counts, "measured_with": {"tree": tree}}
 
 
 def measure(workdir, writer, reports, done=0, best=None):
@@ -71,5 +122,64 @@ def test_a_tau_is_compared_with_those_of_the_same_prompts_and_tree_only(tmp_path
     assert best["step"] == 6
     kept = [step for name, step in writer.written if name == "best"]
     assert kept == [3, 4, 5, 6]
-    rows = read_rows(tmp_path / "eval.jsonl")
-    assert [row["step"] for row in comparable(list(rows))] == [6]
+
+
+@pytest.fixture(scope="module")
+def base():
+    return load_base(BASE)
+
+
+def test_a_held_out_rows_prompt_is_decoded(base):
+    row = TokenRow("f", tuple(range(10)), (20, 21))
+    assert evaluation_prompts(None, [row], base, None, 4) == [list(range(10))]
+
+
+def test_a_row_that_starts_with_its_answer_gives_its_first_half(base):
+    row = TokenRow("f", (1,), tuple(range(20, 33)))
+    assert evaluation_prompts(None, [row], base, None, 4) == [[1, *range(20, 26)]]
+
+
+def test_the_same_prompt_is_decoded_once(base):
+    rows = [TokenRow("f", tuple(range(10)), (answer,)) for answer in range(5)]
+    rows.append(TokenRow("f", tuple(range(9, 0, -1)), (3,)))
+    prompts = evaluation_prompts(None, rows, base, None, 2)
+    assert prompts == [list(range(10)), list(range(9, 0, -1))]
+
+
+def test_a_prompts_file_takes_precedence(base, tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text("".join(json.dumps({"prompt_ids": [i, 2]}) + "\n" for i in range(5)))
+    assert evaluation_prompts(str(path), [], base, None, 3) == [[0, 2], [1, 2], [2, 2]]
+
+
+def test_no_prompt_at_all_is_refused_with_what_would_be_right(base):
+    with pytest.raises(UserError, match="pass --eval_prompts=FILE, or --eval_every=0"):
+        evaluation_prompts(None, [], base, None, 3)
+
+
+@pytest.mark.parametrize(
+    ("rows", "message"),
+    [
+        (3, "tau will not be measured: the held-out part of --data has no prompt"),
+        (60, "only 3 held-out prompts fit (16 wanted); pass --eval_prompts"),
+    ],
+)
+def test_a_run_says_on_how_few_held_out_prompts_it_is_measured(tmp_path, capsys, rows, message):
+    """Data of the default settings: too little of it is no reason not to train."""
+    path = tmp_path / "rows.jsonl"
+    ids = [{"prompt_ids": [*range(i, i + 9)], "output_ids": [1, 2, 3]} for i in range(rows)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in ids))
+    inputs = load_inputs(TrainSettings(base=BASE, data=str(path), seq_len=32))
+    assert message in capsys.readouterr().err
+    assert (inputs.evaluator is None) == (rows == 3)
+    # Prompts that the user named must fit.
+    long = tmp_path / "long.jsonl"
+    long.write_text(json.dumps({"prompt_ids": [1] * 10_000}))
+    with pytest.raises(UserError, match=f"{long} has no prompt of 1 to"):
+        load_inputs(TrainSettings(base=BASE, data=str(path), seq_len=32, eval_prompts=str(long)))
+
+
+def test_a_held_out_record_that_cannot_be_read_is_left_out(base, capsys):
+    rows = [TokenRow("f:1", (10**6,), (1,)), TokenRow("f:2", tuple(range(10)), (20, 21))]
+    assert evaluation_prompts(None, rows, base, None, 4) == [list(range(10))]
+    assert "left out a sample: f:1: token id 1000000 is outside" in capsys.readouterr().err

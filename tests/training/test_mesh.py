@@ -22,7 +22,7 @@ import jax, numpy as np
 from clover_jax.drafters import registry
 from clover_jax.models.meshes import make_mesh, parse_mesh
 from clover_jax.models.placement import param_shardings, place_rows
-from clover_jax.training.optimizer import OptimizerConfig
+from clover_jax.training.step import OptimizerConfig
 from clover_jax.training.step import TrainStepConfig, init_state, make_train_step
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch
@@ -245,7 +245,7 @@ from clover_jax.training.teacher import read_base
 from tests.tiny_models import TINY, random_base
 from tests.training.training_data import random_batch
 
-experts._many = experts._grouped  # as on a TPU
+experts._all_in_parts = experts._grouped  # as on a TPU
 base = dataclasses.replace(TINY, num_layers=3, num_experts=8, experts_per_token=2, expert_size=32)
 params, batch = random_base(base), random_batch(8, 640, 32, 0)
 packed = batch.tokens, batch.segment_ids, batch.positions

@@ -12,7 +12,7 @@ import pytest
 
 from clover_jax.checkpoints.card import read_card
 from clover_jax.errors import UserError
-from clover_jax.training import run, trainer
+from clover_jax.training import run
 from clover_jax.training.decoding_eval import DecodingEvaluator
 from clover_jax.training.run import run_training
 from clover_jax.training.settings import (
@@ -72,8 +72,8 @@ def test_a_stop_after_a_measurement_keeps_the_measured_draft(
             path = tmp_path / "eval.jsonl"
             return path.exists() and path.stat().st_size > 0
 
-    saved, save = [], trainer.Trainer.save
-    monkeypatch.setattr(trainer.Trainer, "save", lambda *a: (saved.append(a[1]), save(*a)))
+    saved, save = [], run.Trainer.save
+    monkeypatch.setattr(run.Trainer, "save", lambda *a: (saved.append(a[1]), save(*a)))
     chosen = settings(data, eval_every=3, checkpoint_every=checkpoint_every)
     report = run_training(chosen, tmp_path, StopOnceMeasured())
     assert (report["steps"], report["finished"], saved) == (3, False, [3])
@@ -89,7 +89,7 @@ def without_times(path):
 
 def test_a_killed_run_goes_on_from_its_checkpoint(whole_run, data, tmp_path):
     source = (
-        "import os, sys, threading; from clover_jax.training import outputs, run, trainer\n"
+        "import os, sys, threading; from clover_jax.training import outputs, run\n"
         "from clover_jax.training.settings import TrainSettings\n"
         "class Killer(threading.Event):\n"
         "    looks = 0\n"
@@ -206,7 +206,7 @@ def test_the_report_is_of_the_head_in_best_after_a_resume_from_before_it(
     measured = DecodingEvaluator.measure
 
     def measure(evaluator, params, stop):
-        return dataclasses.replace(measured(evaluator, params, threading.Event()), tau=next(taus))
+        return measured(evaluator, params, threading.Event()) | {"tau": next(taus)}
 
     monkeypatch.setattr(DecodingEvaluator, "measure", measure)
     chosen = settings(data, eval_every=2, checkpoint_every=2)

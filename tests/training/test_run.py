@@ -1,21 +1,65 @@
-"""Whole runs of `train` on a tiny base: what they write."""
+"""Whole runs of `train` on a tiny base: the clock, what they write, faults of device and disk."""
 
+import errno
 import json
+import os
 import shutil
 import threading
 
+import jax
+import jax.monitoring
+import numpy as np
 import pytest
 
 from clover_jax import train
 from clover_jax.checkpoints.card import native_directory, read_card
 from clover_jax.decoding.spec import ModelSpec
+from clover_jax.errors import UserError
 from clover_jax.evaluation import conversion
-from clover_jax.evaluation.conversion_options import ConvertOptions
-from clover_jax.training import trainer
-from clover_jax.training.run import run_training
-from tests.training.small_runs import BASE, assert_same_params, params_of, rows, settings
+from clover_jax.evaluation.options import ConvertOptions
+from clover_jax.runtime import checkpoint, compile_clock
+from clover_jax.runtime.compile_clock import CompileClock
+from clover_jax.runtime.files import only_process_in
+from clover_jax.training import outputs, run
+from clover_jax.training.run import Clock, run_training
+from tests.training.small_runs import (
+    BASE,
+    StopAfter,
+    assert_same_params,
+    cached_step,
+    params_of,
+    rows,
+    settings,
+)
 
 pytestmark = pytest.mark.usefixtures("one_compiled_step")
+
+pytestmark = pytest.mark.usefixtures("one_compiled_step")
+
+
+@pytest.fixture
+def now(monkeypatch):
+    """A clock in a list, so that no test depends on how fast the machine is."""
+    time = [100.0]
+    monkeypatch.setattr(compile_clock.time, "perf_counter", lambda: time[0])
+    return time
+
+
+def test_tokens_per_second_leave_out_compiling_and_pauses(now):
+    with CompileClock() as compiling:
+        clock = Clock(compiling)
+        with clock.waiting():
+            now[0] += 1
+        now[0] += 50  # the first step
+        jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile", 46.0)
+        clock.count(100)
+        with clock.paused():
+            now[0] += 30  # a measurement, which compiles too
+            jax.monitoring.record_event_duration_secs("/jax/core/compile/backend_compile", 20.0)
+        assert clock.read() == pytest.approx((20.0, 0.2))
+        now[0] += 2
+        clock.count(100)
+        assert clock.read() == pytest.approx((50.0, 0.0))
 
 
 def test_a_draft_holds_the_tree_that_a_file_held(data, tmp_path):
@@ -68,7 +112,7 @@ def test_tau_and_hit_rates_agree(whole_run):
 
 def test_a_finished_workdir_says_so_and_trains_nothing(whole_run, data, monkeypatch):
     workdir, report = whole_run
-    monkeypatch.setattr(trainer.Trainer, "run", lambda *a: pytest.fail("trained again"))
+    monkeypatch.setattr(run.Trainer, "run", lambda *a: pytest.fail("trained again"))
     again = run_training(settings(data, eval_every=3), workdir, threading.Event())
     assert again == report | {"already_finished": True}
 
@@ -82,3 +126,71 @@ def test_a_finished_workdir_that_was_moved_says_where_it_is_now(whole_run, data,
         "draft": str(moved / "draft"),
         "best": str(moved / "best"),
     }
+
+
+def test_a_loss_that_is_not_finite_stops_with_its_step(data, tmp_path, monkeypatch):
+    def poisoned(config):
+        step = cached_step(config)
+
+        def run_step(state, base_params, batch):
+            state, metrics = step(state, base_params, batch)
+            if int(state.step) == 5:
+                metrics = metrics.replace(loss=metrics.loss * np.nan)
+            return state, metrics
+
+        return run_step
+
+    monkeypatch.setattr(run, "make_train_step", poisoned)
+    with pytest.raises(UserError, match=r"the loss is nan at step 5; .* that of step 3"):
+        run_training(settings(data), tmp_path / "w", threading.Event())
+    assert sorted(p.name for p in (tmp_path / "w" / "checkpoints").glob("[0-9]")) == ["3"]
+
+
+def test_too_little_memory_says_what_to_do(data, tmp_path, monkeypatch):
+    def run_step(state, base_params, batch):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(run, "make_train_step", lambda config: run_step)
+    message = (
+        "the device has too little memory to train on 2 rows of 32 tokens; give "
+        "--gradient_accumulation_steps, --remat, a smaller --batch_size or --seq_len, or more "
+    )
+    with pytest.raises(UserError, match=message):
+        run_training(settings(data), tmp_path / "w", threading.Event())
+
+
+def test_a_second_run_in_the_same_workdir_is_refused(data, tmp_path):
+    with (
+        only_process_in(tmp_path, "is training", "--workdir"),
+        pytest.raises(UserError, match="another run is training"),
+    ):
+        run_training(settings(data), tmp_path, threading.Event())
+
+
+FULL = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def fail(*arguments, **named):
+    raise FULL
+
+
+@pytest.mark.parametrize(
+    "module, name, message",
+    [
+        (checkpoint, "write_json", r"the disk is full; .*\(checkpoint \d is whole"),
+        (outputs, "write_native", r"cannot write .*/draft: the disk is full"),
+    ],
+    ids=["checkpoint", "draft"],
+)
+def test_a_full_disk_is_a_clear_error_and_leaves_the_last_checkpoint(
+    whole_run, data, tmp_path, monkeypatch, module, name, message
+):
+    workdir = tmp_path / "w"
+    run_training(settings(data), workdir, StopAfter(4))
+    with monkeypatch.context() as patched:
+        patched.setattr(module, name, fail)
+        with pytest.raises(UserError, match=message):
+            run_training(settings(data), workdir, threading.Event())
+    report = run_training(settings(data), workdir, threading.Event())
+    assert report["finished"]
+    assert_same_params(params_of(workdir), params_of(whole_run[0]))

@@ -1,3 +1,5 @@
+"""One step: its optimizer, a batch in parts, gradient checkpointing, what is trained."""
+
 import dataclasses
 import functools
 import math
@@ -9,12 +11,70 @@ import numpy as np
 import pytest
 
 from clover_jax.checkpoints.shapes import base_shapes
+from clover_jax.config import LossSpec
 from clover_jax.drafters import registry
 from clover_jax.models.batch import Batch
-from clover_jax.training.optimizer import OptimizerConfig
-from clover_jax.training.step import TrainStepConfig, init_state, make_train_step, train_step
-from tests.tiny_models import LLAMA3_8B, TINY, random_base, random_head
+from clover_jax.training.step import (
+    OptimizerConfig,
+    TrainStepConfig,
+    accumulated_gradient,
+    batch_gradient,
+    head_loss,
+    init_state,
+    make_optimizer,
+    make_schedule,
+    make_train_step,
+    train_step,
+)
+from clover_jax.training.teacher import teach
+from tests.tiny_models import DRAFTERS, LLAMA3_8B, TINY, init_head, random_base, random_head
 from tests.training.training_data import random_batch
+
+ALL_TERMS = LossSpec(regression=3.0, soft_ce=0.5, hard_ce=2.0, decay=0.7, divisor_offset=0.25)
+
+SIZE = 40  # of no other axis
+
+
+def test_schedule_gives_the_docstrings_example():
+    schedule = make_schedule(OptimizerConfig(steps=4, learning_rate=1.0, warmup_steps=2))
+    np.testing.assert_allclose([schedule(step) for step in range(4)], [1 / 2, 1, 2 / 3, 1 / 3])
+
+
+def test_the_first_adamw_step_is_worked_out_by_hand():
+    config = OptimizerConfig(steps=10, learning_rate=0.1, warmup_steps=0)
+    optimizer = make_optimizer(config)
+    params = {"w": jnp.array([2.0, 2.0])}
+    gradient = {"w": jnp.array([100.0, -0.25])}
+    updates, _ = optimizer.update(gradient, optimizer.init(params), params)
+    # Bias-corrected moments of a first step make m / sqrt(v) the sign; decay adds 0.01 * 2.
+    rate = make_schedule(config)(0)
+    np.testing.assert_allclose(updates["w"], [-rate * 1.02, rate * 0.98], rtol=1e-5)
+
+
+def test_gradient_values_are_clipped():
+    params = {"w": jnp.zeros(2)}
+    optimizer = make_optimizer(OptimizerConfig(steps=10, warmup_steps=0, clip_value=0.5))
+    _, state = optimizer.update({"w": jnp.array([100.0, 0.1])}, optimizer.init(params), params)
+    first_moment = next(s.mu["w"] for s in state[1] if hasattr(s, "mu"))
+    np.testing.assert_allclose(first_moment, [0.05, 0.01], rtol=1e-5)
+
+
+def test_a_warm_up_longer_than_the_run_is_refused():
+    with pytest.raises(ValueError, match=r"warmup_steps \(20\) must lie between 0 and"):
+        OptimizerConfig(steps=10, warmup_steps=20)
+
+
+def test_a_cosine_falls_slowly_at_first_and_to_0_after_the_last_step():
+    config = OptimizerConfig(steps=5, learning_rate=1.0, warmup_steps=1, schedule="cosine")
+    schedule = make_schedule(config)
+    rates = [float(schedule(count)) for count in range(6)]
+    expected = [1.0, *(0.5 * (1 + np.cos(np.pi * step / 5)) for step in range(1, 6))]
+    np.testing.assert_allclose(rates, expected, atol=1e-6)
+
+
+def test_an_unknown_schedule_is_refused():
+    with pytest.raises(ValueError, match="schedule 'step' is not one of linear, cosine"):
+        OptimizerConfig(steps=5, warmup_steps=0, schedule="step")
 
 
 def tiny_config(chunk=16):
@@ -124,3 +184,91 @@ def largest_vocabulary_array(program, vocab_size, width):
         if vocab_size in shape and axes != sorted([vocab_size, width]):
             sizes.add(math.prod(shape) // vocab_size)
     return max(sizes)
+
+
+def gradients(loss, steps):
+    # The cheapest head to compile; on meshes it is Clover-2's turn (test_mesh.py).
+    config = registry.config_for_base("medusa", TINY, num_positions=2)
+    head = registry.head(dataclasses.replace(config, loss=loss))
+    params = init_head(head, random_base(), jax.random.key(1))
+    config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)
+    parts = dataclasses.replace(config, accumulation_steps=steps)
+    batch = random_batch(rows=6)  # of unequal documents, so that no two parts count as many pairs
+    arguments = params, random_base(), batch, jax.random.key(0)
+    whole = jax.jit(functools.partial(batch_gradient, config))(*arguments)
+    summed = jax.jit(functools.partial(accumulated_gradient, parts))(*arguments)
+    return whole, summed
+
+
+@pytest.mark.parametrize(
+    ("loss", "steps", "rounding"),
+    [
+        pytest.param(ALL_TERMS, 2, 2e-6, id="pairs"),
+        pytest.param(dataclasses.replace(ALL_TERMS, divisor="positions"), 6, 2e-6, id="positions"),
+        pytest.param(dataclasses.replace(ALL_TERMS, dpace=0.5), 3, 2e-6, id="D-PACE"),
+    ],
+)
+def test_parts_sum_up_to_the_whole_batch(loss, steps, rounding):
+    whole, summed = gradients(loss, steps)
+    np.testing.assert_allclose(summed.loss, whole.loss, rtol=1e-6)
+    np.testing.assert_array_equal(summed.positions.pairs, whole.positions.pairs)
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=rounding),
+        summed.positions,
+        whole.positions,
+    )
+
+    def close(part, of_all):
+        assert np.abs(part - of_all).max() <= 3e-6 * np.abs(of_all).max()  # float32 sums
+
+    jax.tree.map(close, summed.gradient, whole.gradient)
+
+
+@pytest.mark.parametrize(
+    "name", ["clover2", *(pytest.param(n, marks=pytest.mark.slow) for n in ("clover_lr", "eagle3"))]
+)
+def test_the_gradient_stays_the_same(name):
+    kind, options = DRAFTERS[name]
+    # Each position is compiled by itself.
+    few = registry.config_for_base(kind, TINY, **(options | {"num_positions": 2}))
+    head = registry.head(few)
+    params = init_head(head, random_base(), jax.random.key(1))
+    config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)
+    arguments = params, random_base(), random_batch(rows=2, size=SIZE), jax.random.key(0)
+    kept, again = (
+        jax.jit(functools.partial(batch_gradient, c))(*arguments) for c in (config, remat(config))
+    )
+    for one, other in zip(jax.tree.leaves(kept), jax.tree.leaves(again), strict=True):
+        np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["clover2", "eagle3"])
+def test_no_layers_scores_are_kept(name):
+    # By what differentiation hands on: XLA for CPU merges what is computed twice, so its memory
+    # stays the same.
+    head, params = random_head(name=name)
+    config = TrainStepConfig(TINY, head, OptimizerConfig(10, 1e-3, 0), 16)
+    assert kept_scores(config, params)
+    assert kept_scores(remat(config), params) == []
+
+
+def remat(config):
+    return dataclasses.replace(config, remat=True)
+
+
+def kept_scores(config, params):
+    """Return the shapes kept for the gradient that have a float for each pair of positions."""
+    batch, base = random_batch(rows=2, size=SIZE), random_base()
+
+    def pull_back(params):
+        teacher = teach(TINY, base, config.head.config.features, batch)
+        loss = functools.partial(head_loss, config)
+        _, gradient, _ = jax.vjp(
+            lambda params: loss(params, base, teacher, batch, jax.random.key(0)),
+            params,
+            has_aux=True,
+        )
+        return gradient
+
+    leaves = jax.tree.leaves(jax.eval_shape(pull_back, params))
+    return [x.shape for x in leaves if x.dtype.kind == "f" and x.shape.count(SIZE) == 2]
