@@ -172,8 +172,7 @@ async def _detokenize(request: Request) -> Response:
 
 
 async def _health(request: Request) -> Response:
-    # Raises 503 while requests would be refused.
-    _service(request).ready()
+    _service(request).check_health()
     return JSONResponse({"status": "ok"})
 
 
