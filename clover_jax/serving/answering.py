@@ -16,7 +16,7 @@ from starlette.types import Receive, Scope, Send
 
 from clover_jax.decoding.row_state import TurnProgress
 from clover_jax.errors import UserError
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 from clover_jax.serving.requests import Call
 from clover_jax.serving.responses import DONE, ChatAnswers, CompletionAnswers, event
 from clover_jax.serving.service import Ready, Service

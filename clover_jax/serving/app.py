@@ -21,8 +21,7 @@ from clover_jax.data.prompt_encoding import encode_prompt
 from clover_jax.data.prompts import Prompt
 from clover_jax.errors import UserError
 from clover_jax.serving.answering import Answering, as_api_error
-from clover_jax.serving.body import read_object
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError, read_object
 from clover_jax.serving.requests import (
     Call,
     Served,

@@ -7,7 +7,7 @@ from http import HTTPStatus
 
 from clover_jax.data.prompts import Prompt
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 
 _RETRY = {"Retry-After": "5"}  # seconds until a full queue may have room
 

@@ -11,7 +11,7 @@ from clover_jax.data.prompts import Prompt
 from clover_jax.data.rows import shown
 from clover_jax.decoding.row_settings import GenerationSettings, Grain
 from clover_jax.serving.asks import Ask
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 from clover_jax.serving.shapes import (
     ChatRequest,
     CommonRequest,

@@ -9,6 +9,7 @@ what to do.
 from __future__ import annotations
 
 import asyncio
+import collections
 import concurrent.futures
 import dataclasses
 import functools
@@ -17,7 +18,8 @@ import signal
 import threading
 import time
 import traceback
-from typing import NamedTuple
+from collections.abc import Iterator
+from typing import Generic, NamedTuple, TypeVar
 
 from clover_jax.decoding.engine import Engine
 from clover_jax.decoding.models import Models
@@ -37,7 +39,6 @@ from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import Progress, progress_bar
 from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
-from clover_jax.serving.fair_queue import FairQueue
 from clover_jax.serving.options import ServeOptions
 
 MOST_STEPS = 8  # from one look at the queue to the next
@@ -45,6 +46,43 @@ MOST_WAITED = 4  # steps: how long rows that decode may wait while several promp
 IDLE_SECONDS = 10  # how often the primary sends the others an empty iteration without requests
 # How long a chunk of steps should last: text should flow, and a change in the queue be seen soon.
 CHUNK_SECONDS = 0.02
+
+
+Job = TypeVar("Job")
+
+
+class FairQueue(Generic[Job]):
+    """Jobs that wait: one of each client in turn, however many it has."""
+
+    def __init__(self):
+        # Clients in the order of their turns; a client without jobs has no entry.
+        self._jobs: collections.OrderedDict[str, collections.deque[Job]] = collections.OrderedDict()
+
+    def __len__(self) -> int:
+        return sum(map(len, self._jobs.values()))
+
+    def __iter__(self) -> Iterator[Job]:
+        return itertools.chain.from_iterable(self._jobs.values())
+
+    def push(self, client: str, job: Job) -> None:
+        """Add a job after the others of its client."""
+        self._jobs.setdefault(client, collections.deque()).append(job)
+
+    def pop(self) -> Job:
+        """Take the first job of the client whose turn it is."""
+        client, jobs = self._jobs.popitem(last=False)
+        job = jobs.popleft()
+        if jobs:
+            self._jobs[client] = jobs  # after all other clients
+        return job
+
+    def discard(self, client: str, job: Job) -> None:
+        """Remove a job if it waits."""
+        jobs = self._jobs.get(client)
+        if jobs and job in jobs:
+            jobs.remove(job)
+            if not jobs:
+                del self._jobs[client]
 
 
 @dataclasses.dataclass(eq=False)

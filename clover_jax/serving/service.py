@@ -17,7 +17,7 @@ from starlette.requests import Request
 
 from clover_jax.decoding.models import Models
 from clover_jax.decoding.spec import NO_DRAFT
-from clover_jax.serving.errors import ApiError
+from clover_jax.serving.body import ApiError
 from clover_jax.serving.metrics import Metrics
 from clover_jax.serving.options import ServeOptions
 from clover_jax.serving.requests import Served
