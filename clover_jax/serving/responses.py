@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from clover_jax.decoding.requests import TokenScore
 from clover_jax.decoding.row_state import Piece, TurnProgress
-from clover_jax.serving.forwards import FINISH_REASONS, forwards_of
+from clover_jax.serving.metrics import FINISH_REASONS, forwards_of
 from clover_jax.serving.requests import Call
 from clover_jax.serving.token_texts import TokenPlaces, TokenTexts
 

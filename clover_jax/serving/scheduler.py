@@ -38,8 +38,8 @@ from clover_jax.runtime.compile_clock import CompileClock
 from clover_jax.runtime.distributed import from_primary, process_count
 from clover_jax.runtime.dtypes import exact_matmuls
 from clover_jax.runtime.progress import Progress, progress_bar
-from clover_jax.serving.asks import Ask, Overloaded, TimeLimit
 from clover_jax.serving.options import ServeOptions
+from clover_jax.serving.requests import Ask, Overloaded, TimeLimit
 
 MOST_STEPS = 8  # from one look at the queue to the next
 MOST_WAITED = 4  # steps: how long rows that decode may wait while several prompts are read
